@@ -76,5 +76,5 @@ def test_a_phone_scrolls_down_only(summary: Summary, browser: Any, tmp_path: Pat
     assert widths == [390, 390]
     assert find_low_contrast(browser) == []
     assert find_unnamed(browser) == []
-    assert browser.title.startswith("what ")
+    assert browser.title.startswith("class summary of ")
     assert browser.get_log("browser") == []

@@ -180,7 +180,7 @@ def test_the_command_writes_a_page_and_a_file(
 ) -> None:
     output = tmp_path / "summary"
     printed = cli.succeed("attention", tiny_run, "--summary", "--output", output).out
-    assert "10 classes by libra-removal, 0 suspect clusters tested" in printed
+    assert "10 classes by libra-removal, 0 suspicious clusters tested" in printed
     content: dict[str, Any] = json.loads((output / "summary.json").read_text())
     assert [row["name"] for row in content["classes"]] == [str(digit) for digit in range(10)]
     assert content["has_labels"]

@@ -164,7 +164,7 @@ def test_of_large_grids_groups_are_left_out(trained, monkeypatch: pytest.MonkeyP
         device=images.device,
     )
     torch.testing.assert_close(tiles[:, :, 0, :, 0].flatten(1), expected)
-    assert "groups of 2 × 2 patches: of 4 × 4" in measurement.notes[0]
+    assert "groups of 2 × 2 patches: a single one of 4 × 4" in measurement.notes[0]
     itself = measurement.values["leave_one_out_correlation"]["leave-one-out"]
     assert np.abs(itself - 1).max() < 1e-6
 

@@ -33,13 +33,13 @@ def _show(summary: Summary) -> None:
         removal = cluster.removal
         assert removal is not None
         typer.secho(
-            f"likely shortcut of {name}: patches {', '.join(cluster.suspicions)}; left out of"
-            f" {removal.num_images} other images, {removal.flips} answers flip"
-            f" ({removal.random_flips} without random patches)",
+            f"likely shortcut of {name}: patches {', '.join(cluster.suspicions)}; without them"
+            f" {removal.flips} of {removal.num_images} other predictions change, without random"
+            f" patches {removal.random_flips}",
             fg="yellow",
         )
     typer.echo(
-        f"{len(summary.classes)} classes by {summary.method}, {summary.num_tests} suspect clusters"
-        f" tested, {len(summary.flagged)} flagged (false alarms in at most"
+        f"{len(summary.classes)} classes by {summary.method}, {summary.num_tests} suspicious"
+        f" clusters tested, {len(summary.flagged)} flagged (false alarms in at most"
         f" {summary.false_alarm_rate:.0%} of summaries)"
     )

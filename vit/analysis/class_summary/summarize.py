@@ -53,7 +53,7 @@ from vit.runtime.files import FileContent, Result
 from vit.runtime.progress import show_progress
 
 MIN_IMAGES_A_CLASS = 8
-# of the tokens of a class, all of which are clustered: large models use fewer images
+# memory for the tokens of a class, which are clustered at once: large models use fewer images
 _MAX_TOKEN_BYTES = 1 << 29
 # images of other classes in which clusters are looked for
 _MAX_OTHERS = 64
@@ -278,7 +278,7 @@ def _describe(
         in_others: Images of other classes in which it occurs, see `_choose_others`.
         seen: The images.
         pictures: Their pixels.
-        is_mark: Whether it was separated from another cluster as a mark.
+        is_mark: True for a mark that was separated from another cluster.
     """
     occurs = members.any(axis=1)
     in_images = members[occurs]
@@ -328,7 +328,7 @@ def _measure_masks(
         return None
     inside = inside[rows]
     indices = explained.indices[rows]
-    # of a small object at least the patch that it fills most stays
+    # at least the patch that a small object fills most stays
     removed = inside < np.minimum(0.5, inside.max(axis=1, keepdims=True))
     answers = passes.leave_out(indices, removed).argmax(dim=1).cpu().numpy()
     return MaskSummary(

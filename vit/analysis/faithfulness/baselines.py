@@ -1,4 +1,4 @@
-"""Maps that don't depend on the model: what methods have to be better than."""
+"""Maps that don't depend on the model; methods have to be better than these."""
 
 import torch
 from torch.nn import functional as F
@@ -6,13 +6,13 @@ from torch.nn import functional as F
 from vit.explanation.capture.forward import Grid, PatchMaps
 from vit.runtime.tensors import Images
 
-# of each image; their metrics are averaged
+# random maps for each image; their metrics are averaged
 RANDOM_MAPS = 3
 
 
 def baseline_maps(images: Images, grid: Grid, *, seed: int) -> dict[str, list[PatchMaps]]:
-    """Each baseline's maps of a batch [B, rows, columns] by name: `RANDOM_MAPS` random ones, one
-    of the others."""
+    """Return the maps [B, rows, columns] of each baseline by name: `RANDOM_MAPS` random ones, and one
+    of each other baseline."""
     # on the host, so that the numbers are the same on every device
     generator = torch.Generator().manual_seed(seed)
     noise = [
@@ -24,19 +24,19 @@ def baseline_maps(images: Images, grid: Grid, *, seed: int) -> dict[str, list[Pa
 
 
 def random_maps(batch: int, grid: Grid, *, generator: torch.Generator) -> PatchMaps:
-    """Uniform noise, 0 to 1."""
+    """Return uniform noise from 0 to 1."""
     return torch.rand(batch, *grid, generator=generator)
 
 
 def centre_maps(batch: int, grid: Grid) -> PatchMaps:
-    """A Gaussian in the middle, σ a quarter of each side: photographers put objects there."""
+    """Return a Gaussian in the middle, where photographers put objects; σ is a quarter of each side."""
     down, across = (torch.linspace(-2, 2, side + 2)[1:-1] for side in grid)
     centre = torch.exp(-(down[:, None] ** 2 + across[None, :] ** 2) / 2)
     return centre.expand(batch, -1, -1)
 
 
 def edge_maps(images: Images, grid: Grid) -> PatchMaps:
-    """The mean strength of Sobel's edges in each patch."""
+    """Return the mean strength of Sobel edges in each patch."""
     grey = F.pad(images.mean(dim=1, keepdim=True), (1, 1, 1, 1), mode="replicate")
     sobel = grey.new_tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -2.0], [1.0, 0.0, -1.0]])
     edges = F.conv2d(grey, torch.stack([sobel, sobel.T])[:, None]).norm(dim=1, keepdim=True)

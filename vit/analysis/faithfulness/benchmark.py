@@ -1,4 +1,4 @@
-"""Measure every method beside baselines on the same images: the work behind `vit faithfulness`."""
+"""Measure methods and baselines on the same images: the work behind `vit faithfulness`."""
 
 import time
 from collections import defaultdict
@@ -33,49 +33,61 @@ from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, choose_precision, copy_to_host
 from vit.runtime.tensors import Images
 
-# occlusion of each patch: a reference to compare with, not an upper bound
+# occlusion of each patch: a reference, not an upper bound
 LEAVE_ONE_OUT = "leave-one-out"
-# what methods are measured beside
+# methods are compared with these
 BASELINES = ("random", "centre", "edges", LEAVE_ONE_OUT)
-# ways to paint patches over, beside leaving their tokens out, and the metric of each; no method
-# contains the second
+# fills with which patches are painted over, in addition to dropping their tokens, and the metric of
+# each; no method is built on the second
 PAINTED: dict[Fill, str] = {"mean": "srg_mean", "blur": "srg_blur"}
-# on grids of at least so many patches a side, leave-one-out leaves out groups: what a single patch
-# changes there is next to nothing, and each would take a forward pass
+# on grids with at least this many patches a side leave-one-out leaves out groups: a single patch
+# changes hardly anything there, and each would take a forward pass
 LARGE_GRID = 14
 GROUP_SIDE = 2
-# in a limited time
+# the same under a time limit
 LARGER_GROUP_SIDE = 4
 MIN_IMAGES = 8
-# fractions of the patches, of insertion curves
+# fractions of the patches that insertion curves keep
 KEPT = tuple((step + 1) / 10 for step in range(10))
 
 
 @dataclass
 class Measurement:
-    """Numbers of each image by metric and map, and how long the maps took."""
+    """The numbers of every image.
+
+    Attributes:
+        values: By metric and map.
+        milliseconds: Time for the map of one image by method, forward pass included.
+        notes: Sentences about what was measured and how.
+    """
 
     values: dict[str, dict[str, PerImage]] = field(default_factory=lambda: defaultdict(dict))
-    # an image, forward pass included, by method
     milliseconds: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Benchmark:
-    """Methods and baselines for one class of each image; `measure` does the work.
+    """A benchmark of methods and baselines for one class of each image; `measure` does the work.
 
     Args:
-        bundle: the model, on its device.
-        images: as the model takes them, [n, 3, H, W].
-        classes: of each image the class that is explained.
-        methods: names in `METHODS`.
-        target: what is explained and measured of the class.
-        batch_size: images at a time.
-        filled: how many of the images, the first ones, have patches painted over.
-        few: how many are explained with randomised weights.
-        seed: of the random maps.
-        advance: is called with the forward passes done and what they were for.
+        bundle: The model, on its device.
+        images: Model inputs [n, 3, H, W].
+        classes: The class of each image that is explained.
+        methods: Names in `METHODS`.
+        target: The number of the class that is explained and measured.
+        batch_size: Images at a time.
+        filled: Number of images, the first ones, in which patches are painted over.
+        few: Number of images that are explained with randomised weights.
+        seed: Seed of the random maps.
+        advance: Called with the forward passes done and their purpose.
+
+    Attributes:
+        grid: Rows and columns of patches, known once the plan was made.
+        precision: Precision of the forward passes without patches; areas change by less than 0.002.
+        curve_step: 1: all fractions of the curves are measured, 2: every second one.
+        num_timed: Images whose maps the plan times.
+        group_side: Patches on each side of the groups that leave-one-out leaves out.
     """
 
     bundle: Bundle
@@ -96,32 +108,28 @@ class Benchmark:
         self.classes = self.classes.to(self.device)
         self.grid: Grid = (0, 0)
         self.result = Measurement()
-        # of forward passes without patches: means of areas differ by less than 0.002 by it
         self.precision = choose_precision("auto", self.device)
-        # of the curves' fractions, every so many are measured
         self.curve_step = 1
-        # images whose maps the plan times
         self.num_timed = self.few // 2
-        # of the maps of one image by all methods, in forward passes
+        # cost of the maps of one image by all methods, in forward passes
         self._cost = 0.0
-        # of what leave-one-out leaves out together
         self.group_side = 1
 
     @property
     def plan(self) -> tuple[float, float]:
-        """What `measure` will take, from the first images: forward passes of an image, and
+        """The work of `measure`, estimated on the first images: forward passes of an image, and
         seconds."""
         forward_seconds = self._forward_seconds
         forwards = self._count_forwards()
         return forwards, forwards * forward_seconds
 
     def fit(self, seconds: float) -> None:
-        """Measure what takes about so long: larger groups, curves of half as many points, fewer
-        images, at least `MIN_IMAGES`, and half of those with patches painted over and with
-        randomised weights. A note says what is left out."""
+        """Reduce the work to a time limit, in this order: larger groups, curves with half of their
+        points, fewer images (at least `MIN_IMAGES`), and half of them with patches painted over and
+        with randomised weights. Notes say what is left out."""
         started = time.perf_counter()
         asked = len(self.images)
-        # the plan itself must not take the time
+        # the plan itself must not use up the time
         self.num_timed = 1
         forward_seconds = self._forward_seconds
         seconds_left = seconds - (time.perf_counter() - started)
@@ -142,7 +150,7 @@ class Benchmark:
         if takes_longer():
             self.filled = self.few = MIN_IMAGES // 2
             self.result.notes.append(
-                f"patches are painted over in {self.filled} images, and as many are explained with"
+                f"{self.filled} images have patches painted over, and {self.few} are explained with"
                 " randomised weights"
             )
         if len(self.images) < asked:
@@ -152,14 +160,14 @@ class Benchmark:
         if takes_longer():
             minutes = self._count_forwards() * forward_seconds / 60
             self.result.notes.append(
-                f"fewer than {MIN_IMAGES} images say nothing, and these take about"
-                f" {minutes:.0f} minutes: name fewer methods"
+                f"{MIN_IMAGES} images, the fewest that can be measured, take about {minutes:.0f}"
+                " minutes; name fewer methods"
             )
 
     @cached_property
     def _forward_seconds(self) -> float:
-        """Of one image; finds what the maps cost, and the grid."""
-        # without recording attention
+        """Seconds of a forward pass of one image without a record of attention. Finds the cost of the
+        maps, and the grid."""
         batch = self.images[: self.batch_size]
         forward_seconds = _time(partial(compute_logits, self.model, batch)) / len(batch)
 
@@ -173,7 +181,7 @@ class Benchmark:
         rows, columns = explain_all()[self.methods[0]].shape[1:]
         self.grid = (rows, columns)
         self.group_side = GROUP_SIDE if min(self.grid) >= LARGE_GRID else 1
-        # known from here on: what the plan itself explains is not counted as work done
+        # set last: maps that the plan itself makes are not counted as work done
         self._cost = _time(explain_all) / len(images) / forward_seconds
         return forward_seconds
 
@@ -181,39 +189,39 @@ class Benchmark:
         count = len(self.images)
         few = min(self.few, count)
         num_maps = len(self.methods) + len(BASELINES)
-        # of both curves; two more points keep every patch, which is computed once
+        # both curves; two more points keep every patch, which is computed once
         points = len(self._removed_fractions) + len(self._kept_fractions) - 2
         forwards = (self._cost + len(self._groups)) * (count + few)
-        # dropping tokens, half a pass in the mean, is measured of every random map
+        # with dropped tokens, half a pass on average, every random map is measured
         forwards += (num_maps + RANDOM_MAPS - 1) * count * points / 2
         forwards += len(PAINTED) * num_maps * min(self.filled, count) * points
         return forwards
 
     @property
     def _removed_fractions(self) -> tuple[float, ...]:
-        """Of the patches, of deletion curves."""
+        """Fractions of the patches that deletion curves remove."""
         return FRACTIONS[:: self.curve_step]
 
     @property
     def _kept_fractions(self) -> tuple[float, ...]:
-        """Of the patches, of insertion curves, the last of which is all."""
+        """Fractions of the patches that insertion curves keep; the last one is all."""
         return KEPT[self.curve_step - 1 :: self.curve_step]
 
     @property
     def _groups(self) -> Bool[Tensor, "m P"]:
-        """What leave-one-out leaves out together."""
+        """The patches that leave-one-out leaves out together."""
         return tile_patches(self.grid, self.group_side)
 
     @torch.no_grad()
     def measure(self) -> Measurement:
         """Measure everything."""
-        # sets the grid, and verifies the capture of this architecture
+        # this sets the grid and verifies the capture of this architecture
         assert self._forward_seconds
         if self.group_side > 1:
             rows, columns = self.grid
             self.result.notes.append(
                 f"leave-one-out leaves out groups of {self.group_side} × {self.group_side} patches:"
-                f" of {rows} × {columns}, a single one changes next to nothing"
+                f" a single one of {rows} × {columns} changes hardly anything"
             )
         maps = self._explain(self.model, self.images, self.classes)
         started = time.perf_counter()
@@ -226,8 +234,8 @@ class Benchmark:
         return self.result
 
     def _measure_removals(self, maps: dict[str, PatchMaps]) -> None:
-        """What removing patches does in the order of each map, of all maps at once."""
-        # random maps have one name
+        """Remove patches in the order of each map, for all maps at once."""
+        # several random maps have one name
         maps_by_name = {name: [values] for name, values in maps.items()}
         maps_by_name |= baseline_maps(self.images, self.grid, seed=self.seed)
         names = [name for name, several in maps_by_name.items() for _ in several]
@@ -239,31 +247,31 @@ class Benchmark:
 
         if not can_drop_tokens(self.model):
             self.result.notes.append(
-                f"{type(self.model).__name__} needs all of its tokens: for dropped ones, patches"
-                " have the mean fill"
+                f"{type(self.model).__name__} needs all of its tokens: patches get the mean fill"
+                " instead of being dropped"
             )
         deletion, insertion = self._compute_areas(stacked, fill="auto")
         self._record("srg", names, insertion - deletion)
         self._record("deletion", names, deletion)
         self._record("insertion", names, insertion)
 
-        # painting keeps every token, so that it costs more: fewer images, one random map
+        # painting keeps every token and costs more: it uses fewer images and one random map
         one_of_each = torch.stack([several[0][: self.filled] for several in maps_by_name.values()])
         for fill, metric in PAINTED.items():
             deletion, insertion = self._compute_areas(one_of_each, fill=fill)
             self._record(metric, list(maps_by_name), insertion - deletion)
 
     def _average(self, maps: PatchMaps) -> Float[Tensor, "B 1 m"]:
-        """The mean of each group that leave-one-out leaves out."""
+        """Average each group that leave-one-out leaves out."""
         groups = self._groups.to(maps)
         return (maps.flatten(1) @ groups.T / groups.sum(dim=1))[:, None]
 
     def _compute_areas(
         self, maps: Float[Tensor, "M n rows columns"], *, fill: Fill
     ) -> tuple[Float[Tensor, " Mn"], Float[Tensor, " Mn"]]:
-        """Areas below the probability while patches are removed in the maps' order (deletion), and
-        while they are added to nothing (insertion; Petsiuk et al. 2018). Their difference is the
-        symmetric relevance gain (Blücher et al. 2024)."""
+        """Compute the areas under the probability while patches are removed in the order of a map
+        (deletion), and while they are added to an empty image (insertion; Petsiuk et al. 2018).
+        Insertion minus deletion is the symmetric relevance gain (Blücher et al. 2024)."""
         count = maps.shape[1]
         predict = self._build_predictor(
             self.model,
@@ -286,7 +294,7 @@ class Benchmark:
         )
 
     def _measure_randomised_weights(self, maps: dict[str, PatchMaps]) -> None:
-        """Rank correlation with maps of the model with randomised weights (Adebayo et al. 2018)."""
+        """Compute the rank correlation with the maps of randomised weights (Adebayo et al. 2018)."""
         images = self.images[: self.few]
         classes = self.classes[: self.few]
         randomised = randomise_weights(self.model)
@@ -308,7 +316,7 @@ class Benchmark:
         classes: Int[Tensor, " n"],
         methods: Sequence[str] | None = None,
     ) -> dict[str, PatchMaps]:
-        """The maps of each method, by default of all, [n, rows, columns]."""
+        """Compute the maps [n, rows, columns] of some methods, by default of all."""
         batches = []
         batch_classes = torch.split(classes, self.batch_size)
         for batch, targets in zip(torch.split(images, self.batch_size), batch_classes, strict=True):
@@ -318,7 +326,7 @@ class Benchmark:
                 methods=methods or self.methods,
                 choose_targets=partial(_as_column, targets),
                 target=self.target,
-                # `plan` did it for this architecture
+                # the plan has verified this architecture
                 verify=methods is not None,
             )
             batches.append(maps)
@@ -337,7 +345,7 @@ class Benchmark:
             groups=self._groups,
             device=images.device,
         )
-        # each patch has what its group loses
+        # each patch gets the drop of its group
         return torch.unflatten(drops @ self._groups.to(drops), 1, self.grid)
 
     def _build_predictor(
@@ -363,7 +371,7 @@ class Benchmark:
         )
 
     def _record(self, metric: str, names: Sequence[str], values: Float[Tensor, " Mn"]) -> None:
-        """Keep the values of each map; of maps with the same name their mean."""
+        """Keep the values of each map, or their mean for maps with the same name."""
         values_by_map = torch.unflatten(values, 0, (len(names), -1))
         for name in dict.fromkeys(names):
             rows = [row for row, other in zip(values_by_map, names, strict=True) if other == name]
@@ -371,14 +379,14 @@ class Benchmark:
 
 
 def _as_column(classes: Int[Tensor, " n"], logits: Tensor) -> Int[Tensor, "n 1"]:
-    """The classes to explain, whatever the model predicts."""
+    """Return the classes to explain, whatever the model predicts."""
     return classes[:, None]
 
 
 def _time(compute: Callable[[], object]) -> float:
-    """Seconds that it takes, the second time."""
+    """Measure the seconds of the second run."""
     compute()
     started = time.perf_counter()
-    # an accelerator has finished then
+    # this waits for an accelerator
     copy_to_host(compute())
     return time.perf_counter() - started

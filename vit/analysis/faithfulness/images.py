@@ -15,26 +15,26 @@ from vit.data.preprocess import Preprocess
 from vit.evaluation.images import match_classes
 from vit.prediction.predictor import Pixels, Predictor, read_from
 
-# below which an interval says nothing
+# an interval over fewer images says nothing
 MIN_CORRECT_IMAGES = 8
 
 
 def select_images(
     dataset: ImageDataset, preprocess: Preprocess, *, count: int, seed: int = 0
 ) -> tuple[Float[Tensor, "n 3 H W"], list[str]]:
-    """Choose images, whatever a model says of them.
+    """Choose images whatever the model predicts for them.
 
     Args:
-        dataset: the images; unreadable ones are passed over.
-        preprocess: of the model.
-        count: number of images, the first ones in an order shuffled with `seed`.
-        seed: of the order.
+        dataset: The images; unreadable ones are skipped.
+        preprocess: The preprocessing of the model.
+        count: Number of images: the first ones in a random order.
+        seed: Seed of that order.
 
     Returns:
         Model inputs and ids.
 
     Raises:
-        ValueError: fewer than `MIN_CORRECT_IMAGES` can be read.
+        ValueError: Fewer than `MIN_CORRECT_IMAGES` can be read.
     """
     chosen = dict(islice(_read_shuffled(dataset, preprocess, seed), count))
     if len(chosen) < MIN_CORRECT_IMAGES:
@@ -48,21 +48,21 @@ def select_images(
 def select_correct_images(
     bundle: Bundle, dataset: ImageDataset, *, count: int, batch_size: int = 32, seed: int = 0
 ) -> tuple[Float[Tensor, "n 3 H W"], Int[Tensor, " n"], list[str]]:
-    """Choose images that the model predicts correctly: a wrong prediction has no evidence that a
-    map could point at.
+    """Choose images that the model predicts correctly: no map can point at evidence for a wrong
+    prediction.
 
     Args:
-        bundle: the model, on its device.
-        dataset: the images; unreadable ones are passed over.
-        count: number of images, the first ones in an order shuffled with `seed`.
-        batch_size: images a forward pass.
-        seed: of the order.
+        bundle: The model, on its device.
+        dataset: The images; unreadable ones are skipped.
+        count: Number of images: the first ones in a random order.
+        batch_size: Images at a time.
+        seed: Seed of that order.
 
     Returns:
         Model inputs, classes and ids.
 
     Raises:
-        ValueError: fewer than `MIN_CORRECT_IMAGES` are predicted correctly.
+        ValueError: Fewer than `MIN_CORRECT_IMAGES` are predicted correctly.
     """
     class_indices = match_classes(
         dataset.labels, source_classes=dataset.class_names, model_classes=bundle.class_names
@@ -92,8 +92,8 @@ def select_correct_images(
 def _read_shuffled(
     dataset: ImageDataset, preprocess: Preprocess, seed: int
 ) -> Iterator[tuple[int, Pixels]]:
-    """The index and the pixels of each image that can be read, in an order shuffled with `seed`."""
+    """Read images in a random order; yield index and pixels of those that can be read."""
     for index in np.random.default_rng(seed).permutation(len(dataset)).tolist():
-        # an unreadable one
+        # unreadable images are skipped
         with suppress(ValueError, OSError):
             yield index, preprocess.to_uint8(dataset.image(index))

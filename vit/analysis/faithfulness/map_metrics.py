@@ -27,13 +27,13 @@ class Estimate:
 
 
 def find_order(maps: PatchMaps) -> Int[Tensor, "B P"]:
-    """Patches by falling relevance; ties in reading order."""
+    """Order patches by falling relevance; ties are in reading order."""
     return maps.flatten(1).argsort(dim=1, descending=True, stable=True)
 
 
 def estimate(values: Mapping[str, PerImage], *, seed: int = 0) -> dict[str, Estimate]:
-    """The mean of each map's values with a percentile bootstrap interval; all maps have the same
-    resamples of the images."""
+    """Compute the mean of each map's values with a percentile bootstrap interval. All maps use the
+    same resamples of the images."""
     table = np.stack([column.astype(np.float64) for column in values.values()], axis=1)
     generator = np.random.default_rng(seed)
     count = len(table)
@@ -49,10 +49,10 @@ def estimate(values: Mapping[str, PerImage], *, seed: int = 0) -> dict[str, Esti
 
 
 def find_best(values: Mapping[str, PerImage]) -> list[str]:
-    """The methods that may be the best, highest mean first.
+    """Find the methods that are statistically tied for best, highest mean first.
 
-    These are the ones whose paired difference to the highest mean has 0 in its 95 % interval. Not
-    corrected for the number of methods.
+    The 95 % interval of their paired difference to the highest mean includes 0. It is not corrected
+    for the number of methods.
     """
     ordered = sorted(values, key=lambda name: -values[name].mean())
     differences = {name: values[name] - values[ordered[0]] for name in ordered}
@@ -61,14 +61,14 @@ def find_best(values: Mapping[str, PerImage]) -> list[str]:
 
 
 def find_lower(values: Mapping[str, PerImage], other: PerImage) -> list[str]:
-    """The methods whose paired difference to `other` lies below 0 with its 95 % interval."""
+    """Find the methods whose paired difference to `other` is below 0, with its 95 % interval."""
     differences = {name: column - other for name, column in values.items()}
     estimates = estimate(differences)
     return [name for name in values if estimates[name].high < 0]
 
 
 def to_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns line up."""
+    """Format a table whose columns line up."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     lines = []
     for row in (headings, ["-" * width for width in widths], *rows):

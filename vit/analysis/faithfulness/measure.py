@@ -112,7 +112,7 @@ def measure_faithfulness(
     with show_progress("faithfulness", round(work)) as benchmark.advance:
         measurement = benchmark.measure()
 
-    # what a reader needs to measure the same again
+    # a reader needs these to repeat the measurement
     conditions = {
         "model": bundle.name,
         "model_sha256": bundle.sha256,
@@ -160,7 +160,7 @@ def _choose_images(
     classes = torch.cat(
         [
             choose_targets(compute_logits(bundle.model, batch.to(bundle.device)))
-            for batch in images.split(batch_size)
+            for batch in torch.split(images, batch_size)
         ]
     )
     if classes.shape[1] != 1:
