@@ -20,7 +20,6 @@ from vit.cli.explain import explain
 from vit.cli.parameters import build_command
 from vit.cli.train import train
 from vit.deploy.export.command import export
-from vit.deploy.serve.command import serve
 from vit.runtime.arguments import (
     first_line,
     hide_tokens,
@@ -54,7 +53,7 @@ COMMANDS = (
     "vit.analysis.compare.command",
     "vit.analysis.faithfulness.command",
     export,
-    serve,
+    "vit.deploy.serve.command",
 )
 for command in COMMANDS:
     if isinstance(command, str):

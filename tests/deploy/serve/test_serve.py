@@ -26,10 +26,13 @@ from tests.conftest import Launcher, SaveModel
 from vit.bundle import Bundle, load_bundle
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
-from fastapi import HTTPException, Request
+from fastapi import Request
 from fastapi.testclient import TestClient
+from starlette.exceptions import HTTPException
 
 from vit.deploy.serve import app as serve
+from vit.deploy.serve import server
+from vit.deploy.serve import upload as uploading
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 PART = b'--x\r\nContent-Disposition: form-data; name="image"'
@@ -230,7 +233,7 @@ def test_other_names_and_other_sites_are_refused(
 
 
 def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "UPLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(uploading, "SECONDS", 0.2)
     sent = iter([FILE])
 
     async def receive() -> dict[str, Any]:
@@ -242,7 +245,7 @@ def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         "headers": [(name.encode(), value.encode()) for name, value in FORM.items()],
     }
     with pytest.raises(HTTPException, match="took more than") as error:
-        asyncio.run(serve._receive(Request(scope, receive)))
+        asyncio.run(uploading.receive_photo(Request(scope, receive)))
     assert error.value.status_code == 408
 
 
@@ -443,7 +446,7 @@ def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
         port = free.getsockname()[1]
     started = threading.Event()
     servers: list[Any] = []
-    make = serve.uvicorn.Server
+    make = server.uvicorn.Server
 
     def remember(config: Any) -> Any:
         logging.getLogger("uvicorn.access").addHandler(handler)
@@ -452,9 +455,9 @@ def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
 
     app = serve.build_app(bundle)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve.uvicorn, "Server", remember)
+        patch.setattr(server.uvicorn, "Server", remember)
         options = {"host": "127.0.0.1", "port": port, "on_start": lambda _: started.set()}
-        thread = threading.Thread(target=partial(serve.run_server, app, **options))
+        thread = threading.Thread(target=partial(server.run_server, app, **options))
         thread.start()
         started.wait(10)
         try:
@@ -479,7 +482,7 @@ def test_idle_connections_take_no_place_and_each_request_is_a_line(bundle: Bundl
 
 
 def test_every_address_of_this_machine_is_allowed_and_named() -> None:
-    assert serve.list_addresses("127.0.0.1") == ["127.0.0.1"]
-    addresses = serve.list_addresses("0.0.0.0")
+    assert server.list_addresses("127.0.0.1") == ["127.0.0.1"]
+    addresses = server.list_addresses("0.0.0.0")
     assert addresses[0] == "127.0.0.1"
     assert all(re.fullmatch(r"[\d.]+", address) for address in addresses)

@@ -1,47 +1,46 @@
-"""`vit serve`: a page that explains photos, and predictions for programs."""
-
-from typing import Annotated
+"""The command `vit serve`."""
 
 import typer
 
-from vit.options import Option
+from vit.runtime.arguments import check_arguments
+from vit.runtime.command import Command
 
 
+@check_arguments(port=(0, 65535), similar=(0, 20))
 def serve(
     model: str,
     *,
     host: str = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535)] = 8000,
+    port: int = 8000,
     allow_host: list[str] | None = None,
     method: str = "rollout",
-    similar: Annotated[int, Option(min=0, max=20)] = 4,
+    similar: int = 4,
     device: str = "auto",
 ) -> None:
-    """Serve a page on which a photo that is dropped gets its classes and attention map, until
-    Ctrl-C.
+    """Serve a page that explains photos, until Ctrl-C.
 
-    Programs send a photo as a form to POST /predict and get JSON: classes, and with map=png (the
-    default) the map over the photo as a data address, with map=array its values; map=none leaves it
-    out, top_k sets the number of classes. With similar=N, similar names the training images that are
-    most like the photo, as vit predict does.
+    Programs send a photo as a form to POST /predict and get JSON with its classes. With map=png (the
+    default) the answer has the map over the photo as a data address, with map=array its values,
+    with map=none no map. top_k sets the number of classes. similar=N adds the training images that
+    are most similar to the photo, like vit predict --similar.
 
     Args:
-        model: model.safetensors, a training directory, timm:NAME or imagenette
-        host: address to listen on; 0.0.0.0 is all: anyone who reaches it may ask
-        port: 0 takes a free one
-        allow_host: another name under which this machine may be reached, such as that of a proxy;
-            may be repeated
-        method: of the map; best: the one that vit faithfulness found
-        similar: nearest training photos on the page, with their pictures where these are still on this
-            machine; 0: nobody is told of the training photos
-        device: auto, cpu, cuda or cuda:N
+        model: Model file, run, timm:NAME or imagenette.
+        host: Address to listen on. 0.0.0.0: all addresses, so that anyone who reaches this machine
+            may ask.
+        port: Port to listen on; 0 takes a free one.
+        allow_host: Another name of this machine, such as that of a proxy; may be repeated.
+        method: Map method; best: the one that vit faithfulness found.
+        similar: Training photos that the page shows with a photo; 0: no answer names one.
+        device: auto, cpu, cuda or cuda:N.
     """
     # torch, which `vit --help` does without
     from vit.bundle import load_bundle
     from vit.runtime.device import choose_device
 
     try:
-        from vit.deploy.serve.app import LOCAL_HOSTS, build_app, list_addresses, run_server
+        from vit.deploy.serve.app import LOCAL_HOSTS, build_app
+        from vit.deploy.serve.server import list_addresses, run_server
     except ImportError as error:
         raise ValueError(
             "vit serve needs FastAPI and uvicorn: pip install 'vit-pipeline[serve]'"
@@ -55,3 +54,6 @@ def serve(
         port=port,
         on_start=lambda address: typer.echo(f"{address}  (Ctrl-C ends it)", err=True),
     )
+
+
+COMMAND = Command(run=serve)
