@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 import vit
 from tests.conftest import Launcher
 from vit.config import load_config
-from vit.data.groups import choose_groups, find_groups, hash_quickly, join_duplicates
+from vit.data.groups import choose_whole_groups, find_groups, hash_quickly, join_duplicates
 from vit.data.open import open_dataset, open_for_model
 from vit.data.splits import _choose_stratified
 
@@ -89,7 +89,9 @@ def test_groups_of_one_image_are_chosen_as_images_are() -> None:
     dataset = open_dataset("digits").split("train")
     for fraction in (0.1, 0.37):
         expected = _choose_stratified(dataset, fraction, salt="0:test")
-        chosen = choose_groups(list(dataset.ids), dataset.labels, fraction=fraction, salt="0:test")
+        chosen = choose_whole_groups(
+            list(dataset.ids), dataset.labels, fraction=fraction, salt="0:test"
+        )
         assert (chosen == expected).all()
 
 
@@ -98,12 +100,14 @@ def test_groups_stay_whole_and_classes_near_the_fraction() -> None:
     sites = rng.integers(0, 60, 900)
     labels = (sites + rng.integers(0, 2, 900)) % 3
     groups = [f"site{site}" for site in sites]
-    mask = choose_groups(groups, labels, fraction=0.2, salt="")
+    mask = choose_whole_groups(groups, labels, fraction=0.2, salt="")
     assert not set(sites[mask]) & set(sites[~mask])
     shares = [mask[labels == label].mean() for label in range(3)]
     assert np.abs(np.array(shares) - 0.2).max() < 0.05
     # two large groups a class: one of them, though it is more than the fraction
-    mask = choose_groups(list("aaaabbbbccccdddd"), np.repeat([0, 1], 8), fraction=0.1, salt="")
+    mask = choose_whole_groups(
+        list("aaaabbbbccccdddd"), np.repeat([0, 1], 8), fraction=0.1, salt=""
+    )
     assert Counter(np.array(list("aaaabbbbccccdddd"))[mask]).total() == 8
 
 
@@ -116,7 +120,7 @@ def test_a_random_split_of_bursts_overstates_and_a_grouped_one_does_not() -> Non
         labels = np.repeat(rng.permutation(num_bursts) % 2, BURST)
         features = rng.normal(size=(num_bursts, 64))[bursts] + 0.2 * rng.normal(size=(400, 64))
         for groups in ([str(n) for n in range(400)], [str(n) for n in bursts]):
-            is_out = choose_groups(groups, labels, fraction=0.2, salt=str(seed))
+            is_out = choose_whole_groups(groups, labels, fraction=0.2, salt=str(seed))
             model = LogisticRegression(C=100).fit(features[~is_out], labels[~is_out])
             scores.append(model.score(features[is_out], labels[is_out]))
     naive, grouped = np.array(scores).reshape(10, 2).mean(axis=0)

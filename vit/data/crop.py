@@ -92,7 +92,7 @@ def crop_and_flip(
 def _find_lines(
     shifts: Int64[Tensor, " B"], *, stored: int, cropped: int
 ) -> Int64[Tensor, "B cropped"]:
-    """The rows or columns of the centre crop, moved by `shifts`; beyond the edge it is reflected."""
+    """Find the rows or columns of the centre crop, moved by `shifts` and reflected at the edge."""
     lines = (stored - cropped) // 2 + torch.arange(cropped, device=shifts.device)
     lines = lines + shifts[:, None]
     period = max(2 * (stored - 1), 1)

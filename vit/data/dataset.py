@@ -123,8 +123,8 @@ class ImageDataset:
         )
 
     def keep_classes(self, classes: ClassChoice) -> ImageDataset:
-        """Keep the images of `classes` (None: all), with labels in the order of `class_names`. Raises
-        the errors of `choose_classes`."""
+        """Keep the images of `classes` (None: all), with labels in the order of `class_names`.
+        Raises the errors of `choose_classes`."""
         class_names = choose_classes(self.class_names, classes)
         # label before → label after, -1 for classes that are left out
         label_of = {name: label for label, name in enumerate(class_names)}

@@ -65,7 +65,7 @@ def find_duplicates(
     """Find images that were in training, also mirrored.
 
     Exact pairs are certain, near ones are suspects; docs/data.md says how many planted copies are
-    found. Flat images, whose hashes are nearly all zeros or ones, are compared only by their pixels.
+    found. Flat images, whose hashes are nearly all zeros or ones, are compared by pixels only.
 
     Args:
         hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is searched.

@@ -69,7 +69,8 @@ def _match(ids: Sequence[str], pattern: str, origin: str) -> list[str | None]:
 
 
 def hash_quickly(dataset: ImageDataset) -> np.ndarray:
-    """Compute the hashes of `vit.data.duplicates` from JPEG files decoded at a fraction of their size.
+    """Compute the hashes of `vit.data.duplicates`, from JPEG files decoded at a fraction of their
+    size.
 
     Returns:
         uint64 [2, n]. An image that can't be read has a hash of its own.
@@ -128,7 +129,7 @@ def join_duplicates(
     return tuple(joined), len(copies)
 
 
-def choose_groups(
+def choose_whole_groups(
     groups: Sequence[str], labels: np.ndarray, *, fraction: float, salt: str
 ) -> np.ndarray:
     """Choose whole groups that have about a fraction of every class.

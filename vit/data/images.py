@@ -36,8 +36,8 @@ HEIF_HINT = "pip install 'vit-pipeline[heic]' reads .heic"
 # formats that Pillow may open, whatever a file's name is: some of its other formats start programs
 IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
-# A small file may hold very many pixels. The threads of a pool decode larger images than this one at
-# a time, each in a new thread: glibc keeps the memory that a thread has used, so eight threads would
+# A small file may hold very many pixels. The threads of a pool decode images above this size one at a
+# time, each in a new thread: glibc keeps the memory that a thread has used, so eight threads would
 # keep eight large images.
 _LARGE_PIXELS = 25_000_000
 # larger images are refused; VIT_MAX_PIXELS in the environment sets another limit
@@ -153,7 +153,7 @@ def _decode(image: Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB: 16-bit grey is scaled to 8, transparency is put on white."""
+    """Convert an image of any mode to RGB: 16-bit grey is scaled, transparency is put on white."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
 

@@ -134,7 +134,7 @@ class TrainLoader:
                 yield self._augment_batch(rng, pixels, size, mix=mix)
 
     def close(self) -> None:
-        """End the processes that decode images, if there are any; the next epoch starts new ones."""
+        """End the processes that decode images; the next epoch starts new ones."""
         self._workers.close()
 
     def _augment_batch(

@@ -1,4 +1,4 @@
-"""The one door to images: from the name of a data set, a folder, a table or shards to its splits."""
+"""The one door to images: from a data set's name, a folder, a table or shards to its splits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -155,10 +155,9 @@ def open_for_model(
     kind = find_kind(data)
     named_sets = list_named_sets()
     if kind is None:
-        files = "a table (.csv, .jsonl, .parquet), a folder or shards (.tar)"
-        raise ValueError(
-            f"--data {data} is not a data set ({describe_names(named_sets)}), {files}; check the path"
-        )
+        known = describe_names(named_sets)
+        files = "a table (.csv, .jsonl, .parquet), a folder or shards (.tar); check the path"
+        raise ValueError(f"--data {data} is not a data set ({known}), {files}")
     if kind in named_sets:
         return open_named(kind, root=root)
 

@@ -55,7 +55,7 @@ class StatelessRandom:
         return _shift_right(_shift_right(self.bits(stream), 32) * below, 32)
 
     def permutation(self, stream: str = "order") -> SampleIds:
-        """Return the samples in a random order. The hash has no ties, so sorting is well defined."""
+        """Return the samples in a random order. The hash has no ties, so the order is unique."""
         return self.sample_ids[torch.argsort(self.bits(stream))]
 
 

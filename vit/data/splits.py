@@ -18,7 +18,7 @@ from vit.data.corrections import correct_labels
 from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
 from vit.data.groups import (
     MAX_COMPARED,
-    choose_groups,
+    choose_whole_groups,
     find_groups,
     hash_quickly,
     join_duplicates,
@@ -110,7 +110,7 @@ class DatasetSplits:
 
         if split not in self._listed:
             rest = self._listed["train"]
-            text = f"none of {len(rest):,} images are held out for it; choose another split, or other images"
+            text = f"none of {len(rest):,} images are held out for it; choose another one"
             if self._held_out[split]:
                 text = f"all classes have too few images (such as {rest.class_names[0]!r})"
                 text += "; add images, or give the split a folder"
@@ -200,7 +200,7 @@ class DatasetSplits:
             if rest.groups is None:
                 mask = _choose_stratified(rest, fraction, salt=salt)
             else:
-                mask = choose_groups(rest.groups, rest.labels, fraction=fraction, salt=salt)
+                mask = choose_whole_groups(rest.groups, rest.labels, fraction=fraction, salt=salt)
             if mask.any():
                 self._listed[split] = replace(rest.subset(np.flatnonzero(mask)), split=split)
             rest = rest.subset(np.flatnonzero(~mask))

@@ -259,7 +259,7 @@ def _list_images(
     needs_every_class: bool,
     check_link: Callable[[str], None],
 ) -> ImageDataset:
-    """List every image below folder/<class>, in sorted order; other files are counted and ignored."""
+    """List every image below folder/<class>, in sorted order; count other files."""
     paths: list[str] = []
     counts: list[int] = []
     unused: Counter[str] = Counter()

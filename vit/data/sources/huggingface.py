@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's library `datasets`: names on the Hub, directories of save_to_disk, and
+"""Data sets of Hugging Face's library `datasets`: names on the Hub, directories of save_to_disk and
 Parquet files."""
 
 from __future__ import annotations

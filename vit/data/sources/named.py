@@ -167,7 +167,7 @@ def choose_folder(name: str, root: Root) -> Path:
 def open_or_download(
     open_published: Callable[..., Any], name: str, folder: Path, archive: str
 ) -> Any:
-    """Open torchvision's data set in `folder`, and download it (with its checksum) if it is missing.
+    """Open torchvision's data set in `folder`; download it (with its checksum) if it is missing.
 
     Args:
         open_published: torchvision's class with its arguments.

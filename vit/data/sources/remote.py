@@ -273,7 +273,7 @@ def _define_http_filesystem() -> Any:
 
 
 def _open_filesystem(scheme: str) -> Any:
-    """Return the file system of this process, which fsspec keeps: connections don't survive a fork."""
+    """Return the file system of this process; fsspec keeps it. Connections don't survive a fork."""
     if not scheme.startswith("http"):
         # takes a quarter of a second to import
         import fsspec
