@@ -13,7 +13,7 @@ from tests.conftest import Launcher
 from vit.config import load_config
 from vit.data.groups import choose_whole_groups, find_groups, hash_quickly, join_duplicates
 from vit.data.open import open_dataset, open_for_model
-from vit.data.splits import _choose_stratified
+from vit.data.splits import SplitRule, _choose_stratified
 
 BURST = 5
 
@@ -45,7 +45,7 @@ def test_near_duplicates_are_on_one_side_and_the_plan_says_so(tmp_path: Path, su
     assert bursts[0] & bursts[1]
     assert bursts[0] & bursts[2]
 
-    grouped = open_dataset("folder", root=tmp_path, group_duplicates=True)
+    grouped = open_dataset("folder", root=tmp_path, rule=SplitRule(group_duplicates=True))
     splits = [grouped.split(name) for name in names]
     bursts = [read_bursts(list(split.ids)) for split in splits]
     assert sum(map(len, bursts)) == len(set().union(*bursts)) == 20
@@ -69,7 +69,8 @@ def test_images_without_copies_are_split_as_if_nobody_had_looked(tmp_path: Path)
         coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
         coarse.resize((64, 64)).save(folder / f"{number}.png")
     splits = [
-        open_dataset("folder", root=tmp_path, group_duplicates=looks) for looks in (True, False)
+        open_dataset("folder", root=tmp_path, rule=SplitRule(group_duplicates=looks))
+        for looks in (True, False)
     ]
     assert splits[0].split("test").ids == splits[1].split("test").ids
     assert splits[0].describe_splits() == splits[1].describe_splits()

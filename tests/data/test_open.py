@@ -19,6 +19,7 @@ from torchvision import datasets
 
 from vit.data.open import open_dataset, open_for_model
 from vit.data.preprocess import Preprocess
+from vit.data.splits import SplitRule
 from vit.evaluation.images import load_images
 
 MakeFolder = Callable[..., Path]
@@ -55,7 +56,7 @@ def test_digits_pixels_are_scaled_to_255_and_belong_to_their_ids() -> None:
 
 def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
     first, again, other = (
-        open_dataset("digits", split_seed=seed).split("test") for seed in (0, 0, 1)
+        open_dataset("digits", rule=SplitRule(split_seed=seed)).split("test") for seed in (0, 0, 1)
     )
     assert first.ids == again.ids
     assert len(set(first.ids) & set(other.ids)) < 0.4 * len(first)
@@ -63,13 +64,13 @@ def test_splits_repeat_for_a_seed_and_differ_between_seeds() -> None:
 
 def test_validation_fraction_is_kept_and_zero_leaves_none() -> None:
     assert len(
-        open_dataset("digits", validation_fraction=0.3).split("validation")
+        open_dataset("digits", rule=SplitRule(validation_fraction=0.3)).split("validation")
     ) == pytest.approx(431, abs=6)
-    assert len(open_dataset("digits", validation_fraction=0).split("train")) == pytest.approx(
-        1438, abs=6
-    )
+    assert len(
+        open_dataset("digits", rule=SplitRule(validation_fraction=0)).split("train")
+    ) == pytest.approx(1438, abs=6)
     with pytest.raises(ValueError, match="the validation split is empty"):
-        open_dataset("digits", validation_fraction=0).split("validation")
+        open_dataset("digits", rule=SplitRule(validation_fraction=0)).split("validation")
 
 
 def test_new_images_move_few_others_between_splits(make_folder: MakeFolder) -> None:
@@ -230,7 +231,8 @@ def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
         root, "path,label,split", "x/2.png,owl,train", "3.png,elk,train", '"x/1.png",elk,test'
     )
     train, test = (
-        open_dataset("folder", root=root, validation_fraction=0).split(s) for s in ("train", "test")
+        open_dataset("folder", root=root, rule=SplitRule(validation_fraction=0)).split(s)
+        for s in ("train", "test")
     )
     assert (train.ids, train.labels.tolist()) == (["x/2.png", "3.png"], [1, 0])
     assert (test.ids, test.labels.tolist(), test.class_names) == (["x/1.png"], [0], ("elk", "owl"))
@@ -423,10 +425,12 @@ def test_splits_of_shards_published_sets_and_label_files_are_described(
 ) -> None:
     root = make_folder("1.png", "2.png", "3.png")
     write_labels(root, "path,label,split", "1.png,owl,train", "2.png,elk,train", "3.png,elk,test")
-    assert open_dataset("folder", root=root, validation_fraction=0).describe_splits() == [
-        "test in labels.csv is the test split"
-    ]
-    assert open_dataset("cifar10", root=cifar_root, split_seed=3).describe_splits() == [
+    assert open_dataset(
+        "folder", root=root, rule=SplitRule(validation_fraction=0)
+    ).describe_splits() == ["test in labels.csv is the test split"]
+    assert open_dataset(
+        "cifar10", root=cifar_root, rule=SplitRule(split_seed=3)
+    ).describe_splits() == [
         "the published test set is the test split",
         "validation is 10 % of the published training set (seed 3)",
     ]
@@ -459,9 +463,9 @@ def test_without_data_it_is_the_test_split_of_the_training_data(make_folder: Mak
     root = make_folder(*grid(".", count=20))
     trained_on = {"name": "folder", "root": str(root), "validation_fraction": 0.2, "split_seed": 3}
     source = open_for_model(None, trained_on=trained_on).split()
-    expected = open_dataset("folder", root=root, validation_fraction=0.2, split_seed=3).split(
-        "test"
-    )
+    expected = open_dataset(
+        "folder", root=root, rule=SplitRule(validation_fraction=0.2, split_seed=3)
+    ).split("test")
     assert (source.split, list(source.ids)) == ("test", list(expected.ids))
     # the same folder, named: not all of it, which would be the training images
     named = open_for_model(str(root), trained_on=trained_on).split()

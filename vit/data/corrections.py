@@ -13,16 +13,19 @@ from vit.runtime.documents import read_table
 COLUMNS = ("path", "given", "label")
 
 
-def read_corrections(path: Path) -> dict[str, str]:
+def read_corrections(path: Path | Mapping[str, str] | None) -> dict[str, str]:
     """Read corrections: path of an image below the root → the name of its right class.
 
     Args:
-        path: A CSV file with the columns path, given (the present label) and label.
+        path: A CSV file with the columns path, given (the present label) and label; or the
+            corrections themselves; None for none.
 
     Raises:
         ValueError: A line is wrong; the message names it.
         OSError: The file can't be read.
     """
+    if not isinstance(path, Path):
+        return dict(path or {})
     rows = read_table(path)
     _, header = next(rows, ("", []))
     if tuple(header) != COLUMNS:

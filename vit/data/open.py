@@ -1,7 +1,7 @@
 """The one door to images: from a data set's name, a folder, a table or shards to its splits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,9 @@ from vit.data.sources.registry import (
     list_named_sets,
 )
 from vit.data.sources.source import Request
-from vit.data.splits import TEST_FRACTION, DatasetSplits
+from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir
-
-# keys of a configuration's data section that decide which images are in which split
-_SPLIT_KEYS = (
-    "classes",
-    "validation_fraction",
-    "test_fraction",
-    "split_seed",
-    "group_by",
-    "group_duplicates",
-)
 
 
 def open_dataset(
@@ -38,13 +28,8 @@ def open_dataset(
     root: Root = None,
     classes: Sequence[str] | None = None,
     class_names: Path | Mapping[str, str] | None = None,
-    validation_fraction: float = 0.1,
-    test_fraction: float = TEST_FRACTION,
-    split_seed: int = 0,
+    rule: SplitRule | None = None,
     allow_outside: bool = False,
-    corrections: Path | Mapping[str, str] | None = None,
-    group_by: int | str | None = None,
-    group_duplicates: bool = False,
     cache_dir: Path | None = None,
 ) -> DatasetSplits:
     """Find a data set by its name.
@@ -54,14 +39,8 @@ def open_dataset(
         root: Place where the data is or will be downloaded to.
         classes: Classes to keep, in the order of the set; None keeps all.
         class_names: Names of the classes in words, see `data.class_names` in docs/data.md.
-        validation_fraction: Fraction of the training images for validation if there is no
-            validation split.
-        test_fraction: Fraction of the images for the test if there is no test split.
-        split_seed: Seed of the choice of images that are held out.
+        rule: How splits that the set doesn't have are drawn; None for the defaults.
         allow_outside: A table may name images outside its folder.
-        corrections: Id of an image → its right class, or a CSV file of them.
-        group_by: Property that images of one group share, see `vit.data.groups.find_groups`.
-        group_duplicates: Put copies of an image into one group.
         cache_dir: Folder for decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
 
     Raises:
@@ -87,8 +66,6 @@ def open_dataset(
     # "all" and "train" are listed from the same folders, which are walked once
     source = source._replace(load=cache(source.load))
 
-    if isinstance(corrections, Path):
-        corrections = read_corrections(corrections)
     title = name
     if root and kind.recognizes is not None:
         # an address is shown without its parameters
@@ -96,15 +73,10 @@ def open_dataset(
     return DatasetSplits(
         name,
         source,
-        validation_fraction,
-        split_seed,
+        rule or SplitRule(),
         cache_dir,
         title=title,
-        test_fraction=test_fraction,
         class_names=class_names,
-        corrections=corrections or {},
-        group_by=group_by,
-        group_duplicates=group_duplicates,
         unit=kind.unit,
     )
 
@@ -145,12 +117,15 @@ def open_for_model(
         # an address is saved without its token
         if data is not None and HIDDEN in str(trained_on.get("root")):
             root = root or data
-        return open_named(
+        rule_keys = [field.name for field in fields(SplitRule) if field.name in trained_on]
+        splits = open_named(
             trained_on["name"],
             root=root or trained_on.get("root"),
-            corrections=_as_path(trained_on.get("corrections")),
-            **{key: trained_on[key] for key in _SPLIT_KEYS if key in trained_on},
+            classes=trained_on.get("classes"),
+            rule=SplitRule(**{key: trained_on[key] for key in rule_keys}),
         )
+        corrections = read_corrections(_as_path(trained_on.get("corrections")))
+        return replace(splits, corrections=corrections)
 
     kind = find_kind(data)
     named_sets = list_named_sets()
@@ -187,9 +162,8 @@ def open_passed(
     return DatasetSplits(
         FROM_PYTHON,
         source,
-        validation_fraction=0.0,
-        split_seed=0,
-        cache_dir=default_cache_dir(),
+        SplitRule(validation_fraction=0.0),
+        default_cache_dir(),
         default_split=default_split,
         title=FROM_PYTHON,
     )

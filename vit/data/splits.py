@@ -27,8 +27,26 @@ from vit.data.sources.base import describe_counts, find_wordnet_names, resolve_c
 from vit.runtime.arguments import check_choice, shorten
 
 SPLITS = ("train", "validation", "test", "all")
-# part of the images that is held out for a set without a test split of its own
-TEST_FRACTION = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """How splits that a data set doesn't have are drawn from its training images.
+
+    Args:
+        validation_fraction: Fraction of the training images for validation.
+        test_fraction: Fraction of all images for the test.
+        split_seed: Seed of the choice of images.
+        group_by: Property that images of one group share, see `vit.data.groups.find_groups`; None
+            keeps the groups that a table has.
+        group_duplicates: Keep copies of an image, and images nearly the same, on one side.
+    """
+
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.2
+    split_seed: int = 0
+    group_by: int | str | None = None
+    group_duplicates: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,34 +56,24 @@ class DatasetSplits:
     Attributes:
         name: The data.name.
         source: The splits that the set has of its own; the others are held out of "train".
-        validation_fraction: Fraction of the training images that is held out for validation if the
-            set has no validation split.
-        split_seed: Seed of the choice of images that are held out.
+        rule: How the others are drawn.
         cache_dir: Folder of decoded images.
         default_split: Name of the split that `split()` returns.
         title: Name for readers: that of a named set, or of the folder of own images.
-        test_fraction: Fraction of the images that is held out for the test if the set has no test
-            split.
         class_names: Other names of the classes, see `data.class_names` in docs/data.md.
         corrections: Id of an image → the name of its right class. Splits stay as they were drawn.
-        group_by: See `vit.data.groups.find_groups`; None keeps the groups that a table has.
-        group_duplicates: Keep copies of an image, and images nearly the same, on one side.
         unit: Word for what is counted in `describe_files`; empty for a published set.
         renamed_classes: Class → its other name, in the splits that were listed.
     """
 
     name: str
     source: SourceSplits
-    validation_fraction: float
-    split_seed: int
+    rule: SplitRule
     cache_dir: Path
     default_split: str = "test"
     title: str = ""
-    test_fraction: float = TEST_FRACTION
     class_names: Path | Mapping[str, str] | None = None
     corrections: Mapping[str, str] = field(default_factory=dict)
-    group_by: int | str | None = None
-    group_duplicates: bool = False
     unit: str = ""
     renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
@@ -127,7 +135,7 @@ class DatasetSplits:
                 sentences.append(f"{origins[split]} is the {split} split")
             elif rest and self._held_out[split]:
                 percent = f"{100 * self._held_out[split]:g} %"
-                sentences.append(f"{split} is {percent} of {rest} (seed {self.split_seed})")
+                sentences.append(f"{split} is {percent} of {rest} (seed {self.rule.split_seed})")
                 rest = "the rest"
         return sentences + self._kept_together
 
@@ -164,15 +172,19 @@ class DatasetSplits:
     @property
     def _held_out(self) -> dict[str, float]:
         """Split → the fraction of the remaining training images that is held out for it."""
-        fractions = {"test": self.test_fraction, "validation": self.validation_fraction}
-        source_splits = self.source.origins
-        return {split: part for split, part in fractions.items() if split not in source_splits}
+        fractions = {
+            "test": self.rule.test_fraction,
+            "validation": self.rule.validation_fraction,
+        }
+        return {
+            split: part for split, part in fractions.items() if split not in self.source.origins
+        }
 
     def _load(self, split: str) -> ImageDataset:
         """A split that the data set has of its own."""
         dataset = self.source.load(split)
-        if self.group_by is not None:
-            dataset = replace(dataset, groups=find_groups(dataset, self.group_by))
+        if self.rule.group_by is not None:
+            dataset = replace(dataset, groups=find_groups(dataset, self.rule.group_by))
         source = self.class_names
         if source is None:
             source = find_wordnet_names(dataset.class_names)
@@ -196,7 +208,7 @@ class DatasetSplits:
             rest = replace(rest, notes=(*rest.notes, note))
         rest = replace(rest, groups=self._group_images(rest, num_splits))
         for split, fraction in self._held_out.items():
-            salt = f"{self.split_seed}:{split}"
+            salt = f"{self.rule.split_seed}:{split}"
             if rest.groups is None:
                 mask = _choose_stratified(rest, fraction, salt=salt)
             else:
@@ -211,7 +223,7 @@ class DatasetSplits:
         groups = dataset.groups
         if groups is not None:
             self._kept_together.append(f"{len(set(groups)):,} groups stay whole")
-        if not self.group_duplicates or len(dataset) > MAX_COMPARED:
+        if not self.rule.group_duplicates or len(dataset) > MAX_COMPARED:
             return groups
         joined, num_copies = join_duplicates(
             groups or dataset.ids,

@@ -14,7 +14,7 @@ from torch import Tensor
 from vit.config import Config
 from vit.data.augment import Augmentation
 from vit.data.cache import decode_dataset
-from vit.data.corrections import check_corrections
+from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
 from vit.data.loader import Pipeline, TokenLoader, TrainLoader, choose_pipeline
@@ -23,7 +23,7 @@ from vit.data.open import open_dataset
 from vit.data.order import BatchOrder
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
-from vit.data.splits import DatasetSplits
+from vit.data.splits import DatasetSplits, SplitRule
 from vit.data.statistics import ClassBalance, choose_class_balance, measure_mean_and_std
 from vit.data.transforms import Transform, apply_transform
 from vit.data.workers import Decoding
@@ -75,29 +75,34 @@ def build_dataset(
             root=data.root,
             classes=data.classes,
             class_names=data.class_names,
-            validation_fraction=data.validation_fraction,
-            split_seed=data.split_seed,
+            rule=SplitRule(
+                validation_fraction=data.validation_fraction,
+                test_fraction=data.test_fraction,
+                split_seed=data.split_seed,
+                group_by=data.group_by,
+                group_duplicates=data.group_duplicates,
+            ),
             allow_outside=data.allow_outside,
-            corrections=data.corrections,
-            test_fraction=data.test_fraction,
-            group_by=data.group_by,
-            group_duplicates=data.group_duplicates,
             cache_dir=data.cache_dir,
         )
-        if splits.corrections:
-            check_corrections(splits.split("all"), splits.corrections)
+        corrections = read_corrections(data.corrections)
+        if corrections:
+            splits = replace(splits, corrections=corrections)
+            check_corrections(splits.split("all"), corrections)
         return splits
     # images passed from Python have no test split: whoever has them can evaluate on others, and
     # without others on those that are held out for validation
     return DatasetSplits(
         FROM_PYTHON,
         find_python_objects(user_dataset, class_names),
-        data.validation_fraction,
-        data.split_seed,
+        SplitRule(
+            validation_fraction=data.validation_fraction,
+            test_fraction=0.0,
+            split_seed=data.split_seed,
+        ),
         data.cache_dir or default_cache_dir(),
         default_split="validation",
         title=FROM_PYTHON,
-        test_fraction=0.0,
     )
 
 

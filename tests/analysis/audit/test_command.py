@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,9 @@ def test_accepted_suggestions_are_applied_and_change_the_fingerprint(
     files = sorted(map(str, folder.rglob("*")))
 
     before = open_dataset("folder", root=folder).split("all")
-    after = open_dataset("folder", root=folder, corrections=corrections).split("all")
+    after = replace(
+        open_dataset("folder", root=folder), corrections=read_corrections(corrections)
+    ).split("all")
     (changed,) = np.flatnonzero(before.labels != after.labels)
     assert after.ids[changed] == error["path"]
     assert after.class_names[after.labels[changed]] == HOSTILE[1]

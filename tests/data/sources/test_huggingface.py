@@ -20,6 +20,7 @@ from tests.data.conftest import draw_pixels
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset, open_for_model
 from vit.data.sources.registry import find_kind
+from vit.data.splits import SplitRule
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -129,7 +130,10 @@ def test_a_folder_of_parquet_files_has_splits(tmp_path: Path, folder: str) -> No
         )
     write_parquet(root / folder / "validation-00000-of-00001.parquet", make_rows(6, first=50))
     dataset = open_dataset(
-        "huggingface", root=root, cache_dir=tmp_path / "cache", validation_fraction=0
+        "huggingface",
+        root=root,
+        cache_dir=tmp_path / "cache",
+        rule=SplitRule(validation_fraction=0),
     )
     assert [len(dataset.split(split)) for split in ("train", "test")] == [24, 6]
     assert_pictures(dataset.split("test"), first=50)

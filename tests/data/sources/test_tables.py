@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import TINY_RUN, Launcher
 from vit.data.open import open_dataset, open_for_model
 from vit.data.sources.registry import find_kind
+from vit.data.splits import SplitRule
 
 MakeFolder = Callable[..., Path]
 NAMES = [f"{number}.png" for number in range(6)]
@@ -85,7 +86,7 @@ def test_metadata_files_in_split_folders_are_the_splits(
                 *(f"{name},{'elk' if n % 2 else 'owl'}" for n, name in enumerate(NAMES)),
             ]
         write(root / split / f"metadata.{suffix}", *lines)
-    dataset = open_dataset("folder", root=root, validation_fraction=0)
+    dataset = open_dataset("folder", root=root, rule=SplitRule(validation_fraction=0))
     assert list(dataset.split("train").ids) == [f"train/{name}" for name in NAMES]
     assert list(dataset.split("test").ids) == [f"validation/{name}" for name in NAMES]
     assert dataset.split("test").labels.tolist() == [1, 0] * 3
@@ -97,7 +98,7 @@ def test_one_metadata_file_places_images_by_their_folders(make_folder: MakeFolde
     names = [f"{split}/{name}" for split in ("train", "test") for name in NAMES]
     root = make_folder(*names)
     write(root / "metadata.jsonl", *rows_of(names))
-    dataset = open_dataset("folder", root=root, validation_fraction=0)
+    dataset = open_dataset("folder", root=root, rule=SplitRule(validation_fraction=0))
     assert list(dataset.split("train").ids) == names[:6]
     assert list(dataset.split("test").ids) == names[6:]
 

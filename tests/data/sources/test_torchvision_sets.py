@@ -16,6 +16,7 @@ from torchvision import datasets
 
 from vit.data.open import open_dataset
 from vit.data.sources.registry import find_kind
+from vit.data.splits import SplitRule
 
 FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
@@ -98,7 +99,7 @@ def test_published_files_are_read_with_their_splits_labels_and_names(
 ) -> None:
     write, class_names, counts = WRITERS[name]
     write(tmp_path)
-    splits = open_dataset(name, root=tmp_path, validation_fraction=0)
+    splits = open_dataset(name, root=tmp_path, rule=SplitRule(validation_fraction=0))
     for split, count in counts.items():
         dataset = splits.split(split)
         assert dataset.class_names == class_names
