@@ -32,7 +32,7 @@ from vit.runtime.device import choose_device
 from vit.runtime.processes import Process
 from vit.training.automatic import choose_config
 from vit.training.data import build_data, build_train_loader
-from vit.training.execution import time_steps
+from vit.training.timing import time_steps
 from vit.training.model import build_model
 from vit.training.model_writer import BundleWriter
 from vit.training.probe import build_probed_model

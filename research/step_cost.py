@@ -19,7 +19,7 @@ sheet's. Real kernels reach three quarters of them (an assumption, too), so a ru
 4/3 of the bound.
 
 The memory of a step says in how many micro-batches a card takes a batch, by the rule of
-`vit.training.execution.choose_grad_accum_steps`.
+`vit.training.micro_batches.choose_grad_accum_steps`.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from torch.utils.flop_counter import flop_registry
 
 from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.config import Config
-from vit.training.execution import MEMORY_FRACTION
+from vit.training.micro_batches import MEMORY_FRACTION
 from vit.training.recipe import list_recipes
 from vit.training.train_step import TrainStep
 

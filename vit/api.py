@@ -30,16 +30,13 @@ from vit.options import (
     ExplainOptions,
     MapOptions,
     TargetLike,
-    TrainOptions,
     pick,
 )
 from vit.prediction.embed import embed as embed
 from vit.prediction.predict import predict as predict
 from vit.runtime.arguments import as_tuple, check_kind
 from vit.runtime.files import expand_home, prepare_output
-from vit.training.observers import Observer
-from vit.training.recipe import ConfigLike
-from vit.training.result import TrainingResult
+from vit.training.train_model import train as train
 
 if TYPE_CHECKING:
     from vit.bundle import Bundle as Bundle
@@ -55,92 +52,6 @@ if TYPE_CHECKING:
 
 # more images are explained without sanity checks, which take longer than the maps
 _MAX_CHECKED_IMAGES = 64
-
-
-def train(
-    config: ConfigLike | None = None,
-    *,
-    output: str | Path,
-    overrides: Sequence[str] = (),
-    init: str | Path | None = None,
-    minutes: float | None = None,
-    group_by: str | int | None = None,
-    folds: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    transform: Transform | None = None,
-    dataset: Any = None,
-    class_names: Sequence[str] | None = None,
-    model: nn.Module | None = None,
-    callbacks: Sequence[Observer] = (),
-) -> TrainingResult:
-    """Train a model and keep the run in a directory.
-
-    Args:
-        config: a YAML file, the name of a packaged recipe ("cifar10/cpu"), a dictionary of sections
-            or a `vit.config.Config`. Or images: a folder, table, shards or the name of a data set,
-            for which a configuration is chosen. None with `resume`: the run's own.
-        output: the run's directory.
-        overrides: changes of the configuration, such as ["train.epochs=20", "train.seed=1",
-            "train.device=cpu"]; `vit.config.Config` and docs/configuration.md list the keys.
-        init: weights to start from: "timm:NAME", a folder of timm or Hugging Face, a file of
-            weights, a model file, a run directory or a checkpoint in one. None: random ones, or
-            those of `model.init`.
-        minutes: of training, where `config` names images. None: 5 on a CPU, 20 on a GPU.
-        group_by: what images have in common that stay in one split (one animal, site, patient):
-            1 for the folder that they are in, 2 for the one above it, or a regular expression on
-            the path with one group. None: the column "group" of a table, if it has one.
-        folds: with `init`: the model is a linear probe of all images, none held out, and each is
-            predicted by a probe of the other folds, which has seen neither it nor its group; the
-            result is in `cross_validation.json`. None: images are held out.
-        resume: continue the run in `output` from its last checkpoint, if there is one. `transform`,
-            `dataset`, `model` and `callbacks` are passed again.
-        overwrite: replace the run in `output`.
-        dry_run: print the plan, write a picture of one batch, `dry_run.png`, and stop.
-        transform: called on every training image, uint8 [H, W, 3], before the augmentation of the
-            configuration; of albumentations, torchvision, or any function.
-        dataset: images in place of those of the configuration: a map-style data set of torch with
-            items (image, label), a pair of them (training, validation), or a pair of arrays
-            (images, labels [n]). An image is a PIL image, a uint8 array [H, W, 3], or a tensor
-            [3, H, W] of uint8 or of values from 0 to 1; a label is an integer or a class name.
-        class_names: of `dataset`, in the order of the labels. None: its attribute `classes`, the
-            labels where they are names, or "class 0" and so on.
-        model: a module from images [B, 3, H, W] to logits [B, C], which is trained itself. None: a
-            vision transformer as the configuration has it.
-        callbacks: objects of `vit.Observer`, whose methods are called after each step and epoch;
-            one that returns True saves the state and ends the run.
-
-    Returns:
-        The run: `.bundle` is its best model, `.metrics` has a dictionary an epoch.
-
-    Raises:
-        ValueError: a wrong configuration, or arguments that don't fit together.
-        FileExistsError: `output` holds another run.
-        vit.training.signals.TrainingInterrupted: after SIGINT or SIGTERM, with the state saved.
-        vit.runtime.processes.ProcessLostError: another process of the job ended or hangs.
-
-    Example:
-        >>> run = vit.train("photos", output="runs/photos", minutes=5)  # photos/<class>/*.jpg
-        >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
-    """
-    # timm and more, which other functions don't need
-    from vit.training.train_model import train_model
-    from vit.training.user_objects import UserObjects
-
-    options = pick(TrainOptions, locals())
-    check_kind(output, (str, Path), name="output", expected="the path of a directory")
-    expected = 'a list of texts, such as ["train.epochs=20"]'
-    check_kind(overrides, (list, tuple), name="overrides", expected=expected)
-    # what no configuration file can hold
-    objects = UserObjects(
-        transform=transform,
-        dataset=dataset,
-        class_names=class_names,
-        model=model,
-        callbacks=callbacks,
-    )
-    return train_model(config, overrides, expand_home(output), options, objects)
 
 
 @keeps_mode

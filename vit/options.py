@@ -30,31 +30,6 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """How `vit train` starts a run.
-
-    Args:
-        init: weights to start from: timm:NAME, a folder or file of weights, or a run
-        minutes: of training, where images are named; default: 5 on a CPU, 20 on a GPU
-        group_by: keep images of one group in one split: 1 for those in one folder, 2 for the folder
-            above it, or a regular expression on the path with one group, such as (site[0-9]+)
-        folds: with --init: fit a probe on all images, and measure it by cross-validation in so many
-            folds
-        resume: continue from the last checkpoint
-        overwrite: replace the run that is there
-        dry_run: show the plan and one batch, then stop
-    """
-
-    init: str | Path | None = None
-    minutes: Annotated[float | None, Option(min=0.01)] = None
-    group_by: str | int | None = None
-    folds: Annotated[int | None, Option(min=2, max=100)] = None
-    resume: bool = False
-    overwrite: bool = False
-    dry_run: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The images that a model is measured on.
 

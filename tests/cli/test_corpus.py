@@ -15,8 +15,8 @@ from tests.conftest import TINY_RUN, Launcher
 from vit.data.cache import decode_dataset
 from vit.data.images import read_image
 from vit.data.open import open_dataset
+from vit.model.checkpoint import CheckpointStore, serialize_state
 from vit.runtime.metrics_file import load_metrics
-from vit.training.checkpoint import CheckpointStore, serialize_state
 
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
 

@@ -28,8 +28,9 @@ from vit.optim.optimizer import create_optimizer
 from vit.options import ExplainOptions
 from vit.prediction.predictor import Predictor, read_from
 from vit.runtime.device import count_total_bytes
-from vit.training.automatic import _measure_rate, _Task
-from vit.training.execution import choose_grad_accum_steps
+from vit.training.micro_batches import choose_grad_accum_steps
+from vit.training.model import build_model as build_configured_model
+from vit.training.timing import measure_training_rate
 from vit.training.train_step import TrainStep
 
 NPU = torch.device("npu", 0)
@@ -147,9 +148,9 @@ def test_a_measured_rate_leaves_no_memory_taken(
     monkeypatch.setattr(MEMORY, "limit", 2**30)
     gc.collect()
     before = MEMORY.allocated
-    task = _Task(100, 5, 8, False, NPU, 1.0, None, {})
     config = load_config(None, ["data.image_size=8", "model.depth=1", "train.batch_size=8"])
-    assert _measure_rate(config, task) > 0
+    model, _ = build_configured_model(config, num_classes=5)
+    assert measure_training_rate(config, model, device=NPU) > 0
     assert MEMORY.allocated == before
 
 

@@ -55,7 +55,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """speed(rate): so many images a second, instead of a measurement."""
 
     def set_speed(rate: float) -> None:
-        monkeypatch.setattr(automatic, "_measure_rate", lambda *arguments: rate)
+        monkeypatch.setattr(automatic, "measure_training_rate", lambda *_, **__: rate)
 
     set_speed(150.0)
     return set_speed

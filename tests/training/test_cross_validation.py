@@ -8,11 +8,8 @@ from scipy import stats
 
 from vit.evaluation.intervals import compute_clustered_interval
 from vit.prediction.features import Features
-from vit.training.cross_validation import (
-    CrossValidation,
-    assign_group_folds,
-    cross_validate,
-)
+from vit.training.cross_validation import CrossValidation, cross_validate
+from vit.training.folds import assign_folds
 
 BURST = 4
 
@@ -71,10 +68,10 @@ def test_bursts_overstate_unless_they_are_groups() -> None:
 def test_folds_have_whole_groups_and_as_many_as_the_smallest_class_has() -> None:
     labels = np.repeat([0, 1], [30, 6])
     groups = [f"{number // 3}" for number in range(36)]
-    folds = assign_group_folds(labels, groups, num_folds=5)
+    folds = assign_folds(labels, groups, num_folds=5)
     assert folds.max() == 1
     assert all(len(set(folds[start : start + 3])) == 1 for start in range(0, 36, 3))
-    alone = assign_group_folds(labels, ["a"] * 30 + ["b"] * 6, num_folds=5)
+    alone = assign_folds(labels, ["a"] * 30 + ["b"] * 6, num_folds=5)
     assert (alone == -1).all()
     with pytest.raises(ValueError, match="has one image or group alone"):
         run(make_features(np.zeros((36, 2))), labels, ["a"] * 30 + ["b"] * 6)

@@ -8,11 +8,9 @@ import torch
 
 from vit.config import load_config
 from vit.model.vision_transformer import VisionTransformer
-from vit.training.execution import (
-    choose_grad_accum_steps,
-    should_compile,
-)
-from vit.training.run import _choose_compile, build_plan
+from vit.training.compiled_function import should_compile
+from vit.training.micro_batches import choose_grad_accum_steps
+from vit.training.run import build_plan, choose_compile
 
 
 @pytest.fixture
@@ -73,9 +71,9 @@ def test_compiled_code_is_kept_unless_the_user_chose_another_place(monkeypatch, 
     config = load_config(None, ["train.compile=true", f"data.cache_dir={tmp_path}"])
     model = torch.nn.Linear(1, 1)
     plan = build_plan(config, model, steps_per_epoch=1, batch_size=1)
-    assert _choose_compile(config, model, plan, torch.device("cpu"))
+    assert choose_compile(config, model, plan, torch.device("cpu"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
-    assert _choose_compile(config, model, plan, torch.device("cpu"))
+    assert choose_compile(config, model, plan, torch.device("cpu"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")

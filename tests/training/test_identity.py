@@ -20,7 +20,7 @@ from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
-from vit.training.checkpoint import CheckpointStore, serialize_state
+from vit.model.checkpoint import CheckpointStore, serialize_state
 from vit.training.identity import RunIdentity
 
 

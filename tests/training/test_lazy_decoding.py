@@ -17,12 +17,10 @@ from vit.config import dump_config
 from vit.data.open import open_dataset
 from vit.data.preprocess import IMAGENET_MEAN
 from vit.evaluation.overlap import find_training_hashes
-from vit.options import TrainOptions
 from vit.training import data as building
 from vit.training.observers import Observer
 from vit.training.run_directory import CONFIG_FILE
 from vit.training.train_model import resolve_config
-from vit.training.user_objects import UserObjects
 
 DAMAGED, TEXT = 20, 70  # in the training split
 
@@ -179,8 +177,7 @@ def test_a_resumed_run_takes_the_pipeline_that_was_chosen(
         run.config,
         ["data.pipeline=auto"],
         tmp_path / "run",
-        TrainOptions(resume=True),
-        UserObjects(),
+        resume=True,
     )
     assert resumed.data.pipeline == "workers"
     assert make_run(tmp_path / "other", *choose).config.data.pipeline == "resident"

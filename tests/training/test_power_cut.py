@@ -21,7 +21,7 @@ import torch
 from tests.training.conftest import TINY, read_metrics
 from vit import api
 from vit.bundle import load_bundle
-from vit.training.checkpoint import CheckpointStore
+from vit.model.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.chaos
 

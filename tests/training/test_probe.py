@@ -34,7 +34,7 @@ from vit.model.model_file import read_model_file, write_model_file
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor
-from vit.training import automatic
+from vit.training import automatic, timing
 from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
@@ -252,8 +252,9 @@ def simulate_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
 
     def measure(
         config: object,
-        task: object,
         model: VisionTransformer,
+        *,
+        device: object,
         data: object,
         tokens: torch.Tensor | None = None,
     ) -> float:
@@ -262,8 +263,8 @@ def simulate_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
         # backward at twice the cost of forward, which tokens of the frozen blocks spare
         return rate / share if tokens is not None else 3 * rate / (1 + 2 * share)
 
-    monkeypatch.setattr(automatic, "_measure_rate", measure)
-    monkeypatch.setattr(automatic, "_measure_forward_rate", lambda *arguments: 3 * rate)
+    monkeypatch.setattr(automatic, "measure_training_rate", measure)
+    monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 3 * rate)
 
 
 def test_the_timed_steps_are_those_of_training(
@@ -276,7 +277,7 @@ def test_the_timed_steps_are_those_of_training(
         loader.close()
         return 0.01
 
-    monkeypatch.setattr(automatic, "time_steps", time_steps)
+    monkeypatch.setattr(timing, "time_steps", time_steps)
     overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
     automatic.choose_config("digits", overrides, minutes=1)
     assert timed == [True]
@@ -299,7 +300,7 @@ def test_the_minutes_decide_what_is_trained_after_the_probe(
     config = choice.config
     assert config.model.freeze in num_frozen
     assert config.train.epochs in epochs
-    assert choice.probe is not None
+    assert choice.parts.probe is not None
     assert "5 minutes" in choice.reasons["length"]
     # the patches are the weights' own
     assert "patch_size" not in choice.reasons["image size"]
@@ -380,18 +381,18 @@ def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # so slow that half of the minutes hold 0.6 images
-    monkeypatch.setattr(automatic, "_measure_forward_rate", lambda *arguments: 0.1)
+    monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 0.1)
     overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "model.freeze=backbone"]
     choice = automatic.choose_config("digits", overrides, minutes=0.2)
     assert choice.config.model.probe == 200
-    assert choice.probe is not None
-    assert "(200 of 387 training images;" in choice.probe.describe()
+    assert choice.parts.probe is not None
+    assert "(200 of 387 training images;" in choice.parts.probe.describe()
     assert choice.reasons["length"] == "the probe alone (given)"
     # what the user sets holds: all of them
     choice = automatic.choose_config("digits", [*overrides, "model.probe=true"], minutes=0.2)
     assert choice.config.model.probe is True
-    assert choice.probe is not None
-    assert "(387 training images;" in choice.probe.describe()
+    assert choice.parts.probe is not None
+    assert "(387 training images;" in choice.parts.probe.describe()
 
     outcome = cli.succeed(
         "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,

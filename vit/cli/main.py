@@ -18,7 +18,6 @@ import vit
 from vit.cli.build import add_command
 from vit.cli.explain import explain
 from vit.cli.parameters import build_command
-from vit.cli.train import train
 from vit.deploy.export.command import export
 from vit.runtime.arguments import (
     first_line,
@@ -43,7 +42,7 @@ app = typer.Typer(
 )
 # in the order of the list of commands; a command that is a function is not converted yet
 COMMANDS = (
-    train,
+    "vit.training.command",
     "vit.cli.recipes",
     "vit.analysis.audit.command",
     "vit.cli.evaluate",

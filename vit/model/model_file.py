@@ -7,7 +7,6 @@ it. Other safetensors files are read too: their metadata is empty.
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,21 +20,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit.config import DataConfig
+from vit.model.checkpoint import CHECKPOINT_NAME, read_averaged_weights
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import MAX_SIDE
 from vit.runtime.documents import check_schema, parse_json
 from vit.runtime.files import (
-    compute_sha256,
     explain_damage,
     open_regular,
-    read_tensors,
     write_atomically,
 )
 
 MODEL_FILE = "model.safetensors"
-# global step and the first digits of the SHA-256
-CHECKPOINT_NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})\.pt")
 SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
 _CHECKSUM = "content_sha256"
@@ -141,7 +136,7 @@ def _take_likeness(tensors: StateDict, *, origin: str) -> Likeness | None:
 
 
 def _read_checkpoint(path: Path) -> ModelFile:
-    """The averaged weights of a checkpoint, with what the model file of its run says of them."""
+    """Read the averaged weights of a checkpoint, with the metadata of its run's model file."""
     model_file = path.absolute().parents[1] / MODEL_FILE
     if not model_file.is_file():
         raise ValueError(
@@ -150,20 +145,12 @@ def _read_checkpoint(path: Path) -> ModelFile:
         )
     content = read_model_file(model_file)
 
-    digits = path.stem.rpartition("-")[2]
-    if not compute_sha256(path).startswith(digits):
-        raise ValueError(f"{path} is damaged: its name says another checksum; use an earlier one")
-    try:
-        checkpoint = read_tensors(path)
-        weights = checkpoint["state"]["average"]
-        run_id = checkpoint["identity"]["run_id"]
-    except (LookupError, TypeError) as error:
-        raise ValueError(f"{path} is not a checkpoint of vit") from error
+    weights, run_id = read_averaged_weights(path)
     if run_id != content.metadata.get("run_id"):
         raise ValueError(f"{path} is of run {run_id}, and {model_file} of another")
     check_finite(weights, origin=str(path))
 
-    # these were fitted to the weights of the model file
+    # These were fitted to the weights of the model file.
     metadata = {
         key: value for key, value in content.metadata.items() if key not in _FITTED_TO_WEIGHTS
     }
@@ -242,8 +229,22 @@ class _Preprocess(_Values):
     interpolation: str
 
 
-class _Data(DataConfig):
-    model_config = ConfigDict(extra="ignore")  # a later version may record more
+class _Data(BaseModel):
+    """The recorded images of the training, as far as `vit.data.open.open_for_model` reads it."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False)
+    name: str = ""
+    root: str | None = None
+    classes: list[str] | None = None
+    class_names: str | dict[str, str] | None = None
+    corrections: str | dict[str, str] | None = None
+    test_fraction: float = Field(0.2, ge=0, lt=1)
+    validation_fraction: float = Field(0.1, ge=0, lt=1)
+    split_seed: int = 0
+    group_by: Annotated[int, Field(ge=1)] | str | None = None
+    group_duplicates: bool = False
+    allow_outside: bool = False
+    cache_dir: str | None = None
 
 
 class _Train(BaseModel):

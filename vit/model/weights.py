@@ -7,13 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from vit.model.model_file import (
-    CHECKPOINT_NAME,
-    ModelFile,
-    StateDict,
-    check_finite,
-    read_model_file,
-)
+from vit.model.checkpoint import CHECKPOINT_NAME
+from vit.model.model_file import ModelFile, StateDict, check_finite, read_model_file
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors

@@ -1,44 +1,64 @@
-"""Cross-validation on features: each image is predicted by a probe that has seen neither it nor an
-image of its group."""
+"""Cross-validation on features: each image is predicted by a probe that has seen neither the image
+nor another image of its group."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
+from vit.config import Config
+from vit.data.dataset import printable
 from vit.evaluation.intervals import compute_clustered_interval
 from vit.evaluation.metrics import compute_metrics, score_logits
-from vit.prediction.features import Features
+from vit.prediction.features import Features, compute_features
 from vit.prediction.probabilities import Ints
-from vit.training.linear_probe import assign_folds, fit_probe
+from vit.runtime.files import write_json
+from vit.training.folds import assign_folds, number_groups
+from vit.training.linear_probe import fit_probe
+from vit.training.probe import is_probe_alone
+from vit.training.run import Run
+from vit.training.run_directory import CROSS_VALIDATION_FILE
+from vit.training.validation import build_predictor
 
-CROSS_VALIDATION_FILE = "cross_validation.json"
+# With --folds the probe is fitted on all images.
+OVERRIDES = (
+    "data.validation_fraction=0",
+    "data.test_fraction=0",
+    "model.probe=true",
+    "model.freeze=backbone",
+)
 
 
 @dataclass(frozen=True)
 class FoldPrediction:
-    """The out-of-fold prediction of an image."""
+    """The out-of-fold prediction of one image.
+
+    Attributes:
+        probability: Of the predicted class, 0 to 1.
+    """
 
     path: str
     group: str | None
     fold: int
     label: str
     predicted: str
-    # of the predicted class, 0 to 1
     probability: float
 
 
 @dataclass(frozen=True)
 class CrossValidation:
-    """The out-of-fold predictions of every image, and what they are worth. Accuracies are from 0 to
-    1."""
+    """The out-of-fold predictions of all images and their accuracy. Accuracies are from 0 to 1.
+
+    Attributes:
+        num_groups: None where each image is its own group.
+        interval: 95 % interval of `top1`, clustered by group.
+    """
 
     num_folds: int
     num_images: int
-    # None: each image is its own
     num_groups: int | None
     top1: float
-    # 95 %, clustered by group
     interval: tuple[float, float]
     macro_f1: float
     majority: float
@@ -56,6 +76,35 @@ class CrossValidation:
             f" {self.chance:.1%}"
         )
 
+    def save(self, directory: Path) -> None:
+        """Write `cross_validation.json` into the directory of a run."""
+        write_json(directory / CROSS_VALIDATION_FILE, asdict(self))
+
+
+def check_folds(config: Config) -> None:
+    """Raise ValueError for a configuration that can't be cross-validated."""
+    if not is_probe_alone(config) or config.data.validation_fraction or config.data.test_fraction:
+        raise ValueError(
+            "--folds cross-validates a linear probe of all images: it needs --init WEIGHTS, and"
+            f" {', '.join(OVERRIDES)} as it sets them"
+        )
+
+
+def cross_validate_run(run: Run, *, num_folds: int) -> CrossValidation:
+    """Cross-validate the probe of a run on its training images. Their features are in the cache."""
+    assert run.uncut_model is not None, "there is one where nothing follows the probe"
+    images = run.data.decode(run.data.train)
+    predictor = build_predictor(run.data, run.uncut_model, device=run.trainer.train_step.device)
+    return cross_validate(
+        compute_features(predictor, images, cache_dir=run.data.splits.cache_dir),
+        images.labels,
+        ids=[printable(image_id) for image_id in images.ids],
+        class_names=images.class_names,
+        groups=images.groups,
+        num_folds=num_folds,
+        balanced=run.data.class_balance != "none",
+    )
+
 
 def cross_validate(
     features: Features,
@@ -67,25 +116,22 @@ def cross_validate(
     num_folds: int,
     balanced: bool = False,
 ) -> CrossValidation:
-    """Predict every image by a probe of the other folds. Block, pooling and strength are chosen
-    anew each time, by those folds: nothing of the result has seen the image.
+    """Predict each image by a probe of the other folds. These choose the block, the pooling and the
+    strength anew each time, so that nothing of the result has seen the image.
 
     Args:
-        features: Of the images.
+        features: Features of the images, at each readout.
         labels: [n].
-        ids: Of each image.
-        class_names: Of the labels.
-        groups: Of each image; one group is in one fold. None: each its own.
-        num_folds: At most; fewer where a class has fewer images or groups.
-        balanced: As of `fit_probe`.
+        ids: Name of each image.
+        class_names: Name of each label.
+        groups: Group of each image. See `assign_folds`.
+        num_folds: Folds at most. See `assign_folds`.
+        balanced: See `fit_probe`.
 
     Raises:
         ValueError: Too few images or groups to leave any out.
     """
-    if groups is None:
-        folds = assign_folds(labels, num_folds=num_folds)
-    else:
-        folds = assign_group_folds(labels, groups, num_folds=num_folds)
+    folds = assign_folds(labels, groups, num_folds=num_folds)
     if folds.max() < 1 or (folds < 0).any():
         raise ValueError(
             "--folds leaves out every image once, and a class has one image or group alone; add"
@@ -94,10 +140,10 @@ def cross_validate(
     logits = np.zeros((len(labels), len(class_names)), dtype=np.float32)
     for fold in range(folds.max() + 1):
         is_out = folds == fold
-        # the others' folds serve to choose by
+        # The folds of the other images serve to choose by.
         _, inner_folds = np.unique(folds[~is_out], return_inverse=True)
         if not inner_folds.any():
-            # of two folds the other is one alone
+            # Of two folds only one is left.
             inner_folds = assign_folds(labels[~is_out])
         probe = fit_probe(
             {readout: values[~is_out] for readout, values in features.items()},
@@ -109,7 +155,6 @@ def cross_validate(
         logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
 
     scores = score_logits(logits, labels)
-    clusters = number_groups(groups, len(labels))
     predictions = [
         FoldPrediction(
             path=ids[index],
@@ -121,6 +166,7 @@ def cross_validate(
         )
         for index in range(len(labels))
     ]
+    clusters = number_groups(groups, len(labels))
     return CrossValidation(
         num_folds=int(folds.max()) + 1,
         num_images=len(labels),
@@ -132,28 +178,3 @@ def cross_validate(
         chance=1 / len(class_names),
         predictions=predictions,
     )
-
-
-def number_groups(groups: Sequence[str] | None, count: int) -> Ints:
-    """A number for the group of each of `count` images; None: each is its own."""
-    if groups is None:
-        return np.arange(count)
-    return np.unique(np.array(groups, dtype=str), return_inverse=True)[1]
-
-
-def assign_group_folds(labels: Ints, groups: Sequence[str], *, num_folds: int) -> Ints:
-    """The fold of each image: whole groups, each class spread as evenly as can be; scikit-learn's
-    `StratifiedGroupKFold`. There are fewer folds where a class has fewer groups."""
-    # scikit-learn takes a second to import
-    from sklearn.model_selection import StratifiedGroupKFold
-
-    clusters = number_groups(groups, len(labels))
-    groups_a_class = [len(set(clusters[labels == label])) for label in np.unique(labels)]
-    num_folds = min(num_folds, *groups_a_class)
-    folds = np.full(len(labels), -1, dtype=np.int64)
-    if num_folds < 2:
-        return folds
-    splitter = StratifiedGroupKFold(num_folds, shuffle=True, random_state=0)
-    for fold, (_, out) in enumerate(splitter.split(clusters, labels, clusters)):
-        folds[out] = fold
-    return folds

@@ -30,19 +30,28 @@ from vit.data.workers import Decoding
 from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import Process
 
-_MEASURED_IMAGES = 10_000  # mean and standard deviation come from at most so many
-_SAMPLED_IMAGES = 256  # or so many, where images are decoded for it alone
+# Images at most that mean and standard deviation are measured on; the second number counts where
+# they are decoded for it alone.
+_MEASURED_IMAGES = 10_000
+_SAMPLED_IMAGES = 256
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The images of a run, and what was decided about them."""
+    """The images of a run, and what was decided about them.
 
-    config: Config  # with the pipeline that was chosen
+    Attributes:
+        config: Configuration of the run, as it was given.
+        train, validation: Images; not decoded in the pipeline "workers".
+        pipeline: Chosen pipeline, where `config.data.pipeline` may say "auto".
+    """
+
+    config: Config
     splits: DatasetSplits
     train: ImageDataset
-    validation: ImageDataset | None  # neither is decoded for the pipeline "workers"
+    validation: ImageDataset | None
     preprocess: Preprocess
+    pipeline: Pipeline
     pipeline_reason: str
     class_balance: ClassBalance
     class_balance_reason: str
@@ -54,7 +63,7 @@ class TrainingData:
         return self.decode(self.validation)
 
     def decode(self, dataset: ImageDataset) -> ImageDataset:
-        """Images of the run with their pixels; already decoded ones as they are."""
+        """Return images of the run with their pixels; decoded images as they are."""
         return _decode(self.config, self.splits, dataset, self.preprocess)
 
 
@@ -64,9 +73,9 @@ def build_dataset(
     """Find the images of a run, without decoding any.
 
     Args:
-        config: names them.
-        user_dataset: replaces them, as `vit.train` takes it.
-        class_names: of that.
+        config: Configuration of the run. Its section `data` names the images.
+        user_dataset: Images from Python instead of them. See `vit.train`.
+        class_names: Names of the classes of `user_dataset`.
     """
     data = config.data
     if user_dataset is None:
@@ -90,8 +99,8 @@ def build_dataset(
             splits = replace(splits, corrections=corrections)
             check_corrections(splits.split("all"), corrections)
         return splits
-    # images passed from Python have no test split: whoever has them can evaluate on others, and
-    # without others on those that are held out for validation
+    # Images from Python have no test split. They can be evaluated on other images, or on those that
+    # are held out for validation.
     return DatasetSplits(
         FROM_PYTHON,
         find_python_objects(user_dataset, class_names),
@@ -113,14 +122,15 @@ def build_data(
     device: torch.device,
     pretrained: Preprocess | None = None,
 ) -> TrainingData:
-    """List the training and validation images, and decode them where they fit memory. The test
+    """List the training and validation images, and decode them where they fit into memory. The test
     images are not touched.
 
     Args:
-        config: its `data.mean`, `data.std` and `data.crop_pct` come before what is measured.
-        splits: the data set.
-        device: where the images are to lie.
-        pretrained: the preprocessing of pretrained weights, which comes before measured values.
+        config: Configuration of the run. Its `data.mean`, `data.std` and `data.crop_pct` come before
+            measured values.
+        splits: The data set.
+        device: Device on which the images will be.
+        pretrained: Preprocessing of pretrained weights, which comes before measured values.
     """
     image_size = config.data.size
     preprocess = replace(pretrained or Preprocess(image_size), image_size=image_size)
@@ -132,7 +142,7 @@ def build_data(
     if config.data.validation_fraction > 0:
         validation = splits.split("validation")
 
-    # a resumed run names the pipeline, so that memory that is free now doesn't change it
+    # A resumed run names the pipeline, so that the memory that is free now doesn't change it.
     pipeline: Pipeline
     if config.data.pipeline != "auto":
         pipeline = config.data.pipeline
@@ -146,13 +156,13 @@ def build_data(
             num_images * math.prod(preprocess.resize_size) * 3, device=device
         )
 
-    # otherwise they are decoded as training goes, and validation images when they are needed
+    # Otherwise training images are decoded while training, and validation images when needed.
     if pipeline != "workers":
         train = _decode(config, splits, train, preprocess)
         if validation is not None:
             validation = _decode(config, splits, validation, preprocess)
 
-    # pretrained weights keep what they were trained with
+    # Pretrained weights keep the normalisation that they were trained with.
     mean = preprocess.mean
     std = preprocess.std
     if pretrained is None and train.pixels is not None:
@@ -163,7 +173,6 @@ def build_data(
         mean, std = measure_mean_and_std(map(preprocess.to_uint8, sample))
     preprocess = replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
-    config = set_pipeline(config, pipeline)
     balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
     return TrainingData(
         config=config,
@@ -171,6 +180,7 @@ def build_data(
         train=train,
         validation=validation,
         preprocess=preprocess,
+        pipeline=pipeline,
         pipeline_reason=reason,
         class_balance=balance,
         class_balance_reason=balance_reason,
@@ -185,14 +195,14 @@ def build_train_loader(
     transform: Transform | None = None,
     tokens: Float[Tensor, "n V N D"] | None = None,
 ) -> TrainLoader:
-    """The loader of augmented training batches.
+    """Build the loader of augmented training batches.
 
     Args:
-        data: the images.
-        device: where the batches are to be.
-        process: which part of every batch is loaded.
-        transform: of one image, passed from Python; it is tried on one at once.
-        tokens: of the images, which take their place in the batches.
+        data: The images.
+        device: Device on which the batches will be.
+        process: This process, which loads its part of each batch.
+        transform: Function of one image, passed from Python. It is tried on one image at once.
+        tokens: Tokens of the images, which the batches hold instead of the images.
     """
     config = data.config
     train = data.train
@@ -203,7 +213,7 @@ def build_train_loader(
             image = Image.fromarray(train.pixels[0])
         apply_transform(transform, image, seed=0)
 
-    # of a set smaller than the batch, all images that divide into pairs for every process
+    # If there are fewer images than a batch, take as many as divide into pairs for each process.
     multiple = 2 * process.world_size
     batch_size = min(config.train.batch_size, len(train) // multiple * multiple)
     augment = config.augment
@@ -235,12 +245,6 @@ def build_train_loader(
     )
 
 
-def set_pipeline(config: Config, pipeline: Pipeline) -> Config:
-    """The configuration with another pipeline."""
-    data = config.data.model_copy(update={"pipeline": pipeline})
-    return config.model_copy(update={"data": data})
-
-
 def _decode(
     config: Config, splits: DatasetSplits, dataset: ImageDataset, preprocess: Preprocess
 ) -> ImageDataset:
@@ -255,6 +259,6 @@ def _decode(
 
 
 def choose_evenly(count: int, num_chosen: int) -> list[int]:
-    """At most `num_chosen` evenly spaced indices of `count`."""
+    """Return at most `num_chosen` evenly spaced indices of `count`."""
     num_chosen = min(num_chosen, count)
     return [place * count // num_chosen for place in range(num_chosen)]

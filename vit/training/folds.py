@@ -1,56 +1,69 @@
-"""A run's configuration and images to a cross-validation, and its file."""
+"""How images are divided into folds, of which each is left out once."""
 
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Sequence
 
-import torch
+import numpy as np
+from jaxtyping import Int
+from numpy.typing import NDArray
 
-from vit.config import Config
-from vit.data.dataset import printable
-from vit.prediction.features import compute_features
-from vit.runtime.files import write_json
-from vit.training.cross_validation import CROSS_VALIDATION_FILE, CrossValidation, cross_validate
-from vit.training.data import TrainingData
-from vit.training.model import build_model
-from vit.training.probe import is_probe_alone
-from vit.training.validation import build_predictor
-
-# all images are trained on, by the probe alone
-OVERRIDES = (
-    "data.validation_fraction=0",
-    "data.test_fraction=0",
-    "model.probe=true",
-    "model.freeze=backbone",
-)
+NUM_FOLDS = 5
 
 
-def check_folds(config: Config) -> None:
-    """Raise ValueError for a run that --folds is not for."""
-    if not is_probe_alone(config) or config.data.validation_fraction or config.data.test_fraction:
-        raise ValueError(
-            "--folds cross-validates a linear probe of all images: it needs --init WEIGHTS, and"
-            f" {', '.join(OVERRIDES)} as it sets them"
-        )
+def assign_folds(
+    labels: Int[np.ndarray, " n"],
+    groups: Sequence[str] | None = None,
+    *,
+    num_folds: int = NUM_FOLDS,
+) -> NDArray[np.int64]:
+    """Return the number of the fold that leaves out each image, or −1 for an image that never is.
+
+    Each class is spread over the folds as evenly as possible.
+
+    Args:
+        labels: [n].
+        groups: Group of each image; the images of a group share a fold. None: each image is its
+            own group.
+        num_folds: Folds at most; there are fewer where a class has fewer images or groups. The only
+            image of a class is never left out. If a class has one group, no image is left out.
+    """
+    if groups is not None:
+        return _assign_groups(labels, groups, num_folds=num_folds)
+    folds = np.full(len(labels), -1, dtype=np.int64)
+    counts = np.bincount(labels)
+    several = counts[counts > 1]
+    if not len(several):
+        return folds
+    num_folds = max(min(num_folds, int(several.min())), 2)
+    rng = np.random.default_rng(0)
+    start = 0
+    for label in np.flatnonzero(counts > 1):
+        indices = rng.permutation(np.flatnonzero(labels == label))
+        # Each class begins where the one before ended, so that all folds have the same size.
+        folds[indices] = (start + np.arange(len(indices))) % num_folds
+        start += len(indices)
+    return folds
 
 
-def run_folds(
-    config: Config, data: TrainingData, device: torch.device, *, num_folds: int
-) -> CrossValidation:
-    """Cross-validate the probe of a run on its images, whose features are in the cache."""
-    images = data.decode(data.train)
-    model, _ = build_model(config, num_classes=len(images.class_names))
-    predictor = build_predictor(data, model.to(device), device=device)
-    return cross_validate(
-        compute_features(predictor, images, cache_dir=data.splits.cache_dir),
-        images.labels,
-        ids=[printable(image_id) for image_id in images.ids],
-        class_names=images.class_names,
-        groups=images.groups,
-        num_folds=num_folds,
-        balanced=data.class_balance != "none",
-    )
+def _assign_groups(
+    labels: Int[np.ndarray, " n"], groups: Sequence[str], *, num_folds: int
+) -> NDArray[np.int64]:
+    # scikit-learn takes a second to import
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    clusters = number_groups(groups, len(labels))
+    groups_a_class = [len(set(clusters[labels == label])) for label in np.unique(labels)]
+    num_folds = min(num_folds, *groups_a_class)
+    folds = np.full(len(labels), -1, dtype=np.int64)
+    if num_folds < 2:
+        return folds
+    splitter = StratifiedGroupKFold(num_folds, shuffle=True, random_state=0)
+    for fold, (_, out) in enumerate(splitter.split(clusters, labels, clusters)):
+        folds[out] = fold
+    return folds
 
 
-def save_folds(result: CrossValidation, directory: Path) -> None:
-    """Write cross_validation.json into a run's directory."""
-    write_json(directory / CROSS_VALIDATION_FILE, asdict(result))
+def number_groups(groups: Sequence[str] | None, count: int) -> NDArray[np.int64]:
+    """Number the groups of `count` images. None: each image is its own group."""
+    if groups is None:
+        return np.arange(count)
+    return np.unique(np.array(groups, dtype=str), return_inverse=True)[1]

@@ -1,18 +1,23 @@
-"""What makes a run this one: its images, and all of its configuration that changes a number; and
-under what conditions it computes, which change the last bits."""
+"""The identity of a run: its images and all of its configuration that changes a number; and the
+conditions under which it computes, which change the last bits."""
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
+from torch import nn
+
 from vit.config import Config, plain_values
+from vit.data.transforms import Transform
+from vit.model.checkpoint import IdentityRecord
 from vit.runtime.arguments import shorten
 
-# where the images lie or are cached, and how many processes decode them, changes no number; class
-# names are in the fingerprint of the data
+# These change no number: where the images lie or are cached, and how many processes decode them.
+# Class names are in the fingerprint of the data.
 _NEUTRAL_KEYS = {
     "data.workers",
     "data.cache_dir",
@@ -26,14 +31,14 @@ _NEUTRAL_KEYS = {
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Equal for two runs exactly where one may continue the other.
+    """Equal for two runs exactly if one may continue the other.
 
     Args:
-        settings: "section.key" → plain value, of all that changes a number.
-        data_fingerprint: of the training images.
-        conditions: name → value of what changes the last bits of a number alone: the kind of
+        settings: "section.key" → plain value, for all keys that change a number.
+        data_fingerprint: Fingerprint of the training images.
+        conditions: Name → value for what changes only the last bits of a number: the kind of
             device, the precision that was chosen for it, torch's version. A run may go on under
-            others, with a warning.
+            other conditions, with a warning.
     """
 
     settings: Mapping[str, Any]
@@ -49,13 +54,13 @@ class RunIdentity:
         data_fingerprint: str,
         conditions: Mapping[str, str] | None = None,
     ) -> Self:
-        """The identity of a run.
+        """Return the identity of a run.
 
         Args:
-            config: of the run.
-            user_objects: descriptions of what was passed from Python beside the configuration.
-            data_fingerprint: of the training images.
-            conditions: under which it computes.
+            config: Configuration of the run.
+            user_objects: Descriptions of objects passed from Python. See `describe_objects`.
+            data_fingerprint: Fingerprint of the training images.
+            conditions: Conditions under which the run computes.
         """
         settings = {
             f"{section}.{key}": value
@@ -72,8 +77,8 @@ class RunIdentity:
         text = json.dumps([self.settings, self.data_fingerprint], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+    def to_record(self) -> IdentityRecord:
+        """Return the values that a checkpoint holds."""
         return {
             "run_id": self.run_id,
             "data_fingerprint": self.data_fingerprint,
@@ -81,23 +86,23 @@ class RunIdentity:
             "conditions": self.conditions,
         }
 
-    def check(self, recorded: Mapping[str, Any], *, origin: str) -> None:
+    def check(self, recorded: IdentityRecord, *, origin: str) -> None:
         """Refuse what another run left.
 
         Args:
-            recorded: what `to_dict` gave.
-            origin: what it was found in, for the message.
+            recorded: Result of `to_record`, from a file.
+            origin: Where it was found, for the message.
 
         Raises:
-            ValueError: naming what differs.
-            TypeError: the record is damaged.
+            ValueError: The record is of another run; the message names the differences.
+            TypeError: The record is damaged.
         """
-        # which nothing reads before the state is restored
+        # Nothing else reads the conditions before the state is restored.
         if not isinstance(recorded["conditions"], Mapping):
             raise TypeError("damaged conditions")
         theirs = recorded["settings"]
         ours = self.settings
-        # a setting that is in one of them alone was passed from Python
+        # A setting that only one of them has was passed from Python.
         differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
         differences = [
             f"{key} is {shorten(str(theirs.get(key)))} there, {shorten(str(ours.get(key)))} here"
@@ -112,13 +117,9 @@ class RunIdentity:
                 " --init"
             )
 
-    def describe_changed_conditions(self, recorded: Mapping[str, Any]) -> str | None:
-        """A sentence for a run that goes on under other conditions than it was saved under; None
-        where they are the same.
-
-        Args:
-            recorded: what `to_dict` gave.
-        """
+    def describe_changed_conditions(self, recorded: IdentityRecord) -> str | None:
+        """Return a sentence for a run that goes on under other conditions than it was saved under,
+        or None if they are the same."""
         changes = [
             f"{name} was {recorded['conditions'].get(name)} and is {value}"
             for name, value in self.conditions.items()
@@ -127,3 +128,17 @@ class RunIdentity:
         if not changes:
             return None
         return f"{'; '.join(changes)}: the run goes on, but not to the same last bits"
+
+
+def describe_objects(transform: Transform | None, model: nn.Module | None) -> dict[str, str | None]:
+    """Describe objects passed from Python, which tell a run from others. Images have a fingerprint
+    of their own."""
+    description = None
+    if transform is not None:
+        # An object's address in memory is another one in each process.
+        text = re.sub(" at 0x[0-9a-f]+", "", repr(transform))
+        description = " ".join(text.split())
+    return {
+        "the argument transform": description,
+        "the argument model": None if model is None else type(model).__qualname__,
+    }

@@ -15,22 +15,22 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.model.block_features import Readout
 from vit.prediction.features import Features
+from vit.training.folds import assign_folds
 
 FloatArray = NDArray[np.float64]
 
-NUM_FOLDS = 5
-# C of scikit-learn's LogisticRegression: of the best readout all of them are tried, of the others
-# every third
+# Strengths, C of scikit-learn's LogisticRegression. All are tried for the best readout, every third
+# for the others.
 _STRENGTHS = tuple(float(strength) for strength in 10.0 ** np.arange(-4, 1.5, 0.5))
 _COARSE_STRENGTHS = _STRENGTHS[2::3]
-# of the readouts, by least squares; of 4 x 200 photos and the 24 readouts of a ViT-S/14 the best
-# two are the same by both
+# Readouts that are left after least squares. With 4 × 200 photos and the 24 readouts of a ViT-S/14
+# the logistic regressions have the same best two.
 _NUM_CANDIDATES = 4
 _PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
-# features × classes × images of which the readout is chosen: seconds of one core
+# Features × classes × images by which the readout is chosen: seconds of one core.
 _MAX_VALUES = 8_000_000
 _MIN_IMAGES_A_CLASS = 10
-# of a class without training images: its probability is negligible
+# Bias of a class without training images, which makes its probability negligible.
 _ABSENT_BIAS = -30.0
 
 
@@ -39,7 +39,7 @@ class LinearProbe:
     """A linear layer on one block's pooled features.
 
     Attributes:
-        readout: Of which block, and how pooled.
+        readout: Block of the features, and their pooling.
         strength: C of scikit-learn's `LogisticRegression`, the inverse of its penalty.
         weight: [C, D], for features as they are: the standardisation is folded in.
         bias: [C].
@@ -53,7 +53,7 @@ class LinearProbe:
     top1: float | None
 
     def compute_logits(self, features: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n C"]:
-        """float64, of features at `readout`."""
+        """Compute the logits, float64, of features at `readout`."""
         logits: FloatArray = np.asarray(features, dtype=np.float64) @ self.weight.T + self.bias
         return logits
 
@@ -69,12 +69,12 @@ def fit_probe(
     """Choose readout and strength by the cross-validated log loss, and fit on all images.
 
     Args:
-        features: Of the training images.
-        labels: Of the same images, 0 to C − 1.
+        features: Features of the training images, at each readout.
+        labels: Labels of the same images, 0 to C − 1.
         num_classes: C; a class without images gets a negligible probability.
-        balanced: Whether all classes count alike, whatever their numbers of images.
-        folds: Number of the fold that each image is left out in, −1 for one that never is; None:
-            as `assign_folds`.
+        balanced: Give all classes the same weight, whatever their numbers of images.
+        folds: Number of the fold that leaves out each image, −1 for an image that never is. None:
+            see `assign_folds`.
 
     Raises:
         ValueError: Fewer than two classes have images.
@@ -83,10 +83,10 @@ def fit_probe(
         raise ValueError("a probe needs training images of at least two classes")
     if folds is None:
         folds = assign_folds(labels)
-    # the matrices are small, and several threads wait for one another, the longer the more other
-    # programs run
+    # The matrices are small, and several threads would wait for one another, longer if other
+    # programs run.
     with threadpool_limits(1):
-        # with nothing to choose by: the last block, as it was trained
+        # If no image can be left out: the last block, as it was trained.
         readout = list(features)[-1]
         strength = 1e-2
         top1 = None
@@ -120,11 +120,11 @@ def _choose_readout(
     num_classes: int,
     balanced: bool,
 ) -> Readout:
-    """The readout of the least loss at its best strength; of a sample where there are many images,
-    and among the few for which least squares, which take a fraction of the time, do best."""
+    """Return the readout with the smallest loss at its best strength. With many images a sample
+    decides, and only readouts that do best by least squares, which are faster, are tried."""
     width = next(iter(features.values())).shape[1]
     max_images = _MAX_VALUES // (width * num_classes)
-    # of each class as many
+    # The sample has equally many images of each class.
     images_a_class = max(max_images // num_classes, _MIN_IMAGES_A_CLASS)
     rng = np.random.default_rng(0)
     shuffled = [rng.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
@@ -148,8 +148,8 @@ def _choose_readout(
 
 
 def _compute_ridge_error(features: FloatArray, labels: NDArray[np.int64]) -> float:
-    """Mean squared error of ridge regressions on the classes' indicators, each image left out in
-    turn, at the best of a few penalties; in closed form (Allen 1974, PRESS)."""
+    """Compute the mean squared error of ridge regressions on the classes' indicators, each image
+    left out in turn, at the best of a few penalties; in closed form (Allen 1974, PRESS)."""
     standardised, _, _ = _standardise(features)
     targets = np.eye(labels.max() + 1)[labels]
     targets -= targets.mean(axis=0)
@@ -166,32 +166,13 @@ def _compute_ridge_error(features: FloatArray, labels: NDArray[np.int64]) -> flo
 
 
 def _standardise(features: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """The features with mean 0 and standard deviation 1, and what these were."""
+    """Return the features with mean 0 and standard deviation 1, their mean and their standard
+    deviation."""
     mean = features.mean(axis=0)
     std = features.std(axis=0)
-    # a channel that never changes tells nothing
+    # A channel that never changes carries no information.
     std[std == 0] = 1
     return (features - mean) / std, mean, std
-
-
-def assign_folds(labels: Int[np.ndarray, " n"], *, num_folds: int = NUM_FOLDS) -> NDArray[np.int64]:
-    """Stratified folds: each class's images in all of them, as evenly as can be, in a random
-    order. The only image of a class is never left out: −1. There are fewer folds where the
-    smallest other class has fewer images."""
-    counts = np.bincount(labels)
-    several = counts[counts > 1]
-    if not len(several):
-        return np.full(len(labels), -1)
-    num_folds = max(min(num_folds, int(several.min())), 2)
-    rng = np.random.default_rng(0)
-    folds = np.full(len(labels), -1, dtype=np.int64)
-    start = 0
-    for label in np.flatnonzero(counts > 1):
-        indices = rng.permutation(np.flatnonzero(labels == label))
-        # each class begins where the one before ended, so that the folds are of one size
-        folds[indices] = (start + np.arange(len(indices))) % num_folds
-        start += len(indices)
-    return folds
 
 
 def _cross_validate(
@@ -202,7 +183,7 @@ def _cross_validate(
     strengths: Sequence[float],
     balanced: bool,
 ) -> tuple[FloatArray, FloatArray]:
-    """Of each strength the mean log loss and the accuracy on the images that were left out."""
+    """Compute the mean log loss and the accuracy of each strength on images that were left out."""
     losses = np.zeros(len(strengths))
     num_correct = np.zeros(len(strengths))
     for fold in range(folds.max() + 1):
@@ -212,7 +193,7 @@ def _cross_validate(
         for place, (weight, bias, classes) in enumerate(path):
             logits = features[is_out] @ weight.T + bias
             log_probabilities = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-            # an image of a class that is left out as a whole is a mistake of every readout
+            # An image whose class is left out as a whole is a mistake at every readout.
             known = np.flatnonzero(np.isin(out_labels, classes))
             columns = np.searchsorted(classes, out_labels[known])
             losses[place] -= log_probabilities[known, columns].sum()
@@ -228,13 +209,16 @@ def fit_path(
     *,
     balanced: bool,
 ) -> list[tuple[FloatArray, FloatArray, NDArray[np.int64]]]:
-    """Of each strength, weakest first, the weight [C, D], bias [C] and classes [C] of a logistic
-    regression on standardised features, for features as they are."""
+    """Fit a logistic regression on standardised features for each strength, weakest first.
+
+    Returns:
+        Weight [C, D], bias [C] and classes [C] of each, for features that are not standardised.
+    """
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
 
     standardised, mean, std = _standardise(features)
-    # each fit starts from the one before, which is near it
+    # Each fit starts from the one before, which is near it.
     model = LogisticRegression(
         max_iter=1000, warm_start=True, class_weight="balanced" if balanced else None
     )
@@ -243,7 +227,7 @@ def fit_path(
         model.set_params(C=strength).fit(standardised, labels)
         weight, bias = model.coef_, model.intercept_
         if len(weight) == 1:
-            # of two classes scikit-learn has one logit, the second class's
+            # For two classes scikit-learn has one logit, that of the second class.
             weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
         weight = weight / std
         path.append((weight, bias - weight @ mean, model.classes_))
@@ -251,6 +235,6 @@ def fit_path(
 
 
 def as_array(features: Features, readout: Readout) -> FloatArray:
-    """float64 [n, D], at one readout."""
+    """Return the features at one readout, float64 [n, D]."""
     values: FloatArray = features[readout].numpy().astype(np.float64)
     return values

@@ -1,14 +1,13 @@
-"""What lets a trained model say that it isn't sure, put into its file at the end of the run:
-thresholds of prediction sets, a temperature, and features by which images unlike the training's are
-found."""
+"""Parts of a model file by which a model says that it isn't sure, written at the end of the run:
+thresholds of prediction sets, a temperature, and features by which unusual images are found."""
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from torch import nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
 from vit.data.dataset import printable
@@ -28,21 +27,19 @@ from vit.training.validation import build_predictor
 _MAX_DISTANCES = 5000
 
 
-def complete_model_file(
-    run: Run, directory: Path, process: Process, *, module: nn.Module | None
-) -> None:
+def complete_model_file(run: Run, directory: Path, process: Process) -> None:
     """Put the thresholds, the temperature and the features into the model file of a run. Its weights
-    stay as they are. The temperature is for `vit evaluate --calibrate`; nothing else reads it.
+    stay as they are. Only `vit evaluate --calibrate` reads the temperature.
 
     Args:
-        run: that has come to its end.
-        directory: of the run.
-        process: all processes take part; the main one writes.
-        module: that takes the weights, as in `load_bundle`.
+        run: A run that has ended.
+        directory: Directory of the run.
+        process: This process. All processes take part, and the main process writes.
     """
     path = directory / MODEL_FILE
-    device = run.trainer.train_step.device
-    bundle = load_bundle(path, model=module, device=device)
+    train_step = run.trainer.train_step
+    # A copy of the run's own module takes the best weights, so that none is built again.
+    bundle = load_bundle(path, model=copy.deepcopy(train_step.module), device=train_step.device)
     probabilities = np.zeros(0)
     if run.held_aside is not None:
         probabilities = run.held_aside.probabilities
@@ -52,7 +49,7 @@ def complete_model_file(
         if threshold is not None:
             thresholds[str(coverage)] = threshold
 
-    # a run that has ended must not fail for want of them
+    # A run that has ended must not fail because of them.
     try:
         likeness, training_images, problem = compute_likeness(
             run.data,
@@ -78,8 +75,8 @@ def complete_model_file(
 
 
 def _find_probed_features(run: Run, bundle: Bundle) -> Float[np.ndarray, "n D"] | None:
-    """Where a run's model is its probe, the features of all training images that this was fitted on;
-    of a resumed run computed again, to the same bits."""
+    """Return the features of all training images that the probe was fitted on, if the model is the
+    probe. In a resumed run they are computed again, to the same bits."""
     model = bundle.model
     is_probe = run.trainer.progress.best_step == 0 and run.config.model.probe is True
     if not (is_probe and isinstance(model, VisionTransformer)) or run.data.train.pixels is None:
@@ -92,7 +89,7 @@ def _find_probed_features(run: Run, bundle: Bundle) -> Float[np.ndarray, "n D"] 
 
 
 def _fit_temperature(run: Run) -> dict[str, Any] | None:
-    """On validation images, each at an epoch that it did not choose."""
+    """Fit a temperature on the validation images, each at an epoch that it did not choose."""
     if run.held_aside is None:
         return None
     validation = run.data.decoded_validation
@@ -110,16 +107,15 @@ def compute_likeness(
     max_training_features: int,
     probed_features: Float[np.ndarray, "n D"] | None = None,
 ) -> tuple[Likeness | None, list[tuple[str, int]], str]:
-    """Features by which images unlike the training's are found, and the training images that are
-    most like one.
+    """Compute the features by which unusual images and the nearest training images are found.
 
     Args:
-        data: training and validation images.
-        bundle: the model.
-        max_training_features: images, of each class the share that it has in training: 2,000 take
-            0.8 MB in the model file at 192 channels, 3 MB at 768. 0: none.
-        probed_features: of all training images, where the model is a probe that was fitted on
-            them; None: they are computed.
+        data: Training and validation images.
+        bundle: The model.
+        max_training_features: Training images at most; each class has the share that it has in
+            training. 2,000 take 0.8 MB in the model file at 192 channels, 3 MB at 768. 0: none.
+        probed_features: Features of all training images, if the model is a probe that was fitted on
+            them. None: they are computed.
 
     Returns:
         The features, with the name and the class of each training image; or None with the reason.
@@ -133,7 +129,7 @@ def compute_likeness(
     if data.train.reader.is_remote and data.train.pixels is None:
         return None, [], "the training images are in object storage"
 
-    # a class has the share that it has in training
+    # Evenly spaced among the images by class, so that each class has its share.
     by_class = np.argsort(data.train.labels, kind="stable")
     chosen = by_class[choose_evenly(len(by_class), max_training_features)]
     chosen.sort()
@@ -143,8 +139,8 @@ def compute_likeness(
     else:
         training_features, readable = probed_features[chosen], np.arange(len(chosen))
     validation = data.decoded_validation
-    held_aside = choose_evenly(len(validation), _MAX_DISTANCES)
-    features, _ = compute_readable_features(bundle, validation.subset(held_aside))
+    held_out = choose_evenly(len(validation), _MAX_DISTANCES)
+    features, _ = compute_readable_features(bundle, validation.subset(held_out))
     if not len(training_features):
         return None, [], "the training images can't be read again"
     units = normalize_rows(training_features).astype(np.float16)

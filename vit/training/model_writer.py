@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 
 from vit.bundle import MODEL_FILE, save_bundle
-from vit.config import values_to_save
+from vit.config import Config, values_to_save
 from vit.model.model_file import read_model_file
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import copy_to_host
@@ -22,14 +22,16 @@ class BundleWriter(ModelWriter):
     """Writes a bundle: a file that needs nothing else.
 
     Args:
-        directory: of the run.
-        data: what the model was trained on, with the configuration.
-        process: the main one writes.
-        run_id: of the run.
-        writer: of the run's files.
+        directory: Directory of the run.
+        config: Configuration of the run, with the pipeline that was chosen.
+        data: Images that the model is trained on.
+        process: This process; the main process writes.
+        run_id: Id of the run.
+        writer: Writer of the run's files.
     """
 
     directory: Path
+    config: Config
     data: TrainingData
     process: Process
     run_id: str
@@ -40,12 +42,12 @@ class BundleWriter(ModelWriter):
         weights = copy_to_host(state)
         if not self.process.is_main:
             return
-        # those of a model on a CPU are its own, which the next step changes
+        # On a CPU these are the model's own tensors, which the next step changes.
         if weights is state:
             weights = copy.deepcopy(state)
         data = self.data
-        config = values_to_save(data.config)
-        # whatever becomes of the file that they are from
+        config = values_to_save(self.config)
+        # The values themselves: the files that they are from may change.
         config["data"]["class_names"] = data.splits.renamed_classes or None
         config["data"]["corrections"] = dict(data.splits.corrections) or None
         datasets = {"train": data.train}
@@ -53,7 +55,7 @@ class BundleWriter(ModelWriter):
             datasets["validation"] = data.decoded_validation
         hashes = None
         if data.train.hashes is not None:
-            # safetensors takes nothing else
+            # safetensors takes contiguous arrays only
             exact, perceptual = np.ascontiguousarray(data.train.hashes)
             hashes = (exact, perceptual)
         save_bundle(
@@ -79,7 +81,8 @@ class BundleWriter(ModelWriter):
         )
 
     def has_written(self) -> bool:
-        """Whether the model file is there and intact. Raises ValueError for one of another run."""
+        """Return whether the model file is there and intact. Raises ValueError for a file of another
+        run."""
         path = self.directory / MODEL_FILE
         try:
             run_id = read_model_file(path).metadata.get("run_id")

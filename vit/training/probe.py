@@ -19,9 +19,9 @@ from vit.prediction.features import Features, compute_features
 from vit.runtime.console import build_console
 from vit.runtime.processes import current_process
 from vit.runtime.products import find_product
-from vit.training.cross_validation import assign_group_folds
 from vit.training.data import TrainingData
-from vit.training.linear_probe import NUM_FOLDS, LinearProbe, fit_probe
+from vit.training.folds import assign_folds
+from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
@@ -40,17 +40,17 @@ class ProbeMeasurement(Protocol):
 
 @dataclass(frozen=True)
 class FittedProbe:
-    """A probe and what it took.
+    """A probe and the time that it took.
 
     Attributes:
-        probe: Of the training images.
+        probe: The probe of the training images.
         depth: Blocks of the model that it was fitted on.
-        num_images: It was fitted on.
-        num_training_images: Among which those were chosen.
-        features: Of the images that it was fitted on, float32 [n, D], which its head reads.
-        feature_seconds: Of the forward pass, or of reading its results from the cache.
-        fit_seconds: Of the regressions.
-        curve: How its accuracy grows with the images; None in other processes than the main one.
+        num_images: Images that it was fitted on.
+        num_training_images: Training images, from which those were chosen.
+        features: Features that its head reads, of the images that it was fitted on, float32 [n, D].
+        feature_seconds: Seconds of the forward pass, or of reading its results from the cache.
+        fit_seconds: Seconds of the regressions.
+        curve: Growth of the accuracy with the number of images; in the main process only.
     """
 
     probe: LinearProbe
@@ -63,7 +63,7 @@ class FittedProbe:
     curve: ProbeMeasurement | None = None
 
     def describe(self) -> str:
-        """What was chosen, how accurate it is and how long it took, for the user."""
+        """The chosen readout, its accuracy and the time, for the user."""
         depth, pool = self.probe.readout
         text = f"block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
         if self.probe.top1 is not None:
@@ -76,13 +76,13 @@ class FittedProbe:
 
 
 def uses_probe(config: Config) -> bool:
-    """Whether a run starts from a probe, as one of random weights can't."""
+    """Return whether a run starts from a probe. A run of random weights can't."""
     return bool(config.model.probe) and config.model.init is not None
 
 
 def is_probe_alone(config: Config) -> bool:
-    """Whether nothing is trained after the probe: its regression is the best head of a frozen
-    backbone."""
+    """Return whether nothing is trained after the probe: its regression is the best head of a
+    frozen backbone."""
     return uses_probe(config) and config.model.freeze == "backbone"
 
 
@@ -96,47 +96,49 @@ def fit_to_data(
     """Fit a probe on the training images.
 
     Args:
-        config: Of the run; `model.probe` says on how many images, of each class as many as of the
-            others.
-        model: With the pretrained weights, on its device.
-        data: Of the run.
-        device: The model's.
+        config: Configuration of the run. Its `model.probe` is the number of images, which are
+            spread over the classes, or true for all.
+        model: Model with the pretrained weights, on its device.
+        data: Images of the run.
+        device: The model's device.
     """
     dataset = data.train
     max_images = config.model.probe
-    # True is all of them, and a number as well
+    # True means all images, and is also the number 1 in Python.
     if max_images is not True and max_images < len(dataset):
-        dataset = dataset.subset(_choose_evenly(dataset, max_images))
-    # of images that are decoded as training goes, the unreadable ones are left out here
+        dataset = dataset.subset(_sample_classes(dataset, max_images))
+    # Images that are decoded while training are decoded here, and unreadable ones are left out.
     dataset = data.decode(dataset)
     started_at = time.perf_counter()
     predictor = build_predictor(data, model, device=device)
     features = compute_features(predictor, dataset, cache_dir=data.splits.cache_dir)
 
     computed_at = time.perf_counter()
+    balanced = data.class_balance != "none"
     process = current_process()
     probe = None
     if process.is_main:
         folds = None
         if dataset.groups is not None:
-            folds = assign_group_folds(dataset.labels, dataset.groups, num_folds=NUM_FOLDS)
-            # a class of one group can't be left out as a whole
+            folds = assign_folds(dataset.labels, dataset.groups)
+            # A class of one group can't be left out as a whole.
             if folds.max() < 1:
                 folds = None
         probe = fit_probe(
             features,
             dataset.labels,
             num_classes=len(dataset.class_names),
-            balanced=data.class_balance != "none",
+            balanced=balanced,
             folds=folds,
         )
-    # others' libraries might round another way
+    # Other processes take the main process's probe, because their libraries may round differently.
     probe = process.broadcast(probe)
     assert probe is not None
     fit_seconds = time.perf_counter() - computed_at
+
     curve = None
     if process.is_main:
-        curve = _measure_curve(features, dataset, probe, balanced=data.class_balance != "none")
+        curve = _measure_curve(features, dataset, probe, balanced=balanced)
     return FittedProbe(
         probe,
         depth=len(model.blocks),
@@ -152,10 +154,10 @@ def fit_to_data(
 def _measure_curve(
     features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: bool
 ) -> ProbeMeasurement | None:
+    measure = find_product("learning curve")
+    if measure is None:
+        return None
     try:
-        measure = find_product("learning curve")
-        if measure is None:
-            return None
         curve: ProbeMeasurement = measure(
             features,
             dataset.labels,
@@ -165,7 +167,7 @@ def _measure_curve(
             balanced=balanced,
         )
         return curve
-    except Exception as error:  # what only informs must not cost the run
+    except Exception as error:  # it only informs, and must not cost the run
         message = f"warning: no learning curve: {type(error).__name__}: {error}"
         build_console(stderr=True).print(message, style="yellow", soft_wrap=True)
         return None
@@ -174,8 +176,8 @@ def _measure_curve(
 def build_probed_model(
     config: Config, model: VisionTransformer, probe: LinearProbe
 ) -> VisionTransformer:
-    """The model that ends at the probe's block, with the probe as its head, to be trained as the
-    configuration says."""
+    """Build the model that ends at the probe's block and has the probe as its head, to be trained
+    as the configuration says."""
     probed = cut_model(
         model,
         probe.readout,
@@ -187,14 +189,14 @@ def build_probed_model(
 
 
 def load_probed_model(config: Config, directory: Path) -> VisionTransformer | None:
-    """The model of the run in `directory`, which is to be resumed: of the probe's architecture, its
-    weights those of the probe until a better model was found. None where there is none."""
+    """Load the model of the run in `directory`, which is to be resumed. Its architecture is that of
+    the probe; so are its weights until a better model is found. None if there is no model."""
     path = directory / MODEL_FILE
     try:
         content = read_model_file(path)
     except (OSError, ValueError):
         return None
-    # another program's weights, or a module that isn't ours
+    # The file holds weights of another program, or a module that isn't ours.
     if "architecture" not in content.metadata:
         return None
     architecture = dict(content.metadata["architecture"])
@@ -205,14 +207,14 @@ def load_probed_model(config: Config, directory: Path) -> VisionTransformer | No
     return model
 
 
-def _choose_evenly(dataset: ImageDataset, count: int) -> np.ndarray:
-    """The indices of at most `count` images: the first of each class in an order shuffled by seed 0,
-    then the second, and so on."""
+def _sample_classes(dataset: ImageDataset, count: int) -> np.ndarray:
+    """Return the indices of `count` images: the first image of each class in an order shuffled by
+    seed 0, then the second of each class, and so on."""
     rng = np.random.default_rng(0)
     shuffled = rng.permutation(len(dataset))
     labels = dataset.labels[shuffled]
     order = np.argsort(labels, kind="stable")
-    # of each image its place within its class
+    # For each image, its place within its class.
     starts = np.searchsorted(labels[order], np.unique(labels))
     places = np.empty(len(dataset), dtype=np.int64)
     class_sizes = np.diff([*starts, len(dataset)])

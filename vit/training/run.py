@@ -1,4 +1,4 @@
-"""Configuration → the parts of a training run, put together."""
+"""Configuration → the parts of a training run, put together. Nothing else builds a run."""
 
 import os
 import sys
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from vit.config import Config
 from vit.data.loader import TrainLoader
+from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
+from vit.data.transforms import Transform
+from vit.model.checkpoint import CheckpointStore
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
@@ -25,16 +28,12 @@ from vit.runtime.device import choose_device, choose_precision, use_deterministi
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
-from vit.training.checkpoint import CheckpointStore
+from vit.training.compiled_function import should_compile
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.training.distributed import wrap_model
-from vit.training.execution import (
-    choose_grad_accum_steps,
-    choose_threads,
-    should_compile,
-)
-from vit.training.identity import RunIdentity
-from vit.training.model import build_model
+from vit.training.identity import RunIdentity, describe_objects
+from vit.training.micro_batches import choose_grad_accum_steps
+from vit.training.model import build_model, check_user_model
 from vit.training.model_writer import BundleWriter
 from vit.training.observers import MetricsFile, Observer, ProgressBar
 from vit.training.pictures import TensorBoardWithPictures
@@ -47,26 +46,61 @@ from vit.training.probe import (
     load_probed_model,
     uses_probe,
 )
+from vit.training.threaded_step import choose_threads
 from vit.training.tokens import keep_tokens
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
-from vit.training.user_objects import UserObjects
 from vit.training.validation import HeldAside, ImageValidator
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """Parts of a run that are there before it is built: passed from Python, or made when the
+    configuration was chosen. `build_run` makes the others.
+
+    Attributes:
+        splits: The images, opened.
+        transform: Function of one image, passed from Python.
+        user_model: Module passed from Python, which is trained.
+        model: Model of the run; it ends at the probe's block if there is a `probe`.
+        pretrained: Preprocessing that the loaded weights were trained with.
+        data: Images, decoded, with the configuration of the run.
+        probe: Probe that the model starts from.
+        uncut_model: Model that the probe was fitted on, where nothing is trained after it.
+        tokens: Tokens of the training images after the frozen blocks.
+    """
+
+    splits: DatasetSplits | None = None
+    transform: Transform | None = None
+    user_model: nn.Module | None = None
+    model: nn.Module | None = None
+    pretrained: Preprocess | None = None
+    data: TrainingData | None = None
+    probe: FittedProbe | None = None
+    uncut_model: nn.Module | None = None
+    tokens: Float[Tensor, "n V N D"] | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a training run that are needed once it is built."""
+    """The parts of a training run that are needed once it is built.
 
-    config: Config  # with the pipeline that was chosen
+    Attributes:
+        config: Configuration with the pipeline that was chosen. Whoever resumes the run takes the
+            same pipeline, whatever memory is free then.
+        image_loader: Loader of pictures, where the batches of the trainer hold tokens.
+        held_aside: None without validation images.
+        probe: Probe that the model starts from, if it was fitted for this run now.
+        uncut_model: See `RunParts`.
+    """
+
+    config: Config
     data: TrainingData
     trainer: Trainer
-    # of the pictures that the training batches show, or the tokens in them stand for
     image_loader: TrainLoader
-    # None without validation images
     held_aside: HeldAside | None
-    # that the model starts from, where it was fitted for this run now
     probe: FittedProbe | None = None
+    uncut_model: nn.Module | None = None
 
 
 def build_run(
@@ -75,63 +109,52 @@ def build_run(
     directory: Path,
     process: Process,
     device_name: str,
+    parts: RunParts | None = None,
     observers: Sequence[Observer] | None = None,
-    objects: UserObjects | None = None,
-    splits: DatasetSplits | None = None,
-    probe: FittedProbe | None = None,
     resume: bool = False,
 ) -> Run:
-    """All the parts of a training run, ready to start or to resume.
+    """Build a training run, ready to start or to resume.
 
     Args:
-        config: of the run.
-        directory: of the run.
-        process: this process's place in the run.
-        device_name: of this process, such as "cuda:1".
-        observers: of the run; None for a progress bar, the metrics file, TensorBoard and those that
-            were passed from Python.
-        objects: passed from Python.
-        splits: the images, where they are open already.
-        probe: that the model starts from, where it was fitted already.
-        resume: the model may be one that the run has left.
+        config: Configuration of the run.
+        directory: Directory of the run.
+        process: This process's place in the run.
+        device_name: Device of this process, such as "cuda:1".
+        parts: Parts that are there already.
+        observers: Observers of the run. None: a progress bar, the metrics file and TensorBoard.
+        resume: Take the model that the run in `directory` has left, instead of fitting a probe.
     """
-    objects = objects or UserObjects()
     device = choose_device(device_name)
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
     keep_freed_memory()
 
-    if splits is None:
-        splits = build_dataset(
-            config, user_dataset=objects.dataset, class_names=objects.class_names
-        )
-    num_classes = len(splits.split("train").class_names)
-    model, pretrained = build_model(config, num_classes=num_classes, user_model=objects.model)
-    data = build_data(config, splits, device=device, pretrained=pretrained)
-    # before the optimizer, whose state lies beside the weights
-    model.to(device)
-    if uses_probe(config) and isinstance(model, VisionTransformer):
+    parts = parts or RunParts()
+    model, data = _build_model_and_data(config, parts, device)
+    probe = parts.probe
+    uncut_model = parts.uncut_model
+    if probe is None and uses_probe(config) and isinstance(model, VisionTransformer):
+        if is_probe_alone(config):
+            uncut_model = model
         probed_model = load_probed_model(config, directory) if resume else None
         if probed_model is None:
-            probe = probe or fit_to_data(config, model, data, device=device)
+            probe = fit_to_data(config, model, data, device=device)
             probed_model = build_probed_model(config, model, probe.probe)
         model = probed_model.to(device)
-    data, tokens = keep_tokens(config, model, data, device=device, transform=objects.transform)
-    # a resumed run takes the same pipeline, whatever memory is free then
-    config = data.config
+    tokens = parts.tokens
+    if tokens is None:
+        data, tokens = keep_tokens(model, data, device=device, transform=parts.transform)
+
     build_loader = partial(
-        build_train_loader, data, device=device, process=process, transform=objects.transform
+        build_train_loader, data, device=device, process=process, transform=parts.transform
     )
     image_loader = build_loader()
-    train_loader = image_loader
-    if tokens is not None:
-        train_loader = build_loader(tokens=tokens)
-
+    train_loader = image_loader if tokens is None else build_loader(tokens=tokens)
     plan = build_plan(
         config, model, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size
     )
     class_weights = None
     if data.class_balance == "weights":
-        weights = compute_class_weights(data.train.labels, num_classes)
+        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
         class_weights = torch.from_numpy(weights).to(device)
     train_step = build_train_step(
         config,
@@ -140,7 +163,7 @@ def build_run(
         process=process,
         device=device,
         class_weights=class_weights,
-        compile=_choose_compile(config, model, plan, device),
+        compile=choose_compile(config, model, plan, device),
     )
 
     validator = None
@@ -151,13 +174,12 @@ def build_run(
     writer = BackgroundWriter()
     if observers is None:
         tensorboard = TensorBoardWithPictures(directory, image_loader, validator)
-        metrics_file = MetricsFile(directory, writer)
-        observers = [ProgressBar(), metrics_file, tensorboard, *objects.callbacks]
+        observers = [ProgressBar(), MetricsFile(directory, writer), tensorboard]
 
-    # checkpoints and the model file say of which run they are
+    config = record_pipeline(config, data)
     identity = RunIdentity.from_config(
         config,
-        objects.describe(),
+        describe_objects(parts.transform, parts.user_model),
         data_fingerprint=data.train.fingerprint,
         conditions={
             "the kind of device": device.type,
@@ -171,26 +193,52 @@ def build_run(
         train_batches=train_loader,
         validator=validator,
         checkpoints=CheckpointStore(directory / "checkpoints"),
-        model_writer=BundleWriter(directory, data, process, identity.run_id, writer),
+        model_writer=BundleWriter(directory, config, data, process, identity.run_id, writer),
         observers=list(observers) if process.is_main else [],
         process=process,
         identity=identity,
         writer=writer,
         keeps_first_model=uses_probe(config),
     )
-    return Run(config, data, trainer, image_loader, held_aside, probe)
+    return Run(config, data, trainer, image_loader, held_aside, probe, uncut_model)
+
+
+def _build_model_and_data(
+    config: Config, parts: RunParts, device: torch.device
+) -> tuple[nn.Module, TrainingData]:
+    """Return the model, on its device, and the images, opening what is not in `parts`."""
+    splits = parts.splits or build_dataset(config)
+    num_classes = len(splits.split("train").class_names)
+    model = parts.model
+    pretrained = parts.pretrained
+    if parts.user_model is not None:
+        model = parts.user_model
+        check_user_model(config, model, num_classes=num_classes)
+    elif model is None:
+        model, pretrained = build_model(config, num_classes=num_classes)
+    data = parts.data
+    if data is None:
+        data = build_data(config, splits, device=device, pretrained=pretrained)
+    # before the optimizer is built, whose state lies beside the weights
+    return model.to(device), data
+
+
+def record_pipeline(config: Config, data: TrainingData) -> Config:
+    """Return the configuration with the pipeline that was chosen for the images."""
+    section = config.data.model_copy(update={"pipeline": data.pipeline})
+    return config.model_copy(update={"data": section})
 
 
 def build_plan(
     config: Config, model: nn.Module, *, steps_per_epoch: int, batch_size: int
 ) -> TrainingPlan:
-    """How long a run is, and what happens when.
+    """Plan how long a run is, and what happens when.
 
     Args:
-        config: the configuration.
-        model: to be trained; image sizes are multiples of its patches.
-        steps_per_epoch: batches of an epoch.
-        batch_size: images of a step, over all processes.
+        config: Configuration of the run.
+        model: Model to be trained. Image sizes are multiples of its patches.
+        steps_per_epoch: Batches of an epoch.
+        batch_size: Images of a step, over all processes.
     """
     train = config.train
     total_steps = min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize)
@@ -230,17 +278,17 @@ def build_train_step(
     class_weights: Float[Tensor, " C"] | None = None,
     compile: bool = False,
 ) -> TrainStep:
-    """The step that trains a model: the model in its processes, its weights' average, optimizer and
-    schedule.
+    """Build the step that trains a model: the model in its processes, the average of its weights,
+    optimizer and schedule.
 
     Args:
-        config: the configuration.
-        model: to be trained.
-        plan: of the run.
-        process: this process's place in the run.
-        device: of this process.
-        class_weights: of the loss; None for equal ones.
-        compile: whether torch compiles the forward pass.
+        config: Configuration of the run.
+        model: Model to be trained.
+        plan: Plan of the run.
+        process: This process's place in the run.
+        device: Device of this process.
+        class_weights: Weights of the classes in the loss; None for equal ones.
+        compile: Whether torch compiles the forward pass.
     """
     train = config.train
     precision = choose_precision(train.precision, device)
@@ -255,7 +303,7 @@ def build_train_step(
         muon_lr=config.optimizer.muon_lr,
         muon_dtype=getattr(torch, precision),
     )
-    # a run of few steps ends before a warm-up of whole epochs would
+    # A short run may end before a warm-up of whole epochs would.
     warmup_steps = round(config.schedule.warmup_epochs * plan.steps_per_epoch)
     lr_factor = partial(
         schedule_factor,
@@ -273,9 +321,9 @@ def build_train_step(
             device=device,
             precision=precision,
         )
-        # the free memory of several GPUs differs
+        # The free memory of several GPUs differs.
         grad_accum_steps = process.broadcast(grad_accum_steps)
-    # several processes share the cores already, and compiled code keeps Python's lock
+    # Several processes share the cores already, and compiled code keeps Python's lock.
     threads = None
     if process.world_size == 1 and not compile:
         threads = choose_threads(model, device=device)
@@ -295,14 +343,14 @@ def build_train_step(
     )
 
 
-def _choose_compile(
+def choose_compile(
     config: Config, model: nn.Module, plan: TrainingPlan, device: torch.device
 ) -> bool:
-    """Whether the step is compiled; other models than ours only where the configuration says so."""
+    """Return whether the step is compiled. Other models than ours are compiled only if the
+    configuration says so."""
     compiles = config.train.compile
     if compiles == "auto":
-        # threads that divide the batch gain more than compiled code does, which they can't run side
-        # by side
+        # Threads that divide the batch gain more than compiled code, and can't run it side by side.
         is_divided = choose_threads(model, device=device) is not None
         compiles = False
         if isinstance(model, VisionTransformer) and not is_divided:
@@ -314,7 +362,7 @@ def _choose_compile(
                 num_sizes=len(plan.image_sizes) or 1,
             )
     if compiles:
-        # torch's own choice is the folder for temporary files, which is emptied now and then
+        # torch's own choice is the folder for temporary files, which is emptied now and then.
         directory = (config.data.cache_dir or default_cache_dir()) / "compiled"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
     return compiles

@@ -9,6 +9,7 @@ from vit.runtime.files import remove, remove_temporaries
 from vit.runtime.metrics_file import METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
+CROSS_VALIDATION_FILE = "cross_validation.json"
 _LOCK_FILE = ".lock"
 # what a run writes, and --overwrite removes; anything else in the directory stays
 _RUN_FILES = (
@@ -18,7 +19,7 @@ _RUN_FILES = (
     "checkpoints",
     "tensorboard",
     "dry_run.png",
-    "cross_validation.json",
+    CROSS_VALIDATION_FILE,
     "learning_curve.json",
 )
 

@@ -1,9 +1,12 @@
-"""A training run from its configuration to its end."""
+"""`vit.train`: a training run from its configuration, or images alone, to its end."""
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from vit.bundle import PRETRAINED_FOLDER, list_pretrained
 from vit.config import (
@@ -15,174 +18,285 @@ from vit.config import (
     validate_config,
 )
 from vit.data.sources.folders import check_not_inside
+from vit.data.sources.python_objects import FROM_PYTHON
+from vit.data.transforms import Transform
 from vit.model.model_file import MODEL_FILE
-from vit.options import TrainOptions
-from vit.runtime.arguments import check_kind
+from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console
-from vit.runtime.files import write_text
+from vit.runtime.files import expand_home, write_text
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config, find_device
-from vit.training.execution import time_steps
-from vit.training.folds import OVERRIDES, check_folds, run_folds, save_folds
+from vit.training.cross_validation import OVERRIDES, check_folds, cross_validate_run
+from vit.training.data import build_dataset
 from vit.training.model_answers import complete_model_file
+from vit.training.observers import Observer
 from vit.training.pictures import save_first_images
 from vit.training.print_plan import print_plan
 from vit.training.recipe import ConfigLike, find_recipe, names_images
 from vit.training.result import TrainingResult
-from vit.training.run import build_run
+from vit.training.run import Run, RunParts, build_run
 from vit.training.run_directory import CONFIG_FILE, open_run_directory
-from vit.training.user_objects import UserObjects
+from vit.training.timing import time_steps
 
 
-def train_model(
-    source: ConfigLike | None,
-    overrides: Sequence[str],
-    output: Path,
-    options: TrainOptions,
-    objects: UserObjects,
+@check_arguments(minutes=(0.01, None), folds=(2, 100))
+def train(
+    config: ConfigLike | None = None,
     *,
-    shows_plan: bool = False,
+    output: str | Path,
+    overrides: Sequence[str] = (),
+    init: str | Path | None = None,
+    minutes: float | None = None,
+    group_by: str | int | None = None,
+    folds: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    show_plan: bool = False,
+    transform: Transform | None = None,
+    dataset: Any = None,
+    class_names: Sequence[str] | None = None,
+    model: nn.Module | None = None,
+    callbacks: Sequence[Observer] = (),
 ) -> TrainingResult:
-    """Train a model; arguments and errors as of `vit.train`.
+    """Train a model and keep the run in a directory.
 
     Args:
-        source: a configuration, or images to choose one for.
-        overrides: `key.path=value`, applied on top of it.
-        output: the run's directory.
-        options: how to start.
-        objects: what was passed from Python and replaces parts of the configuration.
-        shows_plan: print what the run will do before it starts; of a dry run with the minutes.
-    """
-    if source is not None:
-        expected = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
-        check_kind(source, (str, Path, Mapping, Config), name="config", expected=expected)
-    if options.resume and options.overwrite:
-        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
-    if options.init is not None:
-        init = find_initial_weights(options.init, output)
-        overrides = [f"model.init={init}", *overrides]
-    if options.group_by is not None:
-        # as JSON, hence YAML: of an expression nothing is read as YAML's own
-        group_by = str(options.group_by)
-        value = group_by if group_by.isdecimal() else json.dumps(group_by)
-        overrides = [f"data.group_by={value}", *overrides]
-    if options.folds is not None:
-        overrides = [*OVERRIDES, *overrides]
-    config = resolve_config(source, overrides, output, options, objects)
-    device = find_device(overrides) if config is None else config.train.device
-    # before the directory is made, which would spoil the images for every later run
-    root = source if config is None else config.data.root
-    if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
-        check_not_inside(output, Path(root).expanduser())
+        config: A YAML file, the name of a packaged recipe ("cifar10/cpu"), a
+            dictionary of sections or a `vit.config.Config`. Or images: a
+            folder, table, shards or the name of a data set, for which a
+            configuration is chosen. None with `resume`: the run's own.
+        output: Directory of the run.
+        overrides: Changes of the configuration, such as ["train.epochs=20",
+            "train.seed=1", "train.device=cpu"]. `vit.config.Config` and
+            docs/configuration.md list the keys.
+        init: Weights to start from: "timm:NAME", a folder of timm or Hugging
+            Face, a file of weights, a model file, a run directory or a
+            checkpoint in one. None: random weights, or those of `model.init`.
+        minutes: Minutes of training, where `config` names images. None: 5 on a
+            CPU, 20 on a GPU.
+        group_by: Groups of images that stay in one split (one animal, site,
+            patient): 1 for images in the same folder, 2 for the folder above
+            it, or a regular expression on the path with one group, such as
+            (site[0-9]+). None: the column "group" of a table, if it has one.
+        folds: With `init`: fit a linear probe on all images, and cross-validate
+            it in this number of folds. Each image is predicted by a probe of
+            the other folds, which has seen neither it nor its group. The
+            result is in `cross_validation.json`. None: images are held out.
+        resume: Continue the run in `output` from its last checkpoint, if there
+            is one. Pass `transform`, `dataset`, `model` and `callbacks` again.
+        overwrite: Replace the run in `output`.
+        dry_run: Write a picture of one batch, `dry_run.png`, and stop before
+            training. With `show_plan` the time is estimated.
+        show_plan: Print what the run will do, and what may go wrong.
+        transform: Function called on each training image, uint8 [H, W, 3],
+            before the augmentation of the configuration: of albumentations,
+            torchvision, or any function.
+        dataset: Images instead of those of the configuration: a map-style data
+            set of torch with items (image, label), a pair of them (training,
+            validation), or a pair of arrays (images, labels [n]). An image is
+            a PIL image, a uint8 array [H, W, 3], or a tensor [3, H, W] of
+            uint8 or of values from 0 to 1. A label is an integer or a class
+            name.
+        class_names: Class names of `dataset`, in the order of the labels.
+            None: its attribute `classes`, the labels where they are names, or
+            "class 0" and so on.
+        model: A module from images [B, 3, H, W] to logits [B, C], which is
+            trained itself. None: a vision transformer as configured.
+        callbacks: Objects of `vit.Observer`, whose methods are called after
+            each step and epoch. One that returns True saves the state and ends
+            the run.
 
+    Returns:
+        The run: `.bundle` is its best model, `.metrics` has a dictionary for
+        each epoch.
+
+    Raises:
+        ValueError: A wrong configuration, or arguments that don't fit together.
+        FileExistsError: `output` holds another run.
+        vit.training.signals.TrainingInterrupted: SIGINT or SIGTERM arrived; the
+            state is saved.
+        vit.runtime.processes.ProcessLostError: Another process of the job has
+            ended or hangs.
+
+    Example:
+        >>> run = vit.train("photos", output="runs/photos", minutes=5)
+        >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
+    """
+    _check_arguments(config, output, overrides, transform, model, callbacks)
+    if resume and overwrite:
+        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
+    directory = expand_home(output)
+    overrides = [*_list_overrides(init, group_by, folds, directory), *overrides]
+    passed = [name for name, value in (("dataset", dataset), ("model", model)) if value is not None]
+    resolved = resolve_config(
+        config, overrides, directory, resume=resume, minutes=minutes, passed=passed
+    )
+    _check_directory(directory, config, resolved)
+    device = find_device(overrides) if resolved is None else resolved.train.device
+    # A dry run leaves a run that is there alone.
+    resume = resume and not dry_run
     with (
         join_processes(device) as (process, device_name),
         open_run_directory(
-            output,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            # a dry run leaves a run that is there alone
-            is_main=process.is_main and not options.dry_run,
+            directory,
+            resume=resume,
+            overwrite=overwrite,
+            is_main=process.is_main and not dry_run,
         ),
     ):
-        splits = None
-        probe = None
         choices: dict[str, str] = {}
-        if config is None and process.is_main:
-            # it measures the speed of training: one process does so for all
-            assert isinstance(source, str | Path)
-            choice = choose_config(source, overrides, options.minutes)
-            config, choices, splits, probe = choice
-        config = process.broadcast(config)
-        assert config is not None
-        if options.folds is not None:
-            check_folds(config)
-
+        parts = RunParts()
+        if resolved is None and process.is_main:
+            # It measures the speed of training: one process does so for all.
+            assert isinstance(config, str | Path)
+            resolved, choices, parts = choose_config(config, overrides, minutes)
+        resolved = process.broadcast(resolved)
+        assert resolved is not None
+        if folds is not None:
+            check_folds(resolved)
+        if dataset is not None:
+            splits = build_dataset(resolved, user_dataset=dataset, class_names=class_names)
+            parts = replace(parts, splits=splits)
         run = build_run(
-            config,
-            directory=output,
+            resolved,
+            directory=directory,
             process=process,
             device_name=device_name,
-            objects=objects,
-            splits=splits,
-            probe=probe,
-            resume=options.resume and not options.dry_run,
+            parts=replace(parts, transform=transform, user_model=model),
+            resume=resume,
         )
         trainer = run.trainer
-        resumed = options.resume and not options.dry_run and trainer.resume()
-        if process.is_main and not options.dry_run and not resumed:
-            write_text(output / CONFIG_FILE, dump_config(run.config))
-            if run.probe is not None and run.probe.curve is not None:
-                run.probe.curve.save(output)
-
-        if shows_plan and options.dry_run:
-            # its steps train, and all processes take part in them
-            step_seconds = time_steps(trainer.train_step, trainer.train_batches)
-            seconds = step_seconds * trainer.plan.count_full_steps(run.data.preprocess.image_size)
-            if seconds < 120:
-                duration = f"{seconds:.0f} seconds"
-            else:
-                duration = f"{seconds / 60:.0f} minutes"
-            choices["estimate"] = f"{duration} of training steps"
-        if shows_plan and process.is_main:
-            print_plan(run, choices, resumed=resumed)
-        if options.dry_run:
-            save_first_images(run.image_loader, output / "dry_run.png")
-            return TrainingResult(output, steps=0, seconds=0.0, best_top1=None)
+        if process.is_main:
+            trainer.observers += callbacks
+        is_resumed = resume and trainer.resume()
+        if process.is_main and not dry_run and not is_resumed:
+            _save_start(run, directory)
+        if show_plan and dry_run:
+            choices["estimate"] = _estimate_time(run)
+        if show_plan and process.is_main:
+            print_plan(run, choices, resumed=is_resumed)
+        if dry_run:
+            save_first_images(run.image_loader, directory / "dry_run.png")
+            return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()
-        complete_model_file(run, output, process, module=copy.deepcopy(objects.model))
-        if options.folds is not None:
-            cross_validation = run_folds(
-                run.config, run.data, trainer.train_step.device, num_folds=options.folds
-            )
+        complete_model_file(run, directory, process)
+        if folds is not None:
+            cross_validation = cross_validate_run(run, num_folds=folds)
             if process.is_main:
-                save_folds(cross_validation, output)
+                cross_validation.save(directory)
                 build_console(stderr=True).print(cross_validation.describe(), soft_wrap=True)
 
     return TrainingResult(
-        output,
+        directory,
         steps=progress.step,
         seconds=progress.elapsed_seconds,
         best_top1=None if progress.best.top1 < 0 else progress.best.top1,
-        module=objects.model,
-        passed_images=None if objects.dataset is None else run.data.splits,
+        module=model,
+        passed_images=None if dataset is None else run.data.splits,
     )
+
+
+def _check_arguments(
+    config: Any,
+    output: Any,
+    overrides: Any,
+    transform: Any,
+    model: Any,
+    callbacks: Any,
+) -> None:
+    """Raise ValueError for an argument of another kind."""
+    if config is not None:
+        expected = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
+        check_kind(config, (str, Path, Mapping, Config), name="config", expected=expected)
+    check_kind(output, (str, Path), name="output", expected="the path of a directory")
+    expected = 'a list of texts, such as ["train.epochs=20"]'
+    check_kind(overrides, (list, tuple), name="overrides", expected=expected)
+    if transform is not None and not callable(transform):
+        raise ValueError(f"transform is {describe_kind(transform)}, not a function of an image")
+    if model is not None:
+        check_kind(model, nn.Module, name="model", expected="an object of an nn.Module")
+    expected = "a list of objects of vit.Observer's subclasses"
+    check_kind(callbacks, (list, tuple), name="callbacks", expected=expected)
+    for callback in callbacks:
+        expected = "an object of a subclass of vit.Observer"
+        check_kind(callback, Observer, name="a callback", expected=expected)
+
+
+def _list_overrides(
+    init: str | Path | None, group_by: str | int | None, folds: int | None, directory: Path
+) -> list[str]:
+    """Return the arguments that stand for keys of the configuration, as overrides."""
+    overrides: list[str] = []
+    if folds is not None:
+        overrides += OVERRIDES
+    if group_by is not None:
+        # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
+        text = str(group_by)
+        overrides.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
+    if init is not None:
+        overrides.append(f"model.init={find_initial_weights(init, directory)}")
+    return overrides
+
+
+def _check_directory(directory: Path, source: ConfigLike | None, config: Config | None) -> None:
+    """Raise ValueError if the run would lie in its folder of images: made there, the directory
+    would spoil the images for each later run."""
+    root = source if config is None else config.data.root
+    if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
+        check_not_inside(directory, Path(root).expanduser())
+
+
+def _save_start(run: Run, directory: Path) -> None:
+    """Write what is known before the first step: the configuration, and the learning curve."""
+    write_text(directory / CONFIG_FILE, dump_config(run.config))
+    if run.probe is not None and run.probe.curve is not None:
+        run.probe.curve.save(directory)
+
+
+def _estimate_time(run: Run) -> str:
+    """Estimate the time of all training steps. A few steps train for it, in all processes."""
+    trainer = run.trainer
+    step_seconds = time_steps(trainer.train_step, trainer.train_batches)
+    seconds = step_seconds * trainer.plan.count_full_steps(run.data.preprocess.image_size)
+    duration = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+    return f"{duration} of training steps"
 
 
 def resolve_config(
     source: ConfigLike | None,
     overrides: Sequence[str],
-    output: Path,
-    options: TrainOptions,
-    objects: UserObjects,
+    directory: Path,
+    *,
+    resume: bool = False,
+    minutes: float | None = None,
+    passed: Sequence[str] = (),
 ) -> Config | None:
-    """The configuration of the run in the directory `output`.
+    """Return the configuration of a run, or None for images, for which one is to be chosen.
 
     Args:
-        source: a file, a recipe's name, sections or a `Config`; None for that of the run which is
-            to be resumed.
+        source: A file, a recipe's name, sections or a `Config`; or images. None for the
+            configuration of the run that is to be resumed.
         overrides: `key.path=value`, applied on top of it.
-        output: the run's directory.
-        options: whether to continue the run in it, if there is one.
-        objects: what replaces parts of the configuration.
-
-    Returns:
-        The configuration; None where images are named, for which one is to be chosen.
+        directory: Directory of the run.
+        resume: Continue the run in the directory, if there is one.
+        minutes: Minutes of training, where a configuration is chosen.
+        passed: "dataset" and "model", where they are passed from Python.
 
     Raises:
-        ValueError: there is no configuration, it is wrong, or it differs from that of the run
-            which is to be resumed.
+        ValueError: There is no configuration, it is wrong, or it differs from that of the run
+            that is to be resumed.
     """
-    saved = output / CONFIG_FILE
-    continues = options.resume and saved.exists()
+    saved = directory / CONFIG_FILE
+    continues = resume and saved.exists()
     has_images = names_images(source)
-    if options.minutes is not None and not has_images:
+    if minutes is not None and not has_images:
         raise ValueError(
             "--minutes is for a configuration that is chosen for images; others have train.epochs"
         )
     if has_images and not continues:
-        if objects.dataset is not None or objects.model is not None:
+        if passed:
             raise ValueError(
                 "a configuration is chosen for images and models that are named; "
                 "name a recipe to pass them from Python"
@@ -199,30 +313,31 @@ def resolve_config(
     elif not isinstance(source, Mapping):
         source = find_recipe(source)
     sections = read_sections(source, overrides)
-    objects.mark_sections(sections)
+    # The file of the configuration must not name images or weights that are not used.
+    if "dataset" in passed:
+        sections.setdefault("data", {}).update(name=FROM_PYTHON, root=None, classes=None)
+    if "model" in passed:
+        sections.setdefault("model", {})["init"] = FROM_PYTHON
     config = validate_config(sections)
-    if not continues:
-        return config
-
-    # what was chosen then holds, whatever memory is free now
-    if config.data.pipeline == "auto":
+    # The pipeline that was chosen at the start holds, whatever memory is free now.
+    if continues and config.data.pipeline == "auto":
         sections.setdefault("data", {})["pipeline"] = load_config(saved).data.pipeline
         config = validate_config(sections)
     return config
 
 
-def find_initial_weights(init: str | Path, output: Path) -> str:
-    """The value of `model.init` for what a user names: timm:NAME; a file, a folder, a run directory
-    or the model that comes with the package as an absolute path.
+def find_initial_weights(init: str | Path, directory: Path) -> str:
+    """Return the value of `model.init` for the weights that a user names: timm:NAME, or the absolute
+    path of a file, a folder, a run or the model that comes with the package.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is the run that is about to be trained.
+        FileNotFoundError: There is no such file.
+        ValueError: It is the run that is about to be trained.
     """
     if str(init).startswith("timm:"):
         return str(init)
     path = Path(init).expanduser()
-    # a folder of timm's has a config.json and is opened as a whole
+    # A folder of timm has a config.json and is opened as a whole.
     if path.is_dir() and not (path / "config.json").is_file():
         path /= MODEL_FILE
     if not path.exists() and str(init) in list_pretrained():
@@ -230,6 +345,6 @@ def find_initial_weights(init: str | Path, output: Path) -> str:
     if not path.exists():
         names = " or ".join(["timm:NAME", *list_pretrained()])
         raise FileNotFoundError(f"--init {init} is not {names}, and there is no {path}")
-    if path.resolve().parent == output.resolve():
+    if path.resolve().parent == directory.resolve():
         raise ValueError(f"--init {init} is the run in --output; choose another --output")
     return str(path.absolute())

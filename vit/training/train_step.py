@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from vit.model.checkpoint import StepState
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast, free_cached_memory
 from vit.runtime.threads import BatchThreads
@@ -276,21 +277,19 @@ class TrainStep:
         rising_decay = (2 + self.num_steps) / (11 + self.num_steps)
         self._average_weight.fill_(1 - min(self.ema_decay or 0, rising_decay))
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a bit-exact continuation needs: weights, their average, optimizer and counters.
-        The tensors are the step's own."""
+    def state_dict(self) -> StepState:
+        """Return all that a bit-exact continuation needs."""
         return {
             "model": self.module.state_dict(),
             "average": self.averaged_model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "num_steps": self.num_steps,
             "nonfinite_steps": self.nonfinite_steps,
-            # which the memory that was free decided
             "grad_accum_steps": self.grad_accum_steps,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StepState) -> None:
         """Continue where `state_dict` was taken, on this step's device.
 
         Raises:
@@ -311,7 +310,7 @@ class TrainStep:
         self.grad_accum_steps = state["grad_accum_steps"]
         self.nonfinite_steps.copy_(state["nonfinite_steps"])
         if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
+            self.loss_scale.load_state_dict(state["loss_scale"] or {})
 
     def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Mean loss and number of correct images of a batch or a part of one."""

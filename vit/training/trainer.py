@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
+from vit.model.checkpoint import Checkpoint, CheckpointStore
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
-from vit.training.checkpoint import CheckpointStore, serialize_state
 from vit.training.identity import RunIdentity
 from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import LOG_EVERY_STEPS, Observer
@@ -319,17 +319,16 @@ class Trainer:
             # memory holds one that is not written yet, and a crash loses no more than its steps
             if self._saving is not None:
                 self._saving.result()
-            checkpoint = {
-                # its tuple without a name: a checkpoint holds no classes
-                "progress": vars(progress) | {"best": tuple(progress.best)},
-                "state": self.train_step.state_dict(),
-                "identity": self.identity.to_dict(),
-            }
-            if self.validator is not None:
-                checkpoint["validator"] = self.validator.state_dict()
+            checkpoint = Checkpoint(
+                # A plain tuple, because a checkpoint holds no classes.
+                progress=vars(progress) | {"best": tuple(progress.best)},
+                state=self.train_step.state_dict(),
+                identity=self.identity.to_record(),
+                validator=None if self.validator is None else self.validator.state_dict(),
+            )
             save = partial(
                 self.checkpoints.save,
-                serialize_state(checkpoint),
+                checkpoint.serialize(),
                 step=progress.step,
                 best_step=progress.best_step,
             )
@@ -348,28 +347,28 @@ class Trainer:
         Raises:
             ValueError: the checkpoint is of another run, or no model file can be had.
         """
-        checkpoint = self._from_main(lambda: self.checkpoints.load_latest(warn=self._message))
-        if checkpoint is None:
+        values = self._from_main(lambda: self.checkpoints.load_latest(warn=self._message))
+        if values is None:
             return False
-        self._restore(checkpoint)
-        if changes := self.identity.describe_changed_conditions(checkpoint["identity"]):
+        checkpoint = self._restore(values)
+        if changes := self.identity.describe_changed_conditions(checkpoint.identity):
             self._message(changes)
 
         best_step = self.progress.best_step
         if not self._has_model() or self._from_main(self.model_writer.has_written):
             return True
 
-        best_checkpoint = self._from_main(lambda: self.checkpoints.load(best_step))
-        if best_checkpoint is None:
+        best_values = self._from_main(lambda: self.checkpoints.load(best_step))
+        if best_values is None:
             raise ValueError(
                 "the model file is missing or damaged, and so is the checkpoint of its step,"
                 f" {best_step}; train again with --overwrite"
             )
-        self._restore(best_checkpoint)
+        self._restore(best_values)
         self.model_writer.write(self.train_step.averaged_model.eval())
         # what fails before the first step must not leave a thread that writes
         self.writer.wait()
-        self._restore(checkpoint)
+        self._restore(values)
         self._message(
             f"the model file was missing or damaged; it is written again from step {best_step}"
         )
@@ -380,16 +379,21 @@ class Trainer:
         value = read() if self.process.is_main else None
         return self.process.broadcast(cast(T, value))
 
-    def _restore(self, checkpoint: dict[str, Any]) -> None:
+    def _restore(self, values: dict[str, Any]) -> Checkpoint:
+        """Go back to the state that a checkpoint holds, and return it by name."""
         try:
-            origin = f"the checkpoint of step {checkpoint['progress']['step']}"
-            self.identity.check(checkpoint["identity"], origin=origin)
-            self.progress = Progress(**checkpoint["progress"])
+            checkpoint = Checkpoint(**values)
+            self.identity.check(
+                checkpoint.identity,
+                origin=f"the checkpoint of step {checkpoint.progress['step']}",
+            )
+            self.progress = Progress(**checkpoint.progress)
             if self.progress.total_steps is not None:
                 self._set_length(self.progress.total_steps)
-            self.train_step.load_state_dict(checkpoint["state"])
+            self.train_step.load_state_dict(checkpoint.state)
             if self.validator is not None:
-                self.validator.load_state_dict(checkpoint["validator"])
+                self.validator.load_state_dict(cast(dict[str, Any], checkpoint.validator))
+            return checkpoint
         except (LookupError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(

@@ -22,8 +22,8 @@ from vit.prediction.features import Features
 from vit.prediction.probabilities import Floats, Ints
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import write_json
-from vit.training.cross_validation import assign_group_folds, number_groups
-from vit.training.linear_probe import NUM_FOLDS, LinearProbe, as_array, assign_folds, fit_path
+from vit.training.folds import assign_folds, number_groups
+from vit.training.linear_probe import LinearProbe, as_array, fit_path
 
 LEARNING_CURVE_FILE = "learning_curve.json"
 
@@ -203,9 +203,7 @@ def measure_learning_curve(
         The curve; without points if no image can be left out or it would take too long, and
         without a forecast if the points don't determine one.
     """
-    folds = assign_folds(labels)
-    if groups is not None:
-        folds = assign_group_folds(labels, groups, num_folds=NUM_FOLDS)
+    folds = assign_folds(labels, groups)
     clusters = number_groups(groups, len(labels))
     num_folds = int(folds.max()) + 1
     curve = LearningCurve(

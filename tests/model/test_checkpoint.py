@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit.training.checkpoint import CheckpointStore, serialize_state
+from vit.model.checkpoint import CheckpointStore, serialize_state
 
 
 def save(store: CheckpointStore, step: int, *, best: int = 0) -> Path:

@@ -1,22 +1,27 @@
 """`vit train`: from a configuration, or images alone, to a model file that needs nothing else."""
 
 import os
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from vit.options import TrainOptions
+from vit.runtime.command import Command
 
-# EX_TEMPFAIL: stopped by a signal, or without another process; a scheduler may start it again
+if TYPE_CHECKING:
+    from vit.training.result import TrainingResult
+
+# EX_TEMPFAIL: stopped by a signal, or another process was lost; a scheduler may start the run again
 REQUEUE = 75
 
 
 def train(
+    start: "partial[TrainingResult]",
     config: str | None = None,
     overrides: list[str] | None = None,
     *,
     output: Path,
-    options: TrainOptions,
 ) -> None:
     """Train a model, on images alone or by a configuration.
 
@@ -24,37 +29,40 @@ def train(
     (on a GPU with train.deterministic=true, on the same kind of card and torch).
 
     Args:
-        config: images (a folder, table, shards or data set), or a YAML file or recipe; with
-            --resume the run's own
-        overrides: key.path=value …, applied to the file
-        output: directory for the results
+        config: Images (a folder, table, shards or data set), or a YAML file or recipe; with
+            --resume the run's own.
+        overrides: Changes of the configuration, key.path=value ….
+        output: Directory for the results.
     """
     # torch, which `vit --help` does without
     from vit.runtime.processes import ProcessLostError
     from vit.training.signals import TrainingInterrupted
-    from vit.training.train_model import train_model
-    from vit.training.user_objects import UserObjects
 
     # `vit train --resume train.epochs=3`: the first argument is an override already
     key, equals, _ = (config or "").partition("=")
-    # an address may have parameters
+    # An address may have parameters.
     is_override = equals and "://" not in key and not Path(config or "").exists()
     if config is not None and is_override:
         overrides = [config, *(overrides or [])]
         config = None
     try:
-        result = train_model(
-            config, overrides or [], output, options, UserObjects(), shows_plan=True
-        )
+        result = start(config, overrides=overrides or [], output=output, show_plan=True)
     except (TrainingInterrupted, ProcessLostError) as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(REQUEUE) from None
 
-    if options.dry_run:
+    if start.keywords["dry_run"]:
         typer.echo(f"one batch as the model gets it: {output / 'dry_run.png'}", err=True)
-    # of the processes that torchrun started only the first talks to the user
+    # Of the processes that torchrun starts, only the first one writes to the user.
     elif os.environ.get("RANK", "0") == "0":
         message = f"{result.steps} steps in {result.seconds:.0f} s; model: {result.model_path}"
         if result.best_top1 is not None:
             message += f", validation top-1 {result.best_top1:.2%}"
         typer.echo(message, err=True)
+
+
+COMMAND = Command(
+    run=train,
+    function="train",
+    python_only=("show_plan", "transform", "dataset", "class_names", "model", "callbacks"),
+)
