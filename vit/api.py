@@ -5,10 +5,9 @@ Each function makes an options record (`vit.options`) of its arguments, as the c
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from vit.analysis.audit.run import audit as audit
 from vit.analysis.class_summary.summarize import summarize_classes as summarize_classes
@@ -18,7 +17,6 @@ from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.listing import ImageInputs, list_images
 from vit.data.sources.registry import register_source as register_source
 from vit.data.sources.source import Source as Source
-from vit.data.transforms import Transform
 from vit.evaluation.evaluate import evaluate as evaluate
 from vit.explanation.best_method import choose_methods
 from vit.explanation.explainer import Explainer
@@ -34,8 +32,8 @@ from vit.options import (
 )
 from vit.prediction.embed import embed as embed
 from vit.prediction.predict import predict as predict
-from vit.runtime.arguments import as_tuple, check_kind
-from vit.runtime.files import expand_home, prepare_output
+from vit.runtime.arguments import as_tuple
+from vit.runtime.files import prepare_output
 from vit.training.train_model import train as train
 
 if TYPE_CHECKING:
