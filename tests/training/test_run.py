@@ -70,7 +70,7 @@ def test_the_plan_says_what_is_done_about_classes_of_other_sizes(
     sizes = "14.5 images of the largest class for one of the smallest"
     why = sizes if wanted == "auto" else f"train.class_balance says so; {sizes}"
     assert summarize_run(run)["class balance"] == f"{chosen} ({why})"
-    assert run.trainer.train_batches.balanced is balanced
+    assert run.trainer.train_batches.order.balanced is balanced
     weights = run.trainer.train_step.class_weights
     if chosen == "weights":
         assert weights is not None
