@@ -1,4 +1,4 @@
-"""File names as the commands read them."""
+"""Read file names from the command line or from standard input."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -6,8 +6,8 @@ from io import TextIOWrapper
 
 
 def list_names(names: Iterable[str]) -> Iterator[str]:
-    """`names`, and in the place of - the lines of standard input."""
-    # file names of any bytes pass through
+    """Yield `names`, with the lines of standard input in place of -."""
+    # File names may hold any bytes.
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     for name in names:

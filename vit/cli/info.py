@@ -40,7 +40,7 @@ def _describe_machine() -> dict[str, object]:
 
 
 def _describe_model(source: str) -> dict[str, object]:
-    # torch, which `vit --help` does without
+    # torch takes seconds to import, and `vit --help` does without
     from vit.bundle import load_bundle
 
     bundle = load_bundle(source)

@@ -1,4 +1,4 @@
-"""The `vit` command: registers the subcommands and turns a user's mistake into one line and exit
+"""The `vit` command: registers the subcommands, and reports a user's mistake in one line with exit
 code 2."""
 
 import os
@@ -26,9 +26,10 @@ from vit.runtime.arguments import (
     shorten,
 )
 
-# Typer has a private copy of Click and exports only this subclass of its UsageError
+# Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
-# what libraries say, the latter under a limit of addresses (ulimit -v)
+# Libraries' messages about too little memory. The last three occur under a limit of addresses
+# (ulimit -v).
 _OUT_OF_MEMORY = (
     "OutOfMemory|allocate memory|not enough memory|failed to map segment|bad_alloc|start new thread"
 )
@@ -72,7 +73,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[  # printed while the options are read: without a command nothing is called
+    version: Annotated[  # printed while the options are read, because without a command nothing runs
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
@@ -82,18 +83,19 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line. It ends with one line, never a traceback, and with the exit code 2 for
-    a user's mistake (ValueError, OSError, an unknown option, too little memory), or 70 for an
-    internal error; that line says where the report is. With VIT_DEBUG=1 in the environment the
-    traceback is shown.
+    """Run the command line and exit.
+
+    An error is reported in one line. The exit code is 2 for a user's mistake (ValueError, OSError,
+    an unknown option, too little memory), and 70 for an internal error, whose line names a report.
+    With VIT_DEBUG=1 in the environment the traceback is shown instead.
 
     Args:
-        arguments: of the command; None: those of this process.
+        arguments: Arguments of the command. None: those of this process.
     """
-    # Read when torch loads its OpenMP runtime. Threads that wait for one another spin long by
-    # default, which brings a machine shared with other work to a crawl (28 images/s instead of
-    # 1,500 on the digits, one of 2 cores taken); sleeping at once costs a quiet machine 15 to 37 %.
-    # A short spin is as fast as a long one there.
+    # torch's OpenMP runtime reads this variable when it is loaded. By default, threads that wait for
+    # each other spin for a long time, which slows down a shared machine (28 images/s instead of 1,500
+    # on the digits, with one of 2 cores busy). A short spin avoids that, and is as fast as a long one
+    # on a quiet machine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -120,11 +122,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _exit_on_sigterm() -> Any:
-    """Let SIGTERM end the command as an error does, so that no temporary file stays; training has a
-    handler of its own meanwhile.
+    """Let SIGTERM end the command like an error, so that no temporary file is left. Training replaces
+    this handler by its own.
 
     Returns:
-        The handler that was there; None where none was replaced.
+        The earlier handler; None if it was not replaced.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
     if not is_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
@@ -132,7 +134,7 @@ def _exit_on_sigterm() -> Any:
     process = os.getpid()
 
     def stop(number: int, _: object) -> None:
-        # a worker that was forked from this process ends at once
+        # A worker that was forked from this process ends at once.
         if os.getpid() != process:
             os._exit(128 + number)
         sys.exit(128 + number)
@@ -141,9 +143,10 @@ def _exit_on_sigterm() -> Any:
 
 
 def _prepare_streams() -> None:
-    """Make standard streams that are closed, a terminal of no width, and an encoding that lacks
-    characters, what everything that prints can deal with."""
-    # a file that is opened must not get the number of a stream: it would be printed into
+    """Repair closed standard streams, a terminal without width, and an encoding that lacks
+    characters, so that all code can print."""
+    # A file that is opened later must not get the number of a stream, because text would be printed
+    # into it.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         continue
     os.close(descriptor)
@@ -153,38 +156,38 @@ def _prepare_streams() -> None:
     if "stdout" in closed:
         print("warning: standard output is closed; what is printed is lost", file=sys.stderr)
 
-    # nothing would be shown
+    # Rich would show nothing at width 0.
     width = os.environ.get("COLUMNS", "80")
     if not width.isdecimal() or int(width) == 0:
         del os.environ["COLUMNS"]
     for stream in (sys.stdout, sys.stderr):
-        # a test's stream is another kind
+        # In a test, a stream has another type.
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
 
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
-    """One line about an error in a library's thread, such as TensorBoard's writer."""
+    """Print one line about an error in a library's thread, such as TensorBoard's writer."""
     print(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", file=sys.stderr)
 
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """One line, without the place in the code."""
+    """Format a warning as one line, without its place in the code."""
     lines = hide_tokens(str(message)).splitlines()
     return f"warning: {lines[0]}\n"
 
 
 def _report(error: Exception, arguments: list[str]) -> int:
-    """Tell the user about an error in one line.
+    """Report an error to the user in one line.
 
     Returns:
         The exit code.
     """
-    # what read our output, such as `head`, has ended
+    # The reader of our output, such as `head`, has ended.
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    # of `vit` alone: its message is the help
+    # `vit` without a command shows its help.
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()  # type: ignore[attr-defined]  # of Typer's copy of Click
         return 2
@@ -204,7 +207,7 @@ def _report(error: Exception, arguments: list[str]) -> int:
 
 
 def _describe_user_error(error: Exception, arguments: list[str]) -> str | None:
-    """The sentence for a user's mistake; None for an error that is ours."""
+    """Return the sentence for a user's mistake; None for an internal error."""
     if isinstance(error, _USAGE_ERROR):
         command = error.ctx.command_path if error.ctx else "vit"
         option = getattr(error, "option_name", None)
@@ -216,7 +219,7 @@ def _describe_user_error(error: Exception, arguments: list[str]) -> str | None:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     if isinstance(error, ValueError | OSError):
         return str(error) or type(error).__name__
-    # torch has several errors for it
+    # torch has several errors for too little memory.
     is_out_of_memory = re.search(_OUT_OF_MEMORY, repr(error))
     if isinstance(error, MemoryError) or is_out_of_memory:
         hint = "try a smaller batch size, image size or model"
@@ -225,8 +228,8 @@ def _describe_user_error(error: Exception, arguments: list[str]) -> str | None:
 
 
 def _suggest_override(option: str, arguments: list[str]) -> str | None:
-    """What to write in place of an option that is the name of a configuration key."""
-    # pydantic and yaml, which `vit --help` does without
+    """Return a hint for an unknown option that has the name of a configuration key; None for others."""
+    # pydantic and yaml take longer to import than `vit --help` may take
     from vit.config import Config, flatten_config
 
     name = option.lstrip("-").replace("-", "_")
@@ -243,9 +246,9 @@ def _save_report(error: Exception) -> str:
     """Write the traceback to a file.
 
     Returns:
-        Where it is, as the end of a sentence.
+        The end of a sentence that names the file.
     """
-    # only after an internal error
+    # needed only after an internal error
     import tempfile
     import traceback
 

@@ -15,7 +15,7 @@ def recipes() -> None:
     rows = [(name, *recipe) for name, recipe in list_recipes().items()]
     headings = ("name", "task", "test top-1", "time")
     table = build_table(rows, headings, num_text_columns=4)
-    # a name is copied into the next command
+    # A name must not be broken: users copy it into the next command.
     table.columns[0].no_wrap = True
     build_console().print(table)
 
