@@ -77,18 +77,15 @@ def read_signature(module: str, name: str) -> dict[str, Parameter]:
     """
     function = _find_function(module, name)
     arguments = function.args
-    positional = [*arguments.posonlyargs, *arguments.args]
+    positional = arguments.args
     # The list of defaults is that of the last positional parameters.
     missing = [None] * (len(positional) - len(arguments.defaults))
-    pairs = [
-        *zip(positional, [*missing, *arguments.defaults], strict=True),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
-    ]
-    texts = _read_texts(function)
+    defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
+    pairs = zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
     bounds = _read_bounds(function)
     parameters = {}
     for argument, default in pairs:
-        text = _find_text(argument.arg, texts)
+        text = _find_text(function, argument.arg)
         none = re.search(r"\bNone: (.+?)(?:\.\s|\.?$)", text)
         parameters[argument.arg] = Parameter(
             argument.arg,
@@ -122,15 +119,14 @@ def _read_texts(function: ast.FunctionDef) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-def _find_text(name: str, texts: Mapping[str, str]) -> str:
-    """Return the entry of a parameter; of "See `vit.evaluate`." the one that is meant."""
-    text = texts.get(name, "")
+def _find_text(function: ast.FunctionDef, name: str) -> str:
+    """Return the entry of a parameter, or the one of another function that it refers to."""
+    text = _read_texts(function).get(name, "")
     reference = re.match(r"See `vit\.(\w+)`", text)
-    while reference:
-        module = list_public_names()[reference[1]]
-        text = _read_texts(_find_function(module, reference[1]))[name]
-        reference = re.match(r"See `vit\.(\w+)`", text)
-    return text
+    if not reference:
+        return text
+    other = reference[1]
+    return _find_text(_find_function(list_public_names()[other], other), name)
 
 
 def _read_bounds(function: ast.FunctionDef) -> dict[str, tuple[float | None, float | None]]:
