@@ -1,11 +1,11 @@
 """The Python interface: each function on tiny data, and what its result saves is what the command
 writes."""
 
-import dataclasses
 import importlib
 import inspect
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -22,15 +22,13 @@ from tests.conftest import TINY_RUN, Launcher
 from vit.bundle import Bundle
 from vit.config import load_config
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import (
-    ExplainOptions,
-    TrainOptions,
-)
 from vit.training.recipe import find_recipe
 
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = (
+    "audit",
     "compare",
+    "embed",
     "evaluate",
     "explain",
     "measure_faithfulness",
@@ -105,20 +103,10 @@ def test_recipes_are_found_by_name_and_packaged() -> None:
     assert wheel["force-include"]["configs"] == "vit/configs"
 
 
-RECORDS = {
-    "train": TrainOptions,
-    "explain": ExplainOptions,
-}
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_function_has_the_options_and_defaults_of_its_record(name: str) -> None:
-    parameters = inspect.signature(getattr(vit, name)).parameters
-    for item in dataclasses.fields(RECORDS[name]):
-        if item.name == "map_options":  # None in the function: a new record
-            continue
-        default = parameters[item.name].default
-        assert item.default in (default, (default,)), item.name
+def test_the_page_of_the_api_names_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"^::: vit\.(\w+)$", page, flags=re.MULTILINE))
+    assert named == set(vit.__all__) - {"__version__"}
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "export_model"])
@@ -129,6 +117,15 @@ def test_a_public_function_documents_its_arguments(name: str) -> None:
     assert "Raises:" in text
     for parameter in inspect.signature(function).parameters:
         assert f"    {parameter}: " in text, parameter
+
+
+def test_the_help_of_a_function_fits_80_columns() -> None:
+    """`help()` indents a docstring by four columns."""
+    for name in vit.__all__:
+        value = getattr(vit, name)
+        if inspect.isfunction(value):
+            lines = (inspect.getdoc(value) or "").splitlines()
+            assert max(map(len, lines)) <= 76, (name, max(lines, key=len))
 
 
 def test_every_public_name_says_how_it_is_used() -> None:

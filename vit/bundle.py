@@ -238,7 +238,8 @@ def load_bundle(
 
     Example:
         >>> bundle = vit.load_bundle("runs/digits")
-        >>> bundle.class_names, bundle.preprocess.image_size  # (height, width) in pixels
+        >>> bundle.class_names
+        >>> bundle.preprocess.image_size  # (height, width) in pixels
     """
     check_kind(source, (str, Path), name="the model", expected="a path or timm:NAME")
     torch.manual_seed(0)

@@ -17,7 +17,11 @@ from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Command
 from vit.runtime.signatures import REQUIRED, Names, read_signature
 
-ALL: dict[str, Command] = {reference: import_module(reference).COMMAND for reference in COMMANDS if isinstance(reference, str)}
+ALL: dict[str, Command] = {
+    reference: import_module(reference).COMMAND
+    for reference in COMMANDS
+    if isinstance(reference, str)
+}
 
 
 @pytest.mark.parametrize("command", ALL.values(), ids=ALL)
@@ -95,7 +99,7 @@ def test_what_a_signature_says_of_the_command_line() -> None:
     [
         (("--option", "wait=1"), "--option 'wait=1' is not NAME=VALUE with one of"),
         (("--option", "residual=much"), "residual 'much': input should be a valid number"),
-        (("--images", "0"), "0 is not in the range x>=1"),
+        (("--images", "0"), "greater than or equal to 1"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(

@@ -162,7 +162,7 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
             different images.
 
     Example:
-        >>> comparison = vit.compare(["runs/small-evaluation", "runs/large-evaluation"])
+        >>> comparison = vit.compare(["runs/small-eval", "runs/large-eval"])
         >>> comparison.pairs[0].difference, comparison.pairs[0].interval
     """
     members = load_evaluations(evaluations)

@@ -21,8 +21,8 @@ _sources: dict[str, Source] = {}
 def register_source(source: Source) -> None:
     """Add a kind of data set, which `data.name` and `vit train` then know.
 
-    Another package registers its source without this call, by an entry point of the group
-    "vit.register_source" whose object is the source.
+    Another package registers its source without this call, by an entry
+    point of the group "vit.register_source" whose object is the source.
 
     Args:
         source: Name of the data set, and the function that finds its images.
@@ -31,8 +31,8 @@ def register_source(source: Source) -> None:
         ValueError: The object is not a `vit.Source`, or its name is taken.
 
     Example:
-        vit.register_source(vit.Source("my_scans", find_my_scans))
-        vit.train("my_scans", output="runs/scans")
+        >>> vit.register_source(vit.Source("my_scans", find_my_scans))
+        >>> vit.train("my_scans", output="runs/scans")
     """
     check_kind(source, Source, name="source", expected="a vit.Source")
     if _sources.get(source.name, source) is not source:

@@ -38,6 +38,10 @@ class Source:
         is_here: Function that is true if the images at a root can be read without a download.
         unit: Word for what is counted in messages about the images found, "files" or "rows"; empty
             for a published data set.
+
+    Example:
+        >>> source = vit.Source("colours", find_colours, needs_root=True)
+        >>> vit.register_source(source)
     """
 
     name: str
