@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # folder or file in vit/ → the extras whose users run it
 EXTRAS = {
+    "analysis/audit": ["audit"],
     "data/images.py": ["heic"],
     "data/sources/huggingface.py": ["datasets"],
     "data/sources/remote.py": ["remote"],

@@ -197,7 +197,7 @@ def test_another_order_of_the_same_images_is_aligned(make_evaluation: MakeEvalua
 
 def test_what_is_no_evaluation_is_named(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:
     a = make_evaluation("a", RANKS)
-    with pytest.raises(FileNotFoundError, match=r"holds no evaluation\.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no evaluation\.json"):
         load_evaluations([a, tmp_path])
     with pytest.raises(ValueError, match="two or more"):
         load_evaluations([a])

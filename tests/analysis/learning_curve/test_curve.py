@@ -133,7 +133,7 @@ def test_classes_that_need_more_images_are_named() -> None:
     curve = measure(values, labels)
     assert {gain.name for gain in curve.gains} == {"class 0", "class 1"}
     assert all(gain.difference > 0.03 for gain in curve.gains)
-    assert "would gain most" in curve.describe()
+    assert "would gain most: " in curve.describe()
 
 
 def test_of_noise_no_class_gains() -> None:

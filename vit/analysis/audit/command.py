@@ -19,7 +19,8 @@ def audit(find: "partial[AuditResult]", *, output: Path, overwrite: bool = False
 
     Also says which classes can't be told apart. Writes audit.json and audit.html, a page on which
     each suspect is accepted or rejected. It saves corrections.csv, which vit train IMAGES
-    data.corrections=corrections.csv applies. No image is changed, moved or deleted.
+    data.corrections=corrections.csv applies. No image is changed, moved or deleted. It needs
+    cleanlab: pip install 'vit-pipeline[audit]'.
 
     Args:
         output: Directory for the results.

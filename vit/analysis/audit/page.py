@@ -37,7 +37,7 @@ def build_audit_page(audit: Audit, images: ImageDataset, bundle: Bundle) -> str:
     """Build the page.
 
     Args:
-        audit: What was found.
+        audit: The result of the audit.
         images: The images, decoded.
         bundle: Model that gave the features; it draws maps of the first suspects.
     """
@@ -99,7 +99,7 @@ def _draw_maps(
 def _explain(
     bundle: Bundle, pixels: Pixels, error: LabelError, *, verify: bool
 ) -> tuple[NDArray[np.float32], str]:
-    """Return why the model prefers the suggested class; the rollout if it doesn't know the classes."""
+    """Return a map of why the suggested class is preferred, or the rollout for unknown classes."""
     batch = torch.from_numpy(np.ascontiguousarray(pixels[None])).to(bundle.device)
     names = bundle.class_names
     method = "rollout"

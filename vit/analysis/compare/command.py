@@ -1,5 +1,4 @@
-"""`vit compare`: differences between evaluations, their significance, and the classes and images
-behind them."""
+"""`vit compare`: differences between evaluations, with the classes and images behind them."""
 
 import math
 from functools import partial
@@ -35,7 +34,7 @@ def compare(
     t-test over seeds.
 
     Args:
-        output: Directory for comparison.json, which holds all classes and images. None: not written.
+        output: Directory for comparison.json, with all classes and images. None: it isn't written.
         examples: Classes and images to show.
         overwrite: Replace an earlier result.
     """
@@ -63,7 +62,7 @@ COMMAND = Command(
 def _build_groups_table(groups: "Sequence[Group]") -> "Table":
     rows = []
     for group in groups:
-        # of one seed, the interval of its images; of several, how far these differ
+        # With one seed the interval covers the choice of images, with several the seeds differ.
         if group.deviation is None:
             low, high = group.evaluations[0].evaluation.intervals["top1"]
             spread = f"{low:.4f} … {high:.4f}"
@@ -83,12 +82,11 @@ def _build_groups_table(groups: "Sequence[Group]") -> "Table":
 def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:
     low, high = pair.interval
     verdict = "significant" if pair.is_significant else "not significant"
-    top1 = f"top-1 {pair.difference:+.4f} (95 % {low:+.4f} … {high:+.4f})"
     console.print(
-        f"\n{pair.b} against {pair.a}: {top1}: difference {verdict}"
+        f"\n{pair.b} against {pair.a}: top-1 {pair.difference:+.4f}"
+        f" (95 % {low:+.4f} … {high:+.4f}): difference {verdict}"
         f" ({pair.test}, p = {pair.p_value:.2g})"
     )
-
     for change in pair.recall_changes[:examples]:
         recalls = f"{change.recall_a:.4f} → {change.recall_b:.4f}"
         console.print(f"  {change.name}: {recalls} of {change.support}")

@@ -1,4 +1,4 @@
-"""Evaluations on the same images: what differs between them, and whether more than by chance."""
+"""Compare evaluations of the same images, and test whether they differ by more than chance."""
 
 import math
 import os
@@ -29,12 +29,10 @@ from vit.prediction.probabilities import Floats
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.files import FileContent, Result, format_json
 
-COMPARISON_FILE = "comparison.json"
-
 
 @dataclass(frozen=True)
 class NamedEvaluation:
-    """One evaluation to compare, with its images in the order of the first one's."""
+    """An evaluation, its images in the order of the first evaluation that is compared."""
 
     name: str
     evaluation: Evaluation
@@ -45,7 +43,7 @@ class NamedEvaluation:
 
 @dataclass(frozen=True)
 class Group:
-    """Evaluations that differ in nothing but the training seed; usually one."""
+    """Evaluations that differ only in the training seed; usually there is one."""
 
     evaluations: list[NamedEvaluation]
 
@@ -55,22 +53,22 @@ class Group:
 
     @property
     def top1(self) -> Floats:
-        """One value for each seed."""
+        """Accuracy of each seed."""
         return np.array([member.evaluation.top1 for member in self.evaluations])
 
     @property
     def loss(self) -> float:
-        """Mean over the seeds."""
+        """Mean loss of the seeds."""
         return float(np.mean([member.evaluation.loss for member in self.evaluations]))
 
     @property
     def deviation(self) -> float | None:
-        """Sample standard deviation of top-1 over the seeds; None of one seed."""
+        """Sample standard deviation of the accuracy over the seeds; None if there is one seed."""
         return float(self.top1.std(ddof=1)) if len(self.evaluations) > 1 else None
 
     @property
     def correct(self) -> Floats:
-        """Whether each seed is correct on each image, [seeds, n]."""
+        """1 where a seed is correct on an image, else 0: [seeds, n]."""
         return np.array([member.correct for member in self.evaluations], float)
 
 
@@ -86,37 +84,44 @@ class RecallChange:
 
 @dataclass(frozen=True)
 class Pair:
-    """B compared with A, image by image."""
+    """B compared with A, image by image.
+
+    Attributes:
+        difference: Top-1 of B minus top-1 of A, each the mean over its seeds.
+        interval: Its 95 % interval, which holds 0 if the difference is not significant.
+        test: Name of the test.
+        is_significant: True if p is below 0.05.
+        recall_changes: The largest change first.
+        only_a: Images that every seed of A predicts correctly and no seed of B.
+        only_b: Images that every seed of B predicts correctly and no seed of A.
+    """
 
     a: str
     b: str
-    # top-1 of B minus top-1 of A; of several seeds the mean's
     difference: float
-    # 95 %; holds 0 where the difference is not significant
     interval: tuple[float, float]
-    # the name of the test
     test: str
     p_value: float
-    # p below 0.05
     is_significant: bool
-    # the largest first
     recall_changes: list[RecallChange]
-    # images that every seed of A predicts correctly and none of B
     only_a: list[str]
     only_b: list[str]
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Result):
-    """Every group of evaluations compared with the first one."""
+    """Every group of evaluations compared with the first one.
+
+    Attributes:
+        notes: Sentences about these evaluations that a reader should know.
+    """
 
     groups: list[Group]
     pairs: list[Pair]
-    # what to know about these evaluations, in sentences
     notes: list[str]
 
     def __repr__(self) -> str:
-        """One line: notebooks show a result that ends a cell."""
+        """One line, because notebooks show a result that ends a cell."""
         pairs = [
             f"{pair.b} - {pair.a}: {pair.difference:+.4f} (p = {pair.p_value:.3g})"
             for pair in self.pairs
@@ -140,7 +145,7 @@ class Comparison(Result):
             "notes": self.notes,
             "pairs": [asdict(pair) for pair in self.pairs],
         }
-        return {COMPARISON_FILE: format_json(content)}
+        return {"comparison.json": format_json(content)}
 
 
 def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
@@ -167,30 +172,29 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
     """
     members = load_evaluations(evaluations)
     groups = group_seeds(members)
-    if len(groups) > 1:
-        pairs = [compare_groups(groups[0], other) for other in groups[1:]]
-        return Comparison(groups, pairs, _list_notes(members))
-    singles = [Group([member]) for member in members]
-    pairs = [compare_groups(singles[0], other) for other in singles[1:]]
-    return Comparison(groups + singles, pairs, _list_notes(members))
+    compared = groups
+    if len(groups) == 1:
+        compared = [Group([member]) for member in members]
+        groups = groups + compared
+    pairs = [compare_groups(compared[0], other) for other in compared[1:]]
+    return Comparison(groups, pairs, _list_notes(members))
 
 
 def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> list[NamedEvaluation]:
-    """Bring evaluations to the first one's order of images.
+    """Load evaluations, and bring them to the first one's order of images.
 
     Raises:
-        ValueError: there are fewer than two, or their images differ.
-        OSError: one can't be read.
+        ValueError: There are fewer than two, or their images differ.
+        OSError: A file can't be read.
     """
     expected = "a list of results of vit.evaluate, or of their directories"
     check_kind(evaluations, (list, tuple), name="evaluations", expected=expected)
     for item in evaluations:
-        expected = "a result of vit.evaluate or the directory of one"
         check_kind(item, (str, Path, EvaluationResult), name="an evaluation", expected=expected)
     if len(evaluations) < 2:
-        raise ValueError("a comparison needs two or more evaluations")
+        raise ValueError("vit compare needs two or more evaluations")
     folders = [Path(item).resolve() for item in evaluations if isinstance(item, str | Path)]
-    # directories are called by the part of their paths that differs
+    # A directory is named by the part of its path that differs from the others.
     common = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
     loaded = []
     for number, item in enumerate(evaluations, start=1):
@@ -211,8 +215,10 @@ def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> li
 
 
 def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
-    """Put runs of one recipe on the same training images, with different seeds and evaluated
-    alike, together; everything else stays by itself."""
+    """Group the seeds of one recipe on the same training images that were evaluated alike.
+
+    Every other evaluation is a group of its own.
+    """
     by_origin: dict[tuple[object, ...], list[NamedEvaluation]] = defaultdict(list)
     for member in evaluations:
         evaluation = member.evaluation
@@ -235,7 +241,7 @@ def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
 
 
 def compare_groups(a: Group, b: Group) -> Pair:
-    """Compare B with A on the same images."""
+    """Compare B with A, image by image."""
     mean_a = a.correct.mean(axis=0)
     mean_b = b.correct.mean(axis=0)
     if len(a.evaluations) == len(b.evaluations) == 1:
@@ -267,7 +273,7 @@ def _list_notes(evaluations: Sequence[NamedEvaluation]) -> list[str]:
     notes = [
         f"{first.name} and {second.name} are evaluations of one model file"
         for first, second in combinations(evaluations, 2)
-        # a model in memory has no file
+        # A model in memory has no file.
         if first.evaluation.model_sha256 == second.evaluation.model_sha256 != ""
     ]
     notes += [
@@ -280,7 +286,7 @@ def _list_notes(evaluations: Sequence[NamedEvaluation]) -> list[str]:
 
 def _load(directory: Path, name: str) -> NamedEvaluation:
     if not (directory / EVALUATION_FILE).is_file():
-        raise FileNotFoundError(f"{directory} holds no {EVALUATION_FILE}; vit evaluate writes it")
+        raise FileNotFoundError(f"{directory} has no {EVALUATION_FILE}; run vit evaluate first")
     evaluation = load_evaluation(directory / EVALUATION_FILE)
     if not all(map(math.isfinite, (evaluation.top1, *evaluation.intervals["top1"]))):
         raise ValueError(f"{directory / EVALUATION_FILE}: top1 is not a number; evaluate again")
@@ -296,19 +302,23 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
 
 
 def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
-    """`other` with its images in the order of `first`; ValueError where they are other images."""
+    """Return `other` with its images in the order of `first`.
+
+    Raises:
+        ValueError: They are other images.
+    """
     a, b = first.evaluation, other.evaluation
     if a.fingerprint != b.fingerprint:
         raise ValueError(
             f"{first.name} and {other.name} were evaluated on different images"
             f" ({a.data} {a.split} {a.fingerprint[:12]}, {b.data} {b.split} {b.fingerprint[:12]});"
-            " evaluate both on the same"
+            " evaluate both on the same images"
         )
     position = {name: index for index, name in enumerate(other.ids)}
     if len(position) < len(other.ids) or set(position) != set(first.ids):
         raise ValueError(
-            f"{first.name} and {other.name} name the same images differently; evaluate both on one"
-            " copy"
+            f"the same images have different names in {first.name} and {other.name}; evaluate both"
+            " on the same copy of the images"
         )
     order = [position[name] for name in first.ids]
     return replace(other, ids=first.ids, labels=first.labels, correct=other.correct[order])
@@ -317,7 +327,7 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
 def _find_recall_changes(
     labels: Sequence[str], mean_a: Floats, mean_b: Floats
 ) -> list[RecallChange]:
-    # as objects: an array of text has room for the longest name in each element
+    # An array of text would reserve room for the longest name in every element.
     names, classes = np.unique(np.array(labels, dtype=object), return_inverse=True)
     support = np.bincount(classes)
     recall_a = np.bincount(classes, mean_a) / support

@@ -37,7 +37,7 @@ _MAX_VALUES = 300_000_000
 _MIN_POINTS = 4
 _MIN_IMAGES_A_CLASS = 5
 _MIN_ERRORS = 5
-# of the power law: with 0 it has no limit; 1 is the rate of a model with a fixed number of weights
+# Exponents c: with 0 the law has no limit; 1 is the rate of a model with a fixed number of weights.
 _EXPONENTS = np.geomspace(0.1, 1.0, 60)
 _NUM_DRAWS = 1000
 # half of the largest size, with some slack because sizes are whole images
@@ -117,7 +117,7 @@ class LearningCurve(BaseModel):
         points: Measured accuracies, the smallest fraction first.
         forecast: None if the points don't determine one, for this `reason`.
         gains: Classes that gain most, the largest gain first.
-        note: What was left out to save time.
+        note: Folds or fractions that were left out to save time.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -154,9 +154,8 @@ class LearningCurve(BaseModel):
         change = "as now" if now == expected else f"instead of {now}"
         gains = ""
         if self.gains:
-            *names, last = [gain.name for gain in self.gains[:_MAX_NAMES]]
-            listed = f"{', '.join(names)} and {last}" if names else last
-            gains = f" {listed} would gain most."
+            names = ", ".join(gain.name for gain in self.gains[:_MAX_NAMES])
+            gains = f" The classes that would gain most: {names}."
         return (
             f"With twice as many photos ({forecast.num_images:,}) about {expected} ({interval})"
             f" {change} are expected to be classified correctly, by the learning curve of a linear"
@@ -280,7 +279,7 @@ def forecast_twice(sizes: Floats, correct: Bools, clusters: Ints, *, num_images:
 
     Args:
         sizes: Images that the probes were fitted on, [P].
-        correct: Whether each image that was left out is predicted correctly, [n, P].
+        correct: True where an image that was left out is predicted correctly, [n, P].
         clusters: Group of each of these images, [n].
         num_images: Number of all images.
     """

@@ -19,7 +19,7 @@ _NUM_FITTED = 25
 
 
 def build_section(result: EvaluationResult) -> Section | None:
-    """Show the curve in the directory of the evaluated model; None if it has none, or a damaged one."""
+    """Show the curve that lies with the evaluated model; None if there is none or it is damaged."""
     curve = None
     run = find_run(result.evaluation.model)
     with suppress(OSError, ValueError):
