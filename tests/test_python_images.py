@@ -222,7 +222,7 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
             output=p,
             dataset=Colours(a, lambda pixels: torch.from_numpy(pixels).permute(2, 0, 1) / 100),
         ),
-        "a tensor of values from 0 to .*leave Normalize out",
+        "a tensor of values from 0 to .*leave out Normalize",
     ),
     "no pairs": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[3, 4]),
