@@ -20,10 +20,11 @@ The first sentence of the docstring of `run` is shown in `vit --help`: at most 6
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +33,7 @@ from typer.core import TyperCommand
 from vit.runtime.arguments import shorten
 from vit.runtime.command import Command
 from vit.runtime.files import expand_home
+from vit.runtime.plugins import list_plugins
 from vit.runtime.signatures import (
     REQUIRED,
     Names,
@@ -62,9 +64,11 @@ class VitCommand(TyperCommand):
 
     Attributes:
         rare: Name and text of each rare option.
+        plugins: Title → group of entry points, see `Command`.
     """
 
     rare: Sequence[tuple[str, str]] = ()
+    plugins: Mapping[str, str] = MappingProxyType({})
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         formatter.write_paragraph()
@@ -89,6 +93,11 @@ class VitCommand(TyperCommand):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl([(name, _keep_hyphens(text)) for name, text in rows])
+        for title, group in self.plugins.items():
+            plugins = list_plugins(group)
+            if plugins:
+                with formatter.section(title):
+                    formatter.write_dl(plugins)
 
     def get_help(self, ctx: Any) -> str:
         # Typer puts the name of an argument into braces.
@@ -142,9 +151,10 @@ class CommandBuilder:
         return run
 
     def build_class(self) -> type[VitCommand]:
-        """Return a class of commands whose help lists the rare options of this one."""
+        """Return a class of commands whose help lists this one's rare options and plug-ins."""
         rare = [(name, self._describe(parameter)) for name, parameter in self.rare.items()]
-        return type("VitCommand", (VitCommand,), {"rare": rare})
+        plugins = self.command.plugins
+        return type("VitCommand", (VitCommand,), {"rare": rare, "plugins": plugins})
 
     def _sort(self) -> list[Parameter]:
         """Return the parameters: arguments, required options, the others; the public function's

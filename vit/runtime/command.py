@@ -19,6 +19,7 @@ class Command:
         help: Parameter → a text that is shorter than its first sentence under `Args:`.
         rare: Parameters that share the option --option NAME=VALUE.
         alias: Another name of the command, which the list of commands doesn't show.
+        plugins: Title → group of entry points; the help lists the names that other packages add.
     """
 
     run: Callable[..., None]
@@ -28,6 +29,7 @@ class Command:
     help: Mapping[str, str] = field(default_factory=dict)
     rare: Collection[str] = ()
     alias: str = ""
+    plugins: Mapping[str, str] = field(default_factory=dict)
 
 
 # the function of a command, with the values of its options

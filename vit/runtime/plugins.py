@@ -8,6 +8,16 @@ from typing import Any
 from vit.runtime.arguments import first_line
 
 
+def list_plugins(group: str) -> list[tuple[str, str]]:
+    """List the entry points of a group by name, without importing their packages.
+
+    Returns:
+        (name of the entry point, name of its package).
+    """
+    entry_points = metadata.entry_points(group=group)
+    return sorted({(each.name, each.dist.name if each.dist else "") for each in entry_points})
+
+
 def load_plugins(group: str, register: Callable[[Any], object]) -> None:
     """Register the objects that installed packages offer as entry points.
 

@@ -64,5 +64,6 @@ def train(
 COMMAND = Command(
     run=train,
     function="train",
+    plugins={"Data sets of other packages": "vit.register_source"},
     python_only=("show_plan", "transform", "dataset", "class_names", "model", "callbacks"),
 )

@@ -69,6 +69,14 @@ def test_it_is_named_in_errors_and_a_broken_one_in_a_warning(
     assert "the entry point broken of vit.register_source" in outcome.stderr
 
 
+def test_the_help_of_training_lists_it(
+    run_python: Callable[..., "subprocess.CompletedProcess[str]"],
+) -> None:
+    text = run_python("-m", "vit", "train", "--help").stdout
+    section = text.partition("Data sets of other packages:")[2]
+    assert ["stripes", "striped"] in [line.split() for line in section.splitlines()]
+
+
 def test_a_source_registered_from_python_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_sources", dict(registry._sources))
     asked: list[Request] = []
