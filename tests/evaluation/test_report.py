@@ -24,7 +24,7 @@ from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.calibration import Calibration
-from vit.evaluation.confusion import compute_confusion
+from vit.evaluation.confusion import ConfusedPair, compute_confusion
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Example, Examples
 from vit.evaluation.images import EvaluationSet
@@ -33,7 +33,7 @@ from vit.evaluation.metrics import compute_metrics, compute_reliability, score_l
 from vit.evaluation.overlap import TrainTestOverlap
 from vit.evaluation.per_class import compute_per_class
 from vit.evaluation.prediction_sets import SetMetrics
-from vit.evaluation.report.contrast import ConfusedPair, explain_confusions, find_confused_pairs
+from vit.evaluation.report.contrast import ExplainedPair, explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.report.report import (
     DrawnMap,
@@ -132,10 +132,10 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
 
 # as long as real ones
 SENTENCES = [
-    f"It fails most on {NAMES[1]}: 41% of 71 are recognised, as a long sentence says it may be.",
-    "Alone it may answer 62% of the images, of which 97.1% are right; for the others it names several.",
-    "In the data, 3 of 300 labels look wrong, 1 images are also in training, or nearly, 1 can't be read.",
-    "What it looks at: half of what speaks for an answer lies on 12% of the image, and 61% in the middle.",
+    f"It fails most on {NAMES[1]}: 29 of 71 images are recognised, as a long sentence says it may be.",
+    "It can decide 62 % of the images alone, 97 % of them correctly. For the others it names several.",
+    "Possible problems in the data: 3 of 300 labels look wrong, 1 images are in training, 1 can't be read.",
+    "Where it looks: 12 % of the image area holds half of the evidence for the prediction, as it seems.",
 ]
 
 
@@ -148,7 +148,7 @@ def build(
     *,
     history: list[dict[str, Any]] | None = None,
     explain: Callable = draw_red,
-    contrasts: list[ConfusedPair] | None = None,
+    contrasts: list[ExplainedPair] | None = None,
 ) -> str:
     sentences = [f"{case.evaluation.describe_accuracy()}.", *SENTENCES]
     with (
@@ -192,8 +192,8 @@ def test_names_are_text_wherever_they_come_from(case: EvaluationResult) -> None:
 def test_metrics_are_those_of_the_evaluation(case: EvaluationResult) -> None:
     page = build(case)
     low, high = case.evaluation.intervals["top1"]
-    assert f"{100 * case.evaluation.top1:.2f} %" in page
-    assert f"{100 * low:.2f} … {100 * high:.2f}" in page
+    assert f"{100 * case.evaluation.top1:.0f} %" in page
+    assert f"{100 * low:.0f}–{100 * high:.0f} %" in page
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL).group(1))  # type: ignore[union-attr]
     assert data["counts"] == compute_confusion(case.scores).tolist()
     for key, images in data["cells"].items():
@@ -263,7 +263,7 @@ def test_fifty_thousand_predictions_and_64_pictures_stay_small_and_quick() -> No
 def test_the_markdown_is_a_table_of_the_same_metrics(case: EvaluationResult) -> None:
     lines = render_markdown(case).splitlines()
     assert lines[0] == "| metric | value | 95 % interval |"
-    assert lines[2].startswith(f"| Top-1 accuracy | {100 * case.evaluation.top1:.2f} % |")
+    assert lines[2].startswith(f"| Top-1 accuracy | {100 * case.evaluation.top1:.0f} % |")
 
 
 def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Pat
     ]
 
 
-def make_pair(label: int, predicted: int) -> ConfusedPair:
+def make_pair(label: int, predicted: int) -> ExplainedPair:
     picture = encode_picture(Image.new("RGB", (64, 64), "red"))
     error = {
         "path": NASTY,
@@ -294,7 +294,7 @@ def make_pair(label: int, predicted: int) -> ConfusedPair:
             Neighbour(NASTY, NAMES[predicted], 0.8, None),
         ],
     }
-    return ConfusedPair(label, predicted, 5, [error])
+    return ExplainedPair(ConfusedPair(label, predicted, 5), [error])
 
 
 def test_pairs_are_those_that_are_confused_more_than_chance(case: EvaluationResult) -> None:
@@ -320,10 +320,11 @@ def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) ->
     assert problem is None
     assert pairs
     confusion = compute_confusion(result.scores)
-    for pair in pairs:
+    for explained in pairs:
+        pair = explained.pair
         assert confusion[pair.label, pair.predicted] == pair.count
-        assert 1 <= len(pair.errors) <= 3
-        for error in pair.errors:
+        assert 1 <= len(explained.errors) <= 3
+        for error in explained.errors:
             assert (error["removed"] is None) == (error["num_removed"] == 0)
             # its training photos are at hand
             classes = [tiny_bundle.class_names[index] for index in (pair.label, pair.predicted)]
@@ -341,8 +342,8 @@ def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) ->
     sentences = describe_in_plain_words(result)
     assert sentences[0] == f"{result.evaluation.describe_accuracy()}."
     assert sentences[1].startswith("It fails most on")
-    assert sentences[-1].startswith("What it looks at")
-    assert "in the middle, which is 25% of it" in sentences[-1]
+    assert sentences[-1].startswith("Where it looks")
+    assert "The middle 25 % of the image holds" in sentences[-1]
 
 
 # --- in a browser
@@ -511,8 +512,8 @@ def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(
     assert len(repr(case)) < 200
     assert f"top1={case.evaluation.top1:.4f}" in repr(case)
     page = case._repr_html_()
-    for name in case.evaluation.list_metrics():
-        assert f"<tr><td>{name}<td>{getattr(case.evaluation, name):.4f}" in page
+    for row in case.evaluation.list_rows():
+        assert f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" in page
     assert len(page) < 2000
     assert repr(case.evaluation) == str(case.evaluation) == repr(case).replace("Result", "")
     assert case.evaluation._repr_html_() == page

@@ -1,5 +1,7 @@
 """What is written can be read again, and what is wrong with a file is said."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,28 +57,54 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
         load_evaluation(path)
 
 
-# top-1 and its interval → the sentence, worked by hand
+# top-1, its interval and the number of images → the start of the sentence, worked by hand
 SENTENCES = {
-    (0.6, 0.52, 0.68): "6 in 10 images are classified correctly; between 5 and 7 with",
-    (0.7, 0.6, 0.8): "7 in 10 images are classified correctly; between 6 and 8 with",
-    (0.917, 0.883, 0.946): "92 in 100 images are classified correctly; between 88 and 95 with",
-    (0.97, 0.85, 1.0): "97 in 100 images are classified correctly; between 85 and 100 with",
-    (1.0, 0.66, 1.0): "100 in 100 images are classified correctly; between 66 and 100 with",
+    (
+        0.25,
+        0.073,
+        0.524,
+        16,
+    ): "4 of 16 images are classified correctly (25 %; 95 % interval 7–52 %)",
+    (
+        0.7967,
+        0.7513,
+        0.8371,
+        359,
+    ): "286 of 359 images are classified correctly (80 %; 95 % interval 75–84 %)",
+    (
+        0.9978,
+        0.98,
+        1.0,
+        450,
+    ): "449 of 450 images are classified correctly (99.8 %; 95 % interval 98–100 %)",
+    (
+        0.917,
+        0.9112,
+        0.9223,
+        10_000,
+    ): "9,170 of 10,000 images are classified correctly (91.7 %; 95 % interval 91.1–92.2 %)",
+    (1.0, 0.478, 1.0, 5): "5 of 5 images are classified correctly (100 %; 95 % interval 48–100 %)",
 }
 
 
 @pytest.mark.parametrize("values", SENTENCES)
-def test_the_accuracy_is_a_plain_sentence_beside_its_baselines(
-    make_evaluation: MakeEvaluation, values: tuple[float, float, float]
+def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
+    make_evaluation: MakeEvaluation, values: tuple[float, float, float, int]
 ) -> None:
-    top1, *interval = values
+    top1, low, high, count = values
     path = make_evaluation("a", np.array([0, 1, 2, 3, 0])) / "evaluation.json"
     evaluation = load_evaluation(path)
-    evaluation = evaluation.model_copy(
-        update={"top1": top1, "intervals": evaluation.intervals | {"top1": tuple(interval)}}
-    )
-    sentence = evaluation.describe_accuracy()
+    # two of five images are of the first of four classes
+    per_class = [replace(row, support=row.support * count // 5) for row in evaluation.per_class]
+    update = {
+        "top1": top1,
+        "intervals": evaluation.intervals | {"top1": (low, high)},
+        "num_images": count,
+        "per_class": per_class,
+    }
+    sentence = evaluation.model_copy(update=update).describe_accuracy()
     assert sentence.startswith(SENTENCES[values])
-    # two of the five images are of the first of four classes
-    assert sentence.endswith("Always the most frequent class: 40.0%; guessing: 25.0%")
+    assert re.search(
+        r"frequent class would give (40(\.0)?|38|39\.9) %, guessing 25(\.0)? %$", sentence
+    )
     assert "top5" not in evaluation.list_metrics()

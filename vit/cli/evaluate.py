@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
 from vit.runtime.files import check_output
+from vit.runtime.numbers import format_percent
 
 if TYPE_CHECKING:
     from vit.evaluation.result import EvaluationResult
@@ -41,12 +42,10 @@ COMMAND = Command(
 
 
 def _show(evaluation: "Evaluation", output: Path) -> None:
-    rows = []
-    for name in evaluation.list_metrics():
-        low, high = evaluation.intervals[name]
-        rows.append((name, f"{getattr(evaluation, name):.4f}", f"{low:.4f} … {high:.4f}"))
+    rows = [(row.title, row.value, row.interval) for row in evaluation.list_rows()]
     if evaluation.mean_corruption_error is not None:
-        rows.append(("mean corruption error", f"{evaluation.mean_corruption_error:.4f}", ""))
+        error = format_percent(evaluation.mean_corruption_error, evaluation.num_images)
+        rows.append(("Mean corruption error", error, ""))
     title = f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})"
     table = build_table(rows, ("metric", "value", "95 % interval"), title=title)
 

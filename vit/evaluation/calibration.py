@@ -1,4 +1,4 @@
-"""A temperature that makes probabilities agree with how often they are right."""
+"""Calibration: a temperature with which probabilities agree with accuracies."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,26 +13,32 @@ from vit.prediction.predictor import LogitArray
 from vit.prediction.probabilities import Ints, chunk_rows
 from vit.runtime.files import compute_sha256
 
-# of fewer images in a half, no noise can be estimated
+# with fewer images in a half, the noise can't be estimated
 _MIN_HALF = 5
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Metrics of the probabilities without and with the temperature, on the evaluated images."""
+    """Metrics without and with the temperature, on the evaluated images.
+
+    Attributes:
+        temperature: The temperature.
+        fitted_on: Split and fingerprint of the validation images, the fields of `TemperatureFit`,
+            and "out_of_fold": whether the images chose the epoch. Then the logits of each image are
+            from the epoch that the other half of the images chose.
+        before: ece, brier and nll without the temperature.
+        after: ece, brier and nll with it.
+    """
 
     temperature: float
-    # split and fingerprint of the validation images; whether they chose the epoch, each then at the
-    # epoch that others did ("out_of_fold"); and the fields of `TemperatureFit`
     fitted_on: dict[str, str | int | float]
-    # ece, brier, nll
     before: dict[str, float]
     after: dict[str, float]
 
 
 @dataclass(frozen=True)
 class TemperatureFit:
-    """A temperature, and what it does to images that it was not fitted on."""
+    """A temperature, and its effect on images that it was not fitted on."""
 
     temperature: float
     num_images: int
@@ -40,7 +46,7 @@ class TemperatureFit:
     loss_after: float
     ece_before: float
     ece_after: float
-    # the loss falls by more than noise
+    # True if the loss falls by more than noise
     helps: bool
 
 
@@ -50,16 +56,16 @@ def cross_fit_temperature(
     """Fit a temperature, and measure it on images that it was not fitted on.
 
     The images are divided by hashes of their pixels. The loss of each half is measured at the
-    temperature of the other half; it must fall by more than 1.96 standard errors. The temperature
-    that is returned is fitted on both.
+    temperature of the other half, and helps if it falls by more than 1.96 standard errors. The
+    returned temperature is fitted on both halves.
 
     Args:
-        logits: [n, C], of images that chose nothing about the model that gave them.
+        logits: [n, C], of images that had no influence on the model.
         labels: [n].
-        digests: [n], the hashes.
+        digests: Hashes of the images, [n].
 
     Returns:
-        The temperature; None of too few images, and where a logit is not a finite number.
+        The temperature; None if there are too few images or a logit is not finite.
     """
     count = len(labels)
     is_second = digests % 2 == 1
@@ -67,7 +73,7 @@ def cross_fit_temperature(
     if has_too_few or not np.isfinite(logits).all():
         return None
 
-    # each image at the temperature of the half that it is not in
+    # each image has the temperature of the other half
     scaled = np.empty_like(logits)
     for half in (is_second, ~is_second):
         scaled[half] = logits[half] / fit_temperature(logits[~half], labels[~half])
@@ -86,7 +92,7 @@ def cross_fit_temperature(
 
 
 def was_used_for_epoch(bundle: Bundle, validation: EvaluationSet) -> bool:
-    """Whether the model's epoch was chosen on these images."""
+    """Return whether the model's epoch was chosen on these images."""
     splits = bundle.data.get("splits", {})
     recorded = splits.get(validation.dataset.split, {}).get("fingerprint")
     return bool(recorded == validation.dataset.fingerprint)
@@ -95,17 +101,17 @@ def was_used_for_epoch(bundle: Bundle, validation: EvaluationSet) -> bool:
 def calibrate_bundle(
     bundle: Bundle, validation: EvaluationSet, logits: LogitArray | None = None
 ) -> tuple[Bundle, str]:
-    """Keep a temperature where it helps on images that it was not fitted on.
+    """Give a model a temperature, if it helps on images that it was not fitted on.
 
     Args:
-        bundle: the model.
-        validation: the images that the temperature is for.
-        logits: of the model for these images, [n, C]. None where they chose the model's epoch: then
-            the temperature is the one that `vit train` fitted out of fold, on logits of each image
-            at the epoch that the other half of the images would have chosen.
+        bundle: The model.
+        validation: Images to fit the temperature on.
+        logits: Logits of these images, [n, C]. None: the images chose the model's epoch. Then the
+            temperature is the one that `vit train` fitted out of fold: on logits of each image at
+            the epoch that the other half of the images would have chosen.
 
     Returns:
-        The model, with the temperature in its metadata if it helps; and a sentence about it.
+        The model, with the temperature in its metadata if it helps, and a sentence about it.
     """
     dataset = validation.dataset
     if logits is None:
@@ -117,8 +123,8 @@ def calibrate_bundle(
         problem = f"{len(validation)} images ({dataset.split}) are too few to check a temperature"
         if logits is None:
             problem += (
-                ", or the model file is of a run that kept none of images which did not choose its"
-                " epoch"
+                ", or the run that wrote the model file kept no logits of images that had no part"
+                " in choosing its epoch"
             )
         return bundle, f"not calibrated: {problem}"
 
@@ -129,7 +135,10 @@ def calibrate_bundle(
         f" {fit.ece_after:.4f}"
     )
     if not fit.helps:
-        return bundle, f"not calibrated, the loss doesn't fall beyond noise: {sentence}"
+        return (
+            bundle,
+            f"not calibrated, because the loss doesn't fall by more than noise: {sentence}",
+        )
 
     measured = asdict(fit)
     del measured["helps"]
@@ -147,7 +156,7 @@ def calibrate_bundle(
 
 
 def save_temperature(bundle: Bundle, target: Path) -> str:
-    """Write the model file of `bundle` with its temperature to `target`, which may be that file.
+    """Write a model file with its temperature to `target`, which may be the model file itself.
 
     Returns:
         The SHA-256 of the file.
@@ -159,10 +168,10 @@ def save_temperature(bundle: Bundle, target: Path) -> str:
 
 
 def find_model_file(bundle: Bundle) -> Path:
-    """The file that a model was loaded from.
+    """Return the file that a model was loaded from.
 
     Raises:
-        ValueError: it was not loaded from one.
+        ValueError: It was not loaded from a file.
     """
     path = Path(bundle.name)
     if path.is_dir():
@@ -175,8 +184,7 @@ def find_model_file(bundle: Bundle) -> Path:
 
 
 def measure_calibration(bundle: Bundle, logits: LogitArray, labels: Ints) -> Calibration | None:
-    """Metrics of the probabilities without and with the model's temperature; None where none was
-    ever fitted."""
+    """Measure probabilities without and with the model's temperature; None if none was fitted."""
     if "temperature" not in bundle.metadata:
         return None
     before = compute_metrics(score_logits(logits, labels))
@@ -193,16 +201,16 @@ def measure_calibration(bundle: Bundle, logits: LogitArray, labels: Ints) -> Cal
 def fit_temperature(logits: LogitArray, labels: Ints) -> float:
     """Fit the temperature that calibrates the probabilities (Guo et al. 2017, section 4.2).
 
-    The cross-entropy is convex in 1/T, so its minimum is the only one; it is found to six digits.
+    The cross-entropy is convex in 1/T, so it has only one minimum. It is found to six digits.
 
     Args:
-        logits: [n, C], of images that are neither trained nor tested on.
+        logits: [n, C], of images that are neither for training nor for testing.
         labels: [n].
 
     Returns:
         The temperature that minimises the cross-entropy of softmax(logits / T), 0.05…20.
     """
-    # takes half a second, which other commands don't need
+    # half a second to import
     from scipy.optimize import minimize_scalar
 
     def cross_entropy(log_temperature: float) -> float:

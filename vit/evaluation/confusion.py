@@ -1,7 +1,8 @@
-"""Which classes are taken for which: the confusion matrix, its picture, and pairs of classes."""
+"""Confusion of classes: the matrix, its picture, and the pairs of classes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,21 +13,51 @@ from vit.prediction.probabilities import Ints
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# classes whose counts are still legible in the cells
+# With more classes, counts don't fit into the cells, and names don't fit at the axes.
 _MAX_NUMBERS = 20
-# classes whose names are still legible at the axes
 _MAX_NAMES = 40
-# of more classes each is several: the picture has 1,400 pixels for them
+# With more classes, several share a row: the picture has about 1,400 pixels.
 _MAX_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class ConfusedPair:
+    """Images of one class that are predicted as another.
+
+    Attributes:
+        label: Index of their class.
+        predicted: Index of the predicted class.
+        count: Number of images.
+    """
+
+    label: int
+    predicted: int
+    count: int
+
+
+def count_confusions(labels: Ints, predicted: Ints, *, num_classes: int) -> list[ConfusedPair]:
+    """Count the wrong predictions of each pair of classes, the most frequent pair first.
+
+    With many classes the whole matrix would not fit into memory.
+    """
+    is_wrong = labels != predicted
+    cells, counts = np.unique(
+        labels[is_wrong] * num_classes + predicted[is_wrong], return_counts=True
+    )
+    pairs = [
+        ConfusedPair(cell // num_classes, cell % num_classes, count)
+        for cell, count in zip(cells.tolist(), counts.tolist(), strict=True)
+    ]
+    return sorted(pairs, key=lambda pair: -pair.count)
 
 
 def compute_confusion(scores: Scores, *, group: int = 1) -> Ints:
     """Compute the confusion matrix.
 
     Args:
-        scores: of n images of C classes.
-        group: classes side by side that share a row and a column; of 20,000 classes the whole
-            matrix would take 3 GB.
+        scores: Scores of n images of C classes.
+        group: Number of neighbouring classes that share a row and a column. For 20,000 classes the
+            whole matrix would take 3 GB.
 
     Returns:
         Counts [C, C]: rows are the true classes, columns the predicted ones.
@@ -38,7 +69,7 @@ def compute_confusion(scores: Scores, *, group: int = 1) -> Ints:
 
 def plot_confusion(scores: Scores, *, class_names: tuple[str, ...]) -> Figure:
     """Draw the fraction of each true class (row) that was predicted as each class (column)."""
-    # takes half a second, which training doesn't need
+    # half a second to import
     from matplotlib.figure import Figure
 
     num_classes = len(class_names)

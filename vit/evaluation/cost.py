@@ -1,4 +1,4 @@
-"""What a prediction costs: time, FLOPs and memory."""
+"""The cost of a prediction: time, FLOPs and memory."""
 
 import resource
 import sys
@@ -15,7 +15,7 @@ from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, autocast
 
 _WARM_UP = 3
-# spent on each of latency and throughput
+# seconds for each of latency and throughput
 _SECONDS = 2.0
 _MIN_REPETITIONS = 5
 _MAX_REPETITIONS = 200
@@ -23,21 +23,28 @@ _MAX_REPETITIONS = 200
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one model on one device."""
+    """The cost of one model on one device.
+
+    Attributes:
+        parameters: Number of parameters.
+        flops_per_image: Floating-point operations; a multiply-add counts as two.
+        batch_size: Images in a forward pass.
+        images_per_second: Speed at that batch size, with the images in memory.
+        latency_p50_seconds: Median time for one image.
+        latency_p95_seconds: 95th percentile of the time for one image.
+        peak_memory_bytes: Largest memory use.
+        peak_memory_of: "device": memory allocated there; "process": largest resident set so far.
+        threads: CPU threads.
+    """
 
     parameters: int
-    # a multiply-add counts as two
     flops_per_image: int
     batch_size: int
-    # forward passes at that batch size, the images already in memory
     images_per_second: float
-    # of one image
     latency_p50_seconds: float
     latency_p95_seconds: float
     peak_memory_bytes: int
-    # "device": allocated there; "process": its largest resident set so far
     peak_memory_of: str
-    # of the CPU
     threads: int
 
 
@@ -45,14 +52,14 @@ class Cost:
 def measure_cost(
     model: nn.Module, images: Float[Tensor, "B 3 H W"], *, precision: Precision
 ) -> Cost:
-    """Time and count forward passes; takes about five seconds.
+    """Time forward passes and count their operations, in about five seconds.
 
     Args:
-        model: on its device.
-        images: a batch as the model takes them, on the same device.
+        model: The model, on its device.
+        images: A normalised batch, on the same device.
         precision: "float32", "bfloat16" or "float16".
     """
-    # imports Triton, which other commands don't need
+    # imports Triton, which takes seconds
     from torch.utils.flop_counter import FlopCounterMode
 
     device = images.device
@@ -63,7 +70,7 @@ def measure_cost(
         batch_seconds = _time_passes(model, images)
         image_seconds = _time_passes(model, images[:1])
         with FlopCounterMode(display=False) as counter:
-            # every token of every block, which is how FLOPs are quoted
+            # with every token of every block, as FLOPs are usually quoted
             features = cast(Any, model).forward_features(images[:1])
             cast(Any, model).forward_head(features)
 
@@ -86,7 +93,7 @@ def measure_cost(
 
 
 def _time_passes(model: nn.Module, images: Tensor) -> list[float]:
-    """Seconds of each forward pass, to the last one done on the device."""
+    """Return the seconds of each forward pass, including the wait for the device."""
     seconds: list[float] = []
     for repetition in range(_WARM_UP + _MAX_REPETITIONS):
         start = time.perf_counter()

@@ -200,7 +200,7 @@ def measure_model(
         predictor: The model, with the conditions under which it runs.
         num_examples: See `evaluate`.
         corruptions: See `evaluate`.
-        notes: What a reader should know, in sentences.
+        notes: Facts that a reader should know, in sentences.
     """
     process = current_process()
     logits = _predict(predictor, images, title="evaluating")

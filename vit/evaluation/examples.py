@@ -12,12 +12,11 @@ from vit.prediction.probabilities import Ints, chunk_rows, compute_log_probabili
 
 @dataclass(frozen=True)
 class Example:
-    """One image and its prediction."""
+    """One image and its prediction; `probability` is that of the predicted class."""
 
     path: str
     label: str
     predicted: str
-    # of the predicted class
     probability: float
     label_probability: float
 
@@ -29,7 +28,7 @@ class Examples:
     most_confident_errors: list[Example]
     least_confident_correct: list[Example]
     label_errors: list[Example]
-    # of all images, by confident learning
+    # among all images, by confident learning
     num_label_errors: int
 
 
@@ -41,8 +40,15 @@ def choose_examples(
     class_names: Sequence[str],
     count: int,
 ) -> Examples:
-    """Choose up to `count` images of each kind; `ids` and `logits` [n, C] are those of the scored
-    images."""
+    """Choose up to `count` images of each kind.
+
+    Args:
+        logits: [n, C].
+        scores: Scores of these images.
+        ids: Names of these images.
+        class_names: Names of the classes.
+        count: Largest number of each kind.
+    """
 
     def describe(indices: Ints) -> list[Example]:
         return [
@@ -68,17 +74,17 @@ def choose_examples(
 
 
 def find_label_errors(logits: NDArray[np.float32], scores: Scores) -> Ints:
-    """Indices of the images whose label is probably wrong, the least plausible first.
+    """Return the indices of the images whose label is probably wrong, the least plausible first.
 
-    Confident learning (Northcutt, Jiang & Chuang 2021, section 3): a class's threshold is the mean
-    probability it has on the images labelled with it. An image is a likely label error when, of the
-    classes that reach their threshold on it, the most probable is not its label; ranked by
-    self-confidence, the probability of the given label. It presumes a model that did not see these
-    images in training.
+    Confident learning (Northcutt, Jiang & Chuang 2021, section 3): the threshold of a class is its
+    mean probability on the images with that label. Among the classes that reach their threshold on
+    an image, the most probable one should be its label; otherwise the label is a likely error. They
+    are ranked by self-confidence, the probability of the label. The images must be held out of
+    training.
     """
     support = np.bincount(scores.labels, minlength=scores.num_classes)
     thresholds = np.bincount(scores.labels, scores.label_probability, minlength=scores.num_classes)
-    # a class that no image here has as its label has no threshold
+    # a class without images has no threshold
     thresholds = np.where(support > 0, thresholds / np.maximum(support, 1), np.inf)
 
     flags = []

@@ -64,7 +64,7 @@ def load_images(
         split: Name of the split; None: the default one.
         preprocess: The model's preprocessing.
         class_names: The model's classes.
-        progress: Whether a progress bar is shown.
+        progress: Show a progress bar.
 
     Raises:
         ValueError: A class of the data is not one of the model's.

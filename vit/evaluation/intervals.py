@@ -1,8 +1,8 @@
-"""How sure a metric is, and a difference: 95 % intervals, and tests.
+"""95 % confidence intervals of the metrics.
 
-Intervals of metrics say how far a metric varies with the choice of test images, not with the training seed.
-Coverage, the fraction of test sets whose interval holds the true value, is measured by
-research/intervals.py.
+They say how far a metric varies with the choice of test images, not with the training seed.
+research/intervals.py measures their coverage, the fraction of test sets whose interval holds the
+true value.
 """
 
 from collections.abc import Sequence
@@ -14,43 +14,44 @@ from scipy.special import betaincinv, gammaincinv, stdtrit
 from vit.evaluation.metrics import NUM_BINS, Scores, compute_metrics, find_bins
 from vit.prediction.probabilities import Floats, Ints
 
-# chance that the true value lies below a 95 % interval, and that it lies above
+# probability that the true value lies below a 95 % interval, and that it lies above
 _TAIL = 0.025
-# halvings, of a range of some times the calibration error
+# bisection steps, from a range of a few times the calibration error
 _ECE_STEPS = 24
 
 
 def compute_intervals(
     scores: Scores, groups: Sequence[str] | None = None
 ) -> dict[str, tuple[float, float]]:
-    """95 % confidence intervals of every metric; each holds its metric.
+    """Compute the 95 % confidence interval of every metric. Each interval includes its metric.
 
-    A bootstrap fails where errors are few: an image that is not among those drawn can't be drawn
-    again, and of a test set without an error all resamples are alike. Here accuracies are exact
-    binomial (Clopper & Pearson 1934). Losses, and what macro averages lack of 1, are sums of what
-    single images add, most of it by few: gamma intervals (Fay & Feuer 1997), which are the exact
-    ones of Poisson counts. The calibration error is bounded by `_bound_ece`.
+    A bootstrap fails if there are few errors: it can't draw errors that are not in the test set,
+    and without any error all resamples are equal. Accuracies here are exact binomial intervals
+    (Clopper & Pearson 1934). Losses and macro errors are sums to which a few images contribute most,
+    so they have gamma intervals (Fay & Feuer 1997), which are exact for Poisson counts. `_bound_ece`
+    bounds the calibration error.
 
     Args:
-        scores: of the test images.
-        groups: of the same images, such as a burst's, of which one tells about the others: all but
-            the calibration error's interval are wider by that. None: each image is its own.
+        scores: Scores of the test images.
+        groups: Group of each image. Images of one group, such as a burst, are not independent, and
+            all intervals except that of the calibration error are wider for it. None: each image is
+            independent.
 
     Returns:
-        The lower and the upper end by the metric's name.
+        Lower and upper end by the name of the metric.
     """
     metrics = compute_metrics(scores)
     intervals = {"ece": _bound_ece(scores)}
     clusters = np.arange(len(scores))
     if groups is not None:
         clusters = np.unique(np.array(groups), return_inverse=True)[1]
-    # what one more group could add, in units of one more image
+    # contribution of one more group, in units of one more image
     group_size = len(scores) / len(np.unique(clusters))
 
     for name, rank in (("top1", 1), ("top5", 5)):
         intervals[name] = compute_clustered_interval(scores.rank < rank, clusters)
 
-    # what an image adds that the model gets wrong, at most as likely as the model thinks
+    # contribution of a wrong image, which is at most as likely as the model says
     error_probability = np.maximum(1 - scores.confidence, 1e-12)
     for name, losses, error_losses in (
         ("loss", scores.loss, -np.log(error_probability)),
@@ -83,15 +84,15 @@ def compute_intervals(
 
 
 def compute_clustered_interval(correct: NDArray[np.bool_], clusters: Ints) -> tuple[float, float]:
-    """95 % interval of an accuracy whose images come in clusters, 0 to 1.
+    """Compute the 95 % interval of an accuracy whose images come in clusters, 0 to 1.
 
-    Clopper and Pearson's interval of as many independent images as have the accuracy's variance
-    between clusters (Korn and Graybill 1998, "Confidence intervals for proportions with small
-    expected number of positive counts estimated from survey data").
+    It is Clopper and Pearson's interval for the number of independent images that would give the
+    accuracy the same variance (Korn and Graybill 1998, "Confidence intervals for proportions with
+    small expected number of positive counts estimated from survey data").
 
     Args:
-        correct: [n].
-        clusters: [n], a number for each.
+        correct: True for each image that is predicted correctly, [n].
+        clusters: Number of each image's cluster, [n].
     """
     count = len(correct)
     accuracy = float(correct.mean())
@@ -101,11 +102,11 @@ def compute_clustered_interval(correct: NDArray[np.bool_], clusters: Ints) -> tu
     if num_clusters == 1 < count:
         return 0.0, 1.0
     variance = _compute_variance(correct.astype(np.float64) - accuracy, clusters)
-    # each image on its own; or all alike: as if the images of a cluster were one
+    # if all images are correct, or none, a cluster counts as one image
     effective = float(num_clusters)
     if num_clusters < count and variance > 0:
         effective = min(accuracy * (1 - accuracy) / variance, count)
-    # few clusters know their variance badly
+    # the variance of a few clusters is uncertain
     if num_clusters < count:
         ratio = stdtrit(count - 1, 1 - _TAIL) / stdtrit(num_clusters - 1, 1 - _TAIL)
         effective *= float(ratio) ** 2
@@ -119,8 +120,8 @@ def compute_clustered_interval(correct: NDArray[np.bool_], clusters: Ints) -> tu
 
 
 def _compute_variance(deviations: Floats, clusters: Ints) -> float:
-    """Of a mean over images that come in clusters, from their deviations from it: that of the ratio of
-    the clusters' sums."""
+    """Compute the variance of a mean over images that come in clusters, from the images' deviations:
+    the variance of the ratio of the clusters' sums."""
     num_clusters = len(np.unique(clusters))
     sums = np.bincount(clusters, deviations)
     factor = num_clusters / max(num_clusters - 1, 1)
@@ -128,12 +129,12 @@ def _compute_variance(deviations: Floats, clusters: Ints) -> float:
 
 
 def _bound_sum(total: float, *, variance: float, step: float) -> tuple[float, float]:
-    """The gamma interval of a sum of what images add (Fay & Feuer 1997, equations 3 and 4).
+    """Compute the gamma interval of a sum over images (Fay & Feuer 1997, equations 3 and 4).
 
     Args:
-        total: the sum, at least 0.
-        variance: of the sum.
-        step: what one more image could add.
+        total: The sum, at least 0.
+        variance: Variance of the sum.
+        step: Contribution of one more image.
     """
     low = 0.0
     if total > 0 and variance > 0:
@@ -146,29 +147,29 @@ def _bound_sum(total: float, *, variance: float, step: float) -> tuple[float, fl
 def _bound_macro_error(
     scores: Scores, error: float, columns: list[Ints], clusters: Ints
 ) -> tuple[float, float]:
-    """The interval of what a macro average lacks of 1.
+    """Compute the interval of 1 minus a macro average.
 
-    A wrong image adds 1/n to the error of a class that n images have as label (of recall), as
-    prediction (of precision), or as both together (of F1), and that divided by the number of
-    classes to the macro average.
+    A wrong image adds 1/n to the error of a class, where n counts the images with that label (for
+    recall), that prediction (for precision), or both together (for F1). Divided by the number of
+    classes, this is its contribution to the macro error.
 
     Args:
-        scores: of the images.
+        scores: Scores of the images.
         error: 1 minus the macro average.
-        columns: the classes by which the images are counted, [n] each.
-        clusters: a number of each image's group, [n].
+        columns: Classes by which the images are counted, [n] each.
+        clusters: Number of each image's cluster, [n].
     """
     num_classes = scores.num_classes
     occurs = np.bincount(scores.labels, minlength=num_classes) > 0
     occurs |= np.bincount(scores.predicted, minlength=num_classes) > 0
     counts = np.bincount(np.concatenate(columns), minlength=num_classes)
-    # what each image adds to the macro average's error if it is wrong, [n]
+    # contribution of each image to the macro error if it is wrong, [n]
     weights = np.sum([1 / counts[column] for column in columns], axis=0) / occurs.sum()
 
     wrong = ~scores.correct
     deviations = np.bincount(clusters, weights * (wrong - wrong.mean()))
     variance = float((deviations**2).sum())
-    # a class that no image has as its label, or as its prediction, may as well have a value of 1
+    # a class without labels or predictions counts as 0, but its true value may be up to 1
     for column in columns:
         num_unknown = np.sum(occurs & (np.bincount(column, minlength=num_classes) == 0))
         variance += float(num_unknown) / occurs.sum() ** 2
@@ -178,11 +179,11 @@ def _bound_macro_error(
 
 
 def _bound_ece(scores: Scores) -> tuple[float, float]:
-    """The interval of the calibration error, by inverting a test.
+    """Compute the interval of the calibration error, by inverting a test.
 
-    Noise raises the calibration error: a calibrated model's is never 0. So the gaps of the bins are
-    scaled by a common factor, with binomial noise added, and the interval has the errors from which
-    the measured one deviates no more than 95 % of draws do.
+    Noise raises the calibration error, so that even a calibrated model's is never 0. Therefore the
+    gaps of the bins are scaled by a common factor, and binomial noise is added. The interval holds
+    the calibration errors under which the measured one is not among the most extreme 5 % of draws.
     """
     count = len(scores)
     bins = find_bins(scores.confidence)
@@ -191,7 +192,7 @@ def _bound_ece(scores: Scores) -> tuple[float, float]:
     gaps = np.bincount(bins, scores.confidence - scores.correct, minlength=NUM_BINS) / count
     measured = float(np.abs(gaps).sum())
 
-    # Laplace's estimate: of a bin without an error too
+    # Laplace's estimate has noise even for a bin without an error
     accuracy = (correct + 1) / (sizes + 2)
     deviations = np.sqrt(sizes * accuracy * (1 - accuracy)) / count
     noise = np.random.default_rng(0).standard_normal((1000, NUM_BINS)) * deviations
@@ -200,7 +201,7 @@ def _bound_ece(scores: Scores) -> tuple[float, float]:
         return float(np.quantile(np.abs(factor * gaps + noise).sum(axis=1), level))
 
     def scale_to(level: float) -> float:
-        """The calibration error at which this quantile of the draws is the measured one."""
+        """Find the calibration error for which this quantile of the draws is the measured one."""
         low = 0.0
         high = 1 + 10 * float(deviations.sum()) / max(measured, 1e-12)
         for _ in range(_ECE_STEPS):
@@ -214,7 +215,7 @@ def _bound_ece(scores: Scores) -> tuple[float, float]:
     low = 0.0
     if quantile(0, 1 - _TAIL) < measured:
         low = scale_to(1 - _TAIL)
-    # less than what noise alone would make: all of it may be hidden in noise
+    # if the measured error is below what noise alone gives, noise may hide all of it
     high = quantile(0, 1 - _TAIL)
     if quantile(0, _TAIL) < measured:
         high = scale_to(_TAIL)

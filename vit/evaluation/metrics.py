@@ -1,8 +1,7 @@
-"""From logits and labels to metrics, in float64; the confusion matrix as a figure; and which images
-to look at.
+"""Metrics from logits and labels, in float64.
 
-Each metric is a function of the images' weights: with weights of one it is the metric itself, with
-those of a resample one bootstrap replicate.
+Each metric is a function of the images' weights: weights of one give the metric itself, the weights
+of a resample give one bootstrap replicate.
 """
 
 from __future__ import annotations
@@ -15,26 +14,35 @@ from numpy.typing import NDArray
 from vit.prediction.probabilities import Floats, Ints, chunk_rows, compute_log_probabilities
 
 NUM_BINS = 15
-# a ratio without a denominator is 0
+# makes a ratio with denominator 0 equal to 0
 _TINY = np.finfo(float).tiny
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What each of n images contributes to the metrics, in the order of the images."""
+    """Contribution of each of n images to the metrics.
+
+    Attributes:
+        labels: Index of the label.
+        predicted: Index of the predicted class.
+        confidence: Probability of the predicted class.
+        label_probability: Probability of the label.
+        loss: Cross-entropy without the temperature, nats.
+        nll: Cross-entropy with the temperature, nats.
+        brier: Squared difference of probabilities and one-hot label, summed over classes, 0…2.
+        rank: Number of classes ahead of the label, 0 if the prediction is correct. Of equal logits
+            the first class is ahead.
+        num_classes: Number of classes.
+        temperature: Temperature of the probabilities.
+    """
 
     labels: Ints
     predicted: Ints
-    # probability of the predicted class
     confidence: Floats
     label_probability: Floats
-    # cross-entropy of the logits as they are, nats
     loss: Floats
-    # cross-entropy after the temperature, nats
     nll: Floats
-    # squared difference of probabilities and one-hot label, summed over classes, 0…2
     brier: Floats
-    # classes ahead of the label, 0 if it is correct; of equal logits the first class is ahead
     rank: Ints
     num_classes: int
     temperature: float
@@ -47,7 +55,7 @@ class Scores:
         return len(self.labels)
 
     def subset(self, chosen: NDArray[np.bool_]) -> Scores:
-        """Those of the images where `chosen` is true, [n]."""
+        """Return the scores of the images for which `chosen` is true, [n]."""
         columns = {
             name: values[chosen]
             for name, values in vars(self).items()
@@ -58,7 +66,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Bin:
-    """One bar of the reliability diagram."""
+    """A bar of the reliability diagram: mean confidence and accuracy of its images, 0 to 1."""
 
     lower: float
     upper: float
@@ -73,7 +81,7 @@ def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: floa
     Args:
         logits: [n, C].
         labels: [n], 0…C-1.
-        temperature: probabilities are softmax(logits / temperature).
+        temperature: Probabilities are softmax(logits / temperature).
     """
     chunks = []
     for rows in chunk_rows(logits):
@@ -82,7 +90,7 @@ def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: floa
         probabilities = np.exp(log_probabilities)
         at_label = (np.arange(len(chunk)), labels[rows])
 
-        # counted from behind, so that an image with NaN among its logits is never correct
+        # classes behind the label are counted, so that an image with NaN in its logits is wrong
         label_logits = chunk[at_label][:, None]
         is_later_class = np.arange(chunk.shape[1]) >= labels[rows, None]
         is_behind = (chunk < label_logits) | ((chunk == label_logits) & is_later_class)
@@ -106,23 +114,23 @@ def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: floa
 def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, float]:
     """Compute the metrics of `Evaluation`.
 
-    Macro averages run over the classes that occur as a label or a prediction, with 0 for an
-    undefined ratio, as scikit-learn's do (which takes 20 times as long for a bootstrap). ECE is Guo
-    et al. (2017), equation 3.
+    Macro averages are over the classes that occur as a label or a prediction, with 0 for an
+    undefined ratio, as in scikit-learn, which takes 20 times as long for a bootstrap. ECE is Guo et
+    al. (2017), equation 3.
 
     Args:
-        scores: of n images.
-        weights: how many times each image counts, [n]; once by default.
+        scores: Scores of n images.
+        weights: How many times each image counts, [n]; None: once.
 
     Returns:
-        Each metric by its name.
+        The metrics by name.
     """
     if weights is None:
         weights = np.ones(len(scores))
     total = weights.sum()
     correct_weights = weights * scores.correct
 
-    # of each class that occurs: how many images have it as label, prediction, and both
+    # for each class that occurs: how many images have it as label, as prediction, and as both
     num_classes = scores.num_classes
     support = np.bincount(scores.labels, weights, minlength=num_classes)
     predicted = np.bincount(scores.predicted, weights, minlength=num_classes)
@@ -130,7 +138,7 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
     occurs = support + predicted > 0
     support, predicted, correct = (counts[occurs] for counts in (support, predicted, correct))
 
-    # |mean confidence - accuracy| of a bin times its fraction of the images: its count cancels
+    # |mean confidence - accuracy| of a bin times its fraction of the images; its count cancels
     gaps = weights * (scores.confidence - scores.correct)
     bin_gaps = np.bincount(find_bins(scores.confidence), gaps, minlength=NUM_BINS)
     return {
@@ -147,8 +155,8 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
 
 
 def compute_reliability(scores: Scores) -> list[Bin]:
-    """Mean confidence and accuracy of the images in 15 bins of confidence; 0 and 0 for an empty
-    bin."""
+    """Compute mean confidence and accuracy of the images in 15 bins of confidence; both are 0 for an
+    empty bin."""
     bins = find_bins(scores.confidence)
     counts = np.bincount(bins, minlength=NUM_BINS)
     divisors = np.maximum(counts, 1)
@@ -160,5 +168,5 @@ def compute_reliability(scores: Scores) -> list[Bin]:
 
 
 def find_bins(confidence: Floats) -> Ints:
-    """The bin of each confidence, of 15 of equal width."""
+    """Return the bin of each confidence, out of 15 of equal width."""
     return np.minimum((confidence * NUM_BINS).astype(np.int64), NUM_BINS - 1)

@@ -41,7 +41,7 @@ def find_overlap(
     Args:
         bundle: The model.
         images: The evaluated images.
-        is_correct: Whether each of them is predicted correctly, [n].
+        is_correct: True for each of them that is predicted correctly, [n].
     """
     training_hashes = find_training_hashes(bundle)
     if training_hashes is None:

@@ -11,7 +11,12 @@ from vit.prediction.probabilities import Ints
 
 @dataclass(frozen=True)
 class ClassMetrics:
-    """One row of the table of classes."""
+    """Metrics of one class, 0 to 1, with 95 % intervals.
+
+    Attributes:
+        support: Number of images with this label.
+        predicted: Number of images predicted as this class.
+    """
 
     name: str
     precision: float
@@ -19,21 +24,19 @@ class ClassMetrics:
     f1: float
     support: int
     predicted: int
-    # 95 %
     precision_interval: tuple[float, float]
     recall_interval: tuple[float, float]
 
 
 def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:
-    """Precision, recall, F1 and support of every class of the model, also of those without an
-    image."""
-    # takes a second, which training doesn't need
+    """Compute the metrics of every class of the model, including classes without an image."""
+    # a second to import
     from sklearn.metrics import precision_recall_fscore_support
 
     *fractions, _ = precision_recall_fscore_support(
         scores.labels, scores.predicted, labels=range(scores.num_classes), zero_division=0
     )
-    # scikit-learn's is of floats where no image is predicted correctly
+    # scikit-learn returns floats if no image is predicted correctly
     support = np.bincount(scores.labels, minlength=scores.num_classes)
     predicted = np.bincount(scores.predicted, minlength=scores.num_classes)
     correct = np.bincount(scores.labels[scores.correct], minlength=scores.num_classes)
@@ -48,19 +51,20 @@ def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[Clas
 
 
 def compute_proportion_interval(successes: Ints, counts: Ints) -> tuple[list[float], list[float]]:
-    """95 % intervals of proportions, exact: of any true proportion, at least 95 % of samples have
-    an interval that holds it (Clopper & Pearson 1934).
+    """Compute exact 95 % intervals of proportions (Clopper & Pearson 1934).
+
+    Whatever the true proportion, at least 95 % of samples have an interval that includes it.
 
     Args:
-        successes: of each sample, [k].
-        counts: sizes of the samples, [k]; of none the interval is 0…1.
+        successes: Successes in each sample, [k].
+        counts: Sizes of the samples, [k]; for 0 the interval is 0…1.
 
     Returns:
         The lower and the upper ends, k each.
     """
     tail = (1 - 0.95) / 2
     failures = counts - successes
-    # the quantile is defined for positive parameters alone
+    # the quantile is defined only for positive parameters
     low = betaincinv(np.maximum(successes, 1), failures + 1, tail)
     high = betaincinv(successes + 1, np.maximum(failures, 1), 1 - tail)
     return (

@@ -1,4 +1,4 @@
-"""How often the prediction sets of a model hold the label, and how large they are."""
+"""Coverage and size of a model's prediction sets."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,20 @@ from vit.prediction.probabilities import Ints, chunk_rows, compute_log_probabili
 
 @dataclass(frozen=True)
 class SetMetrics:
-    """Prediction sets of one coverage, on labelled images."""
+    """Prediction sets on labelled images.
+
+    Attributes:
+        coverage: Fraction of the sets that should include the label.
+        num_images: Number of validation images that the threshold is from.
+        measured: Fraction of the sets that include the label.
+        single: Fraction of the sets that have one class.
+        single_correct: Fraction of these that are correct; null if there are none.
+        mean_size: Mean number of classes.
+    """
 
     coverage: float
-    # validation images that the threshold is of
     num_images: int
-    # share of the sets that hold the label
     measured: float
-    # share of the sets that have one class, and share of those that are right; null where none has
     single: float
     single_correct: float | None
     mean_size: float
@@ -28,11 +34,10 @@ class SetMetrics:
 def measure_sets(
     bundle: Bundle, logits: NDArray[np.float32], labels: Ints
 ) -> list[SetMetrics] | None:
-    """The prediction sets of a model on images with labels, by coverage; None where its file holds
-    no threshold.
+    """Measure the prediction sets of a model for each coverage; None if its file holds no threshold.
 
     Args:
-        bundle: the model.
+        bundle: The model.
         logits: [n, C].
         labels: [n].
     """

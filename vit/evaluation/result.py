@@ -25,11 +25,11 @@ class EvaluationResult(Result):
 
     Attributes:
         evaluation: The metrics and the conditions.
-        scores: What each image contributes to the metrics.
+        scores: Contribution of each image to the metrics.
         images: The images.
         bundle: The model, with its temperature.
-        is_main: Whether this is the process that writes files.
-        has_new_temperature: Whether the temperature is in no model file yet; `save` writes one.
+        is_main: True in the process that writes files.
+        has_new_temperature: True if no model file has the temperature yet; `save` writes one.
     """
 
     evaluation: Evaluation

@@ -1,16 +1,16 @@
-"""The files of an evaluation: `evaluation.json`, whose schema this is, and `predictions.csv`.
+"""The files of an evaluation: `evaluation.json`, with its schema, and `predictions.csv`.
 
-`Evaluation.model_json_schema()` is the schema as JSON Schema. `schema_version` rises when a key
-goes or changes its meaning; a new key alone doesn't raise it. Fractions are 0 to 1, never per cent.
+`Evaluation.model_json_schema()` returns the schema as JSON Schema. `schema_version` rises when a key
+is removed or changes its meaning, not when a key is added. Fractions are 0 to 1, not percent.
 """
 
 import csv
 import html
 import io
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,15 +24,26 @@ from vit.evaluation.prediction_sets import SetMetrics
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import check_schema, read_json, read_table
 from vit.runtime.files import write_json
+from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"
 PREDICTIONS_FILE = "predictions.csv"
 COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
+# metrics that are fractions; the others are shown as plain numbers
+_FRACTIONS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
+
+
+class MetricRow(NamedTuple):
+    """A metric as tables for people show it."""
+
+    title: str
+    value: str
+    interval: str
+    about: str
 
 
 class Evaluation(BaseModel):
-    """The metrics of one model on one set of images, and the conditions they were measured
-    under."""
+    """The metrics of one model on one set of images, and the conditions of the measurement."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,26 +77,26 @@ class Evaluation(BaseModel):
         title="Negative log-likelihood",
         description="mean cross-entropy after temperature scaling, nats",
     )
-    # 95 % confidence interval of each of these
+    # 95 % confidence interval of each metric above
     intervals: dict[str, tuple[float, float]]
     # every class of the model, in its order
     per_class: list[ClassMetrics]
     reliability: list[Bin]
-    # null where no temperature was ever fitted
+    # null if no temperature was ever fitted
     calibration: Calibration | None
 
-    # null where the model file holds no thresholds
+    # null if the model file holds no thresholds
     prediction_sets: list[SetMetrics] | None = None
 
-    # images evaluated: the denominator of every metric
+    # number of evaluated images, the denominator of every metric
     num_images: int
-    # images left out, with the reason
+    # images that were left out, each with the reason
     unreadable: list[tuple[str, str]]
-    # null where it is not known
+    # null if it isn't known which images were in training
     duplicates_of_training: TrainTestOverlap | None
     examples: Examples
 
-    # top-1 at severities 1 to 5 of each
+    # top-1 by corruption, at severities 1 to 5
     corruptions: dict[str, list[float]] | None
     # mean of 1 - top-1 over corruptions and severities
     mean_corruption_error: float | None
@@ -94,26 +105,26 @@ class Evaluation(BaseModel):
     # name of the data set
     data: str
     split: str
-    # what to know about these images
+    # facts about these images that a reader should know, in sentences
     notes: list[str]
-    # of the decoded pixels, labels, class names and split
+    # hash of the decoded pixels, labels, class names and split
     fingerprint: str
-    # path or name it was loaded from
+    # path or name that the model was loaded from
     model: str
     model_sha256: str
-    # of the training run: configuration and images that it began with
+    # hash of the configuration and the images that the training run began with
     run_id: str | None = None
-    # of the images that it was trained on
+    # hash of the training images
     training_fingerprint: str | None = None
     # hash of the training configuration without seed and machine
     recipe: str | None
-    # of the training run
+    # seed of the training run
     seed: int | None
     # device, precision, batch size, tta (hflip or null), command, time, versions
     conditions: dict[str, str | None]
 
     def __repr__(self) -> str:
-        """One line: notebooks show a result that ends a cell."""
+        """One line, because notebooks show a result that ends a cell."""
         low, high = self.intervals["top1"]
         return (
             f"Evaluation({self.num_images} images of {self.data} ({self.split}),"
@@ -123,51 +134,57 @@ class Evaluation(BaseModel):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """The metrics as a table, in a notebook."""
-        rows = []
-        for name in self.list_metrics():
-            low, high = self.intervals[name]
-            rows.append(f"<tr><td>{name}<td>{getattr(self, name):.4f}<td>{low:.4f} … {high:.4f}")
+        """Return the metrics as a table, for a notebook."""
+        rows = [f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()]
         headings = "<tr><th>metric<th>value<th>95 % interval"
         return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(rows)}</table>"
 
+    def list_rows(self) -> list[MetricRow]:
+        """Return the metrics as tables for people show them."""
+        rows = []
+        for name in self.list_metrics():
+            if name in _FRACTIONS:
+                value = format_percent(getattr(self, name), self.num_images)
+                interval = format_interval(self.intervals[name], self.num_images)
+            else:
+                value = format_number(getattr(self, name))
+                interval = "–".join(map(format_number, self.intervals[name]))
+            field = type(self).model_fields[name]
+            rows.append(MetricRow(str(field.title), value, interval, str(field.description)))
+        return rows
+
     def list_metrics(self) -> list[str]:
-        """The metrics that say something each: top-5 from ten classes on, no second name of another
-        one's figure."""
+        """Return the names of the metrics worth showing: top-5 only from ten classes on, and no
+        metric that equals another one."""
         redundant = set()
         if len(self.per_class) < 10:
             redundant.add("top5")
+        # without a temperature it equals the loss
         if self.calibration is None:
-            # the loss
             redundant.add("nll")
+        # with equally many images of each class it equals top-1
         if len({row.support for row in self.per_class}) == 1:
-            # top-1
             redundant.add("macro_recall")
         return [name for name in self.intervals if name not in redundant]
 
     def describe_accuracy(self) -> str:
-        """The accuracy in a plain sentence, beside that of answers which no model is needed for."""
-        low, high = self.intervals["top1"]
-        # in tenths where no more is known, and where they don't hide the errors
-        unit = 10
-        if high - low < 0.1 or round(unit * self.top1) in (0, unit):
-            unit = 100
-        # outwards; a product such as 0.7 * 10 may lie above the whole number by its last bit
-        least = math.floor(round(unit * low, 6))
-        most = math.ceil(round(unit * high, 6))
-        majority = max(row.support for row in self.per_class) / self.num_images
+        """Return the accuracy in a sentence, with the accuracy that needs no model."""
+        count = self.num_images
+        majority = max(row.support for row in self.per_class) / count
         return (
-            f"{unit * self.top1:.0f} in {unit} images are classified correctly; between {least} and"
-            f" {most} with 95 % confidence. Always the most frequent class: {majority:.1%};"
-            f" guessing: {1 / len(self.per_class):.1%}"
+            f"{round(self.top1 * count):,} of {count:,} images are classified correctly"
+            f" ({format_percent(self.top1, count)}; 95 % interval"
+            f" {format_interval(self.intervals['top1'], count)}). Always predicting the most"
+            f" frequent class would give {format_percent(majority, count)}, guessing"
+            f" {format_percent(1 / len(self.per_class), count)}"
         )
 
     def list_warnings(self) -> list[str]:
-        """What to know before a metric is quoted, in sentences."""
+        """Return what a reader should know before quoting a metric, in sentences."""
         warnings = list(self.notes)
         if self.unreadable:
             warnings.append(
-                f"{len(self.unreadable)} images could not be read and are not counted; the first is"
+                f"{len(self.unreadable)} images could not be read and are not counted, the first:"
                 f" {': '.join(self.unreadable[0])}"
             )
         overlap = self.duplicates_of_training
@@ -178,14 +195,15 @@ class Evaluation(BaseModel):
             )
             if overlap.top1_without is not None:
                 text += (
-                    f"; top-1 is {self.top1:.2%} with them and {overlap.top1_without:.2%} without"
+                    f"; top-1 is {format_percent(self.top1, self.num_images)} with them and"
+                    f" {format_percent(overlap.top1_without, self.num_images)} without"
                 )
             warnings.append(text)
         return warnings
 
 
 def save_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Write `evaluation` as JSON, whole or not at all."""
+    """Write an evaluation as JSON, atomically."""
     write_json(path, evaluation.model_dump(mode="json"))
 
 
@@ -193,7 +211,7 @@ def load_evaluation(path: Path) -> Evaluation:
     """Read an evaluation file.
 
     Raises:
-        ValueError: says what is wrong with it.
+        ValueError: The file is damaged or from another version.
     """
     try:
         return check_schema(Evaluation, read_json(path), origin="it")
@@ -204,12 +222,12 @@ def load_evaluation(path: Path) -> Evaluation:
 
 
 def find_evaluation(model: str, sha256: str) -> Evaluation | None:
-    """The latest evaluation of the model whose file has this hash, in or beside the run directory
-    that `model` names; None where there is none."""
+    """Return the latest evaluation of the model file with this hash, in or beside the run that
+    `model` names; None if there is none."""
     run = Path(model) if Path(model).is_dir() else Path(model).parent
     evaluations = []
     for path in (*run.glob(f"*/{EVALUATION_FILE}"), *run.parent.glob(f"*/{EVALUATION_FILE}")):
-        # of another version, or damaged
+        # a file of another version, or a damaged one, is skipped
         with suppress(ValueError, OSError):
             evaluations.append(load_evaluation(path))
     return max(
@@ -238,10 +256,10 @@ def format_predictions(scores: Scores, *, ids: Sequence[str], class_names: tuple
 
 
 def load_predictions(path: Path) -> dict[str, list[str]]:
-    """Read the columns of a predictions file, by name.
+    """Return the columns of a predictions file by name.
 
     Raises:
-        ValueError: names the line that is wrong.
+        ValueError: A line is wrong; the message names it.
     """
     rows: list[list[str]] = []
     table = read_table(path)

@@ -1,4 +1,4 @@
-"""Whether two models differ by more than chance: tests, and 95 % intervals of the difference."""
+"""Tests of a difference between two models, and its 95 % interval."""
 
 import numpy as np
 from scipy.special import bdtr, ndtri, stdtr, stdtrit
@@ -15,24 +15,26 @@ def compute_mcnemar(only_a: int, only_b: int) -> float:
     """Compute McNemar's exact test (1947) that both models err equally often.
 
     Args:
-        only_a: images that only A predicts correctly.
-        only_b: images that only B does.
+        only_a: Number of images that only A predicts correctly.
+        only_b: Number of images that only B predicts correctly.
 
     Returns:
         The two-sided p-value.
     """
-    # binomial: each of these images is as likely A's as B's
+    # under the hypothesis, either model is correct on each of these images with probability 0.5
     return min(2 * float(bdtr(min(only_a, only_b), only_a + only_b, 0.5)), 1.0)
 
 
 def compute_paired_interval(only_a: int, only_b: int, count: int) -> tuple[float, float]:
-    """95 % interval of the accuracy of B minus that of A (Bonett & Price 2012, equation 3).
+    """Compute the 95 % interval of the accuracy of B minus that of A (Bonett & Price 2012, equation
+    3).
 
-    It agrees with McNemar's exact test: where that finds no difference, 0 is in the interval.
+    It agrees with McNemar's exact test: if that finds no difference, the interval includes 0.
 
     Args:
-        only_a, only_b: as of `compute_mcnemar`.
-        count: images.
+        only_a: See `compute_mcnemar`.
+        only_b: See `compute_mcnemar`.
+        count: Number of images.
     """
     share_a = (only_a + 1) / (count + 2)
     share_b = (only_b + 1) / (count + 2)
@@ -46,16 +48,16 @@ def compute_paired_interval(only_a: int, only_b: int, count: int) -> tuple[float
 
 
 def compare_seeds(correct_a: Floats, correct_b: Floats) -> tuple[float, tuple[float, float]]:
-    """Welch's t-test (1947) that two recipes are equally accurate, over training seeds and images.
+    """Compute Welch's t-test (1947) that two recipes are equally accurate, over seeds and images.
 
-    The variance of the difference is that of each recipe's seeds, and that of the images on which
-    the means over seeds differ. What differs by both, seed and image, is in the first already. A
-    recipe of one seed is taken to vary as the other one.
+    The variance of the difference is the sum of the variance between seeds of each recipe and the
+    variance between images of the mean over seeds. The interaction of seed and image is already in
+    the first part. A recipe with one seed is assumed to vary like the other recipe.
 
     Args:
-        correct_a: whether each seed of A is correct on each image, [seeds, n]; of A or B two or
-            more.
-        correct_b: of B on the same images.
+        correct_a: True where a seed of A is correct on an image, [seeds, n]. A or B has at least
+            two seeds.
+        correct_b: The same for B, on the same images.
 
     Returns:
         The two-sided p-value, and the 95 % interval of the accuracy of B minus that of A.
@@ -69,32 +71,32 @@ def compare_seeds(correct_a: Floats, correct_b: Floats) -> tuple[float, tuple[fl
     for correct in (correct_a, correct_b):
         if len(correct) == 1:
             continue
-        # how much of a seed's variance is in the difference
+        # factor of a seed's variance in the difference
         share = 1 / len(correct)
         if has_single_seed:
             share += 1
         noise = float(correct.var(axis=0, ddof=1).mean()) / count
-        # few seeds may agree by luck more than their errors on single images allow
+        # few seeds may by luck agree more than their errors on single images allow
         variance = max(float(correct.mean(axis=1).var(ddof=1)), noise)
         terms.append((share * variance, len(correct) - 1))
         seed_and_image += share * noise
 
-    # a single image doesn't tell how images vary
+    # the variance between images is unknown with a single image
     if count > 1:
         image_variance = float(changes.var(ddof=1)) / count - seed_and_image
         terms.append((max(image_variance, 0.0), count - 1))
     total = sum(variance for variance, _ in terms)
     difference = float(changes.mean())
     if total == 0:
-        # the seeds agree on each image, and all images changed alike: as of single models
+        # the seeds agree on each image, so this is the comparison of two single models
         only_a = int((changes < 0).sum())
         only_b = int((changes > 0).sum())
         p_value = compute_mcnemar(only_a, only_b)
         return p_value, compute_paired_interval(only_a, only_b, count)
-    # Satterthwaite's
+    # degrees of freedom by Satterthwaite
     freedom = total**2 / sum(variance**2 / degrees for variance, degrees in terms)
     error = np.sqrt(total)
     half = float(stdtrit(freedom, 1 - _TAIL)) * error
     p_value = 2 * float(stdtr(freedom, -abs(difference) / error))
-    # of few seeds that differ much, the t distribution reaches beyond what accuracies can differ
+    # with a few seeds that differ much, the t distribution exceeds the range of a difference
     return p_value, (max(difference - half, -1.0), min(difference + half, 1.0))

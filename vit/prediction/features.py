@@ -58,7 +58,7 @@ def compute_features(
         predictor: The model, with the conditions under which it runs.
         dataset: The images. If they aren't decoded, each is read with its batch.
         cache_dir: The cache; None: $VIT_CACHE or ~/.cache/vit.
-        progress: Whether a progress bar is shown.
+        progress: Show a progress bar.
 
     Returns:
         Features by number of blocks and pooling ("token": the class token, "avg": the mean of the
@@ -106,7 +106,7 @@ def compute_tokens(
     Args:
         predictor: Our model, with the conditions under which it runs.
         dataset: The images, decoded.
-        mirrored: Whether there are two views, the image and its mirror image, instead of one.
+        mirrored: Compute two views, the image and its mirror image, instead of one.
         cache_dir: See `compute_features`.
 
     Returns:

@@ -42,7 +42,7 @@ def find_nearest(
         features: [n, D].
         references: [m, D].
         count: Number of neighbours k; m where there are fewer.
-        skip_self: Whether both are the same images; then none is its own neighbour.
+        skip_self: Both are the same images, and none is its own neighbour.
 
     Returns:
         Indices and cosines of the neighbours, [n, k] each, the nearest first.

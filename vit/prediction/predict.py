@@ -149,7 +149,7 @@ def predict_images(
     Args:
         bundle: The model, on its device.
         images: See `predict`; so are `top_k`, `coverage`, `batch_size`, `precision` and `similar`.
-        with_features: Whether each prediction has the pooled features.
+        with_features: Add the pooled features to each prediction.
     """
     # a wrong option is reported before the first photo is read
     read_threshold(bundle.metadata, coverage)

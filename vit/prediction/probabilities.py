@@ -1,4 +1,4 @@
-"""From logits to probabilities, in float64."""
+"""Probabilities from logits, in float64."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,17 +10,17 @@ from scipy.special import log_softmax
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# images scored at a time, and their logits: bounds the float64 copies
+# Images and logits at a time: this bounds the float64 copies.
 _CHUNK_IMAGES = 4096
 _CHUNK_LOGITS = 2**22
 
 
 def chunk_rows(logits: NDArray[np.float32]) -> Iterator[slice]:
-    """Slices of [n, C] that together are all rows: fewer at a time of many classes."""
+    """Return slices that together are all rows of [n, C]; shorter ones if there are many classes."""
     size = min(_CHUNK_IMAGES, max(_CHUNK_LOGITS // logits.shape[1], 1))
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
 
 def compute_log_probabilities(logits: NDArray[np.floating[Any]], temperature: float) -> Floats:
-    """log softmax(logits / temperature) of [n, C]."""
+    """Compute log softmax(logits / temperature) of [n, C]."""
     return np.asarray(log_softmax(logits.astype(np.float64, copy=False) / temperature, axis=1))

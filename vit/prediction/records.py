@@ -29,7 +29,7 @@ class Prediction:
             the most probable first; None if the model file holds no threshold.
         p_value: Small if the image is unusual: the fraction of held-out images that are at least as
             far from the training images. None if the model file can't tell.
-        features: What the head reads, float32 [D]; None unless asked for.
+        features: Pooled features that the head reads, float32 [D]; None unless asked for.
         similar: The most similar training images; None unless asked for.
     """
 

@@ -1,4 +1,4 @@
-"""Photos copied into a folder for each class, by their prediction sets."""
+"""Copies of photos in a folder for each class, by their prediction sets."""
 
 import filecmp
 import os
@@ -12,22 +12,22 @@ from vit.prediction.conformal import explain_missing, read_threshold
 from vit.prediction.records import Prediction
 from vit.runtime.files import clean_name, open_regular, remove
 
-# the set has several classes, or none
+# Folders for photos whose set has several classes or none, and for unusual photos.
 UNSURE = "unsure"
-# not like the training images
 UNKNOWN = "unknown"
 
 
 class PhotoSorter:
-    """Copies photos below a directory. What is there is never overwritten.
+    """Copy photos into folders. No file is ever overwritten.
 
     Args:
-        directory: with a folder for each class, made when its first photo comes.
-        bundle: the model.
-        coverage: of the prediction sets; a photo whose p-value is at most 1 - coverage is unknown.
+        directory: Parent of the folders; each is made with its first photo.
+        bundle: The model.
+        coverage: Coverage of the prediction sets. A photo whose p-value is at most 1 - coverage is
+            unknown.
 
     Raises:
-        ValueError: the model has no prediction sets.
+        ValueError: The model has no prediction sets.
     """
 
     def __init__(self, directory: Path, bundle: Bundle, *, coverage: float) -> None:
@@ -39,8 +39,12 @@ class PhotoSorter:
         self.folders = dict(zip(bundle.class_names, names, strict=True))
 
     def check(self, images: ImageInputs) -> None:
-        """Raise ValueError where the directory is inside a folder of the images: a second run would
-        sort its copies."""
+        """Check that the directory is outside the folders of the images: a second run would sort its
+        own copies.
+
+        Raises:
+            ValueError: It is inside one.
+        """
         named = [images] if isinstance(images, str | Path) else images
         if not isinstance(named, Sequence):
             return
@@ -52,7 +56,7 @@ class PhotoSorter:
                 )
 
     def choose_folder(self, prediction: Prediction) -> str:
-        """The name of the folder for a photo."""
+        """Return the name of the folder for a photo."""
         p_value = prediction.p_value
         if p_value is not None and p_value <= self.max_p_value:
             return UNKNOWN
@@ -62,10 +66,10 @@ class PhotoSorter:
         return self.folders[classes[0]]
 
     def copy(self, prediction: Prediction) -> Prediction:
-        """Copy the photo of a prediction, unless it couldn't be read; returns the prediction.
+        """Copy the photo of a prediction, unless it can't be read, and return the prediction.
 
         Raises:
-            OSError: it can't be copied.
+            OSError: The photo can't be copied.
         """
         source = Path(prediction.path)
         if prediction.error is not None or not source.is_file():
@@ -77,15 +81,14 @@ class PhotoSorter:
         number = 1
         target = folder / f"{stem}.{suffix}"
         while not _copy_new(source, target):
-            # another photo of that name
+            # another photo has that name
             number += 1
             target = folder / f"{stem}-{number}.{suffix}"
         return prediction
 
 
 def name_folders(class_names: Sequence[str]) -> list[str]:
-    """A name for the folder of each class that a file system takes and no other folder has, also
-    where it ignores case."""
+    """Return a valid folder name for each class; they differ even if case is ignored."""
     taken = {UNSURE, UNKNOWN}
     names = []
     for class_name in class_names:
@@ -101,13 +104,13 @@ def name_folders(class_names: Sequence[str]) -> list[str]:
 
 
 def _copy_new(source: Path, target: Path) -> bool:
-    """Copy a file to where there is none; False where there is another file. One with the same
-    content, of an earlier run, is as good as a copy."""
+    """Copy a file, unless another one is there; return whether the target now has its content. A
+    file with the same content, from an earlier run, counts as a copy."""
     if target.is_symlink():
         return False
     with open_regular(source) as content:
         try:
-            # fails where there is anything, a link too
+            # fails if anything is there, even a link
             copy = target.open("xb")
         except FileExistsError:
             return target.is_file() and filecmp.cmp(source, target, shallow=False)

@@ -1,5 +1,4 @@
-"""Numbers to the coordinates of an SVG chart; `charts.html.jinja` draws them in the page's
-colours."""
+"""Coordinates of SVG charts, which `charts.html.jinja` draws in the page's colours."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from vit.evaluation.metrics import Bin
 from vit.prediction.probabilities import Floats
+from vit.runtime.numbers import format_percent
 
 Points = Sequence[tuple[float, float]]
 _MIN_ANSWERED = 10
@@ -29,17 +29,16 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """One series."""
+    """One series; `style` is 0 or 1, for its colour and dashes."""
 
     name: str
     marks: list[Mark]
-    # 0 or 1: colour and dashes
     style: int
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Everything the template needs."""
+    """A chart as the template needs it."""
 
     title: str
     x_label: str
@@ -48,7 +47,7 @@ class Chart:
     y_ticks: list[tuple[float, str]]
     lines: list[Line]
     bars: Sequence[Mark] = ()
-    # pixels: the whole chart, and the area between the axes
+    # in pixels: the whole chart, and the area between the axes
     width = 400
     height = 250
     left = 68
@@ -58,7 +57,7 @@ class Chart:
 
 
 def build_history_chart(title: str, series: Mapping[str, Points], *, y_label: str) -> Chart:
-    """A chart of one or more series of (epoch, value)."""
+    """Draw one or more series of (epoch, value)."""
     epochs = [epoch for points in series.values() for epoch, _ in points]
     values = [value for points in series.values() for _, value in points]
     place_x, x_ticks = fit_axis(epochs, Chart.left, Chart.right, is_count=True)
@@ -66,7 +65,7 @@ def build_history_chart(title: str, series: Mapping[str, Points], *, y_label: st
     lines = []
     for style, (name, points) in enumerate(series.items()):
         marks = [
-            Mark(place_x(epoch), place_y(value), f"{name}, epoch {epoch:g}: {value:.4g}")
+            Mark(place_x(epoch), place_y(value), f"{name}, epoch {epoch:g}: {value:.3g}")
             for epoch, value in points
         ]
         lines.append(Line(name, marks, style))
@@ -74,17 +73,17 @@ def build_history_chart(title: str, series: Mapping[str, Points], *, y_label: st
 
 
 def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
-    """Accuracy against confidence."""
+    """Draw accuracy against confidence."""
     place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
     place_y, y_ticks = fit_axis((0, 1), Chart.bottom, Chart.top)
     bars = []
     for bin in bins:
         if bin.count == 0:
             continue
-        text = f"confidence {bin.lower:.2f} to {bin.upper:.2f}: "
-        text += f"{bin.accuracy:.1%} of {bin.count} images correct"
+        num_correct = round(bin.accuracy * bin.count)
+        text = f"confidence {bin.lower:.2f}–{bin.upper:.2f}: {num_correct} of {bin.count} images correct"
         top = place_y(bin.accuracy)
-        # a gap of two pixels between bars
+        # leaves a gap of two pixels between bars
         width = place_x(bin.upper) - place_x(bin.lower) - 2
         height = place_y(0) - top
         bars.append(Mark(place_x(bin.lower) + 1, top, text, width, height))
@@ -94,15 +93,15 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
 
 
 def build_selective_chart(confidence: Floats, correct: NDArray[np.bool_]) -> Chart:
-    """Accuracy of the most confident share of the images against that share (the risk-coverage
-    curve of El-Yaniv & Wiener 2010, upside down)."""
+    """Draw the accuracy of the most confident images against their share of all images: the
+    risk-coverage curve of El-Yaniv & Wiener 2010, upside down."""
     order = np.argsort(-confidence, kind="stable")
     counts = np.arange(1, len(order) + 1)
     accuracy = np.cumsum(correct[order]) / counts
-    # equally confident images are answered together
+    # equally confident images count together
     is_last = np.append(np.diff(confidence[order]) != 0, True)
     ends = np.flatnonzero(is_last)
-    # the curve of a few images jumps
+    # the accuracy of the first few images jumps
     ends = ends[counts[ends] >= min(_MIN_ANSWERED, len(order))]
     ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), _MAX_POINTS)).astype(int)]
     place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
@@ -111,19 +110,22 @@ def build_selective_chart(confidence: Floats, correct: NDArray[np.bool_]) -> Cha
     for end in ends.tolist():
         share = counts[end] / len(order)
         least = confidence[order[end]]
-        text = f"{share:.0%} answered, confidence {least:.3f} or more: {accuracy[end]:.1%} correct"
+        correct_text = format_percent(accuracy[end], int(counts[end]))
+        text = f"{100 * share:.0f} % answered, confidence from {least:.2f}: {correct_text} correct"
         marks.append(Mark(place_x(share), place_y(float(accuracy[end])), text))
     line = Line("the most confident images", marks, style=0)
     return Chart(
-        "Accuracy of those answered", "share answered", "accuracy", x_ticks, y_ticks, [line]
+        "Accuracy of answered images", "share answered", "accuracy", x_ticks, y_ticks, [line]
     )
 
 
 def fit_axis(
     values: Sequence[float], start: float, stop: float, *, is_count: bool = False
 ) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
-    """From values to pixels between `start` and `stop`, and the ticks; a count ends at its values
-    and has whole ticks, others end at a tick."""
+    """Return a function from values to pixels between `start` and `stop`, and the ticks.
+
+    An axis of counts ends at its values and has whole ticks; other axes end at a tick.
+    """
     low = min(values)
     high = max(values)
     if high == low:
@@ -134,7 +136,7 @@ def fit_axis(
     if not is_count:
         low = ticks[0]
         high = ticks[-1]
-    # a tick at an end is not lost by rounding
+    # so that rounding loses no tick at an end
     slack = (high - low) * 1e-9
 
     def place(value: float) -> float:

@@ -1,5 +1,4 @@
-"""The confusion matrix of a report: which classes are shown, in which orders, and the images behind
-each number."""
+"""The confusion matrix of the report: its classes, their orders, and the images behind each number."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,21 +9,21 @@ from PIL import Image
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
+from vit.evaluation.confusion import count_confusions
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import Scores
 from vit.explanation.render.page import encode_picture
 from vit.prediction.probabilities import Ints
 
 _MAX_CLASSES = 40
-# most frequent errors below the matrix
+# most frequent errors, listed below the matrix
 _MAX_PAIRS = 10
-# images of a cell
+# images listed for a cell, and how many of them have a thumbnail
 _MAX_LISTED = 100
-# of these, at most so many with a thumbnail
 _MAX_PICTURED = 24
 # pixels
 _THUMBNAIL_SIDE = 64
-# of all cells, about: keeps the page below 10 MB
+# Thumbnails of all cells, about: this keeps the page below 10 MB.
 _THUMBNAILS = 1500
 
 # (row, column) → images
@@ -34,24 +33,24 @@ Cells = dict[tuple[int, int], list[int]]
 def describe_confusion(
     scores: Scores, names: Sequence[str], images: EvaluationSet
 ) -> dict[str, Any]:
-    """What the template needs: names, counts, support and orders of the classes shown, cells, most
-    frequent errors."""
+    """Return what the template needs: names, counts, support and orders of the shown classes, the
+    images of each cell, and the most frequent errors."""
     shown = _choose_classes(scores)
     shown_names = [names[index] for index in shown.tolist()]
     counts, cells = _group_cells(scores, shown)
     thumbnails = _draw_thumbnails(cells, images)
 
-    errors = counts - np.diag(counts.diagonal())
-    largest_first = np.argsort(-errors, axis=None, kind="stable")[:_MAX_PAIRS]
-    pairs = [divmod(number, len(shown)) for number in largest_first.tolist()]
+    places = {index: place for place, index in enumerate(shown.tolist())}
+    pairs = count_confusions(scores.labels, scores.predicted, num_classes=len(names))
+    shown_pairs = [pair for pair in pairs if pair.label in places and pair.predicted in places]
     return {
         "names": shown_names,
         # class → its row and column
-        "places": {index: place for place, index in enumerate(shown.tolist())},
+        "places": places,
         "counts": counts.tolist(),
         "support": np.bincount(scores.labels, minlength=len(names))[shown].tolist(),
         "orders": _order_classes(counts, shown_names),
-        # path, confidence, and thumbnail or null of the images of each cell
+        # path, confidence, and thumbnail or null, for the images of each cell
         "cells": {
             f"{row},{column}": [
                 (
@@ -63,20 +62,12 @@ def describe_confusion(
             ]
             for (row, column), members in cells.items()
         },
-        "pairs": [
-            {
-                "label": shown_names[row],
-                "predicted": shown_names[column],
-                "count": counts[row, column],
-            }
-            for row, column in pairs
-            if errors[row, column]
-        ],
+        "pairs": shown_pairs[:_MAX_PAIRS],
     }
 
 
 def _choose_classes(scores: Scores) -> Ints:
-    """All classes; of many those with the most errors, as label and as prediction."""
+    """Return all classes, or if there are many, those with the most errors as label or prediction."""
     if scores.num_classes <= _MAX_CLASSES:
         return np.arange(scores.num_classes)
     is_wrong = scores.labels != scores.predicted
@@ -91,7 +82,7 @@ def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
         "name": sorted(range(len(names)), key=lambda index: names[index]),
     }
     if len(counts) > 2:
-        # classes that are often confused lie side by side
+        # classes that are often confused are neighbours
         fractions = counts / np.maximum(counts.sum(axis=1), 1)[:, None]
         distance = 1 - (fractions + fractions.T) / 2
         np.fill_diagonal(distance, 0)
@@ -101,8 +92,7 @@ def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, Cells]:
-    """Of the classes shown the counts [S, S], and the first images of each cell, the most confident
-    first."""
+    """Return the counts of the shown classes, [S, S], and the most confident images of each cell."""
     position = np.full(scores.num_classes, -1)
     position[shown] = np.arange(len(shown))
     rows = position[scores.labels]
@@ -121,7 +111,7 @@ def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, Cells]:
 
 
 def _draw_thumbnails(cells: Cells, images: EvaluationSet) -> dict[int, str]:
-    """Thumbnails of the first images of each cell, by image; fewer a cell of many cells."""
+    """Draw the first images of each cell, fewer for each if there are many cells."""
     images_a_cell = min(_MAX_PICTURED, 1 + _THUMBNAILS // max(len(cells), 1))
     thumbnails: dict[int, str] = {}
     for members in cells.values():

@@ -1,5 +1,5 @@
-"""Why images of one class are taken for another: which patches speak for the wrong class rather
-than the right one, and which turn the answer when they are left out."""
+"""Maps of why an image of one class is predicted as another, and the patches whose removal changes
+the prediction."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from vit.explanation.methods.registry import compute_maps
 from vit.explanation.targets import build_target
 from vit.runtime.device import copy_to_device
 
-# of the difference of two logits: what the model computes with, and what leaving patches out does
+# Both explain the difference of two logits: by what the model computes, and by removing patches.
 CONTRAST_METHODS = ("libra-fullgrad", "removal-gradient")
-# of the patches, that are left out at most
+# largest fraction of the patches that is removed
 _MAX_REMOVED = 0.25
-# steps of their number, each so many times the last
+# The number of removed patches grows by this factor.
 _STEP = 1.4
 _BATCH = 16
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """Why one image has a wrong answer.
+    """Why one image has a wrong prediction.
 
-    Args:
-        maps: by method, [rows, columns]: above zero speaks for the predicted class and against the
-            label.
-        removed: patches without which the answer is another, as few as were found; empty where a
-            quarter of the patches doesn't suffice.
-        answer: the class that the model predicts without them.
+    Attributes:
+        maps: Maps by method, [rows, columns]. Positive values are evidence for the predicted class
+            and against the label.
+        removed: The fewest patches found whose removal changes the prediction; empty if removing a
+            quarter of the patches doesn't change it.
+        answer: Class that the model predicts without them.
     """
 
     maps: dict[str, Float[np.ndarray, "rows columns"]]
@@ -49,23 +49,22 @@ def contrast_errors(
     labels: Int[np.ndarray, " n"],
     predicted: Int[np.ndarray, " n"],
 ) -> list[Contrast]:
-    """Explain images with wrong answers.
+    """Explain images with wrong predictions.
 
     Args:
-        bundle: the model.
-        pixels: as the model sees them.
-        labels: their classes.
-        predicted: the model's answers.
+        bundle: The model.
+        pixels: The images as the model sees them.
+        labels: Their classes.
+        predicted: The predicted classes.
 
     Raises:
-        ValueError: for a model whose attention can't be read.
+        ValueError: The model's attention can't be read.
     """
-    device = next(bundle.model.parameters()).device
     contrasts: list[Contrast] = []
     for start in range(0, len(pixels), _BATCH):
         rows = slice(start, start + _BATCH)
         batch = torch.from_numpy(np.ascontiguousarray(pixels[rows]))
-        images = bundle.preprocess.normalize(copy_to_device(batch, device))
+        images = bundle.preprocess.normalize(copy_to_device(batch, bundle.device))
         batch_predicted = torch.from_numpy(predicted[rows])
         target, choose_targets = build_target(
             _build_difference(torch.from_numpy(labels[rows]), batch_predicted), bundle.class_names
@@ -76,7 +75,7 @@ def contrast_errors(
             methods=CONTRAST_METHODS,
             choose_targets=choose_targets,
             target=target,
-            # what can't be read is refused with the first images
+            # a model whose attention can't be read is refused with the first batch
             verify=start == 0,
         )
         values = torch.stack([method_maps.values[:, 0] for method_maps in maps]).cpu()  # [M, B, …]
@@ -92,7 +91,7 @@ def contrast_errors(
 def _build_difference(
     labels: Int[Tensor, " B"], predicted: Int[Tensor, " B"]
 ) -> Callable[[Tensor], Tensor]:
-    """From the logits of a batch to by how much the wrong class of each image is ahead."""
+    """Return a function that maps the logits of a batch to the lead of each image's wrong class."""
 
     def difference(logits: Tensor) -> Tensor:
         wrong = logits.gather(1, predicted[:, None].to(logits.device))
@@ -110,11 +109,11 @@ def _turn_answers(
     grid: Grid,
     predicted: Int[Tensor, " B"],
 ) -> list[tuple[list[int], int | None]]:
-    """The fewest patches of each image, from the most important on by either map, without which the
-    model answers otherwise; and what it answers then."""
+    """Find for each image the fewest patches whose removal changes the prediction, and the new
+    prediction. Patches are removed in the order of either map, the most important first."""
     num_images, num_patches = values.shape[1:]
     counts = _list_counts(num_patches)
-    # rank of each patch by each map, 0 for the one that speaks most for the wrong class
+    # rank of each patch by each map; 0 is the strongest evidence for the wrong class
     ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     removed = ranks[None] < torch.tensor(counts)[:, None, None, None]  # [N, M, B, P]
     places = torch.arange(num_images).repeat(len(counts) * len(values))
@@ -138,7 +137,7 @@ def _turn_answers(
 
 
 def _list_counts(num_patches: int) -> list[int]:
-    """Numbers of patches to leave out: 1, 2, 3 and on in growing steps to a quarter of them."""
+    """Return numbers of patches to remove: 1, 2, 3 and on in growing steps, up to a quarter."""
     counts = []
     count = 1.0
     while round(count) <= max(num_patches * _MAX_REMOVED, 1):

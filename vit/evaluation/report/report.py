@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,20 +32,15 @@ from vit.explanation.training_photos import TrainingPhotos
 from vit.options import ExplainOptions
 from vit.prediction.predictor import Pixels
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
+from vit.runtime.numbers import format_interval, format_number, format_percent
 from vit.runtime.products import find_product
 
 _TEMPLATES = Path(__file__).parent
-_PER_CENT = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
-# in the table: a page of 20,000 would have 6 MB of them
+# rows in the table of classes; 20,000 would make a page of 6 MB
 _MAX_CLASSES = 1000
-# training photos beside an error
+# training photos next to an error
 _NUM_NEIGHBOURS = 3
 _NEIGHBOUR_SIDE = 128
-
-
-def render_pages(result: EvaluationResult) -> Mapping[str, str]:
-    """What `EvaluationResult.save` writes beside its own files, by file name."""
-    return {"evaluation.md": render_markdown(result), "report.html": build_report(result)}
 
 
 def build_report(result: EvaluationResult) -> str:
@@ -52,7 +48,7 @@ def build_report(result: EvaluationResult) -> str:
     evaluation = result.evaluation
     class_names = [row.name for row in evaluation.per_class]
     pictures, maps, maps_missing = _draw_examples(result)
-    # listed and drawn once for both
+    # listed and drawn once for both uses
     training_photos = TrainingPhotos(
         result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
     )
@@ -71,7 +67,10 @@ def build_report(result: EvaluationResult) -> str:
         "sentences": sentences,
         "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
-        "metrics": _list_metrics(evaluation),
+        "metrics": evaluation.list_rows(),
+        "percent": partial(format_percent, count=evaluation.num_images),
+        "interval_text": partial(format_interval, count=evaluation.num_images),
+        "number": format_number,
         "history": _chart_history(load_history(evaluation.model)),
         "section": section,
         "matrix": describe_confusion(result.scores, class_names, result.images),
@@ -88,31 +87,30 @@ def build_report(result: EvaluationResult) -> str:
 
 
 def render_markdown(result: EvaluationResult) -> str:
-    """The metrics as a table."""
-    metrics = _list_metrics(result.evaluation)
-    return render_page(
-        _TEMPLATES / "evaluation.md.jinja", {"e": result.evaluation, "metrics": metrics}
-    )
+    """Return the metrics as a table in Markdown."""
+    evaluation = result.evaluation
+    percent = partial(format_percent, count=evaluation.num_images)
+    return render_page(_TEMPLATES / "evaluation.md.jinja", {"e": evaluation, "percent": percent})
 
 
 def load_history(model: str) -> list[dict[str, Any]]:
-    """The epochs in the metrics file beside a model file; none where there is no such file."""
+    """Return the epochs in the metrics file next to a model file; none without such a file."""
     run = find_run(model)
-    # a damaged file costs the chart, not the evaluation
+    # with a damaged file only the chart is missing
     with suppress(ValueError):
         return load_metrics(run / METRICS_FILE) if run else []
     return []
 
 
 class DrawnMap(NamedTuple):
-    """A map over its picture, and what its sanity check says."""
+    """A map over its picture, and the result of its sanity check."""
 
     overlay: Image.Image
     verdict: str
 
 
 def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[DrawnMap]:
-    """Attention rollout laid over pictures as the model sees them, [H, W, 3]."""
+    """Draw attention rollout over pictures as the model sees them, [H, W, 3]."""
     if not pictures:
         return []
     # the pictures are already cut to the model's input
@@ -132,31 +130,12 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[DrawnMap]:
 
 
 def _choose_classes(evaluation: Evaluation) -> list[ClassMetrics]:
-    """Of many classes those with the lowest F1; of no use are those that occur nowhere."""
+    """If there are many classes, keep those with the lowest F1. Classes without images come last."""
     classes = evaluation.per_class
     if len(classes) <= _MAX_CLASSES:
         return classes
     worst_first = sorted(classes, key=lambda row: (row.support + row.predicted == 0, row.f1))
     return worst_first[:_MAX_CLASSES]
-
-
-def _list_metrics(evaluation: Evaluation) -> list[dict[str, str | None]]:
-    metrics = []
-    for name in evaluation.list_metrics():
-        is_per_cent = name in _PER_CENT
-        value, low, high = (
-            f"{100 * number:.2f}" if is_per_cent else f"{number:.4f}"
-            for number in (getattr(evaluation, name), *evaluation.intervals[name])
-        )
-        metrics.append(
-            {
-                "title": Evaluation.model_fields[name].title,
-                "value": f"{value} %" if is_per_cent else value,
-                "interval": f"{low} … {high}",
-                "about": Evaluation.model_fields[name].description,
-            }
-        )
-    return metrics
 
 
 def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
@@ -175,7 +154,7 @@ def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 
 def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """The finite values by epoch; an epoch without validation has none."""
+    """Return (epoch, value) for each epoch that has a finite value."""
     return [
         (row["epoch"], row[key])
         for row in epochs
@@ -186,8 +165,12 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
 def _draw_examples(
     result: EvaluationResult,
 ) -> tuple[dict[str, str], dict[str, tuple[str, str]], str | None]:
-    """The pictures of the examples, and their attention maps with what their sanity checks say, by
-    path; and why there are no maps."""
+    """Draw the examples.
+
+    Returns:
+        Pictures by path; attention maps with the results of their sanity checks, by path; and why
+        there are no maps.
+    """
     examples = result.evaluation.examples
     groups = (
         examples.most_confident_errors,
@@ -208,6 +191,6 @@ def _draw_examples(
 
 
 def _read_images(result: EvaluationResult, paths: Iterable[str]) -> list[Pixels]:
-    """Evaluated images as the model sees them."""
+    """Return evaluated images as the model sees them."""
     position = {name: index for index, name in enumerate(result.images.ids)}
     return [result.images.read(position[path], position[path] + 1)[0] for path in paths]

@@ -1,4 +1,4 @@
-"""What a product adds to the report: a function registered for "report section" returns it."""
+"""The section that a product adds to the report: the product's "report section" returns it."""
 
 from pathlib import Path
 from typing import NamedTuple
