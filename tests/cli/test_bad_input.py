@@ -1,5 +1,5 @@
-"""Damaged files, those of strangers and slips of the keyboard: one line and exit code 2, soon, and
-in little memory; or the right result. Never a traceback, never another result without a word."""
+"""Damaged files, hostile files and typing errors: the command ends soon, in little memory, with one line
+and exit code 2, or with the right result. Never with a traceback or silently with a wrong result."""
 
 import io
 import json
@@ -69,8 +69,7 @@ def within_a_minute() -> Any:
 
 
 def change_metadata(path: Path, target: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """The model file with other metadata, and with their checksum, as an attacker would write
-    it."""
+    """Return the model file with other metadata and their checksum, as an attacker would write it."""
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["vit"])
@@ -330,7 +329,7 @@ class TestImages:
             "png,npz,html",
         ]
         cli.succeed(*command, "--no-checks", "--output", tmp_path / "whole")
-        monkeypatch.setattr(explainer, "_MAX_KEPT_PIXELS", 6 * 600 - 1)  # of six photos
+        monkeypatch.setattr(explainer, "_MAX_KEPT_PIXELS", 6 * 600 - 1)  # the pixels of six photos
         kept, read_image = [], ImageResult.read_image
         monkeypatch.setattr(
             ImageResult,
@@ -544,7 +543,7 @@ class TestDataSets:
         assert len(list(list_images(root))) == 10
 
     def test_links_that_lead_back_together_are_refused(self, root: Path, tmp_path: Path) -> None:
-        """Neither link leads to a folder that it lies in, and each image was found 20 times."""
+        """No link leads to its own parent folder, but each image was found 20 times."""
         (tmp_path / "elsewhere").mkdir()
         (root / "cat" / "there").symlink_to(tmp_path / "elsewhere")
         (tmp_path / "elsewhere" / "back").symlink_to(root)

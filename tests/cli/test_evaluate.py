@@ -111,7 +111,7 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert "Top-1 accuracy" in (out / "evaluation.md").read_text()
     report = (out / "report.html").read_text()
     assert "</html>" in report
-    # beside each map stands whether to believe it
+    # Each map is shown with the verdict of its sanity check.
     num_maps = report.count('alt="attention map of')
     verdicts = re.findall(r"<br>map (agrees|agrees partly|does not agree|not checked)<", report)
     assert len(verdicts) == num_maps > 0

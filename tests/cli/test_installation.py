@@ -1,4 +1,4 @@
-"""What is around the commands: completion in the shell, and the image of `docker build`."""
+"""Completion in the shell, and the image of `docker build`."""
 
 import re
 import shlex
@@ -39,6 +39,6 @@ def test_the_image_is_for_a_user_who_is_not_root() -> None:
     words = shlex.split(" ".join(scripts))
     assert "/source" in words
     assert words[words.index("useradd") + 1 :][:2] == ["--create-home", user]
-    # of the versions of Python that the package takes
+    # a version of Python that the package supports
     (base,) = (value for kind, value in steps if kind == "FROM")
     assert re.fullmatch(r"python:3\.1[123]-slim", base)

@@ -41,7 +41,7 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, empty_yaml: Path, cli: Launcher) -> Path:
-    """Of two epochs. Not to be written to."""
+    """A run of two epochs, which tests must not change."""
     output = tmp_path_factory.mktemp("runs") / "run"
     cli.succeed("train", empty_yaml, *TINY, "--output", output)
     return output
@@ -249,7 +249,7 @@ def test_commands_start_without_torch_s_compiler_and_other_slow_imports(
     run = f"sys.argv = {['vit', 'train', str(photos), *arguments]}; vit.cli.main.main()"
     check = f"assert 'torch' in sys.modules and not sys.modules.keys() & {slow}"
     code = f"import sys, vit.cli.main\ntry: {run}\nexcept SystemExit as end: assert not end.code\n{check}"
-    # what the other commands start with
+    # The other commands start without these libraries, too.
     slow_libraries = slow | {"timm", "torchvision", "sklearn", "scipy.stats", "scipy.optimize"}
     code += f"\nimport vit.api\nassert not sys.modules.keys() & {slow_libraries}"
     cli.finish(cli.start(program=("-c", code)))

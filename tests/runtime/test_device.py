@@ -27,7 +27,7 @@ def test_auto_precision_is_what_the_processor_multiplies() -> None:
 
 
 class Cards:
-    """What torch says of this machine's cards, and what it is told."""
+    """The cards that torch reports, and the settings that it gets."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], kernels: str

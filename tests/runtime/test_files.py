@@ -50,7 +50,7 @@ def test_what_a_killed_writer_left_is_cleared_and_nothing_else(tmp_path: Path) -
     with pytest.raises(FileExistsError, match="add --overwrite"):
         prepare_output(output)
 
-    # of a folder that vit did not make, nothing is known
+    # vit did not make this folder, so that its files are unknown
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / ".note.tmp").touch()
     with pytest.raises(FileExistsError):

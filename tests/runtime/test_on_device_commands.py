@@ -51,7 +51,7 @@ def both(npu: Counter, cli: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty-eight of noise, of three classes."""
+    """Forty-eight images of noise, in three classes."""
     root, random = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
     for number in range(48):
         folder = root / ("ant", "bee", "cow")[number % 3]
@@ -68,7 +68,7 @@ def model(save_model: SaveModel, tmp_path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Without what a clock says, and where."""
+    """Leave out times and places."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, list):
@@ -171,9 +171,8 @@ def test_faithfulness_which_failed_at_87603b9(
 ) -> None:
     """Orders of patches were made on the host there and met the device's numbers: `dropping.py: a
     host tensor among device tensors`, as on CUDA."""
-    model = save_model(
-        tmp_path / "model.safetensors", img_size=8, depth=1
-    )  # of four patches: each pass costs time
+    # four patches, because each pass takes time
+    model = save_model(tmp_path / "model.safetensors", img_size=8, depth=1)
     options = ("--data", photos, "--methods", "gae", "--images", 8)
     (_, found), (_, expected) = both("faithfulness", model, *options)
     assert read_json(found / "faithfulness.json") == read_json(expected / "faithfulness.json")

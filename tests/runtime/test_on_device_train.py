@@ -140,7 +140,7 @@ def make(
 
 
 class Steps(Observer):
-    """What each step transfers, does and leaves behind, and where its tensors lie."""
+    """Transfers, operations and memory of each step, and the devices of its tensors."""
 
     is_essential = True
 
@@ -237,8 +237,7 @@ def test_a_run_equals_the_cpus_with_one_copy_a_step_and_no_wait(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """To the last bit, but for SwiGLU, whose derivative torch computes by a kernel of the CPU's
-    own."""
+    """Equal to the last bit, except for SwiGLU, for whose derivative torch has its own CPU kernel."""
     steps = Steps(meter)
     run = make(tmp_path / "npu", RECIPES[name], photos, "npu", steps)
     with monkeypatch.context() as patch:

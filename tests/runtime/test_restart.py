@@ -1,4 +1,4 @@
-"""Processes that torchrun starts again find one another, and not those that are gone."""
+"""Processes that torchrun restarts find each other, not the ones that have ended."""
 
 import os
 import subprocess

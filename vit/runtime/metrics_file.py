@@ -1,4 +1,4 @@
-"""The metrics file of a run: a JSON object for each epoch, one a line."""
+"""Read and write the metrics file of a run: one line of JSON for each epoch."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ class _EpochMetrics(BaseModel):
 
 
 def load_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file, one dictionary an epoch; none where there is no file.
+    """Return the complete lines of a metrics file, one dictionary for each epoch; none without a file.
 
     Raises:
-        ValueError: a line is not an object of numbers with its epoch and step.
+        ValueError: A line is not an object of numbers with its epoch and step.
     """
     if not path.is_file():
         return []
-    # what stands behind the last line break was being written when its run was killed
+    # Text after the last line break was being written when the run was killed.
     lines = read_text(path).split("\n")[:-1]
     epochs: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -41,7 +41,10 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:
-    """Add an epoch's line. Lines of this step and later ones go, as does a half-written one: they
-    are of a process that was killed before it saved the step."""
+    """Add the line of an epoch.
+
+    Lines of this step and later ones are removed, as is an incomplete one: the process that wrote
+    them was killed before it saved the step.
+    """
     earlier = [line for line in load_metrics(path) if line["step"] < metrics["step"]]
     write_text(path, "".join(json.dumps(line) + "\n" for line in [*earlier, metrics]))
