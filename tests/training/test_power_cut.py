@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import vit
 from tests.training.conftest import TINY, read_metrics
-from vit import api
 from vit.bundle import load_bundle
 from vit.model.checkpoint import CheckpointStore
 
@@ -166,7 +166,7 @@ def test_every_state_that_a_power_cut_leaves_resumes_to_the_same_bytes(
 ) -> None:
     whole, events = tmp_path / "whole", list[Event]()
     with record(whole, events):
-        api.train(empty_yaml, output=whole, overrides=OVERRIDES)
+        vit.train(empty_yaml, output=whole, overrides=OVERRIDES)
     assert {event.kind for event in events} == {
         "sync",
         "sync directory",
@@ -184,7 +184,7 @@ def test_every_state_that_a_power_cut_leaves_resumes_to_the_same_bytes(
     for number, files in enumerate(states.values()):
         broken = tmp_path / "broken"
         rebuild(broken, files)
-        api.train(
+        vit.train(
             empty_yaml, output=broken, overrides=OVERRIDES, resume=True
         )  # none of them is refused
         weights = load_bundle(broken).model.state_dict()
@@ -202,7 +202,7 @@ def test_what_was_saved_is_there_after_a_power_cut_and_without_fsync_it_is_not(
 ) -> None:
     whole, events, lost = tmp_path / "whole", list[Event](), set[str]()
     with record(whole, events, without=without):
-        api.train(empty_yaml, output=whole, overrides=OVERRIDES)
+        vit.train(empty_yaml, output=whole, overrides=OVERRIDES)
     saved = 0
     for count, event in enumerate(events, start=1):
         saved = int(event.path) if event.kind == "saved" else saved

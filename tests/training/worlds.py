@@ -19,7 +19,7 @@ def start_world(target: Callable[..., None], *arguments: Any, size: int) -> list
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            "vit.api",
+            "vit.training.train_model",
             "vit.cli.main",
             "tests.training.recorded",
             "torch.utils.tensorboard",
