@@ -39,7 +39,7 @@ from vit.training.train_model import train as train
 if TYPE_CHECKING:
     from vit.bundle import Bundle as Bundle
     from vit.bundle import load_bundle as load_bundle
-    from vit.deploy.export.run import export_model as export_model
+    from vit.deploy.export.export_model import export_model as export_model
     from vit.explanation.capture.forward import capture_attention as capture_attention
     from vit.explanation.methods.rollout import attention_rollout as attention_rollout
     from vit.explanation.render.overlay import save_overlay as save_overlay

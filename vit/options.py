@@ -7,7 +7,6 @@ what they call takes it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
 from vit.runtime.arguments import shorten
@@ -27,21 +26,6 @@ class Option(NamedTuple):
     max: float | None = None
     # set by --option NAME=VALUE, as all fields of a record within a record
     is_rare: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """The images that a model is measured on.
-
-    Args:
-        data: a data set, folder or shards; default: what the model was trained on
-        root: where that data set is
-        split: train, validation, test or all; default: test, or all if it has none
-    """
-
-    data: str | Path | None = None
-    root: str | Path | None = None
-    split: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,23 +88,6 @@ class ExplainOptions:
     max_side: Annotated[int, Option(is_rare=True)] = 512
     precision: Annotated[str, Option(is_rare=True)] = "float32"
     random_weights: Annotated[bool, Option(is_rare=True)] = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions(DataOptions):
-    """In which form `vit export` writes a model.
-
-    Args:
-        to: the form to write
-        precision: of onnx's weights; int8 is evaluated
-        attention: of onnx: rollout maps as a second output
-        overwrite: replace an earlier result
-    """
-
-    to: Literal["onnx", "timm", "huggingface"] = "onnx"
-    precision: Literal["float32", "int8"] = "float32"
-    attention: bool = False
-    overwrite: bool = False
 
 
 def pick(record: type[Record], arguments: Mapping[str, Any]) -> Record:

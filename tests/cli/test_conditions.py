@@ -233,7 +233,7 @@ def test_a_signal_leaves_no_temporary_file(
         path.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("vit.deploy.export.formats.save_file", save)
+    monkeypatch.setattr("vit.deploy.export.python_formats.save_file", save)
     outcome = cli.run("export", tiny_model_file, "--to", "timm", "--output", tmp_path / "out")
     assert outcome.code == 128 + signal.SIGTERM
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".vit-output"]

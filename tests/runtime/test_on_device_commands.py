@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.conftest import TINY_RUN, Launcher, SaveModel
 from tests.runtime.conftest import Counter
 from vit.bundle import load_bundle
-from vit.deploy.export.run import export_model
+from vit.deploy.export.export_model import export_model
 from vit.evaluation import cost
 
 CLOCKS = {

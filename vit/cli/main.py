@@ -18,7 +18,6 @@ import vit
 from vit.cli.build import add_command
 from vit.cli.explain import explain
 from vit.cli.parameters import build_command
-from vit.deploy.export.command import export
 from vit.runtime.arguments import (
     first_line,
     hide_tokens,
@@ -52,7 +51,7 @@ COMMANDS = (
     "vit.cli.predict",
     "vit.analysis.compare.command",
     "vit.analysis.faithfulness.command",
-    export,
+    "vit.deploy.export.command",
     "vit.deploy.serve.command",
 )
 for command in COMMANDS:

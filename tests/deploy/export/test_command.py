@@ -21,7 +21,7 @@ from tests.deploy.export.odd_images import write_odd_images
 from vit.bundle import load_bundle, update_metadata
 from vit.data.images import read_image
 from vit.data.preprocess import Preprocess
-from vit.deploy.export.formats import TEMPLATES
+from vit.deploy.export.onnx_file import TEMPLATES
 
 NAMES = ("ant", "bee", "cow")
 FOR_TIMM: list[dict[str, Any]] = [

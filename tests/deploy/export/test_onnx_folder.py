@@ -23,7 +23,7 @@ import vit
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle, save_bundle, update_metadata
 from vit.data.preprocess import Preprocess
-from vit.deploy.export.formats import TEMPLATES
+from vit.deploy.export.onnx_file import TEMPLATES
 from vit.explanation.methods.rollout import LogitsAndRollout
 
 NAMES = tuple(f"class {index}, 'ä'" for index in range(10))

@@ -1,7 +1,6 @@
-"""The prediction set and the p-value of `vit.prediction.conformal`, of operations that every runtime
-has."""
+"""The prediction set and the p-value of `vit.prediction.conformal`, made of operations that every
+runtime has."""
 
-from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -12,30 +11,30 @@ from vit.bundle import Bundle
 from vit.model.model_file import NUM_NEIGHBOURS
 from vit.model.vision_transformer import VisionTransformer
 
-# of the sets
+# of the prediction sets
 COVERAGE = 0.95
 
 
 class LogitsAndFeatures(nn.Module):
-    """Logits, and the pooled features that the head reads."""
+    """A model that gives its logits and the pooled features that its head reads."""
 
     def __init__(self, model: VisionTransformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Float[Tensor, "B 3 H W"]) -> tuple[Tensor, Tensor]:
-        """Logits [B, C] and features [B, D]."""
+        """Compute logits [B, C] and features [B, D]."""
         tokens = self.model.forward_features(images)
         return self.model.forward_head(tokens), self.model.pool(tokens, self.model.global_pool)
 
 
 class Answers(nn.Module):
-    """From logits and features to what is said beside the probabilities.
+    """From logits and features to prediction sets and p-values.
 
     Args:
-        threshold: the least probability, without a temperature, that puts a class into the set.
-        training_features: [m, D], of length one.
-        distances: [n], ascending, of images that were not trained on.
+        threshold: Smallest probability, without a temperature, of a class in the set.
+        training_features: Features [m, D] of training images, of length one.
+        distances: Distances [n] of images that were not trained on, ascending.
     """
 
     training_features: Tensor
@@ -49,7 +48,7 @@ class Answers(nn.Module):
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Self | None:
-        """Those of a model file; None where it doesn't hold both."""
+        """Build it from a model file; None where the file lacks thresholds or features."""
         thresholds = bundle.metadata.get("conformal", {}).get("thresholds", {})
         threshold = thresholds.get(str(COVERAGE))
         if threshold is None or bundle.likeness is None:
@@ -57,19 +56,15 @@ class Answers(nn.Module):
         training_features = torch.from_numpy(bundle.likeness.training_features).float()
         return cls(
             threshold,
-            # float16 has rounded them
+            # their lengths were rounded in float16
             nn.functional.normalize(training_features),
             torch.from_numpy(bundle.likeness.distances),
         )
 
-    @property
-    def output_names(self) -> Sequence[str]:
-        return "prediction_set", "p_value"
-
     def forward(
         self, logits: Float[Tensor, "B C"], features: Float[Tensor, "B D"]
     ) -> tuple[Tensor, Tensor]:
-        """Whether each class is in the set, bool [B, C], and p-values [B]."""
+        """Compute which classes are in the set, bool [B, C], and p-values [B]."""
         sets = logits.softmax(dim=-1) >= self.threshold
         units = features / features.norm(dim=1, keepdim=True).clamp(min=1e-12)
         cosines = units @ self.training_features.T  # [B, m]

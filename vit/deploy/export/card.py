@@ -1,4 +1,4 @@
-"""README.md of an export: a model card of what the model file and an evaluation beside it say."""
+"""README.md of an export: a model card made from the model file and an evaluation next to it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ from vit.runtime.files import write_text
 
 _LIBRARIES = {"onnx": "onnx", "timm": "timm", "huggingface": "transformers"}
 _METRICS = ("top1", "top5", "macro_f1", "ece")
-_MAX_CLASSES = 100  # that are listed
+# classes that are listed
+_MAX_CLASSES = 100
 
 
 def write_card(
@@ -25,17 +26,17 @@ def write_card(
     evaluation: Mapping[str, Any] | None,
     warnings: Sequence[str],
 ) -> None:
-    """README.md in Markdown with the Hub's YAML header.
+    """Write README.md in Markdown with the YAML header of the Hub.
 
     Args:
-        directory: Of the export, with its other files, such as map.png.
+        directory: Folder of the export with its other files, such as map.png.
         bundle: The model.
-        to: The form of the export.
-        map_verdict: Of the sanity check of map.png; None where there is no map.
-        evaluation: The content of an evaluation.json of this model.
-        warnings: What that evaluation warns of.
+        to: Form of the export.
+        map_verdict: Result of the sanity check of map.png; None without a map.
+        evaluation: Content of an evaluation.json of this model.
+        warnings: Warnings of that evaluation.
     """
-    # text that came with a model or its data is quoted: it may hold markup
+    # text that came with a model or its data may hold markup: it is quoted
     class_names = [_quote(name) for name in bundle.class_names]
     metrics = []
     if evaluation is not None:
@@ -70,11 +71,11 @@ def write_card(
 
 
 def _plain(text: object) -> str:
-    """As text in Markdown, on one line, in which nothing is a tag, a link or a heading."""
+    """Return one line of Markdown in which nothing is a tag, a link or a heading."""
     one_line = " ".join(str(text).split())
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", one_line)
 
 
 def _quote(text: object) -> str:
-    """As code in Markdown, on one line."""
+    """Return one line of code in Markdown."""
     return "`" + " ".join(str(text).replace("`", "'").split()) + "`"

@@ -1,25 +1,24 @@
-"""`vit export`: a model for other programs."""
+"""The command `vit export`."""
 
+from functools import partial
 from pathlib import Path
 
 import typer
 
-from vit.options import ExportOptions
+from vit.runtime.command import Command
 
 
-def export(model: str, *, output: Path, options: ExportOptions) -> None:
-    """Write a model for other programs, with its preprocessing and class names, and a model card.
+def export(write: "partial[Path]") -> None:
+    """Write a model for other programs, with a model card.
 
     onnx: model.onnx takes RGB pixels of any size to probabilities; python predict.py PHOTO prints
     them, without vit and torch. timm: a folder that timm.create_model("local-dir:DIR",
     pretrained=True) opens. huggingface: one for transformers, with trust_remote_code=True.
-
-    Args:
-        model: model.safetensors, a training directory, timm:NAME or imagenette
-        output: directory for the results
+    Preprocessing and class names are part of each.
     """
-    # torch, which `vit --help` does without
-    from vit.deploy.export.run import export_model
+    path = write()
+    folder = path if path.is_dir() else path.parent
+    typer.echo(f"{path} is written; {folder / 'README.md'} says how to open it")
 
-    path = export_model(model, output=output, **vars(options))
-    typer.echo(f"{path} is written; {output / 'README.md'} says how to open it")
+
+COMMAND = Command(run=export, function="export_model")

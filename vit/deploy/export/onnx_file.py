@@ -1,9 +1,9 @@
-"""The ONNX file: traced, quantised, described in its own metadata, and measured with
-onnxruntime."""
+"""A model as an ONNX file: traced, quantised, described in its metadata, measured in onnxruntime."""
 
 import importlib.util
 import json
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,22 +18,24 @@ from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.deploy.export.answers import COVERAGE, Answers, LogitsAndFeatures
 from vit.deploy.export.photo_model import PhotoModel
+from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.files import write_atomically
+from vit.runtime.files import write_atomically, write_text
 from vit.runtime.version import __version__
 
-WeightPrecision = Literal["float32", "int8"]
-_BATCH_SIZE = 64  # when the accuracy is measured
+TEMPLATES = Path(__file__).parent / "templates"
+# to measure the accuracy
+_BATCH_SIZE = 64
 
 
 def check_packages() -> None:
-    """Raise ValueError where the packages of ONNX are missing."""
+    """Raise ValueError if a package of ONNX is missing."""
     packages = ("onnx", "onnxscript", "onnxruntime")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"exporting to onnx takes {' and '.join(missing)}, not installed here; "
-            "try pip install 'vit-pipeline[export]'"
+            f"vit export --to onnx needs {' and '.join(missing)}: "
+            "pip install 'vit-pipeline[export]'"
         )
 
 
@@ -41,49 +43,39 @@ def export_onnx(
     bundle: Bundle,
     directory: Path,
     *,
-    precision: WeightPrecision,
-    with_maps: nn.Module | None,
+    precision: Literal["float32", "int8"],
+    attention: bool,
     images: ImageDataset | None,
-) -> Mapping[str, Any]:
-    """Write model.onnx: from "images" in RGB, uint8 [batch, height, width, 3] of any size, to
-    "probabilities" [batch, classes]. In float32, of a model whose file holds thresholds, also to
-    "prediction_set", bool [batch, classes], and "p_value" [batch]: those of other weights would
-    need other thresholds.
+) -> Path:
+    """Write model.onnx, its facts as model.json, and predict.py.
+
+    The model takes "images" in RGB, uint8 [batch, height, width, 3] of any size, and gives
+    "probabilities" [batch, classes]. In float32, if the model file holds thresholds, it also gives
+    "prediction_set", bool [batch, classes], and "p_value" [batch]: quantised weights would need
+    other thresholds.
 
     Args:
         bundle: The model.
-        directory: Where the file goes.
-        precision: Of the weights; "int8" is onnxruntime's dynamic quantisation of the linear
-            layers.
-        with_maps: The model with attention maps between its logits and features, the second output
-            "attention" [batch, rows, columns]; None: without.
-        images: On which the accuracy of int8 is measured beside that of float32; None: it isn't.
+        directory: Folder of the files.
+        precision: "float32", or "int8" for onnxruntime's dynamic quantisation of linear layers.
+        attention: Add the second output "attention" [batch, rows, columns], the attention rollout.
+        images: Images on which the accuracy of int8 is measured and compared with float32.
 
     Returns:
-        The facts in its metadata: all that a program needs beside the graph.
+        The path of model.onnx.
     """
     path = directory / "model.onnx"
     accuracy = None
     answers = None
     if precision == "float32":
         answers = Answers.from_bundle(bundle)
-        _write_onnx(path, bundle, with_maps, answers)
+        _write_onnx(path, bundle, answers, attention=attention)
     else:
-        # a smaller file may be less accurate: both are measured, by the runtime that will run them
         float_path = directory / ".float32.onnx"
-        _write_onnx(float_path, bundle, with_maps, None)
+        _write_onnx(float_path, bundle, None, attention=attention)
         _quantise(float_path, path)
         if images is not None:
-            accuracy = {
-                "top1": {
-                    "float32": _measure_top1(float_path, images),
-                    "int8": _measure_top1(path, images),
-                },
-                "data": images.name,
-                "split": images.split,
-                "num_images": len(images),
-                "fingerprint": images.fingerprint,
-            }
+            accuracy = _compare_accuracy(float_path, path, images)
         float_path.unlink()
 
     facts = {
@@ -94,42 +86,43 @@ def export_onnx(
         "run_id": bundle.metadata.get("run_id"),
         "vit_version": __version__,
         "precision": precision,
-        "attention": with_maps is not None,
+        "attention": attention,
         "accuracy": accuracy,
         "coverage": None if answers is None else COVERAGE,
     }
     _write_metadata(path, facts)
-    return facts
+    write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
+    shutil.copyfile(TEMPLATES / "predict.py", directory / "predict.py")
+    return path
 
 
-def _write_onnx(
-    path: Path, bundle: Bundle, with_maps: nn.Module | None, answers: Answers | None
-) -> None:
-    """The file in float32, without metadata."""
+def _write_onnx(path: Path, bundle: Bundle, answers: Answers | None, *, attention: bool) -> None:
+    """Write the file in float32, without metadata."""
     outputs = ["probabilities"]
     model = bundle.model
-    if with_maps is not None:
+    assert isinstance(model, VisionTransformer)
+    traced: nn.Module = model
+    if attention:
         outputs.append("attention")
-        model = with_maps
+        traced = LogitsAndRollout(model)
     elif answers is not None:
-        assert isinstance(model, VisionTransformer)
-        model = LogitsAndFeatures(model)
+        traced = LogitsAndFeatures(model)
     if answers is not None:
-        outputs += answers.output_names
-    model = PhotoModel(model, bundle.preprocess, temperature=bundle.temperature, answers=answers)
-    # sizes that differ from each other and from the model's, or the tracer takes them for the same
+        outputs += ["prediction_set", "p_value"]
+    traced = PhotoModel(traced, bundle.preprocess, temperature=bundle.temperature, answers=answers)
+    # these sizes differ from each other and from the model's: the tracer would identify equal ones
     height, width = bundle.preprocess.image_size
     example = torch.zeros(2, height + 3, width + 8, 3, dtype=torch.uint8)
 
     with _silence(), torch.no_grad():
         exported = torch.onnx.export(
-            model.eval(),
+            traced.eval(),
             (example,),
             dynamo=True,
             verbose=False,
             input_names=["images"],
             output_names=outputs,
-            # sizes along these axes stay free, under their names
+            # sizes along these axes stay free and get names
             dynamic_shapes=({0: "batch", 1: "height", 2: "width"},),
         )
         assert exported is not None
@@ -137,12 +130,13 @@ def _write_onnx(
 
 
 def _quantise(source: Path, path: Path) -> None:
-    """`source` with 8-bit linear layers."""
+    """Write a copy of `source` with 8-bit linear layers."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(source)
-    del model.graph.value_info[:]  # shapes of weights that the quantiser transposes
+    # these hold shapes of weights, which the quantiser transposes
+    del model.graph.value_info[:]
 
     def write(temporary: Path) -> None:
         quantize_dynamic(
@@ -159,7 +153,7 @@ def _quantise(source: Path, path: Path) -> None:
 
 
 def _write_metadata(path: Path, facts: Mapping[str, Any]) -> None:
-    """Keep `facts` in the file, as text or JSON."""
+    """Write `facts` into the file, as text or JSON."""
     import onnx
 
     model = onnx.load(path)
@@ -170,9 +164,22 @@ def _write_metadata(path: Path, facts: Mapping[str, Any]) -> None:
     write_atomically(path, lambda temporary: onnx.save(model, temporary))
 
 
+def _compare_accuracy(float_path: Path, path: Path, images: ImageDataset) -> dict[str, Any]:
+    """Measure both files, in the runtime that will run them: a smaller one may be less accurate."""
+    return {
+        "top1": {
+            "float32": _measure_top1(float_path, images),
+            "int8": _measure_top1(path, images),
+        },
+        "data": images.name,
+        "split": images.split,
+        "num_images": len(images),
+        "fingerprint": images.fingerprint,
+    }
+
+
 def _measure_top1(path: Path, images: ImageDataset) -> float:
-    """The fraction of `images`, decoded to the preprocessing's `resize_size`, whose label the
-    file's model finds."""
+    """Measure the share of `images`, decoded to `resize_size`, that a file predicts correctly."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path)
@@ -188,7 +195,7 @@ def _measure_top1(path: Path, images: ImageDataset) -> float:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Neither the exporter's and the quantiser's log messages nor their warnings."""
+    """Suppress the log messages and warnings of the exporter and the quantiser."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

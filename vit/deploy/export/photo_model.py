@@ -1,10 +1,10 @@
-"""A model with its preprocessing in one module, of operations that every runtime has: pixels of any
-size come in.
+"""A model with its preprocessing in one module, made of operations that every runtime has. It takes
+pixels of any size.
 
-The resize is that of Pillow, which `Preprocess` uses, to the last bit: a pass over the columns and
-one over the rows, with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass is
-a matrix product; the matrix is computed from the size of the images, for those columns or rows
-alone that the crop keeps.
+The resize equals Pillow's, which `Preprocess` uses, to the last bit: a pass over the columns and one
+over the rows, with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass is a
+matrix product. Its matrix is computed from the size of the images, only for the columns or rows that
+the crop keeps.
 """
 
 import PIL
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from vit.data.preprocess import Interpolation, Preprocess
 
-_UNIT = 2.0**22  # of Pillow's integer weights
-_RADIUS = {"bicubic": 2.0, "bilinear": 1.0}  # of the filters, in pixels of the result
-# where that is faster; before version 13, columns always were
+# a weight of one in Pillow's integers
+_UNIT = 2.0**22
+# of the filters, in pixels of the result
+_RADIUS = {"bicubic": 2.0, "bilinear": 1.0}
+# Pillow resizes rows first where that is faster; before version 13 it always began with columns
 _ROWS_MAY_BE_FIRST = int(PIL.__version__.partition(".")[0]) >= 13
 
 
@@ -24,11 +26,11 @@ class PhotoModel(nn.Module):
     """From pixels to probabilities.
 
     Args:
-        model: Takes normalised images [B, 3, H, W] to logits, or to a tuple that begins with them
+        model: From normalised images [B, 3, H, W] to logits, or to a tuple that begins with logits
             and ends with features.
-        preprocess: What it was trained with.
-        temperature: What the logits are divided by before the softmax.
-        answers: What is computed of logits and features; None: nothing.
+        preprocess: The preprocessing of the model.
+        temperature: Divisor of the logits before the softmax.
+        answers: From logits and features to further outputs; None for no more.
     """
 
     scale: Tensor
@@ -52,8 +54,8 @@ class PhotoModel(nn.Module):
         self.register_buffer("shift", shift.view(3, 1, 1))
 
     def forward(self, images: UInt8[Tensor, "B height width 3"]) -> tuple[Tensor, ...]:
-        """Probabilities [B, C] of images in RGB, what `model` gives between its logits and features,
-        and the answers."""
+        """Compute the probabilities [B, C] of RGB images, the outputs of `model` between its logits
+        and features, and the answers."""
         pixels = images.permute(0, 3, 1, 2).float()  # [B, 3, height, width]
         normalised = torch.addcmul(self.shift, self._resize(pixels), self.scale)
         outputs = self.model(normalised)
@@ -69,9 +71,9 @@ class PhotoModel(nn.Module):
         return (logits / self.temperature).softmax(dim=-1)
 
     def _resize(self, pixels: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B 3 H W"]:
-        """`Preprocess.to_uint8` of each image: the box that covers the aspect is resized to
-        `resize_size`, of which the middle is `image_size`."""
-        # the image's size as tensors: the tracer makes numbers constants
+        """Compute `Preprocess.to_uint8` of each image: the largest central box with the right aspect
+        is resized to `resize_size`, and `image_size` is cropped from its middle."""
+        # sizes are tensors, because the tracer turns numbers into constants
         positions = [
             torch.arange(side, dtype=torch.float64, device=pixels.device)
             for side in pixels.shape[2:]
@@ -87,7 +89,7 @@ class PhotoModel(nn.Module):
                 positions, self.preprocess.resize_size, self.preprocess.image_size, strict=True
             )
         )
-        # Pillow rounds after each pass, so that their order matters
+        # the order matters, because Pillow rounds after each pass
         if not _ROWS_MAY_BE_FIRST:
             return _columns_first(pixels, rows, columns)
         rows_first = height - target_height > 2 * (width - target_width).clamp(min=0)
@@ -105,13 +107,13 @@ def compute_resize_weights(
     *,
     interpolation: Interpolation,
 ) -> Float64[Tensor, "{count} side"]:
-    """Pillow's weights, integers, of the middle `count` of `target` pixels that cover the middle of
-    a side.
+    """Compute Pillow's integer weights for the middle `count` pixels of a resized side.
 
     Args:
-        positions: 0, 1, … of the side's pixels.
-        pixel: How many of them one of the result covers.
-        target, count: Pixels of the result, and how many of them are computed.
+        positions: 0, 1, … for the pixels of the side.
+        pixel: Pixels of the side that one pixel of the result covers.
+        target: Pixels of the result.
+        count: Pixels of the result that are computed.
         interpolation: The filter.
     """
     size = positions[-1] + 1
@@ -150,8 +152,8 @@ def _rows_first(pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def _weigh(
     pixels: Float[Tensor, "B 3 others side"], weights: Float64[Tensor, "count side"]
 ) -> Float[Tensor, "B 3 others count"]:
-    """Pixels times integer weights, rounded to 0…255."""
-    # two products in float32, of the weights' high and low bits, which it holds exactly, and half
+    """Multiply pixels by integer weights and round to 0…255."""
+    # float32 holds the high and the low bits of the weights exactly: two products in it need half
     # the memory of one in float64
     high = (weights / 2**11).round()
     low = weights - high * 2**11

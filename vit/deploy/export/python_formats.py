@@ -1,0 +1,158 @@
+"""A model for timm and for transformers of Hugging Face."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from vit.bundle import Bundle
+from vit.model import stem
+from vit.model.model_file import MODEL_FILE
+from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.files import write_atomically, write_text
+
+TEMPLATES = Path(__file__).parent / "templates"
+# the architecture in timm_vit.py, used where timm has none
+_OURS = "vit_with_stem"
+_VARIANT = ("stem", "mlp", "distilled")
+# their values → an architecture of timm that has them: its JSON can't name an MLP class
+_TIMM_ARCHITECTURES = {
+    ("patch", "gelu", False): "vit_base_patch16_224",
+    ("patch", "swiglu", False): "vit_giant_patch14_dinov2",
+    ("patch", "gelu", True): "deit_base_distilled_patch16_224",
+}
+# our arguments that the architecture already says, or that timm lacks or gives another value
+_NOT_ARGUMENTS = {
+    *_VARIANT,
+    "mlp_ratio",
+    "pos_embed",
+    "drop_path_rate",
+    "attention_backend",
+}
+
+
+def export_timm(bundle: Bundle, directory: Path) -> Path:
+    """Write the folder that `timm.create_model("local-dir:FOLDER", pretrained=True)` opens, after
+    `import timm_vit` where that file is in it. Fixed sine-cosine positions become learned ones of
+    the same values."""
+    config = _describe_for_timm(bundle)
+    if config["architecture"] == _OURS:
+        _write_code(directory)
+    _write_weights(bundle, directory / MODEL_FILE, prefix="")
+    _write_json(directory / "config.json", config)
+    return directory
+
+
+def export_huggingface(bundle: Bundle, directory: Path) -> Path:
+    """Write the folder that transformers opens with `trust_remote_code=True`."""
+    _write_code(directory)
+    shutil.copyfile(TEMPLATES / "modeling_vit.py", directory / "modeling_vit.py")
+    _write_weights(bundle, directory / MODEL_FILE, prefix="vit.")
+    _write_transformers_configs(bundle, directory)
+    return directory
+
+
+def _write_code(directory: Path) -> None:
+    """Write timm_vit.py with the stem's code in it, for what timm doesn't have."""
+    code = (TEMPLATES / "timm_vit.py").read_text(encoding="utf-8")
+    stem_code = Path(stem.__file__).read_text(encoding="utf-8")
+    code = code.replace("from vit.model.stem import build_stem\n", stem_code)
+    write_text(directory / "timm_vit.py", code)
+
+
+def _describe_for_timm(bundle: Bundle) -> dict[str, Any]:
+    """Return the content of timm's config.json: the architecture, its arguments, the preprocessing."""
+    model = bundle.model
+    assert isinstance(model, VisionTransformer)
+    architecture = model.architecture
+    variant = {name: architecture[name] for name in _VARIANT}
+    timm_architecture = _TIMM_ARCHITECTURES.get(tuple(variant.values()), _OURS)
+
+    arguments = {name: value for name, value in architecture.items() if name not in _NOT_ARGUMENTS}
+    # timm truncates the product of width and ratio, ours rounds it
+    hidden_dim = round(model.embed_dim * architecture["mlp_ratio"])
+    arguments["mlp_ratio"] = (hidden_dim + 0.5) / model.embed_dim
+    if timm_architecture == _OURS:
+        arguments |= variant
+
+    # `timm.create_model` and `timm.data.resolve_model_data_config` read this
+    preprocess = bundle.preprocess
+    return {
+        "architecture": timm_architecture,
+        "num_classes": model.num_classes,
+        "num_features": model.embed_dim,
+        "global_pool": model.global_pool,
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "input_size": [model.patch_embed.in_chans, *model.patch_embed.img_size],
+            "fixed_input_size": True,
+            "mean": preprocess.mean,
+            "std": preprocess.std,
+            "crop_pct": preprocess.crop_pct,
+            "crop_mode": "center",
+            "interpolation": preprocess.interpolation,
+            "num_classes": model.num_classes,
+            "label_names": bundle.class_names,
+            "pool_size": None,
+            "first_conv": "patch_embed.proj",
+            "classifier": ["head", "head_dist"] if architecture["distilled"] else "head",
+        },
+    }
+
+
+def _write_transformers_configs(bundle: Bundle, directory: Path) -> None:
+    """Write config.json and preprocessor_config.json of modeling_vit.py."""
+    model = bundle.model
+    assert isinstance(model, VisionTransformer)
+    variant = {name: model.architecture[name] for name in _VARIANT}
+    config = {
+        "model_type": _OURS,
+        "architectures": ["ViTForImageClassification"],
+        "arguments": variant | _describe_for_timm(bundle)["model_args"],
+        "logit_temperature": bundle.temperature,
+        "dtype": "float32",
+        "problem_type": "single_label_classification",
+        "id2label": dict(enumerate(bundle.class_names)),
+        "label2id": {name: index for index, name in enumerate(bundle.class_names)},
+        "auto_map": {
+            "AutoConfig": "modeling_vit.ViTConfig",
+            "AutoModelForImageClassification": "modeling_vit.ViTForImageClassification",
+        },
+        "custom_pipelines": {
+            "image-classification": {
+                "impl": "modeling_vit.ViTPipeline",
+                "pt": ["AutoModelForImageClassification"],
+                "type": "image",
+            }
+        },
+    }
+    _write_json(directory / "config.json", config)
+
+    preprocess = bundle.preprocess
+    processor = {
+        "image_processor_type": "ViTProcessor",
+        "auto_map": {"AutoImageProcessor": "modeling_vit.ViTProcessor"},
+        "image_size": preprocess.image_size,
+        "resize_size": preprocess.resize_size,
+        "resample": {"bilinear": 2, "bicubic": 3}[preprocess.interpolation],  # Pillow's numbers
+        "image_mean": preprocess.mean,
+        "image_std": preprocess.std,
+    }
+    _write_json(directory / "preprocessor_config.json", processor)
+
+
+def _write_weights(bundle: Bundle, path: Path, *, prefix: str) -> None:
+    # our state has no fixed positions; timm has learned ones of the same values
+    weights = bundle.model.state_dict() | {"pos_embed": bundle.model.pos_embed}
+    tensors = {
+        prefix + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()
+    }
+    # transformers requires the format
+    write_atomically(path, lambda temporary: save_file(tensors, temporary, {"format": "pt"}))
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(values, indent=2) + "\n")
