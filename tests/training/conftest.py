@@ -11,8 +11,9 @@ from torch import Tensor
 
 from vit.config import load_config
 from vit.runtime.processes import Process
-from vit.training.observers import MetricsFile, TensorBoard
+from vit.training.observers import MetricsFile
 from vit.training.run import Run, build_run
+from vit.training.tensorboard import TensorBoard
 
 TINY = [
     "data.image_size=8",

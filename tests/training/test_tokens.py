@@ -19,8 +19,9 @@ from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.processes import Process
 from vit.training import tokens as tokens_module
-from vit.training.observers import MetricsFile, TensorBoard
+from vit.training.observers import MetricsFile
 from vit.training.run import Run, build_run
+from vit.training.tensorboard import TensorBoard
 
 MakeRun = Callable[..., Run]
 FROZEN = [

@@ -82,12 +82,12 @@ _MIN_PROBED_IMAGES = 200
 
 @dataclass(frozen=True)
 class _Task:
-    """What a configuration is chosen for.
+    """The images, the device and the minutes that a configuration is chosen for.
 
     Attributes:
         num_images: Images to train on.
         side: Median of the images' shorter sides, pixels.
-        is_grey: Whether images of at most `_MAX_SMALL_SIDE` pixels have no colours.
+        is_grey: True for images of at most `_MAX_SMALL_SIDE` pixels without colours.
         pretrained_size: Image size of the weights to start from, pixels; None without any.
         overrides: `key.path=value` of the user.
     """
@@ -103,17 +103,17 @@ class _Task:
 
     @cached_property
     def user(self) -> Sections:
-        """What the user sets."""
+        """The keys that the user sets."""
         return _read_overrides(self.overrides)
 
     @property
     def is_small(self) -> bool:
-        """Whether the images are trained from scratch at their own size."""
+        """True if the images are trained from scratch at their own size."""
         return self.pretrained_size is None and self.side <= _MAX_SMALL_SIDE
 
     @property
     def is_photo(self) -> bool:
-        """Whether the images are trained from scratch and scaled down."""
+        """True if the images are trained from scratch and scaled down."""
         return self.pretrained_size is None and self.side > _MAX_SMALL_SIDE
 
     def load(self, sections: Sections) -> Config:
@@ -122,7 +122,7 @@ class _Task:
 
     @property
     def has_length(self) -> bool:
-        """Whether the user says how long to train."""
+        """True if the user says how long to train."""
         return bool(self.user["train"].keys() & {"epochs", "max_steps"})
 
 
@@ -135,7 +135,7 @@ class _Row(NamedTuple):
         max_side: Pixels that larger images are scaled down to; 0 for the images' own size.
         min_epochs: Epochs that the minutes must hold.
         changes: Key → value, of what the recipe has otherwise.
-        hint: What the user may try.
+        hint: Advice for the user.
     """
 
     recipe: str
@@ -205,8 +205,8 @@ class Choice(NamedTuple):
     """A configuration that was chosen for images.
 
     Attributes:
-        reasons: What was chosen, with its reason, by name.
-        parts: What was opened and built for the choice, for the run.
+        reasons: Values that were chosen, with their reasons, by name.
+        parts: Parts of the run that were opened and built for the choice.
     """
 
     config: Config
@@ -416,7 +416,7 @@ def _set_length(sections: Sections, task: _Task, epochs: float) -> None:
 
     Args:
         sections: Sections of the configuration, which are changed.
-        task: What the configuration is for.
+        task: The images, the device and the minutes.
         epochs: Epochs that the minutes hold.
     """
     train = sections["train"]
@@ -448,7 +448,7 @@ def _choose_fine_tuning(
     Args:
         row: The row that was taken.
         sections: Sections of the configuration, which are changed.
-        task: What the configuration is for.
+        task: The images, the device and the minutes.
         parts: The images, and the model as it was loaded.
         started_at: When the minutes began, by `time.perf_counter`.
     """
@@ -517,7 +517,7 @@ def _plan_epochs(
 
     Args:
         sections: Sections of the configuration, which are changed.
-        task: What the configuration is for.
+        task: The images, the device and the minutes.
         parts: Parts of the run, with the probe.
         forward_rate: Images that pass through the whole model in a second.
         deadline: When the training must end, by `time.perf_counter`.
@@ -616,7 +616,7 @@ def _explain_choices(config: Config, task: _Task, row: _Row, length: str) -> dic
 
     Args:
         config: The configuration that was chosen.
-        task: What the configuration is for.
+        task: The images, the device and the minutes.
         row: The row that was taken.
         length: Reason of the length.
     """

@@ -53,7 +53,7 @@ def train(
 
     if start.keywords["dry_run"]:
         typer.echo(f"one batch as the model gets it: {output / 'dry_run.png'}", err=True)
-    # Of the processes that torchrun starts, only the first one writes to the user.
+    # Only the first of the processes that torchrun starts writes to the user.
     elif os.environ.get("RANK", "0") == "0":
         message = f"{result.steps} steps in {result.seconds:.0f} s; model: {result.model_path}"
         if result.best_top1 is not None:

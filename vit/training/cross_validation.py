@@ -35,7 +35,7 @@ class FoldPrediction:
     """The out-of-fold prediction of one image.
 
     Attributes:
-        probability: Of the predicted class, 0 to 1.
+        probability: Probability of the predicted class, 0 to 1.
     """
 
     path: str
@@ -143,7 +143,7 @@ def cross_validate(
         # The folds of the other images serve to choose by.
         _, inner_folds = np.unique(folds[~is_out], return_inverse=True)
         if not inner_folds.any():
-            # Of two folds only one is left.
+            # Only one of two folds is left.
             inner_folds = assign_folds(labels[~is_out])
         probe = fit_probe(
             {readout: values[~is_out] for readout, values in features.items()},

@@ -6,8 +6,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vit.runtime.processes import Process
 
-_MIN_BUCKETS = 8  # of gradients; each is exchanged as soon as it is full
-_MAX_BUCKET_MB = 25.0  # torch's own
+# Buckets of gradients; each is exchanged as soon as it is full. The largest size is torch's own.
+_MIN_BUCKETS = 8
+_MAX_BUCKET_MB = 25.0
 
 
 def wrap_model(model: nn.Module, *, process: Process, device: torch.device) -> nn.Module:
@@ -15,16 +16,16 @@ def wrap_model(model: nn.Module, *, process: Process, device: torch.device) -> n
     them. The gradients of the last layers are exchanged during the backward pass of the first.
 
     Args:
-        model: the same in all processes.
-        process: this process's place in the run.
-        device: of this process.
+        model: The model, the same in all processes.
+        process: This process's place in the run.
+        device: Device of this process.
     """
     model.to(device)
     if process.world_size == 1:
         return model
 
     num_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-    # one bucket of torch's size would hold a small model whole, and its exchange would begin when
-    # the backward pass has ended
+    # One bucket of torch's size would hold a small model whole, and its exchange would begin only
+    # when the backward pass has ended.
     bucket_mb = min(max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0), _MAX_BUCKET_MB)
     return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)

@@ -10,18 +10,18 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 _START = 2.0**16
-# steps in a row whose gradients are finite, after which the factor is doubled
+# The factor is doubled after this number of steps in a row with finite gradients.
 _DOUBLING_STEPS = 2000
-# gradients that stay zero would double it until it is infinite, which halving doesn't mend
+# Gradients that stay zero would double it until it is infinite, and halving would not help.
 _LARGEST = 2.0**32
 
 
 class LossScale(nn.Module):
-    """The factor, a power of two so that it rounds nothing, and what decides on the next one. All
-    of it is on the device: nothing waits.
+    """The factor, a power of two so that it rounds nothing, and the count that decides on the next
+    one. Both are on the device, so that nothing waits for it.
 
     Args:
-        device: of the training step.
+        device: Device of the training step.
     """
 
     factor: Tensor
@@ -30,16 +30,16 @@ class LossScale(nn.Module):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("factor", torch.full((), _START, device=device))
-        # in a row, since the factor was changed
+        # finite steps in a row since the factor was changed
         finite_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.register_buffer("finite_steps", finite_steps)
 
     def forward(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
+        """Return the loss to differentiate."""
         return loss * self.factor
 
     def can_fall(self) -> Bool[Tensor, ""]:
-        """Whether gradients that are not finite may be so for want of a smaller factor."""
+        """Return whether a smaller factor may make gradients finite."""
         return self.factor > 1
 
     def update(self, finite: Bool[Tensor, ""]) -> None:

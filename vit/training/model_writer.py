@@ -14,11 +14,10 @@ from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import copy_to_host
 from vit.runtime.processes import Process
 from vit.training.data import TrainingData
-from vit.training.trainer import ModelWriter
 
 
 @dataclass(frozen=True, eq=False)
-class BundleWriter(ModelWriter):
+class BundleWriter:
     """Writes a bundle: a file that needs nothing else.
 
     Args:
@@ -38,6 +37,7 @@ class BundleWriter(ModelWriter):
     writer: BackgroundWriter
 
     def write(self, model: nn.Module) -> None:
+        """Write the model. All processes call it, with the best model so far."""
         state = model.state_dict()
         weights = copy_to_host(state)
         if not self.process.is_main:

@@ -1,4 +1,4 @@
-"""Where a loss or gradient stopped being finite."""
+"""Find where a loss or gradient stopped being finite."""
 
 from typing import Any
 
@@ -10,17 +10,18 @@ from torch import Tensor, nn
 def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor) -> str | None:
     """Run a model again on the batch that failed, and name the first place that is not finite.
 
-    Leaves no gradient behind. Call it under the same autocast as the training step.
+    It leaves no gradient behind. Call it under the same autocast as the training step.
 
     Args:
         images: [B, 3, H, W].
-        targets: classes [B] or class probabilities [B, C].
+        targets: Classes [B] or class probabilities [B, C].
 
     Returns:
         The first module whose output is not finite, or else the first parameter, from the head
         down, whose gradient of the cross-entropy is not; None where all are finite.
     """
-    modules: list[str] = []  # with a value that is not finite, in the order of the forward pass
+    # modules with a value that is not finite, in the order of the forward pass
+    modules: list[str] = []
     names = {module: name or "model" for name, module in model.named_modules()}
 
     def check(module: nn.Module, arguments: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the user sees of a run. The loop tells observers what happened and knows none of them."""
+"""Observers, which show a run to the user. The training loop calls them and knows none of them."""
 
 import math
 import sys
@@ -15,16 +15,18 @@ from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.metrics_file import METRICS_FILE, append_metrics
 from vit.runtime.progress import Advance, show_progress
 
-LOG_EVERY_STEPS = 20  # fixed, so that a resumed run's curves have the same points
-_LINE_SECONDS = 10  # between lines of epochs: a run of half a minute has a few, metrics.jsonl all
-_DISPLAY_SECONDS = 0.5  # between updates of the progress bar: reading a result waits for the device
+# Fixed, so that the curves of a resumed run have the same points.
+LOG_EVERY_STEPS = 20
+# Seconds between lines of epochs: a run of half a minute has a few; metrics.jsonl has all.
+_LINE_SECONDS = 10
+# Seconds between updates of the progress bar: reading a result waits for the device.
+_DISPLAY_SECONDS = 0.5
 
 
 class Observer:
-    """A callback of a run: told of its events, in the main process. Each method may be left as it
-    is. Where `on_step` or `on_epoch` returns True, the run saves its state and ends there, as
-    `vit.train` does at the end of the plan; `resume` continues it. One that raises an exception is
-    told nothing more, and training goes on without it.
+    """A callback of a run, called in the main process. Override the methods that you need. If `on_step`
+    or `on_epoch` returns True, the run saves its state and ends; `resume` continues it. An observer
+    that raises an exception is not called again, and training goes on without it.
 
     Example:
         >>> class Stop(vit.Observer):
@@ -32,34 +34,34 @@ class Observer:
         >>> vit.train("digits", output="runs/digits", callbacks=[Stop()])
     """
 
-    is_essential = False  # whether the run ends where this fails
+    is_essential = False  # True: the run ends if this observer fails
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
-        """The run begins, or goes on after `step` steps; `settings`: "section.key" → value of its
-        configuration."""
+        """The run begins, or goes on after `step` steps. `settings` has the values of its configuration
+        by "section.key"."""
 
     def on_step(self, metrics: dict[str, Any]) -> bool | None:
-        """A step was done: its epoch and step (counted from 1), learning_rate, images_per_second;
-        loss, top1 of the batch (0 to 1) and gradient_norm as tensors: float() of one waits for the
-        device."""
+        """A step has ended. `metrics` has epoch and step (counted from 1), learning_rate and
+        images_per_second; and as tensors loss, top1 of the batch (0 to 1) and gradient_norm. float()
+        of a tensor waits for the device."""
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> bool | None:
-        """An epoch has ended: its line of metrics.jsonl, and the model that was evaluated, in
-        evaluation mode; `val_loss` and `val_top1` are None after an epoch without an evaluation."""
+        """An epoch has ended. `metrics` is its line of metrics.jsonl; `val_loss` and `val_top1` are
+        None without an evaluation. `model` is the model to evaluate, in evaluation mode."""
 
     def on_message(self, text: str) -> None:
-        """A sentence for the user."""
+        """There is a sentence for the user."""
 
     def on_end(self) -> None:
         """The run has ended or was stopped, also by an error."""
 
 
 class MetricsFile(Observer):
-    """`metrics.jsonl`: one object an epoch.
+    """Writes `metrics.jsonl`, with one object for each epoch.
 
     Args:
-        directory: of the run.
-        writer: of the run's files; None writes at once.
+        directory: Directory of the run.
+        writer: Writes the run's files in the background; None writes at once.
     """
 
     is_essential = True
@@ -69,7 +71,7 @@ class MetricsFile(Observer):
         self._writer = writer
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
-        # other observers get the same dictionary
+        # A copy, because other observers get the same dictionary.
         append = partial(append_metrics, self.path, dict(metrics))
         if self._writer is None:
             append()
@@ -77,60 +79,16 @@ class MetricsFile(Observer):
             self._writer.submit(append)
 
 
-class TensorBoard(Observer):
-    """Curves and the configuration, beside `metrics.jsonl`; a resumed run's curves go on where its
-    checkpoint was taken.
-
-    Args:
-        run_directory: the files are in `tensorboard` below it.
-    """
-
-    def __init__(self, run_directory: Path) -> None:
-        self.directory = run_directory / "tensorboard"
-        self.writer: Any = None  # a SummaryWriter; torch's types lack half of it
-
-    def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
-        # takes a second to import
-        from torch.utils.tensorboard import SummaryWriter
-
-        # what a killed process logged after its last checkpoint is superseded
-        purge_step = step + 1 if step else None
-        # files are read in the order of their names, which begin with the second, and end with a
-        # process and a number that order nothing
-        while any(self.directory.glob(f"events.out.tfevents.{int(time.time())}.*")):
-            time.sleep(0.01)
-        self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
-        text = "\n".join(f"    {key}: {value}" for key, value in settings.items())
-        self.writer.add_text("configuration", text, step)
-        self.writer.flush()
-
-    def on_step(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"] % LOG_EVERY_STEPS:
-            return
-        for name in ("loss", "gradient_norm", "learning_rate"):
-            self.writer.add_scalar(f"step/{name}", float(metrics[name]), metrics["step"])
-
-    def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
-        for key, value in metrics.items():
-            if key not in ("epoch", "step") and value is not None:
-                self.writer.add_scalar(f"epoch/{key}", value, metrics["step"])
-        self.writer.flush()
-
-    def on_end(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-
 class ProgressBar(Observer):
-    """A bar with loss, accuracy, images/s and time left, in a terminal only, and lines of epochs, at
-    most one in 10 seconds, and of the last."""
+    """Shows a bar with loss, accuracy, images/s and time left, in a terminal only; and lines of
+    epochs: one in 10 seconds at most, and that of the last epoch."""
 
     def __init__(self) -> None:
         self._context = ExitStack()
-        self._advance: Advance  # since `on_start`
+        self._advance: Advance  # set by `on_start`
         self._displayed_at = 0.0
         self._printed_at = -math.inf
-        # of the last epoch, that is not printed yet
+        # line of the last epoch, if it is not printed yet
         self._line = ""
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
@@ -149,7 +107,7 @@ class ProgressBar(Observer):
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         line = f"epoch {metrics['epoch']}  loss {metrics['train_loss']:.3f}"
-        # validation is at the size of the data
+        # Validation is at the size of the data.
         if "train_image_height" in metrics:
             line += f" at {metrics['train_image_height']}×{metrics['train_image_width']} px"
         if metrics["val_loss"] is not None:

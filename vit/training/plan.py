@@ -1,4 +1,4 @@
-"""What a run is to do, and how far it has come."""
+"""The plan of a run, and its progress."""
 
 import dataclasses
 import math
@@ -11,7 +11,8 @@ from torch import Tensor
 
 SelectBy = Literal["top1", "macro_f1", "loss"]
 
-# of a step's time, that falls with the patches that are dropped: cifar10/cpu on a Zen 4; Xeon: 0.6
+# Fraction of a step's time that is proportional to the patches that are kept, measured with
+# cifar10/cpu on a Zen 4; on a Xeon 0.6.
 _PATCH_FRACTION = 0.7
 
 
@@ -20,23 +21,24 @@ class TrainingPlan:
     """How long a run is, and what happens when.
 
     Args:
-        epochs: the last one may be cut short by `total_steps`.
-        steps_per_epoch: batches of an epoch.
-        total_steps: after which the run ends.
-        seed: of all random numbers.
-        batch_size: images of a step, over all processes.
-        evaluate_every_epochs: and after the last step.
-        checkpoint_every_steps: beside the checkpoint after every evaluation.
-        image_sizes: ((fraction of the run until which, (height, width)), …); empty for the data's
-            own size.
-        patch_drop_rates: ((fraction of the run until which, fraction of the patches), …).
-        mix_until: fraction of the run after which mixup and cutmix stop.
-        on_nonfinite: what becomes of the run after a step that is not finite.
-        select_by: the measure of the best model, on the validation images.
-        max_seconds: of the loop, which gets fewer steps where these would take longer.
-        early_stopping_patience: evaluations without a better model after which the run ends; None
+        epochs: Epochs; the last one may be cut short by `total_steps`.
+        steps_per_epoch: Batches of an epoch.
+        total_steps: Step after which the run ends.
+        seed: Seed of all random numbers.
+        batch_size: Images of a step, over all processes.
+        evaluate_every_epochs: Epochs from one evaluation to the next; the last step has one, too.
+        checkpoint_every_steps: Steps from one checkpoint to the next, in addition to the checkpoint
+            after each evaluation.
+        image_sizes: Pairs (end, (height, width)), where `end` is a fraction of the run; empty for
+            the data's own size.
+        patch_drop_rates: Pairs (end, fraction of the patches that are dropped).
+        mix_until: Fraction of the run after which mixup and cutmix stop.
+        on_nonfinite: "stop" or "skip" after a step that is not finite.
+        select_by: Measure of the best model, on the validation images.
+        max_seconds: Time limit of the loop. If it is too slow, fewer steps are run.
+        early_stopping_patience: Evaluations without a better model after which the run ends; None
             for no end before `total_steps`.
-        timeout_seconds: without an answer from another process, after which it is given up.
+        timeout_seconds: Seconds without an answer after which another process counts as lost.
     """
 
     epochs: int
@@ -56,25 +58,25 @@ class TrainingPlan:
     timeout_seconds: float = 600
 
     def with_steps(self, total_steps: int) -> Self:
-        """The plan, of another length."""
+        """Return the plan with another length."""
         epochs = math.ceil(self.epochs * total_steps / self.total_steps)
         return dataclasses.replace(self, total_steps=total_steps, epochs=epochs)
 
     def image_size(self, epoch: int) -> tuple[int, int] | None:
-        """The size (height, width) of epoch number `epoch`, counted from 0; None for the data's
-        own."""
+        """Return the size (height, width) of epoch number `epoch`, counted from 0. None: the data's
+        own size."""
         sizes = (size for until, size in self.image_sizes if epoch < until * self.epochs)
         return next(sizes, None)
 
     def patch_drop_rate(self, epoch: int) -> float:
-        """The fraction of an image's patches that the steps of epoch number `epoch` drop."""
+        """Return the fraction of the patches that the steps of epoch number `epoch` drop."""
         rates = (rate for until, rate in self.patch_drop_rates if epoch < until * self.epochs)
         return next(rates, 0.0)
 
     def count_full_steps(self, image_size: tuple[int, int]) -> float:
-        """How many steps with all patches of images of `image_size` take the time of the run. A
-        step's time is taken as proportional to its images' pixels, and a part of it to the patches
-        that are not dropped."""
+        """Return the number of steps with whole images of `image_size` that take the time of the
+        run. The time of a step is assumed to be proportional to the pixels, and a part of it to the
+        patches that are kept."""
         full_steps = 0.0
         for start in range(0, self.total_steps, self.steps_per_epoch):
             epoch = start // self.steps_per_epoch
@@ -85,64 +87,69 @@ class TrainingPlan:
 
 
 class Validation(NamedTuple):
-    """The measures on the validation images."""
+    """The measures on the validation images: mean cross-entropy; accuracy and F1 from 0 to 1."""
 
-    loss: float  # mean cross-entropy
-    top1: float  # from 0 to 1, as is macro_f1
+    loss: float
+    top1: float
     macro_f1: float
 
     def rank(self, select_by: SelectBy) -> tuple[float, float]:
-        """Larger for a better model by the measure `select_by`; the smaller loss breaks ties of the
-        others, the larger accuracy ties of loss."""
+        """Return a value that is larger for a better model by the measure `select_by`. The smaller
+        loss breaks ties of the others, the larger accuracy ties of the loss."""
         if select_by == "loss":
             return -self.loss, self.top1
         return getattr(self, select_by), -self.loss
 
 
-# worse than any
+# worse than all others
 NO_VALIDATION = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)
 
 
-# checked when it is made, since its values may come from a file
+# pydantic checks the values, which may come from a file
 @dataclass(config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Progress:
-    """Where a run is; with the training step's state, all that continuing it takes. Checkpoints
-    hold these fields.
+    """The progress of a run. Checkpoints hold these fields; with the state of the training step they
+    are all that is needed to continue.
+
+    Attributes:
+        step: Steps of the whole run so far.
+        total_steps: Steps that fit into the time; None: those of the plan.
+        best_step: Step of the best model; 0: there is no model yet.
+        best: Measures of the best model.
+        epoch_sums: Sums over the current epoch, on the device until it ends: losses of finite steps,
+            correct images, number of finite steps.
 
     Raises:
-        pydantic.ValidationError: a value is not of its field's kind.
+        pydantic.ValidationError: A value has another type than its field.
     """
 
     epoch: NonNegativeInt = 0
     step_in_epoch: NonNegativeInt = 0
-    step: NonNegativeInt = 0  # over the whole run, as are all numbers of steps but the one above
-    total_steps: NonNegativeInt | None = None  # that were found to fit the time; None: the plan's
-    best_step: NonNegativeInt = 0  # 0: there is no model yet
-    best: Validation = NO_VALIDATION  # at `best_step`
+    step: NonNegativeInt = 0
+    total_steps: NonNegativeInt | None = None
+    best_step: NonNegativeInt = 0
+    best: Validation = NO_VALIDATION
     evaluations_since_best: NonNegativeInt = 0
     elapsed_seconds: float = 0.0
     epoch_seconds: float = 0.0
-
-    # of the running epoch, on the device until it ends: losses of finite steps, correct images,
-    # number of finite steps
     epoch_sums: Tensor = Field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def start_epoch(self) -> None:
-        """Count from zero in the next epoch."""
+        """Start the next epoch at zero."""
         self.epoch += 1
         self.step_in_epoch = 0
         self.epoch_seconds = 0.0
         self.epoch_sums.zero_()
 
     def is_done(self, plan: TrainingPlan) -> bool:
-        """Whether nothing is left to do."""
+        """Return whether nothing is left to do."""
         patience = plan.early_stopping_patience
         has_stopped = patience is not None and self.evaluations_since_best >= patience
         return self.step >= plan.total_steps or has_stopped
 
     def record_best(self, validation: Validation | None, *, select_by: SelectBy) -> bool:
-        """Note the step's measures if they are the best; without validation images the last step
-        is. Returns whether they are."""
+        """Record the measures of a step if they are the best. Without validation images the last step
+        is the best. Returns whether the step is the best."""
         if validation is not None:
             if not validation.rank(select_by) > self.best.rank(select_by):  # nan is never the best
                 self.evaluations_since_best += 1

@@ -1,4 +1,4 @@
-"""What the user is told before a training run starts: what it will do, and what may go wrong."""
+"""The plan of a run for the user, before it starts: what it will do, and what may go wrong."""
 
 import numpy as np
 import torch
@@ -9,10 +9,10 @@ from vit.runtime.device import describe_device
 from vit.training.run import Run
 
 _FEW_STEPS = 200
-# of the images' shorter side, in units of data.image_size
+# Limits of the images' shorter side, in units of data.image_size.
 _MIN_SCALE = 0.5
 _MAX_SCALE = 8
-# images whose sizes are read
+# Images whose sizes are read.
 _SAMPLE = 200
 
 
@@ -20,10 +20,10 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
     """Show what a run will do, its unreadable images and its warnings on standard error.
 
     Args:
-        run: before it starts.
-        choices: what was chosen for its images, with reasons, by name; and the estimate of its
-            duration.
-        resumed: whether it continues; then there are no warnings.
+        run: The run, before it starts.
+        choices: Values that were chosen for the images, with reasons, by name; and the estimate of
+            the duration.
+        resumed: The run continues; then there are no warnings.
     """
     console = build_console(stderr=True)
     rows = summarize_run(run) | choices
@@ -42,7 +42,7 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
 
 
 def summarize_run(run: Run) -> dict[str, str]:
-    """The run's images, model, device and length, as text by name."""
+    """Describe the run's images, model, device and length, as text by name."""
     plan = run.trainer.plan
     train_step = run.trainer.train_step
     data = run.data
@@ -76,19 +76,19 @@ def summarize_run(run: Run) -> dict[str, str]:
         facts["probe"] = run.probe.describe()
         if run.probe.curve is not None:
             facts["more photos"] = run.probe.curve.describe()
-    # of other sets there are no files
+    # Other data sets have no files.
     if not facts["files"]:
         del facts["files"]
     return facts
 
 
 def list_warnings(run: Run) -> list[str]:
-    """One sentence for each thing that may go wrong with the run."""
+    """List what may go wrong with the run, one sentence each."""
     data = run.data
     warnings = list(data.train.notes)
 
     total_steps = run.trainer.plan.total_steps
-    # a model that starts from a probe is a good one already
+    # A model that starts from a probe is good already.
     if total_steps < _FEW_STEPS and not run.trainer.keeps_first_model:
         warnings.append(
             f"the run has {total_steps} steps, and fewer than {_FEW_STEPS} rarely train well: "
@@ -104,7 +104,7 @@ def list_warnings(run: Run) -> list[str]:
             "train.class_balance=auto balances them"
         )
 
-    # of the files, whatever was decoded of them
+    # The sizes of the files count, not those of the decoded images.
     image_size = min(data.preprocess.image_size)
     side = measure_shorter_side(data.splits.split("train"), count=_SAMPLE)
     sizes = f"({side:.0f} px) than data.image_size {image_size}"

@@ -9,12 +9,12 @@ import vit  # its folder holds the recipes
 from vit.config import Config
 from vit.runtime.files import read_text
 
-# what configures a run: a YAML file or a packaged recipe's name, sections, or a configuration
+# The configuration of a run: a YAML file, the name of a packaged recipe, sections, or a `Config`.
 ConfigLike = str | Path | Mapping[str, object] | Config
 
 
 class Recipe(NamedTuple):
-    """What the comment at the start of a packaged recipe says."""
+    """The comment at the start of a packaged recipe."""
 
     task: str
     accuracy: str
@@ -22,8 +22,8 @@ class Recipe(NamedTuple):
 
 
 def names_images(source: ConfigLike | None) -> bool:
-    """Whether a user named images, for which a configuration is to be chosen. What is neither
-    images nor a recipe counts as a recipe, to be named in an error."""
+    """Return whether a user named images, for which a configuration is to be chosen. A text that is
+    neither images nor a recipe counts as a recipe, which is then named in an error."""
     if not isinstance(source, str | Path):
         return False
     is_yaml = Path(source).suffix in (".yaml", ".yml")
@@ -36,12 +36,13 @@ def names_images(source: ConfigLike | None) -> bool:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The configuration file `name`, or the packaged recipe of that name, such as "cifar10/cpu".
+    """Return the configuration file `name`, or the packaged recipe of that name, such as
+    "cifar10/cpu".
 
     Raises:
-        FileNotFoundError: it is neither; the error lists the recipes.
+        FileNotFoundError: There is neither; the error lists the recipes.
     """
-    # a path comes before a recipe of the same name
+    # A path comes before a recipe of the same name.
     path = Path(name)
     folder = _recipe_folder()
     if path.is_file() or path.suffix in (".yaml", ".yml") or not folder.is_dir():
@@ -79,4 +80,4 @@ def _recipe_folder() -> Path:
     packaged = Path(vit.__file__).parent / "configs"
     if packaged.is_dir():
         return packaged
-    return packaged.parents[1] / "configs"  # of a checkout
+    return packaged.parents[1] / "configs"  # in a checkout

@@ -1,4 +1,4 @@
-"""What a training run gives."""
+"""The result of a training run."""
 
 import copy
 import shutil
@@ -20,12 +20,12 @@ class TrainingResult:
     """A finished training run and the directory that holds it.
 
     Args:
-        directory: of the run.
-        steps: that were trained.
-        seconds: of training, over all resumptions.
-        best_top1: from 0 to 1, on the validation images; None without any.
-        module: the model that was passed from Python, with the weights of the last step.
-        passed_images: those that were passed from Python.
+        directory: Directory of the run.
+        steps: Number of steps.
+        seconds: Seconds of training, over all resumptions.
+        best_top1: Best accuracy on the validation images, 0 to 1; None without any.
+        module: Model that was passed from Python, with the weights of the last step.
+        passed_images: Images that were passed from Python.
     """
 
     directory: Path
@@ -37,7 +37,7 @@ class TrainingResult:
 
     @property
     def model_path(self) -> Path:
-        """The model file: the weights that were best on the validation images."""
+        """The model file, with the weights that were best on the validation images."""
         return self.directory / MODEL_FILE
 
     @cached_property
@@ -48,18 +48,18 @@ class TrainingResult:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dictionary an epoch: its losses, accuracies, learning rate and speed."""
+        """One dictionary for each epoch, with losses, accuracies, learning rate and speed."""
         return load_metrics(self.directory / METRICS_FILE)
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Copy the whole run, with its checkpoints.
 
         Args:
-            directory: to copy to.
-            overwrite: an earlier copy that is there is replaced.
+            directory: Directory of the copy.
+            overwrite: Replace an earlier copy.
 
         Raises:
-            FileExistsError: the directory holds files, and `overwrite` is not set.
+            FileExistsError: The directory holds files, and `overwrite` is not set.
         """
         target = prepare_output(directory, overwrite=overwrite)
         shutil.copytree(

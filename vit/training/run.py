@@ -36,7 +36,6 @@ from vit.training.micro_batches import choose_grad_accum_steps
 from vit.training.model import build_model, check_user_model
 from vit.training.model_writer import BundleWriter
 from vit.training.observers import MetricsFile, Observer, ProgressBar
-from vit.training.pictures import TensorBoardWithPictures
 from vit.training.plan import TrainingPlan
 from vit.training.probe import (
     FittedProbe,
@@ -46,6 +45,7 @@ from vit.training.probe import (
     load_probed_model,
     uses_probe,
 )
+from vit.training.tensorboard import TensorBoard
 from vit.training.threaded_step import choose_threads
 from vit.training.tokens import keep_tokens
 from vit.training.train_step import TrainStep
@@ -173,7 +173,7 @@ def build_run(
         validator = ImageValidator(data, device, held_aside)
     writer = BackgroundWriter()
     if observers is None:
-        tensorboard = TensorBoardWithPictures(directory, image_loader, validator)
+        tensorboard = TensorBoard(directory, image_loader, validator)
         observers = [ProgressBar(), MetricsFile(directory, writer), tensorboard]
 
     config = record_pipeline(config, data)
@@ -288,7 +288,7 @@ def build_train_step(
         process: This process's place in the run.
         device: Device of this process.
         class_weights: Weights of the classes in the loss; None for equal ones.
-        compile: Whether torch compiles the forward pass.
+        compile: Compile the forward pass.
     """
     train = config.train
     precision = choose_precision(train.precision, device)

@@ -11,7 +11,7 @@ from vit.runtime.metrics_file import METRICS_FILE
 CONFIG_FILE = "config.yaml"
 CROSS_VALIDATION_FILE = "cross_validation.json"
 _LOCK_FILE = ".lock"
-# what a run writes, and --overwrite removes; anything else in the directory stays
+# Files that a run writes and --overwrite removes. Other files in the directory stay.
 _RUN_FILES = (
     CONFIG_FILE,
     METRICS_FILE,
@@ -32,16 +32,16 @@ def open_run_directory(
     kernel's (flock): it goes with the process, however that ends.
 
     Args:
-        path: of the directory.
-        resume: a run that is there may be continued.
-        overwrite: a run that is there is removed.
-        is_main: of several processes the main one opens the directory for all.
+        path: The directory.
+        resume: A run that is there may be continued.
+        overwrite: A run that is there is removed.
+        is_main: This is the main process, which opens the directory for all.
 
     Raises:
         NotADirectoryError: `path` is a file.
-        FileExistsError: another run is there, and neither `resume` nor `overwrite` is set, or files
-            that are not part of a run.
-        ValueError: a living process trains into it.
+        FileExistsError: The directory holds files that are not part of a run; or it holds a run, and
+            neither `resume` nor `overwrite` is set.
+        ValueError: Another process trains into it.
     """
     if not is_main:
         yield
@@ -68,7 +68,7 @@ def open_run_directory(
                 f"{path} already holds a run;"
                 " continue it with --resume or replace it with --overwrite"
             )
-        # of a run that was killed: nobody else writes here
+        # A run that was killed has left them; nobody else writes here.
         remove_temporaries(path)
         if holds_run and overwrite:
             for name in _RUN_FILES:

@@ -1,8 +1,8 @@
-"""Training steps as CUDA graphs, where the host takes longer to start their kernels than the device to
-run them.
+"""Training steps as CUDA graphs, for steps whose kernels take the host longer to start than the
+device to run.
 
-A step of a small model is some hundred kernels of a few microseconds each, and the host takes 5 to
-10 to start one. The replay of a CUDA graph starts all of them at once.
+A step of a small model has about a hundred kernels of a few microseconds each, and the host takes 5
+to 10 µs to start one. The replay of a CUDA graph starts all of them at once.
 """
 
 import time
@@ -20,23 +20,23 @@ from vit.runtime.arguments import first_line
 
 RunStep = Callable[[Tensor, Tensor], Any]  # from images and targets to a named tuple of tensors
 
-# of each kind, before one is measured: they compile, choose kernels, make the optimizer's state
+# Steps of each kind before one is measured: they compile, choose kernels, make the optimizer's state.
 _WARM_UP_STEPS = 3
-# of a step's time, from which starting its kernels is taken for what bounds it
+# Fraction of a step's time from which starting its kernels is considered the bottleneck.
 _LAUNCH_FRACTION = 0.8
 
 
 class StepGraph:
-    """A step, captured. Capturing computes nothing.
+    """A captured step. Capturing computes nothing.
 
     Args:
-        run: the step. It reads nothing from the device, and what it takes and leaves beside images
-            and targets lies at the same addresses each time.
-        optimizer: of the step, which has made its state.
-        images, targets: of the shapes that all batches have.
+        run: The step. It reads nothing from the device, and all that it uses except images and
+            targets lies at the same addresses each time.
+        optimizer: Optimizer of the step, which has made its state.
+        images, targets: A batch; all batches have its shapes.
 
     Raises:
-        RuntimeError: the step does something that can't be captured, or doesn't fit the memory.
+        RuntimeError: The step does something that can't be captured, or doesn't fit into memory.
     """
 
     def __init__(self, run: RunStep, optimizer: Optimizer, images: Tensor, targets: Tensor) -> None:
@@ -47,42 +47,45 @@ class StepGraph:
             self._result = run(self._images, self._targets)
 
     def replay(self, images: Tensor, targets: Tensor) -> Any:
-        """The step on another batch."""
+        """Run the step on another batch."""
         self._images.copy_(images)
         self._targets.copy_(targets)
         self._graph.replay()
-        # the next replay writes over them
+        # The next replay overwrites the results.
         return self._result._make([value.clone() for value in self._result])
 
 
 class _Seconds(NamedTuple):
-    """How long a step took."""
+    """Seconds of a step until the host has started all kernels, and until the device has run them."""
 
-    launch: float  # until the host had started all of its kernels
-    total: float  # until the device had run them
+    launch: float
+    total: float
 
 
 @dataclass
 class _Kind:
-    """Steps that do the same with batches of one shape."""
+    """Steps that do the same with batches of one shape.
+
+    Attributes:
+        stays_eager: A graph gains nothing, as was measured.
+    """
 
     num_steps: int = 0
     eager_seconds: float | None = None
     graph: StepGraph | None = None
-    # it was found that a graph gains nothing
     stays_eager: bool = False
 
 
 class StepGraphs:
-    """Runs steps as they are or as replays of a CUDA graph: by the times of two of them.
+    """Runs steps directly or as replays of a CUDA graph, whichever is faster.
 
-    After three steps the next one is measured. Where starting its kernels took most of its time, the
-    step is captured, and the second replay measured. The faster way stays.
+    After three steps the next one is measured. If starting its kernels took most of its time, the
+    step is captured, and the second replay is measured. The faster way stays.
 
     Args:
-        run: as of `StepGraph`.
-        optimizer: of the step.
-        device: a GPU.
+        run: The step. See `StepGraph`.
+        optimizer: Optimizer of the step.
+        device: A GPU.
     """
 
     def __init__(self, run: RunStep, optimizer: Optimizer, device: torch.device) -> None:
@@ -92,15 +95,15 @@ class StepGraphs:
         self._kinds: dict[Hashable, _Kind] = {}
 
     def forget(self) -> None:
-        """Begin again, as when the optimizer's state has moved."""
+        """Start again, because the optimizer's state has moved."""
         self._kinds.clear()
 
     def __call__(self, images: Tensor, targets: Tensor, *, settings: Hashable) -> Any:
-        """A step.
+        """Run a step.
 
         Args:
-            images, targets: a batch.
-            settings: all else that decides on what the step does.
+            images, targets: A batch.
+            settings: All other values that decide what the step does.
         """
         key = (images.shape, targets.shape, targets.dtype, settings)
         kind = self._kinds.setdefault(key, _Kind())
@@ -115,7 +118,7 @@ class StepGraphs:
             return result
 
         if kind.graph is None:
-            # the first replay also brings the graph to the device
+            # The first replay also copies the graph to the device.
             return self._capture(kind, images, targets)
 
         if kind.num_steps == _WARM_UP_STEPS + 3:
@@ -127,7 +130,7 @@ class StepGraphs:
         return kind.graph.replay(images, targets)
 
     def _capture(self, kind: _Kind, images: Tensor, targets: Tensor) -> Any:
-        """Capture steps of this kind, and do one; where that fails, as it is."""
+        """Capture steps of this kind, and run one; without a graph if capturing fails."""
         try:
             kind.graph = StepGraph(self._run, self._optimizer, images, targets)
         except RuntimeError as error:
@@ -140,12 +143,12 @@ class StepGraphs:
                 )
         if kind.graph is not None:
             return kind.graph.replay(images, targets)
-        # nothing was computed, but random numbers may have been taken
+        # Nothing was computed, but random numbers may have been drawn.
         torch.manual_seed(torch.initial_seed())
         return self._run(images, targets)
 
     def _measure(self, run: RunStep, images: Tensor, targets: Tensor) -> tuple[Any, _Seconds]:
-        """The result of a step, and the time it takes, for which the host waits."""
+        """Return the result of a step and its time, for which the host waits."""
         torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         result = run(images, targets)
@@ -156,8 +159,8 @@ class StepGraphs:
 
 @contextmanager
 def _marked_capturable(optimizer: Optimizer) -> Iterator[None]:
-    """torch's AdamW refuses to be captured without a mark, which changes nothing of a fused one, and
-    warns of it when it isn't captured."""
+    """Mark an optimizer as capturable. torch's AdamW refuses to be captured without the mark, which
+    changes nothing of a fused one, and warns of the mark when it isn't captured."""
     groups = [group for group in optimizer.param_groups if group.get("capturable") is False]
     for group in groups:
         group["capturable"] = True

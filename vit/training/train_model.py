@@ -30,12 +30,12 @@ from vit.training.cross_validation import OVERRIDES, check_folds, cross_validate
 from vit.training.data import build_dataset
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
-from vit.training.pictures import save_first_images
 from vit.training.print_plan import print_plan
 from vit.training.recipe import ConfigLike, find_recipe, names_images
 from vit.training.result import TrainingResult
 from vit.training.run import Run, RunParts, build_run
 from vit.training.run_directory import CONFIG_FILE, open_run_directory
+from vit.training.tensorboard import save_first_images
 from vit.training.timing import time_steps
 
 
@@ -90,8 +90,8 @@ def train(
             training. With `show_plan` the time is estimated.
         show_plan: Print what the run will do, and what may go wrong.
         transform: Function called on each training image, uint8 [H, W, 3],
-            before the augmentation of the configuration: of albumentations,
-            torchvision, or any function.
+            before the augmentation of the configuration: a transform of
+            albumentations or torchvision, or any function.
         dataset: Images instead of those of the configuration: a map-style data
             set of torch with items (image, label), a pair of them (training,
             validation), or a pair of arrays (images, labels [n]). An image is

@@ -26,13 +26,20 @@ from vit.training.threaded_step import forward_backward_on_threads
 
 
 class StepResult(NamedTuple):
-    """Tensors on the device, so that nothing waits for it. Over all processes."""
+    """The result of a step over all processes: tensors on the device, so that nothing waits for it.
 
-    loss: Float[Tensor, ""]  # mean over the global batch, before the update
-    correct: Int[Tensor, ""]  # images of the global batch whose largest logit is the label's
-    grad_norm: Float[Tensor, ""]  # before clipping
-    # False: loss or gradient was not finite, and nothing was updated. Gradients in float16 that a
-    # smaller loss scale may make finite don't count: such a step is finite, and updates nothing
+    Attributes:
+        loss: Mean over the global batch, before the update.
+        correct: Number of images of the global batch whose largest logit is the label's.
+        grad_norm: Norm of the gradients before clipping.
+        finite: False if the loss or a gradient was not finite and nothing was updated. A step in
+            float16 whose gradients may become finite with a smaller loss scale counts as finite; it
+            updates nothing either.
+    """
+
+    loss: Float[Tensor, ""]
+    correct: Int[Tensor, ""]
+    grad_norm: Float[Tensor, ""]
     finite: Bool[Tensor, ""]
 
 
@@ -40,27 +47,27 @@ class StepResult(NamedTuple):
 class TrainStep:
     """Trains a model by one batch a call.
 
-    A step with a loss or gradient that is not finite changes neither weights nor optimizer nor
-    average. The check needs no answer from the device.
+    A step whose loss or gradient is not finite changes neither weights nor optimizer nor average.
+    The check needs no answer from the device.
 
     Args:
-        model: to train; it may be wrapped in DistributedDataParallel.
-        optimizer: over the model's parameters, one that reads `grad_scale` and `found_inf`, as
-            torch's fused ones and `vit.optim.muon.Muon` do.
-        lr_factor: of all learning rates, from the number of a step, counted from 0.
-        precision: of the forward pass; weights and gradients are float32. In float16 the loss is
-            scaled, see `vit.training.loss_scale`.
-        label_smoothing: from 0 to 1, as `torch.nn.functional.cross_entropy` takes it.
-        class_weights: what a sample's loss is multiplied by, by its class; their mean over the
-            training images is 1. None weighs all alike.
-        clip_grad: the largest L2 norm of all gradients together; None doesn't clip.
-        grad_accum_steps: micro-batches of near-equal size that a batch goes through in; their
-            gradients add up to the whole batch's.
-        ema_decay: of the average of the weights that is kept beside them; None keeps none.
-        halt_on_nonfinite: after a step that is not finite, no later one changes anything either.
-        compile: the forward pass and the loss, and with them the backward pass.
-        threads: of a CPU that divide the batch among themselves, for a model that is not wrapped.
-            Each takes at least one micro-batch.
+        model: Model to train; it may be wrapped in DistributedDataParallel.
+        optimizer: Optimizer of the model's parameters. It reads `grad_scale` and `found_inf`, as
+            torch's fused optimizers and `vit.optim.muon.Muon` do.
+        lr_factor: Factor of all learning rates, from the number of a step, counted from 0.
+        precision: Precision of the forward pass; weights and gradients are float32. In float16 the
+            loss is scaled, see `vit.training.loss_scale`.
+        label_smoothing: Label smoothing of `torch.nn.functional.cross_entropy`, from 0 to 1.
+        class_weights: Factor of a sample's loss for each class; their mean over the training images
+            is 1. None: all classes have the same weight.
+        clip_grad: Largest L2 norm of all gradients together; None doesn't clip.
+        grad_accum_steps: Micro-batches of near-equal size that a batch is divided into. Their
+            gradients add up to those of the whole batch.
+        ema_decay: Decay of the average of the weights; None keeps no average.
+        halt_on_nonfinite: After a step that is not finite, no later step changes anything.
+        compile: Compile the forward pass and the loss, and with them the backward pass.
+        threads: Threads of a CPU that divide the batch, for a model that is not wrapped. Each takes
+            at least one micro-batch.
     """
 
     model: nn.Module
@@ -84,7 +91,7 @@ class TrainStep:
         self.average: nn.Module | None = None
         if self.ema_decay:
             self.average = copy.deepcopy(self.module).eval().requires_grad_(False)
-            # found once: a walk over the modules takes the host up to a millisecond
+            # They are found once, because a walk over the modules takes up to a millisecond.
             self._values = _floating_values(self.module)
             self._average_values = _floating_values(self.average)
 
@@ -96,8 +103,8 @@ class TrainStep:
         self.device = next(self.model.parameters()).device
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
 
-        # numbers that change from step to step are on the device, where a CUDA graph reads them;
-        # torch's fused optimizers take a rate as float32 on CUDA, as float64 on a CPU
+        # Numbers that change from step to step are on the device, where a CUDA graph reads them.
+        # torch's fused optimizers take a rate as float32 on CUDA, as float64 on a CPU.
         rate_dtype = torch.float32 if self.device.type == "cuda" else torch.float64
         self._full_rates: list[float] = []
         self._rates: list[Tensor] = []
@@ -112,28 +119,28 @@ class TrainStep:
             self.loss_scale = LossScale(self.device)
 
         self.graphs: StepGraphs | None = None
-        # other models may do something else in each step, by numbers of the host; torch's gradient
-        # checkpointing reads the state of the device's random numbers
+        # Other models may do something else in each step, by numbers of the host. torch's gradient
+        # checkpointing reads the state of the device's random numbers.
         is_capturable = isinstance(self.model, VisionTransformer)
         if is_capturable and not self.model.grad_checkpointing and self.device.type == "cuda":
             self.graphs = StepGraphs(self.run_on_device, self.optimizer, self.device)
 
     @property
     def learning_rate(self) -> float:
-        """Of the first group's next step."""
+        """Learning rate that the first parameter group uses in the next step."""
         return self._full_rates[0] * self.lr_factor(self.num_steps)
 
     @property
     def averaged_model(self) -> nn.Module:
-        """The model to evaluate: the weights' average, or the model itself where none is kept."""
+        """The model to evaluate: the average of the weights, or the model itself without one."""
         return self.module if self.average is None else self.average
 
     def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Update the weights.
 
         Args:
-            images: a batch of this process.
-            targets: classes [B] or class probabilities [B, C].
+            images: Batch of this process.
+            targets: Classes [B] or class probabilities [B, C].
         """
         self.set_schedule_values()
         if self.graphs is None:
@@ -145,20 +152,19 @@ class TrainStep:
         return result
 
     def run_on_device(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
-        """All that a step does on the device, with the values of `set_schedule_values`. It reads
-        nothing from the device and uses the same memory each time, so a CUDA graph of it can be
-        replayed on other batches put in the place of this one."""
-        # made anew instead of added to zeros; those that are made while a CUDA graph is captured
-        # lie in the graph's own memory, where each replay writes them
+        """Do all that a step does on the device, with the values of `set_schedule_values`. It reads
+        nothing from the device and uses the same memory each time, so that a CUDA graph of it can be
+        replayed on other batches in the same place."""
+        # Gradients are made anew instead of added to zeros. While a CUDA graph is captured they are
+        # in the graph's own memory, where each replay writes them.
         self.optimizer.zero_grad()
 
         if self.threads is None or len(images) == 1:
             loss, correct = self._forward_backward_in_memory(images, targets)
             return self.update(loss, correct)
 
-        # on a CPU each thread differentiates a part of the batch; the update runs on the same
-        # threads, as otherwise all of torch's wait for one another in each of its hundreds of
-        # operations
+        # On a CPU each thread differentiates a part of the batch. The update runs on the same
+        # threads; otherwise torch's threads would wait for one another in hundreds of operations.
         with self.threads.limit_threads():
             loss, correct = forward_backward_on_threads(
                 self._forward,
@@ -172,22 +178,21 @@ class TrainStep:
             return self.update(loss, correct)
 
     def _forward_backward_in_memory(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """`forward_backward`; on a GPU whose memory it doesn't fit, from now on in micro-batches of
-        half as many images. It is repeated with the random numbers that follow torch's last seed.
-        """
+        """Call `forward_backward`. If it doesn't fit into a GPU's memory, repeat it with the random
+        numbers that follow torch's last seed, from now on in micro-batches of half the size."""
         start_count = self.grad_accum_steps
         while True:
             try:
                 loss, correct = self.forward_backward(images, targets)
                 break
             except torch.OutOfMemoryError:
-                # other processes may be waiting for this one's gradients, or a graph is captured
+                # Other processes may be waiting for this one's gradients, or a graph is captured.
                 can_repeat = not isinstance(self.model, DistributedDataParallel)
                 if self.device.type == "cuda":
                     can_repeat &= not torch.cuda.is_current_stream_capturing()
                 if not can_repeat or self.grad_accum_steps >= len(images):
                     raise
-            # not above, where the error still keeps the tensors of the failed pass
+            # Not above, where the error still holds the tensors of the failed pass.
             self.grad_accum_steps = min(2 * self.grad_accum_steps, len(images))
             self.optimizer.zero_grad()
             free_cached_memory(self.device)
@@ -202,14 +207,14 @@ class TrainStep:
         return loss, correct
 
     def forward_backward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and number of correct images of a batch; its gradients, times the loss scale, are in
-        `.grad`."""
+        """Return the loss and the number of correct images of a batch. Its gradients, times the loss
+        scale, are in `.grad`."""
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         micro_images = images.chunk(self.grad_accum_steps)
         micro_targets = targets.chunk(self.grad_accum_steps)
         for number, micro_batch in enumerate(zip(micro_images, micro_targets, strict=True), 1):
-            # processes exchange gradients once, with the last micro-batch
+            # Processes exchange gradients once, with the last micro-batch.
             gradient_sync: AbstractContextManager[None] = nullcontext()
             if isinstance(self.model, DistributedDataParallel) and number < len(micro_images):
                 gradient_sync = self.model.no_sync()
@@ -226,8 +231,8 @@ class TrainStep:
 
     @torch.no_grad()
     def update(self, loss: Tensor, correct: Tensor) -> StepResult:
-        """Move the weights along the gradients, unless loss or gradients are not finite. The
-        gradients are the loss scale's times those of `loss`."""
+        """Update the weights, unless loss or gradients are not finite. The gradients are those of
+        `loss` times the loss scale."""
         if isinstance(self.model, DistributedDataParallel):
             totals = torch.stack([loss / dist.get_world_size(), correct.float()])
             dist.all_reduce(totals)
@@ -251,8 +256,8 @@ class TrainStep:
             finite = finite & ~has_halted
         self.nonfinite_steps += ~finite
 
-        # torch's fused optimizers divide the gradients by grad_scale and change nothing where
-        # found_inf is 1
+        # torch's fused optimizers divide the gradients by grad_scale, and change nothing if
+        # found_inf is 1.
         grad_scale = None
         if self.clip_grad:
             grad_scale = (grad_norm / self.clip_grad).clamp(min=1)
@@ -268,9 +273,9 @@ class TrainStep:
         return StepResult(loss, correct, grad_norm, finite)
 
     def set_schedule_values(self) -> None:
-        """Put what a step takes from the host, learning rates and the average's weight, on the
-        device. The average's decay d rises from 0.1 to `ema_decay` as (2 + step) / (11 + step):
-        the first weights are soon forgotten."""
+        """Copy learning rates and the average's weight, which change from step to step, to the
+        device. The average's decay rises from 0.1 to `ema_decay` as (2 + step) / (11 + step), so
+        that the first weights are soon forgotten."""
         lr_factor = self.lr_factor(self.num_steps)
         for rate, full_rate in zip(self._rates, self._full_rates, strict=True):
             rate.fill_(full_rate * lr_factor)
@@ -293,11 +298,11 @@ class TrainStep:
         """Continue where `state_dict` was taken, on this step's device.
 
         Raises:
-            RuntimeError: the state is damaged or of another model.
+            RuntimeError: The state is damaged or of another model.
         """
         self.module.load_state_dict(state["model"])
         self.averaged_model.load_state_dict(state["average"])
-        # torch takes anything, and fails at the next step
+        # torch accepts any state, and fails at the next step.
         for values in state["optimizer"]["state"].values():
             if not all(value is None or isinstance(value, Tensor) for value in values.values()):
                 raise RuntimeError("the optimizer's state holds more than tensors")
@@ -313,7 +318,7 @@ class TrainStep:
             self.loss_scale.load_state_dict(state["loss_scale"] or {})
 
     def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss and number of correct images of a batch or a part of one."""
+        """Return the mean loss and the number of correct images of a batch or a part of one."""
         with autocast(self.device, self.precision):
             logits = self.model(images)
 
@@ -324,8 +329,8 @@ class TrainStep:
             label_smoothing=self.label_smoothing,
             reduction="mean" if self.class_weights is None else "none",
         )
-        # torch's own mean would divide by the sum of the weights; divided by the number of samples,
-        # micro-batches and processes add up to the batch
+        # torch's own mean would divide by the sum of the weights. Divided by the number of samples,
+        # micro-batches and processes add up to the batch.
         if self.class_weights is not None:
             loss = loss.mean()
 
@@ -333,15 +338,15 @@ class TrainStep:
         return loss, (logits.detach().argmax(dim=1) == labels).sum()
 
     def _update_average(self, updates: Tensor) -> None:
-        """average ← d · average + (1 − d) · weights, where the step `updates` the weights."""
+        """Compute average ← d · average + (1 − d) · weights, if the step `updates` the weights."""
         if self.average is None:
             return
-        # a few operations for all tensors together: a loop would start three kernels for each
+        # A few operations for all tensors together; a loop would start three kernels for each.
         change = torch._foreach_sub(self._values, self._average_values)
         torch._foreach_mul_(change, self._average_weight * updates)
         torch._foreach_add_(self._average_values, change)
 
 
 def _floating_values(model: nn.Module) -> list[Tensor]:
-    """Weights and buffers, but for counters."""
+    """Return weights and buffers, without counters."""
     return [value for value in model.state_dict().values() if value.is_floating_point()]

@@ -1,24 +1,25 @@
 """The training loop: epochs of steps, an evaluation, a checkpoint.
 
-Everything random in a step is a function of (seed, step, rank), and the batches are one of (seed,
-epoch): a run that stops anywhere and goes on from its last checkpoint ends, bit for bit, where an
-uninterrupted one ends. That holds on the same kind of device, in the same precision and with the
-same torch; on a GPU with `train.deterministic`, without which its kernels add up in any order.
+All random numbers of a step are a function of (seed, step, rank), and the batches are a function of
+(seed, epoch). A run that stops anywhere and goes on from its last checkpoint therefore ends, bit for
+bit, as an uninterrupted run does. This holds on the same kind of device, in the same precision and
+with the same torch; on a GPU with `train.deterministic`, because its kernels otherwise add up in any
+order.
 """
 
 import math
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
@@ -28,43 +29,19 @@ from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import autocast
 from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
+from vit.training.model_writer import BundleWriter
 from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
+from vit.training.validation import ImageValidator
 
 T = TypeVar("T")
 
-# how often in a run its speed is measured, and by what fraction its length must change to be changed
+# A run's speed is measured this number of times; a smaller change of its length is ignored.
 _NUM_SPEED_CHECKS = 10
 _MIN_LENGTH_CHANGE = 0.05
-
-
-class Validator(Protocol):
-    """Measures a model on the validation images (`vit.training.validation`)."""
-
-    def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
-        """Called in all processes; `warn` is told of images that turn out to be unreadable."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it keeps from one validation to the next, for a checkpoint."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to what `state_dict` gave."""
-
-
-class ModelWriter(Protocol):
-    """Writes the model file of a run (`vit.training.model_writer`)."""
-
-    def write(self, model: nn.Module) -> None:
-        """Called in all processes, with the best model so far."""
-
-    def has_written(self) -> bool:
-        """Whether the model file is there, intact, and of this run."""
-        ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,26 +49,26 @@ class Trainer:
     """Runs a plan.
 
     Args:
-        train_step: trains the model by one batch.
-        plan: how long, and what happens when.
-        train_batches: of this process.
-        validator: None without validation images.
-        checkpoints: of the run.
-        model_writer: keeps the best model.
-        observers: told what happens; in the main process alone.
-        process: this process's place in the run.
-        identity: kept in every checkpoint.
-        writer: of checkpoints, and of what others write beside the loop.
-        keeps_first_model: whether the model is worth keeping before it is trained, as a probe is:
-            it is validated and written as the first best one.
+        train_step: Trains the model by one batch.
+        plan: How long the run is, and what happens when.
+        train_batches: Loader of the training batches of this process.
+        validator: Measures a model on the validation images; None without any.
+        checkpoints: The run's checkpoints.
+        model_writer: Keeps the best model.
+        observers: Observers of the run; in the main process only.
+        process: This process's place in the run.
+        identity: Identity of the run, kept in each checkpoint.
+        writer: Writes checkpoints and other files in the background.
+        keeps_first_model: Validate and write the model before it is trained, as the first best
+            model. A probe is worth it.
     """
 
     train_step: TrainStep
     plan: TrainingPlan
     train_batches: TrainLoader
-    validator: Validator | None
+    validator: ImageValidator | None
     checkpoints: CheckpointStore
-    model_writer: ModelWriter
+    model_writer: BundleWriter
     observers: list[Observer]
     process: Process
     identity: RunIdentity
@@ -100,15 +77,15 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.progress = Progress()
-        # `plan` and the step's schedule change where the time is too short for it
+        # `plan` and the step's schedule change if the time is too short for the full plan.
         self._full_plan = self.plan
         self._full_lr_factor = self.train_step.lr_factor
-        # when this process began to train, and after how many steps of the run
+        # time at which this process began to train, and the run's step at that time
         self._speed_start = (0.0, 0)
         self._stop_requested = False
         self._signalled = False
         self._started_at = 0.0
-        # step → whether it was finite, which was not read yet: reading waits for the device
+        # step → whether it was finite; not read yet, because reading waits for the device
         self._unchecked: dict[int, Tensor] = {}
         # done when the last checkpoint is on disk
         self._saving: Future[None] | None = None
@@ -117,9 +94,9 @@ class Trainer:
         """Train to the end of the plan, or until an observer asks to stop.
 
         Raises:
-            TrainingInterrupted: after SIGINT or SIGTERM, with the state saved.
-            OSError: a process that decodes images was killed, or a file can't be written.
-            ValueError: a loss or gradient is not finite, and the plan says to stop there.
+            TrainingInterrupted: SIGINT or SIGTERM arrived; the state is saved.
+            OSError: A data-loading worker was killed, or a file can't be written.
+            ValueError: A loss or gradient is not finite, and the plan says to stop there.
         """
         self._started_at = time.perf_counter() - self.progress.elapsed_seconds
         self.process.set_timeout(self.plan.timeout_seconds)
@@ -143,23 +120,24 @@ class Trainer:
                         break
                 self._wait_for_files()
             except (RuntimeError, ConnectionError, EOFError) as error:
-                # torch's handler of a killed worker's signal raises wherever the loop is, unless
-                # the worker's pipe ends before
+                # If a worker is killed, torch's signal handler raises wherever the loop is, unless
+                # the worker's pipe ends first.
                 if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
                 raise OSError(
-                    "a process that decodes images was killed, for want of memory?"
-                    " continue with --resume, perhaps with fewer data.workers"
+                    "a data-loading worker was killed (out of memory?); continue with --resume and"
+                    " fewer data.workers"
                 ) from error
             finally:
-                # first: nothing may be written once this run is said to have ended
+                # This comes first: nothing may be written after observers hear of the end.
                 self.writer.finish()
                 self.train_batches.close()
                 self._notify(lambda observer: observer.on_end())
         return self.progress
 
     def _has_model(self) -> bool:
-        """Whether a model was kept already: with validation images one of step 0 has measures."""
+        """Return whether a model was kept already. With validation images, a model of step 0 has
+        measures."""
         return self.progress.best_step > 0 or self.progress.best.top1 >= 0
 
     def _keep_first_model(self) -> None:
@@ -175,20 +153,20 @@ class Trainer:
             )
         best = validation
         if best is not None and self.plan.select_by != "loss":
-            # of equally accurate models the trained one is kept: few images tell no difference, and
-            # a loss that label smoothing has raised tells none either
+            # If a trained model is equally accurate it replaces the probe: with few images, and with
+            # a loss that label smoothing has raised, the two can't be told apart.
             best = best._replace(loss=math.inf)
         self.progress.record_best(best, select_by=self.plan.select_by)
         self.model_writer.write(model)
         self._save()
 
     def _train_epoch(self) -> bool:
-        """The rest of the running epoch, or of the plan; whether it was finished."""
+        """Train the rest of the current epoch, or of the plan. Returns whether it was finished."""
         progress = self.progress
         plan = self.plan
         self.train_step.model.train()
         if plan.patch_drop_rates:
-            # of our models alone, as was checked when the run was built
+            # Only our models have it, as was checked when the run was built.
             model = cast(Any, self.train_step.module)
             model.patch_drop_rate = plan.patch_drop_rate(progress.epoch)
 
@@ -211,17 +189,16 @@ class Trainer:
                 return False
             if progress.step >= self.plan.total_steps:
                 break
-            # an epoch's last step is saved with its metrics: a kill between the two would log them
-            # twice
+            # The last step of an epoch is saved with its metrics: if the process were killed between
+            # the two, they would be logged twice.
             is_last = progress.step_in_epoch == len(self.train_batches)
             if self._is_checkpoint_due() and not is_last:
                 self._save()
         return True
 
     def _fit_length(self) -> None:
-        """Ten times a run, change its length to what its time holds at its speed so far, at most to
-        that of its full plan. A new length is saved at once: whoever resumes the run goes on with it.
-        """
+        """Fit the length of the run to its time at its speed so far, ten times a run and at most to
+        the full plan. A new length is saved at once, so that a resumed run goes on with it."""
         full_plan = self._full_plan
         step = self.progress.step
         started_at, start_step = self._speed_start
@@ -243,7 +220,7 @@ class Trainer:
             self._save()
 
     def _set_length(self, total_steps: int) -> None:
-        """End after so many steps; the learning rate falls faster by as much as there are fewer."""
+        """End after this number of steps. The learning rate falls faster accordingly."""
         full_lr_factor = self._full_lr_factor
         pace = self._full_plan.total_steps / total_steps
         self.plan = self._full_plan.with_steps(total_steps)
@@ -251,7 +228,7 @@ class Trainer:
         self.progress.total_steps = total_steps
 
     def _finish_epoch(self) -> None:
-        """Evaluate, keep the best model, tell the observers, save."""
+        """Evaluate, keep the best model, notify the observers, save."""
         progress = self.progress
         plan = self.plan
         self._check_finite()
@@ -275,8 +252,7 @@ class Trainer:
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.train_step.nonfinite_steps),
         }
-        # validation is at the size of the data, as the model file is: a change of the other size
-        # bends its curve
+        # Validation is at the size of the data. A change of the training size bends its curve.
         image_size = plan.image_size(progress.epoch)
         if image_size is not None:
             metrics["train_image_height"], metrics["train_image_width"] = image_size
@@ -294,14 +270,14 @@ class Trainer:
             self._save()
 
     def _batches(self, *, start_step: int) -> Iterator[Batch]:
-        """The batches of the running epoch, from its step number `start_step` on."""
+        """Return the batches of the current epoch, from its step number `start_step` on."""
         epoch = self.progress.epoch
         return self.train_batches.epoch(
             epoch,
             start_step=start_step,
             image_size=self.plan.image_size(epoch),
             mix=epoch < self.plan.mix_until * self.plan.epochs,
-            # only the main process has observers; what others can't read is named, too
+            # Only the main process has observers; other processes name unreadable images, too.
             on_warning=self._message if self.process.is_main else warnings.warn,
         )
 
@@ -310,13 +286,13 @@ class Trainer:
         return every is not None and self.progress.step % every == 0
 
     def _save(self) -> None:
-        """Have a checkpoint of the state as it is now written while training goes on."""
+        """Write a checkpoint of the current state while training goes on."""
         self._check_finite()
 
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         if self.process.is_main:
-            # memory holds one that is not written yet, and a crash loses no more than its steps
+            # At most one unwritten checkpoint is in memory, and a crash loses only its steps.
             if self._saving is not None:
                 self._saving.result()
             checkpoint = Checkpoint(
@@ -324,7 +300,9 @@ class Trainer:
                 progress=vars(progress) | {"best": tuple(progress.best)},
                 state=self.train_step.state_dict(),
                 identity=self.identity.to_record(),
-                validator=None if self.validator is None else self.validator.state_dict(),
+                validator=None
+                if self.validator is None
+                else self.validator.held_aside.state_dict(),
             )
             save = partial(
                 self.checkpoints.save,
@@ -335,17 +313,17 @@ class Trainer:
             self._saving = self.writer.submit(save)
 
     def _wait_for_files(self) -> None:
-        """Return, in all processes, when all files of the run are on disk: torchrun ends the others
-        when the first process ends with a code that is not 0."""
+        """Wait, in all processes, until all files of the run are on disk. Otherwise torchrun would end
+        the others as soon as the first process ends with a code that is not 0."""
         self.writer.wait()
         self.process.wait()
 
     def resume(self) -> bool:
-        """Go back to the newest intact checkpoint; False where there is none. A model file that is
-        gone or damaged is written again from the best checkpoint.
+        """Go back to the newest intact checkpoint. Returns False if there is none. A model file that
+        is missing or damaged is written again from the best checkpoint.
 
         Raises:
-            ValueError: the checkpoint is of another run, or no model file can be had.
+            ValueError: The checkpoint is of another run, or the model file can't be written again.
         """
         values = self._from_main(lambda: self.checkpoints.load_latest(warn=self._message))
         if values is None:
@@ -366,7 +344,7 @@ class Trainer:
             )
         self._restore(best_values)
         self.model_writer.write(self.train_step.averaged_model.eval())
-        # what fails before the first step must not leave a thread that writes
+        # An error before the first step must not leave a thread that writes.
         self.writer.wait()
         self._restore(values)
         self._message(
@@ -375,7 +353,7 @@ class Trainer:
         return True
 
     def _from_main(self, read: Callable[[], T]) -> T:
-        """What the main process reads, in every process."""
+        """Read in the main process, and return the value in all processes."""
         value = read() if self.process.is_main else None
         return self.process.broadcast(cast(T, value))
 
@@ -392,7 +370,7 @@ class Trainer:
                 self._set_length(self.progress.total_steps)
             self.train_step.load_state_dict(checkpoint.state)
             if self.validator is not None:
-                self.validator.load_state_dict(cast(dict[str, Any], checkpoint.validator))
+                self.validator.held_aside.load_state_dict(checkpoint.validator or {})
             return checkpoint
         except (LookupError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
@@ -401,10 +379,10 @@ class Trainer:
             ) from error
 
     def _log(self, result: StepResult) -> None:
-        """Tell the observers of a step."""
+        """Report a step to the observers."""
         step = self.progress.step
         self._unchecked[step] = result.finite
-        # on a CPU there is nothing to wait for
+        # On a CPU there is nothing to wait for.
         if self.train_step.device.type == "cpu" or step % LOG_EVERY_STEPS == 0:
             self._check_finite()
         metrics = {
@@ -418,7 +396,7 @@ class Trainer:
         self._notify(lambda observer: observer.on_step(metrics))
 
     def _measure_speed(self) -> dict[str, float]:
-        """Of the running epoch."""
+        """Return the learning rate, and the images per second in the current epoch."""
         images = self.progress.step_in_epoch * self.plan.batch_size
         return {
             "learning_rate": self.train_step.learning_rate,
@@ -426,12 +404,12 @@ class Trainer:
         }
 
     def _check_finite(self) -> None:
-        """Stop at the first step that was not finite, or say that it was skipped. It has left the
-        weights as they were."""
+        """Stop at the first step that was not finite, or report that it was skipped. It has not
+        changed the weights."""
         if not self._unchecked:
             return
         steps = list(self._unchecked)
-        # one tensor, so that the device is waited for once
+        # With one tensor the host waits for the device once.
         flags = torch.stack(list(self._unchecked.values())).tolist()
         self._unchecked.clear()
         for step, is_finite in zip(steps, flags, strict=True):
@@ -442,7 +420,7 @@ class Trainer:
             self._message(f"step {step}: loss or gradient not finite; skipped")
 
     def _diagnose(self, step: int) -> str:
-        """Build the failing batch again and look for the first module that is not finite on it."""
+        """Build the failing batch again, and find the first module that is not finite on it."""
         steps_ago = self.progress.step - step
         start_step = self.progress.step_in_epoch - steps_ago - 1
         batch = next(self._batches(start_step=start_step))
@@ -467,8 +445,8 @@ class Trainer:
         self._message(f"{signal_name}: finishing this step and saving; once more stops at once")
 
     def _stop_if_requested(self) -> bool:
-        """Whether the run was asked to end; its state is saved then. Raises TrainingInterrupted
-        after a signal."""
+        """Return whether the run was asked to end; if so, its state is saved. Raises
+        TrainingInterrupted after a signal."""
         if not self.process.any_rank(self._stop_requested):
             return False
         self._save()
@@ -476,7 +454,7 @@ class Trainer:
         text = f"stopped after step {self.progress.step}; continue with --resume"
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
-        if not self._has_model():  # else the result would have no model
+        if not self._has_model():  # the result needs a model
             self.model_writer.write(self.train_step.averaged_model.eval())
         self._message(text)
         return True
@@ -485,7 +463,7 @@ class Trainer:
         self._notify(lambda observer: observer.on_message(text))
 
     def _notify(self, event: Callable[[Observer], bool | None]) -> None:
-        """Call every observer. One that fails is told nothing more, and training goes on."""
+        """Call each observer. If one fails, it is not called again, and training goes on."""
         for observer in list(self.observers):
             try:
                 if event(observer):
@@ -494,7 +472,7 @@ class Trainer:
                 if observer.is_essential:
                     raise
                 self.observers.remove(observer)
-                # whoever wrote it needs the line; ours fail for want of a disk
+                # The author of an observer needs the traceback. Ours fail only if the disk does.
                 if not type(observer).__module__.startswith("vit."):
                     traceback.print_exception(error)
                 self._message(

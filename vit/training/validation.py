@@ -14,9 +14,8 @@ from vit.prediction.probabilities import Floats
 from vit.runtime.device import choose_precision
 from vit.training.data import TrainingData, choose_evenly
 from vit.training.plan import NO_VALIDATION, SelectBy, Validation
-from vit.training.trainer import Validator
 
-# of logits that outlast the epochs: 8 MiB in every checkpoint
+# Largest number of logits that outlast the epochs: 8 MiB in each checkpoint.
 _MAX_LOGITS = 1 << 21
 
 
@@ -24,20 +23,20 @@ _MAX_LOGITS = 1 << 21
 class HeldAside:
     """Logits of validation images that did not choose the epoch they are from.
 
-    The images are divided by hashes of their pixels. Each has its logits at the epoch that the
-    other half alone would have chosen so far: what is found out with them (thresholds of prediction
-    sets, a temperature) is not flattered by the choice, and all of them count.
+    The images are divided into two halves by hashes of their pixels. Each image has its logits at
+    the epoch that the other half alone would have chosen so far. Thresholds of prediction sets and a
+    temperature that are found with them are therefore not flattered by the choice.
 
     Args:
-        select_by: the measure of the best model.
+        select_by: Measure of the best model.
+        probabilities: Probability of the right class, [n]; empty before the first validation.
+        logits: Logits [k, C] of the images `indices`: all images, or evenly spaced ones.
+        best: Best measures of the half without and of the half with the last bit of the hash.
     """
 
     select_by: SelectBy
-    # [n], of the right class; none before the first validation
     probabilities: Floats = field(default_factory=lambda: np.zeros(0))
-    # [k, C], of the images `indices`: all, or of many that are evenly spaced
     logits: LogitArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    # of the half without and with the last bit of the hash
     best: list[Validation] = field(default_factory=list)
 
     @property
@@ -46,12 +45,12 @@ class HeldAside:
         return choose_evenly(len(self.probabilities), len(self.logits))
 
     def update(self, scores: Scores, logits: LogitArray, digests: np.ndarray) -> None:
-        """Take what an epoch gives, for the half whose other half finds it the best.
+        """Take the logits of an epoch for each half whose other half finds the epoch the best.
 
         Args:
-            scores: of all validation images.
-            logits: that they are of, [n, C].
-            digests: hashes of the images, [n].
+            scores: Scores of all validation images.
+            logits: Their logits, [n, C].
+            digests: Their hashes, [n].
         """
         if not self.best:
             num_kept = min(len(scores), max(1, _MAX_LOGITS // logits.shape[1]))
@@ -60,7 +59,7 @@ class HeldAside:
             self.best = [NO_VALIDATION, NO_VALIDATION]
         is_second = digests % 2 == 1
         for number, half in enumerate((~is_second, is_second)):
-            # all images in one half: that of one image, say
+            # All images may be in one half, for example a single image.
             chosen_by = half if half.any() else ~half
             validation = measure(scores.subset(chosen_by))
             is_first = self.best[number] == NO_VALIDATION
@@ -72,7 +71,7 @@ class HeldAside:
                 self.logits[is_other] = logits[indices[is_other]]
 
     def state_dict(self) -> dict[str, Any]:
-        """As checkpoints hold it."""
+        """Return the state for a checkpoint."""
         return {
             "probabilities": torch.from_numpy(self.probabilities.copy()),
             "logits": torch.from_numpy(self.logits.copy()),
@@ -80,14 +79,14 @@ class HeldAside:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to what `state_dict` gave."""
+        """Go back to a state that `state_dict` returned."""
         self.probabilities = state["probabilities"].numpy().copy()
         self.logits = state["logits"].numpy().copy()
         self.best = [Validation(*values) for values in state["best"]]
 
 
 def measure(scores: Scores) -> Validation:
-    """The measures of the epoch's choice."""
+    """Return the measures by which an epoch is chosen."""
     return Validation(
         loss=float(scores.loss.mean()),
         top1=float(scores.correct.mean()),
@@ -96,7 +95,7 @@ def measure(scores: Scores) -> Validation:
 
 
 def build_predictor(data: TrainingData, model: nn.Module, *, device: torch.device) -> Predictor:
-    """A model of a run, under the conditions of the run."""
+    """Return a predictor of a run's model, under the conditions of the run."""
     return Predictor(
         model=model.eval(),
         preprocess=data.preprocess,
@@ -108,14 +107,14 @@ def build_predictor(data: TrainingData, model: nn.Module, *, device: torch.devic
 
 
 @dataclass(eq=False)
-class ImageValidator(Validator):
+class ImageValidator:
     """Measures a model on the validation images.
 
     Args:
-        data: with validation images.
-        device: of the model.
-        held_aside: logits that outlast the epochs.
-        last_scores: of the last evaluation.
+        data: Images of the run, with validation images.
+        device: The model's device.
+        held_aside: Logits that outlast the epochs.
+        last_scores: Scores of the last evaluation.
     """
 
     data: TrainingData
@@ -124,8 +123,9 @@ class ImageValidator(Validator):
     last_scores: Scores | None = None
 
     def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
+        """Measure a model. All processes call it; `warn` gets a sentence for each unreadable image."""
         dataset = self.data.decoded_validation
-        # in the first call, unless they were decoded before: then the plan of the run names them
+        # Images that are decoded in the first call; otherwise the plan of the run names them.
         if self.last_scores is None and self.data.validation is not dataset:
             for name, reason in dataset.unreadable:
                 warn(f"skipped validation image {name}: {reason}")
@@ -140,9 +140,3 @@ class ImageValidator(Validator):
         self.last_scores = score_logits(logits, dataset.labels)
         self.held_aside.update(self.last_scores, logits, dataset.digests)
         return measure(self.last_scores)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.held_aside.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.held_aside.load_state_dict(state)
