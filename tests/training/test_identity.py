@@ -287,7 +287,7 @@ def test_a_worker_killed_while_it_sends_a_batch_is_one_line(
             raise error
 
     run.trainer.train_step.__class__ = Receiving
-    with pytest.raises(OSError, match="a process that decodes images was killed"):
+    with pytest.raises(OSError, match="a data-loading worker was killed"):
         run.trainer.train()
 
 
@@ -311,7 +311,7 @@ def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_p
             return whole_step(self, *arguments)
 
     run.trainer.train_step.__class__ = Killing
-    with pytest.raises(OSError, match="a process that decodes images was killed"):
+    with pytest.raises(OSError, match="a data-loading worker was killed"):
         run.trainer.train()
     resumed = make_run(tmp_path / "run", *overrides)
     assert resumed.trainer.resume()
@@ -334,7 +334,7 @@ def test_a_killed_worker_raises_nothing_after_the_run(make_run: MakeRun, tmp_pat
     run.trainer.train_step.__class__ = Killing
     handler = signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        with pytest.raises(OSError, match="a process that decodes images was killed"):
+        with pytest.raises(OSError, match="a data-loading worker was killed"):
             run.trainer.train()
         torch._C._error_if_any_worker_fails()
     finally:

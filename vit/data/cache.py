@@ -187,7 +187,7 @@ def _decode_images(
                 failures |= chunk_failures
                 advance(chunk_size)
         except BrokenProcessPool as error:
-            text = "a process that decodes images was killed, perhaps for lack of memory"
+            text = "a data-loading worker was killed (out of memory?)"
             raise OSError(f"{text}; try fewer data.workers") from error
     return hashes, failures
 
