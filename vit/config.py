@@ -87,6 +87,14 @@ class DataConfig(_Section):
         """`image_size` as (height, width)."""
         return as_pair(self.image_size, name="data.image_size")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_former_key(cls, values: Any) -> Any:
+        """Drop check_cache=false, which the configurations of earlier runs hold."""
+        if isinstance(values, dict) and values.get("check_cache") is False:
+            return {name: value for name, value in values.items() if name != "check_cache"}
+        return values
+
     @field_validator("root")
     @classmethod
     def _absolute_root(cls, root: str | None) -> str | None:
