@@ -20,11 +20,10 @@ The first sentence of the docstring of `run` is shown in `vit --help`: at most 6
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +32,6 @@ from typer.core import TyperCommand
 from vit.runtime.arguments import shorten
 from vit.runtime.command import Command
 from vit.runtime.files import expand_home
-from vit.runtime.plugins import list_plugins
 from vit.runtime.signatures import (
     REQUIRED,
     Names,
@@ -64,11 +62,11 @@ class VitCommand(TyperCommand):
 
     Attributes:
         rare: Name and text of each rare option.
-        plugins: Title → group of entry points, see `Command`.
+        sections: See `Command`.
     """
 
     rare: Sequence[tuple[str, str]] = ()
-    plugins: Mapping[str, str] = MappingProxyType({})
+    sections: Callable[[], Mapping[str, Sequence[tuple[str, str]]]]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         formatter.write_paragraph()
@@ -89,15 +87,11 @@ class VitCommand(TyperCommand):
             ("Arguments", arguments),
             ("Options", options),
             ("Rare options, set by --option NAME=VALUE", self.rare),
+            *self.sections().items(),
         ):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl([(name, _keep_hyphens(text)) for name, text in rows])
-        for title, group in self.plugins.items():
-            plugins = list_plugins(group)
-            if plugins:
-                with formatter.section(title):
-                    formatter.write_dl(plugins)
 
     def get_help(self, ctx: Any) -> str:
         # Typer puts the name of an argument into braces.
@@ -126,7 +120,7 @@ class CommandBuilder:
         for name, parameter in read_public_signature(command.function).items():
             if name in command.rare:
                 self.rare[name] = parameter
-            elif name not in command.python_only:
+            elif name != command.rare_into and name not in command.python_only:
                 self.passed[name] = parameter
 
     def build(self) -> Any:
@@ -143,7 +137,7 @@ class CommandBuilder:
             self.command.run(partial(function, **arguments), **own_values)
 
         parameters = [self._build_parameter(parameter) for parameter in self._sort()]
-        if self.rare:
+        if self.rare or self.command.rare_into:
             parameters.append(self._build_rare())
         run.__doc__ = (inspect.getdoc(self.command.run) or "").partition("Args:\n")[0]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # PEP 362
@@ -151,10 +145,10 @@ class CommandBuilder:
         return run
 
     def build_class(self) -> type[VitCommand]:
-        """Return a class of commands whose help lists this one's rare options and plug-ins."""
+        """Return a class of commands whose help has this one's rare options and more sections."""
         rare = [(name, self._describe(parameter)) for name, parameter in self.rare.items()]
-        plugins = self.command.plugins
-        return type("VitCommand", (VitCommand,), {"rare": rare, "plugins": plugins})
+        sections = staticmethod(self.command.sections)
+        return type("VitCommand", (VitCommand,), {"rare": rare, "sections": sections})
 
     def _sort(self) -> list[Parameter]:
         """Return the parameters: arguments, required options, the others; the public function's
@@ -229,15 +223,19 @@ class CommandBuilder:
                 arguments[name] = tuple(part.strip() for part in names if part)
         return arguments
 
-    def _read_rare(self, texts: list[str]) -> dict[str, str]:
+    def _read_rare(self, texts: list[str]) -> dict[str, Any]:
         """Return the values of --option NAME=VALUE, which the public function converts.
 
         Raises:
             ValueError: A text is not NAME=VALUE, or there is no such option.
         """
-        values = {}
+        values: dict[str, Any] = {}
+        others = values.setdefault(self.command.rare_into, {}) if self.command.rare_into else None
         for text in texts:
             name, equals, value = text.partition("=")
+            if equals and others is not None and name not in self.rare:
+                others[name] = value
+                continue
             if not equals or name not in self.rare:
                 raise ValueError(
                     f"--option {shorten(text)!r} is not NAME=VALUE with one of {', '.join(self.rare)}"

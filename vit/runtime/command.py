@@ -1,6 +1,6 @@
 """Record of a command of the command line."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,9 @@ class Command:
         help: Parameter → a text that is shorter than its first sentence under `Args:`.
         rare: Parameters that share the option --option NAME=VALUE.
         alias: Another name of the command, which the list of commands doesn't show.
-        plugins: Title → group of entry points; the help lists the names that other packages add.
+        rare_into: Parameter, a dictionary, that gets the values of --option with other names.
+        sections: Function that returns more sections of the help, when it is shown: title → rows
+            of a name and a text.
     """
 
     run: Callable[..., None]
@@ -29,7 +31,8 @@ class Command:
     help: Mapping[str, str] = field(default_factory=dict)
     rare: Collection[str] = ()
     alias: str = ""
-    plugins: Mapping[str, str] = field(default_factory=dict)
+    rare_into: str = ""
+    sections: Callable[[], Mapping[str, Sequence[tuple[str, str]]]] = dict
 
 
 # the function of a command, with the values of its options

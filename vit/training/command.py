@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vit.runtime.command import Command
+from vit.runtime.plugins import list_plugins
 
 if TYPE_CHECKING:
     from vit.training.result import TrainingResult
@@ -64,6 +65,6 @@ def train(
 COMMAND = Command(
     run=train,
     function="train",
-    plugins={"Data sets of other packages": "vit.register_source"},
+    sections=lambda: {"Data sets of other packages": list_plugins("vit.register_source")},
     python_only=("show_plan", "transform", "dataset", "class_names", "model", "callbacks"),
 )
