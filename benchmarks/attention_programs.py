@@ -37,7 +37,7 @@ from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 
 import vit
 from vit.analysis.faithfulness.map_metrics import to_markdown
-from vit.bundle import Bundle, load_model
+from vit.bundle import Bundle, open_model
 from vit.data.listing import list_images
 from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
@@ -252,7 +252,7 @@ def measure_checks(
 ) -> list[dict[str, Any]]:
     """Of each choice of methods and formats: images a second without and with checks, and how much
     longer it takes."""
-    bundle = load_model(run)
+    bundle = open_model(run, device="cpu")
     choices = list(itertools.product(COMBINATIONS, FORMATS))
     variants = {
         f"{methods} {formats} {title}": explain_all(

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from vit.analysis.faithfulness.baselines import centre_maps
 from vit.analysis.faithfulness.map_metrics import estimate, to_markdown
 from vit.analysis.faithfulness.result import format_estimate
-from vit.bundle import Bundle, load_model
+from vit.bundle import Bundle, open_model
 from vit.explanation.capture.forward import Forward, run_forward
 from vit.explanation.checks.sanity_checks import rank_correlation
 from vit.explanation.checks.token_ablation import (
@@ -148,7 +148,7 @@ def measure(model_name: str, *, count: int, size: int) -> dict[str, Any]:
         chosen = torch.where(glyphs >= 0)[0][:count]
         images, classes = images[chosen], classes[chosen]
     else:
-        bundle = load_model(path)
+        bundle = open_model(path, device="cpu")
         model = bundle.model.eval()
         images, classes = read_images(bundle, Path(folder), count)
 

@@ -29,10 +29,10 @@ from conditions import describe_conditions, find_result, write_result
 from torch import Tensor, nn
 
 from vit.analysis.faithfulness.baselines import centre_maps
-from vit.analysis.faithfulness.map_metrics import find_order, to_markdown
-from vit.bundle import load_model
-from vit.data.open import open_for_model
 from vit.analysis.faithfulness.images import select_correct_images
+from vit.analysis.faithfulness.map_metrics import find_order, to_markdown
+from vit.bundle import open_model
+from vit.data.open import open_for_model
 from vit.explanation.capture.forward import Grid, run_forward
 from vit.explanation.checks.sanity_checks import (
     RELIABILITY_IMAGES,
@@ -83,7 +83,7 @@ class Measured:
             )
         else:
             run, _, data = name.partition("=")
-            bundle = load_model(run)
+            bundle = open_model(run, device="cpu")
             self.model = bundle.model
             splits = open_for_model(data or None, trained_on=bundle.config["data"])
             source = splits.split(None if data else "test")

@@ -164,49 +164,31 @@ def keeps_mode(function: Function) -> Function:
 
 
 def open_model(model: ModelLike, *, device: str = "auto", random_weights: bool = False) -> Bundle:
-    """Load a model for a public function, onto the device that its user named.
-
-    Args:
-        model: As in `load_model`.
-        device: "cpu", "cuda" or "cuda:N". "auto" leaves a module where it is, and takes a GPU for
-            anything else if there is one.
-        random_weights: As in `load_bundle`.
-    """
-    # batches of one size after another would give memory back and fetch it again
-    keep_freed_memory()
-    module = model.model if isinstance(model, Bundle) else model
-    torch_device = choose_device(device)
-    if device == "auto" and isinstance(module, nn.Module):
-        torch_device = next(module.parameters()).device
-    return load_model(model, device=torch_device, random_weights=random_weights)
-
-
-def load_model(
-    model: ModelLike,
-    *,
-    device: Device = "cpu",
-    random_weights: bool = False,
-) -> Bundle:
     """Return the bundle of a model that is given in any form.
 
     Args:
         model: A bundle, a module (see `Bundle.from_model`), or a source for `load_bundle`.
-        device: Device of the model. Bundles and modules are moved, not copied.
+        device: "cpu", "cuda" or "cuda:N", to which bundles and modules are moved, not copied. "auto"
+            leaves them where they are, and takes a GPU for anything else if there is one.
         random_weights: See `load_bundle`.
 
     Raises:
         FileNotFoundError, ValueError: See `load_bundle` and `Bundle.from_model`.
     """
+    # Batches of different sizes would otherwise return memory and fetch it again.
+    keep_freed_memory()
+    torch_device = choose_device(device)
     if isinstance(model, str | Path):
-        return load_bundle(model, device=device, random_weights=random_weights)
+        return load_bundle(model, device=torch_device, random_weights=random_weights)
     if random_weights:
         raise ValueError("random_weights needs a model file, a run or timm:NAME")
-    if isinstance(model, nn.Module):
-        return Bundle.from_model(model.to(device))
+    module = model.model if isinstance(model, Bundle) else model
     expected = "a path, timm:NAME, a Bundle or an nn.Module; pass the .bundle of a run"
-    check_kind(model, Bundle, name="model", expected=expected)
-    model.model.to(device).eval()
-    return model
+    check_kind(module, nn.Module, name="model", expected=expected)
+    if device != "auto":
+        module.to(torch_device)
+    module.eval()
+    return model if isinstance(model, Bundle) else Bundle.from_model(model)
 
 
 # Building a model draws random weights, which must not change the caller's random numbers.

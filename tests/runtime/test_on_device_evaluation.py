@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.runtime.conftest import Count, Meter
-from vit.bundle import load_model
+from vit.bundle import open_model
 from vit.prediction.predictor import Predictor
 
 
@@ -26,7 +26,7 @@ def test_a_batch_is_copied_in_and_its_logits_out(
     options: dict[str, Any] = {"batch_size": 8, "precision": precision, "tta": tta}
 
     def predict(device: str) -> np.ndarray:
-        predictor = Predictor.from_bundle(load_model(path, device=device), **options)
+        predictor = Predictor.from_bundle(open_model(path, device=device), **options)
         return predictor.predict(
             lambda start, stop: pixels[start:stop],
             count=40,

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.runtime.conftest import Count, Meter
-from vit.bundle import load_model
+from vit.bundle import open_model
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.methods.registry import METHODS, MapOptions
@@ -64,7 +64,7 @@ def test_explanations_equal_the_cpus_with_one_copy_in_and_one_out(
     counts: list[Count] = []
 
     def explain(device: str) -> list[ImageResult]:
-        explainer = Explainer(load_model(path, device=device), SETTINGS[name])
+        explainer = Explainer(open_model(path, device=device), SETTINGS[name])
         images: list[ImageResult] = []
         explainer.explain(
             items_from_images([Image.fromarray(image) for image in pixels]),

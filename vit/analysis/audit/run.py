@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
-from vit.bundle import Bundle, load_model
+from vit.bundle import Bundle, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_for_model
@@ -16,7 +16,6 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor
 from vit.runtime.arguments import check_arguments
-from vit.runtime.device import choose_device
 from vit.runtime.files import FileContent, Result, format_json
 
 
@@ -110,7 +109,7 @@ def _load_backbone(source: str, device: str) -> Bundle:
     # a folder of timm
     if path.is_dir() and (path / "config.json").is_file():
         source = f"timm:local-dir:{path}"
-    bundle = load_model(source, device=choose_device(device))
+    bundle = open_model(source, device=device)
     if not isinstance(bundle.model, VisionTransformer):
         # timm, which takes seconds to import
         from vit.model.timm_weights import load_timm

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from vit.bundle import Bundle, ModelLike, keeps_mode, load_model
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_for_model
 from vit.deploy.export.card import write_card
@@ -64,7 +64,7 @@ def export_model(
     """
     if to != "onnx" and (precision != "float32" or attention):
         raise ValueError(f"--precision and --attention are options of --to onnx, not of {to}")
-    bundle = load_model(model)
+    bundle = open_model(model, device="cpu")
     if not isinstance(bundle.model, VisionTransformer):
         bundle = replace(bundle, model=load_timm(bundle.model))
     images = _load_images(bundle, data, root, split) if precision == "int8" else None
