@@ -275,7 +275,7 @@ class TestImages:
         labels = np.full(12, (predicted + 1) % 3)
         names, ids = ("ant", "bee", "cow"), [str(number) for number in range(12)]
         source = ImageDataset(name="x", class_names=names, labels=labels, ids=ids, reader=Reader())  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="predicts 0 of 12 images correctly"):
+        with pytest.raises(ValueError, match="0 of 12 images are predicted correctly"):
             select_correct_images(load_bundle(model_file), source, count=12, batch_size=6)
 
     @pytest.mark.parametrize("command", ["predict", "attention"])

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from vit.analysis.faithfulness.baselines import RANDOM_MAPS, baseline_maps
+from vit.analysis.faithfulness.images import MIN_IMAGES
 from vit.analysis.faithfulness.map_metrics import PerImage, find_order
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import Grid, PatchMaps
@@ -46,7 +47,6 @@ LARGE_GRID = 14
 GROUP_SIDE = 2
 # the same under a time limit
 LARGER_GROUP_SIDE = 4
-MIN_IMAGES = 8
 # fractions of the patches that insertion curves keep
 KEPT = tuple((step + 1) / 10 for step in range(10))
 

@@ -156,7 +156,7 @@ def _choose_images(
         )
         return *correct, CLASS
     measured, choose_targets = build_target(target, bundle.class_names, kind)
-    images, ids = select_images(source, bundle.preprocess, count=count, seed=seed)
+    images, ids = select_images(bundle, source, count=count, seed=seed)
     classes = torch.cat(
         [
             choose_targets(compute_logits(bundle.model, batch.to(bundle.device)))

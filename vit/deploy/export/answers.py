@@ -11,7 +11,7 @@ from vit.bundle import Bundle
 from vit.model.model_file import NUM_NEIGHBOURS
 from vit.model.vision_transformer import VisionTransformer
 
-# of the prediction sets
+# coverage of the prediction sets
 COVERAGE = 0.95
 
 

@@ -16,7 +16,7 @@ from vit.data.preprocess import Interpolation, Preprocess
 
 # a weight of one in Pillow's integers
 _UNIT = 2.0**22
-# of the filters, in pixels of the result
+# radius of the filters, in pixels of the result
 _RADIUS = {"bicubic": 2.0, "bilinear": 1.0}
 # Pillow resizes rows first where that is faster; before version 13 it always began with columns
 _ROWS_MAY_BE_FIRST = int(PIL.__version__.partition(".")[0]) >= 13

@@ -64,7 +64,7 @@ class AnswerOptions(BaseModel):
         map: The attention map over the photo, its values, or none.
         top_k: Number of classes.
         similar: Number of training images most similar to the photo.
-        pictures: Whether these come with their pictures, where they can be read.
+        pictures: Add their pictures, where they can be read.
     """
 
     map: Literal["png", "array", "none"] = "png"
