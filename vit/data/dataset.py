@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from vit.data.sources.base import ClassChoice, ImageReader, choose_classes
+from vit.data.class_names import ClassChoice, choose_classes
+from vit.data.sources.base import ImageReader
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

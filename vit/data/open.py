@@ -6,8 +6,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from vit.data.class_names import read_words
 from vit.data.corrections import read_corrections
-from vit.data.sources.base import Root, read_words
+from vit.data.sources.base import Root
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.registry import (
     describe_names,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vit.data.class_names import find_wordnet_names, resolve_class_names
 from vit.data.corrections import correct_labels
 from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
 from vit.data.groups import (
@@ -23,7 +24,7 @@ from vit.data.groups import (
     hash_quickly,
     join_duplicates,
 )
-from vit.data.sources.base import describe_counts, find_wordnet_names, resolve_class_names
+from vit.data.sources.base import describe_counts
 from vit.runtime.arguments import check_choice, shorten
 
 SPLITS = ("train", "validation", "test", "all")

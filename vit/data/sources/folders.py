@@ -10,20 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
+from vit.data.class_names import (
+    Aliases,
+    ClassChoice,
+    check_classes,
+    choose_classes,
+    find_wordnet_names,
+)
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import is_image_name
 from vit.data.listing import list_files
-from vit.data.sources.base import (
-    Aliases,
-    ClassChoice,
-    FileReader,
-    check_classes,
-    choose_classes,
-    count_suffixes,
-    describe_counts,
-    find_split_folders,
-    find_wordnet_names,
-)
+from vit.data.sources.base import FileReader, count_suffixes, describe_counts, find_split_folders
 from vit.data.sources.idx import find_idx, list_idx
 from vit.data.sources.source import Request, Source, root_exists
 from vit.data.sources.tables import find_tables, is_table, list_tables

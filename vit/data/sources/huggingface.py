@@ -14,15 +14,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from vit.data.class_names import check_label, check_labels
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import read_image
-from vit.data.sources.base import (
-    SPLIT_OF,
-    ImageReader,
-    check_label,
-    check_labels,
-    read_stats,
-)
+from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
 from vit.data.sources.source import Request, Source

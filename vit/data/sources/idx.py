@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from vit.data.class_names import ClassChoice
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.sources.base import ArrayReader, ClassChoice
+from vit.data.sources.base import ArrayReader
 
 _IMAGES_FILE = re.compile(r"(train|t10k|test)-images[-.]idx3-ubyte(?:\.gz)?")
 _SPLIT_OF = {"train": "train", "t10k": "test", "test": "test"}

@@ -11,14 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from vit.data.class_names import deduplicate, read_words
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.sources.base import (
-    ArrayReader,
-    Root,
-    deduplicate,
-    find_split_folders,
-    read_words,
-)
+from vit.data.sources.base import ArrayReader, Root, find_split_folders
 from vit.data.sources.folders import check_root, find_class_folders, list_classes
 from vit.data.sources.source import Request, Source, root_exists
 from vit.runtime.files import default_cache_dir

@@ -27,15 +27,11 @@ import numpy as np
 from braceexpand import braceexpand
 from PIL import Image
 
+from vit.data.class_names import check_labels
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
-from vit.data.sources.base import (
-    SPLIT_NAMES,
-    ImageReader,
-    check_labels,
-    count_suffixes,
-)
+from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes
 from vit.data.sources.remote import StoredFile
 from vit.data.sources.source import Request, Source
 from vit.runtime.arguments import hide_tokens, shorten

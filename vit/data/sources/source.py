@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from vit.data.class_names import ClassChoice
 from vit.data.dataset import SourceSplits
-from vit.data.sources.base import ClassChoice, Root
+from vit.data.sources.base import Root
 
 
 class Request(NamedTuple):

@@ -11,15 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from vit.data.class_names import ClassChoice, check_label, check_labels
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.images import is_image_name
 from vit.data.sources.base import (
     SPLIT_NAMES,
     SPLIT_OF,
-    ClassChoice,
     FileReader,
-    check_label,
-    check_labels,
     count_suffixes,
     find_split_folders,
 )
