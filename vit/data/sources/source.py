@@ -32,13 +32,17 @@ class Source:
 
     Args:
         name: The `data.name` of the data set.
-        find: Function that finds the splits of a `Request`.
-        recognizes: Function that is true for a path, pattern or address of such images: users then
-            name their images by it. None for a data set that is known by its name alone.
+        find: Function that finds the splits of a request: `request.root` is the
+            place of the images, `request.classes` are the classes to keep, and
+            it returns a `vit.data.dataset.SourceSplits`.
+        recognizes: Function that is true for a path, pattern or address of such
+            images: users then name their images by it. None for a data set that
+            is known only by its name.
         needs_root: The data set can't be found without `data.root`.
-        is_here: Function that is true if the images at a root can be read without a download.
-        unit: Word for what is counted in messages about the images found, "files" or "rows"; empty
-            for a published data set.
+        is_here: Function that is true if the images at a root can be read
+            without a download.
+        unit: Word for the images in messages, "files" or "rows"; empty for a
+            published data set, whose images aren't counted.
 
     Example:
         >>> source = vit.Source("colours", find_colours, needs_root=True)
