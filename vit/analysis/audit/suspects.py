@@ -220,28 +220,34 @@ def predict_out_of_fold(
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import log_loss
-    from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
+    from sklearn.model_selection import PredefinedSplit, StratifiedKFold, cross_val_predict
     from sklearn.preprocessing import StandardScaler
 
-    present = np.unique(labels)
-    num_different = [0, *sorted(len(np.unique(digests[labels == label])) for label in present)]
-    if num_different[-2] < 2:
+    # Copies of an image count once, with the label of the first of them.
+    _, first, copies = np.unique(digests, return_index=True, return_inverse=True)
+    class_sizes = np.sort(np.bincount(labels[first], minlength=num_classes))
+    if num_classes < 2 or class_sizes[-2] < 2:
         raise ValueError("an audit needs two classes, each with at least two different images")
     inputs = StandardScaler().fit_transform(features.astype(np.float64))
+    folds = np.zeros(len(first), dtype=np.int64)
     candidates = []
     # Small classes aren't in all folds, which scikit-learn warns of. One thread, because several
     # wait for one another: with 10,000 images two took 20 times as long.
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore")
-        splitter = StratifiedGroupKFold(min(_NUM_FOLDS, num_different[-1]))
-        folds = list(splitter.split(inputs, labels, digests))
+        splitter = StratifiedKFold(min(_NUM_FOLDS, class_sizes[-1]))
+        for fold, (_, is_out) in enumerate(splitter.split(first, labels[first])):
+            folds[is_out] = fold
+        split = PredefinedSplit(folds[copies])
         for strength in _STRENGTHS:
             classifier = LogisticRegression(C=strength, max_iter=500)
             candidates.append(
-                cross_val_predict(classifier, inputs, labels, cv=folds, method="predict_proba")
+                cross_val_predict(classifier, inputs, labels, cv=split, method="predict_proba")
             )
     probabilities = np.zeros((len(labels), num_classes))
-    probabilities[:, present] = min(candidates, key=lambda candidate: log_loss(labels, candidate))
+    probabilities[:, np.unique(labels)] = min(
+        candidates, key=lambda candidate: log_loss(labels, candidate)
+    )
     return probabilities
 
 
@@ -276,10 +282,10 @@ def find_confused(
 
     The most confused pair comes first.
     """
-    num_classes = len(class_names)
-    predicted = probabilities.argmax(axis=1)
-    counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
-    confusion = counts.reshape(num_classes, num_classes)
+    from sklearn.metrics import confusion_matrix
+
+    classes = range(len(class_names))
+    confusion = confusion_matrix(labels, probabilities.argmax(axis=1), labels=classes)
     support = confusion.sum(axis=1)
     both = np.triu(confusion + confusion.T, k=1)
     pairs = []
