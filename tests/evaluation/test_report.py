@@ -36,7 +36,6 @@ from vit.evaluation.prediction_sets import SetMetrics
 from vit.evaluation.report.contrast import ExplainedPair, explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.report.report import (
-    DrawnMap,
     build_report,
     load_history,
     render_markdown,
@@ -139,8 +138,9 @@ SENTENCES = [
 ]
 
 
-def draw_red(pictures: list[Pixels]) -> list[DrawnMap]:
-    return [DrawnMap(Image.new("RGB", (64, 64), "red"), "agrees: so it is") for _ in pictures]
+def draw_red(pictures: list[Pixels]) -> list[tuple[str, str]]:
+    overlay = encode_picture(Image.new("RGB", (64, 64), "red"))
+    return [(overlay, "agrees: so it is") for _ in pictures]
 
 
 def build(

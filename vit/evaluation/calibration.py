@@ -12,6 +12,7 @@ from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.prediction.predictor import LogitArray
 from vit.prediction.probabilities import Ints, chunk_rows
 from vit.runtime.files import compute_sha256
+from vit.runtime.numbers import format_number
 
 # with fewer images in a half, the noise can't be estimated
 _MIN_HALF = 5
@@ -131,14 +132,11 @@ def calibrate_bundle(
     sentence = (
         f"temperature {fit.temperature:.3f}, fitted on {fit.num_images} images ({dataset.split}"
         f"{', out of fold' if logits is None else ''}); on the half that it was not fitted on, loss"
-        f" {fit.loss_before:.4f} → {fit.loss_after:.4f}, calibration error {fit.ece_before:.4f} →"
-        f" {fit.ece_after:.4f}"
+        f" {format_number(fit.loss_before)} → {format_number(fit.loss_after)}, calibration error"
+        f" {format_number(fit.ece_before)} → {format_number(fit.ece_after)}"
     )
     if not fit.helps:
-        return (
-            bundle,
-            f"not calibrated, because the loss doesn't fall by more than noise: {sentence}",
-        )
+        return bundle, f"not calibrated, the loss doesn't fall by more than noise: {sentence}"
 
     measured = asdict(fit)
     del measured["helps"]
@@ -213,6 +211,7 @@ def fit_temperature(logits: LogitArray, labels: Ints) -> float:
     # half a second to import
     from scipy.optimize import minimize_scalar
 
+    # by the logarithm, so that the bounds lie symmetrically around 1
     def cross_entropy(log_temperature: float) -> float:
         losses = []
         for rows in chunk_rows(logits):

@@ -14,8 +14,8 @@ from vit.prediction.predictor import Predictor
 from vit.runtime.device import describe_device
 from vit.runtime.processes import current_process
 
-# Keys of the configuration that don't change the recipe: where the data lies, the machine, the seed,
-# and what the model file keeps of the images. Older model files also have data.check_cache.
+# Keys of the configuration that don't change the recipe: where the data lies, the machine, the
+# seed, and how many images the model file keeps. Older model files also have data.check_cache.
 _MACHINE_KEYS = {
     "data": ("root", "workers", "cache_dir", "check_cache"),
     "train": ("seed", "device", "max_training_features"),

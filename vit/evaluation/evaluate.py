@@ -126,6 +126,7 @@ def evaluate(
         ]
         if data is None and dataset is None:
             images = replace(images, splits=data_splits)
+        # one predictor for all passes: the batch size changes the last bits of logits
         predictor = Predictor.from_bundle(
             bundle, batch_size=batch_size, precision=precision, tta=tta
         )
@@ -172,10 +173,12 @@ def _calibrate(
         ValueError: There is no model file to keep the temperature in.
     """
     model_file = find_model_file(bundle)
+    # Images that chose the epoch look better than others: `calibrate_bundle` does without them.
     logits = None
     if not was_used_for_epoch(bundle, validation):
         logits = _predict(predictor, validation, title="calibrating")
     calibrated, sentence = calibrate_bundle(bundle, validation, logits)
+    # only one process writes the file, and all need its new hash
     if calibrated is not bundle and in_place:
         process = current_process()
         sha256 = save_temperature(calibrated, model_file) if process.is_main else ""

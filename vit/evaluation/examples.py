@@ -1,4 +1,4 @@
-"""Images to look at: the clearest errors, the least sure correct predictions, likely label errors."""
+"""Images to look at: clear errors, unsure correct predictions and likely label errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -137,7 +137,7 @@ def open_data(
     dataset: Any,
     class_names: Sequence[str] | None,
 ) -> DatasetSplits:
-    """Open the images that a user names or passes; by default those that the model was trained on."""
+    """Open the images that a user names or passes; by default those of the model's training."""
     if dataset is not None:
         return open_passed(dataset, class_names=class_names, model_classes=bundle.class_names)
     if data is None and bundle.passed_images is not None:

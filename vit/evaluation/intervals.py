@@ -27,9 +27,9 @@ def compute_intervals(
 
     A bootstrap fails if there are few errors: it can't draw errors that are not in the test set,
     and without any error all resamples are equal. Accuracies here are exact binomial intervals
-    (Clopper & Pearson 1934). Losses and macro errors are sums to which a few images contribute most,
-    so they have gamma intervals (Fay & Feuer 1997), which are exact for Poisson counts. `_bound_ece`
-    bounds the calibration error.
+    (Clopper & Pearson 1934). Losses and macro errors are sums to which a few images contribute
+    most, so they have gamma intervals (Fay & Feuer 1997), which are exact for Poisson counts.
+    `_bound_ece` bounds the calibration error.
 
     Args:
         scores: Scores of the test images.
@@ -120,8 +120,8 @@ def compute_clustered_interval(correct: NDArray[np.bool_], clusters: Ints) -> tu
 
 
 def _compute_variance(deviations: Floats, clusters: Ints) -> float:
-    """Compute the variance of a mean over images that come in clusters, from the images' deviations:
-    the variance of the ratio of the clusters' sums."""
+    """Compute the variance of a mean over images that come in clusters, from the deviations of the
+    images: the variance of the ratio of the clusters' sums."""
     num_clusters = len(np.unique(clusters))
     sums = np.bincount(clusters, deviations)
     factor = num_clusters / max(num_clusters - 1, 1)

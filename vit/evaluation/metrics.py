@@ -155,8 +155,8 @@ def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, 
 
 
 def compute_reliability(scores: Scores) -> list[Bin]:
-    """Compute mean confidence and accuracy of the images in 15 bins of confidence; both are 0 for an
-    empty bin."""
+    """Compute mean confidence and accuracy of the images in 15 bins of confidence; both are 0 for
+    an empty bin."""
     bins = find_bins(scores.confidence)
     counts = np.bincount(bins, minlength=NUM_BINS)
     divisors = np.maximum(counts, 1)

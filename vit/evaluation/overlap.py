@@ -49,6 +49,7 @@ def find_overlap(
     assert images.dataset.hashes is not None
     duplicates = find_duplicates(images.dataset.hashes, training_hashes)
     indices = [*duplicates.exact[:, 0].tolist(), *duplicates.near[:, 0].tolist()]
+    # the accuracy on images that the model has not seen
     others = np.delete(is_correct, indices)
     return TrainTestOverlap(
         exact=len(duplicates.exact),

@@ -40,6 +40,7 @@ def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[Clas
     support = np.bincount(scores.labels, minlength=scores.num_classes)
     predicted = np.bincount(scores.predicted, minlength=scores.num_classes)
     correct = np.bincount(scores.labels[scores.correct], minlength=scores.num_classes)
+    # precision is a proportion of the predicted images, recall of the labelled ones
     rows = zip(
         class_names,
         *(column.tolist() for column in (*fractions, support, predicted)),

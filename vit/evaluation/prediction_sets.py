@@ -34,7 +34,7 @@ class SetMetrics:
 def measure_sets(
     bundle: Bundle, logits: NDArray[np.float32], labels: Ints
 ) -> list[SetMetrics] | None:
-    """Measure the prediction sets of a model for each coverage; None if its file holds no threshold.
+    """Measure a model's prediction sets for each coverage; None if its file holds no threshold.
 
     Args:
         bundle: The model.

@@ -78,6 +78,7 @@ class EvaluationResult(Result):
         output = expand_home(directory)
         if Path(self.bundle.name).resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{directory} holds the evaluated model; choose another --output")
+        # evaluation.json is written last: whoever finds it finds the other files, too
         super().save(directory, overwrite=overwrite)
         evaluation = self.evaluation
         if self.has_new_temperature:

@@ -1,7 +1,7 @@
 """The files of an evaluation: `evaluation.json`, with its schema, and `predictions.csv`.
 
-`Evaluation.model_json_schema()` returns the schema as JSON Schema. `schema_version` rises when a key
-is removed or changes its meaning, not when a key is added. Fractions are 0 to 1, not percent.
+`Evaluation.model_json_schema()` returns the schema as JSON Schema. `schema_version` rises when a
+key is removed or changes its meaning, not when a key is added. Fractions are 0 to 1, not percent.
 """
 
 import csv
@@ -30,7 +30,7 @@ EVALUATION_FILE = "evaluation.json"
 PREDICTIONS_FILE = "predictions.csv"
 COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
 # metrics that are fractions; the others are shown as plain numbers
-_FRACTIONS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall", "ece")
+_FRACTIONS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall")
 
 
 class MetricRow(NamedTuple):

@@ -65,7 +65,7 @@ def compute_p_values(distances: Floats, calibration: Floats) -> Floats:
 
 
 def build_sets(probabilities: Floats, threshold: float) -> list[list[int]]:
-    """Return for each row of [n, C] the classes that reach the threshold, the most probable first."""
+    """Return the classes that reach the threshold for each row of [n, C], most probable first."""
     return [
         [index for index in np.argsort(-row, kind="stable").tolist() if row[index] >= threshold]
         for row in probabilities
@@ -122,8 +122,8 @@ def explain_missing(bundle: Bundle, coverage: float) -> str | None:
     recorded = bundle.metadata.get("conformal")
     if recorded is None:
         return (
-            f"{bundle.name} holds no thresholds of prediction sets; `vit train` writes them into the"
-            " model file if there are validation images"
+            f"{bundle.name} holds no thresholds of prediction sets; `vit train` writes them into"
+            " the model file if there are validation images"
         )
     sentences = []
     if read_threshold(bundle.metadata, coverage) is None:

@@ -23,7 +23,7 @@ def save_embeddings(
             arrays = {"paths": np.array(paths, dtype=str), "embeddings": np.array(features)}
             save_arrays(temporary, arrays)
             return
-        # from the extra "datasets"
+        # pyarrow comes with the extra "datasets"
         import pyarrow as pa  # type: ignore[import-untyped]
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
 

@@ -49,7 +49,7 @@ def compute_features(
     cache_dir: Path | None = None,
     progress: bool = True,
 ) -> Features:
-    """Compute the pooled features of images after each block of a model, or read them from the cache.
+    """Compute the pooled features of images after each block, or read them from the cache.
 
     Their name in the cache changes with the weights, the preprocessing, the precision and the
     images.
@@ -153,7 +153,7 @@ def _compute_once(
     cache_dir: Path | None,
     progress: bool = True,
 ) -> Tensor:
-    """Return the results of a function of the model for all images, from the cache if they are there.
+    """Return the results of a function of the model for all images, from the cache if possible.
 
     Args:
         name: Name of what is computed.
@@ -197,6 +197,7 @@ def compute_readable_features(
     def read(start: int, stop: int) -> Pixels:
         if dataset.pixels is not None:
             return read_dataset(dataset, bundle.preprocess, start, stop)
+        # a file may have gone since training; its row stays black and is dropped below
         pixels = np.zeros((stop - start, *bundle.preprocess.image_size, 3), dtype=np.uint8)
         for index in range(start, stop):
             try:
@@ -252,6 +253,7 @@ def _load(path: Path, name: str, shape: tuple[int, ...]) -> Tensor | None:
         values = load_file(path)[name]
     except (OSError, LookupError, SafetensorError):
         return None
+    # NaN would be in every later result
     is_intact = values.shape == shape and bool(values.isfinite().all())
     return values if is_intact else None
 

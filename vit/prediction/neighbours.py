@@ -48,6 +48,7 @@ def find_nearest(
         Indices and cosines of the neighbours, [n, k] each, the nearest first.
     """
     units = normalize_rows(references)
+    # The same array on both sides, so that BLAS can compute a symmetric product.
     queries = units if skip_self else normalize_rows(features)
     count = min(count, len(units) - skip_self)
     rows = max(1, _BLOCK // len(units))
@@ -57,7 +58,9 @@ def find_nearest(
     for start in range(0, max(len(queries), 1), rows):
         cosines = queries[start : start + rows] @ units.T
         if skip_self:
+            # below any cosine
             np.fill_diagonal(cosines[:, start:], -2)
+        # partitioned before sorting, because sorting all cosines takes longer
         nearest = np.sort(np.argpartition(-cosines, count - 1, axis=1)[:, :count], axis=1)
         values = np.take_along_axis(cosines, nearest, axis=1)
         # a stable order: equal cosines stay in the order of the references

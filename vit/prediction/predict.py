@@ -123,6 +123,7 @@ def iterate_predictions(
 
     path = Path(embeddings).expanduser()
     check_embeddings_file(path)
+    # only paths and features are kept until the end, not the predictions
     paths = []
     features = []
     for prediction in predictions:
@@ -159,11 +160,13 @@ def predict_images(
     names = bundle.class_names
 
     def predict_batch(paths: Sequence[str], pixels: Sequence[Pixels]) -> Iterator[Prediction]:
+        # features are computed only if something needs them: some models have none
         features = None
         if bundle.likeness is None and not with_features:
             logits = predictor.predict(read_from(pixels), count=len(pixels))
         else:
             logits, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
+        # the temperature changes probabilities, but neither the order of classes nor the sets
         probabilities = softmax(logits.astype(np.float64) / bundle.temperature, axis=1)
         sets = predict_sets(bundle, logits, coverage=coverage)
         p_values = predict_p_values(bundle, features)
@@ -171,6 +174,7 @@ def predict_images(
         if similar and features is not None:
             neighbours = find_similar(bundle, features, similar)
         for row, path in enumerate(paths):
+            # a stable order: of equally probable classes the first one comes first
             best = np.argsort(-probabilities[row], kind="stable")[:top_k].tolist()
             yield Prediction(
                 path,
@@ -198,6 +202,7 @@ def _decode_batches(
 ) -> Iterator[list[tuple[str, Pixels | str]]]:
     """Yield the images in batches, each with its path, and its pixels or why it can't be read."""
     numbered = enumerate(list_images(images))
+    # decoding a photo may take longer than its forward pass
     with ThreadPoolExecutor() as pool:
         while batch := list(islice(numbered, batch_size)):
             decoded = pool.map(lambda pair: _decode(pair[1], preprocess), batch)
@@ -213,4 +218,5 @@ def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
         opened = read_image(Path(image)) if isinstance(image, str) else image
         return preprocess.to_uint8(opened)
     except (OSError, ValueError) as error:
+        # without the path, which the prediction already names
         return getattr(error, "strerror", None) or str(error)

@@ -57,6 +57,7 @@ class PredictionResult(Result):
         """Return predictions.jsonl, with a JSON object for each image."""
 
         def write(path: Path) -> None:
+            # names of files may be any bytes
             with path.open("w", encoding="utf-8", errors="surrogateescape") as file:
                 for _ in write_jsonl(self.predictions, file=file):
                     pass
@@ -103,6 +104,7 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
     The columns are path, rank from 1, name, probability, whether the class is in the image's
     prediction set (true, false, or empty if there is no set), the image's p-value, and error.
     """
+    # without carriage returns, so that command-line tools can read the last column
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("path", "rank", "name", "probability", "in_set", "p_value", "error"))
     for prediction in predictions:

@@ -39,8 +39,8 @@ class PhotoSorter:
         self.folders = dict(zip(bundle.class_names, names, strict=True))
 
     def check(self, images: ImageInputs) -> None:
-        """Check that the directory is outside the folders of the images: a second run would sort its
-        own copies.
+        """Check that the directory is outside the folders of the images. Otherwise a second run
+        would sort its own copies.
 
         Raises:
             ValueError: It is inside one.

@@ -80,8 +80,8 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
     for bin in bins:
         if bin.count == 0:
             continue
-        num_correct = round(bin.accuracy * bin.count)
-        text = f"confidence {bin.lower:.2f}–{bin.upper:.2f}: {num_correct} of {bin.count} images correct"
+        text = f"confidence {bin.lower:.2f}–{bin.upper:.2f}: "
+        text += f"{round(bin.accuracy * bin.count)} of {bin.count} images correct"
         top = place_y(bin.accuracy)
         # leaves a gap of two pixels between bars
         width = place_x(bin.upper) - place_x(bin.lower) - 2
@@ -103,6 +103,7 @@ def build_selective_chart(confidence: Floats, correct: NDArray[np.bool_]) -> Cha
     ends = np.flatnonzero(is_last)
     # the accuracy of the first few images jumps
     ends = ends[counts[ends] >= min(_MIN_ANSWERED, len(order))]
+    # more points would only make the page larger
     ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), _MAX_POINTS)).astype(int)]
     place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
     place_y, y_ticks = fit_axis([*accuracy[ends].tolist(), 1.0], Chart.bottom, Chart.top)

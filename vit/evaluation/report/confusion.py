@@ -1,4 +1,4 @@
-"""The confusion matrix of the report: its classes, their orders, and the images behind each number."""
+"""The confusion matrix of the report: its classes, their orders, and the images of each cell."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def describe_confusion(
 
 
 def _choose_classes(scores: Scores) -> Ints:
-    """Return all classes, or if there are many, those with the most errors as label or prediction."""
+    """Return all classes, or with many, those with the most errors as label or prediction."""
     if scores.num_classes <= _MAX_CLASSES:
         return np.arange(scores.num_classes)
     is_wrong = scores.labels != scores.predicted
@@ -92,7 +92,7 @@ def _order_classes(counts: Ints, names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, Cells]:
-    """Return the counts of the shown classes, [S, S], and the most confident images of each cell."""
+    """Return counts of the shown classes, [S, S], and the most confident images of each cell."""
     position = np.full(scores.num_classes, -1)
     position[shown] = np.arange(len(shown))
     rows = position[scores.labels]
@@ -113,6 +113,7 @@ def _group_cells(scores: Scores, shown: Ints) -> tuple[Ints, Cells]:
 def _draw_thumbnails(cells: Cells, images: EvaluationSet) -> dict[int, str]:
     """Draw the first images of each cell, fewer for each if there are many cells."""
     images_a_cell = min(_MAX_PICTURED, 1 + _THUMBNAILS // max(len(cells), 1))
+    # the first thumbnails of every cell matter more than many of one cell
     thumbnails: dict[int, str] = {}
     for members in cells.values():
         for index in members[:images_a_cell]:

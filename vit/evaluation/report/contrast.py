@@ -60,11 +60,13 @@ def explain_confusions(
     pixels = np.concatenate([result.images.read(index, index + 1) for _, index in chosen])
     classes = [(explained.pair.label, explained.pair.predicted) for explained, _ in chosen]
     labels, predicted = np.array(classes).T
+    # the report does without them for a model whose attention can't be read
     try:
         contrasts = contrast_errors(result.bundle, pixels, labels=labels, predicted=predicted)
     except ValueError as error:
         return [], str(error)
     neighbours = training_photos.find_of_classes(list(pixels), classes)
+    # a wrong label explains an error without any map
     suspects = {example.path for example in result.evaluation.examples.label_errors}
     for row, (explained, index) in enumerate(chosen):
         path = result.images.ids[index]

@@ -78,7 +78,8 @@ def contrast_errors(
             # a model whose attention can't be read is refused with the first batch
             verify=start == 0,
         )
-        values = torch.stack([method_maps.values[:, 0] for method_maps in maps]).cpu()  # [M, B, …]
+        # [M, B, rows, columns]
+        values = torch.stack([method_maps.values[:, 0] for method_maps in maps]).cpu()
         turned = _turn_answers(
             bundle, images, values.flatten(2), grid=forward.grid, predicted=batch_predicted
         )

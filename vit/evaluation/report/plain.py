@@ -38,6 +38,7 @@ def describe_in_plain_words(result: EvaluationResult) -> list[str]:
 
 
 def _describe_failures(evaluation: Evaluation, scores: Scores) -> str:
+    # a class of a few images is the worst one by chance
     rows = [row for row in evaluation.per_class if row.support >= _MIN_SUPPORT]
     confusions = count_confusions(scores.labels, scores.predicted, num_classes=scores.num_classes)
     if not rows or not confusions:
@@ -94,8 +95,8 @@ def _describe_data(evaluation: Evaluation) -> str:
 
 
 def _describe_maps(result: EvaluationResult) -> str:
-    """Describe the maps of images spread evenly over the set; empty if the model's attention can't be
-    read or the model is too slow."""
+    """Describe the maps of images spread evenly over the set; empty if the model's attention can't
+    be read or the model is too slow."""
     affordable = _MAX_SECONDS * result.evaluation.cost.images_per_second / _PASSES_AN_IMAGE
     count = min(_MAX_IMAGES, int(affordable), len(result.images))
     if count < _MIN_IMAGES:
@@ -113,9 +114,11 @@ def _describe_maps(result: EvaluationResult) -> str:
     if sum(map(len, relevance)) < count:
         return ""
     values = torch.cat(relevance)  # [n, rows, columns]
+    # each image counts the same, however large its relevance is
     values = values / values.sum(dim=(1, 2), keepdim=True).clamp_min(1e-12)
     rows, columns = values.shape[1:]
     middle = values[:, rows // 4 : rows - rows // 4, columns // 4 : columns - columns // 4]
+    # the fewest patches that together hold half of the relevance
     largest_first = values.flatten(1).sort(dim=1, descending=True).values
     num_half = (largest_first.cumsum(dim=1) < 0.5).sum(dim=1) + 1
     half_area = float(num_half.float().mean()) / (rows * columns)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
 
@@ -102,15 +102,12 @@ def load_history(model: str) -> list[dict[str, Any]]:
     return []
 
 
-class DrawnMap(NamedTuple):
-    """A map over its picture, and the result of its sanity check."""
+def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[tuple[str, str]]:
+    """Draw attention rollout over pictures as the model sees them, [H, W, 3].
 
-    overlay: Image.Image
-    verdict: str
-
-
-def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[DrawnMap]:
-    """Draw attention rollout over pictures as the model sees them, [H, W, 3]."""
+    Returns:
+        For each picture the overlay as a data address, and the result of the map's sanity check.
+    """
     if not pictures:
         return []
     # the pictures are already cut to the model's input
@@ -125,12 +122,12 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[DrawnMap]:
         assert map.sanity_check is not None
         shown = resize_picture(photo)
         overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
-        drawn.append(DrawnMap(overlay, map.sanity_check.verdict))
+        drawn.append((encode_picture(overlay), map.sanity_check.verdict))
     return drawn
 
 
 def _choose_classes(evaluation: Evaluation) -> list[ClassMetrics]:
-    """If there are many classes, keep those with the lowest F1. Classes without images come last."""
+    """Keep the classes with the lowest F1 if there are many. Those without images come last."""
     classes = evaluation.per_class
     if len(classes) <= _MAX_CLASSES:
         return classes
@@ -158,7 +155,7 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
     return [
         (row["epoch"], row[key])
         for row in epochs
-        if "epoch" in row and isinstance(row.get(key), int | float) and math.isfinite(row[key])
+        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
 
 
@@ -183,10 +180,9 @@ def _draw_examples(
     photos = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
     pictures = dict(zip(paths, photos, strict=True))
     try:
-        drawn = draw_maps(result.bundle, pixels)
+        maps = draw_maps(result.bundle, pixels)
     except ValueError as error:
         return pictures, {}, str(error)
-    maps = [(encode_picture(overlay), verdict) for overlay, verdict in drawn]
     return pictures, dict(zip(paths, maps, strict=True)), None
 
 

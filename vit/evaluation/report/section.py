@@ -21,7 +21,7 @@ class Section(NamedTuple):
 
 
 def find_run(model: str) -> Path | None:
-    """Return the directory of the run that a model file lies in; None for a model without a file."""
+    """Return the run that a model file lies in; None for a model without a file."""
     if model.startswith("timm:"):
         return None
     return Path(model) if Path(model).is_dir() else Path(model).parent
