@@ -151,7 +151,7 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
     others = [row["label"] == row["predicted"] for row in rows if "planted" not in row["path"]]
     top1 = metrics["duplicates_of_training"]["top1_without"]
     assert top1 == pytest.approx(np.mean(others))
-    assert f"with them and {top1:.2%} without" in " ".join(screen.split())
+    assert f"with them and {100 * top1:.0f} % without" in " ".join(screen.split())
     before = {row["path"]: row for row in read_predictions(tmp_path / "before" / "predictions.csv")}
     after = {row["path"]: row for row in read_predictions(tmp_path / "after" / "predictions.csv")}
     for path, row in before.items():
