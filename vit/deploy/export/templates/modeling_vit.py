@@ -1,4 +1,4 @@
-"""The model of this folder for transformers, with the preprocessing that it was trained with.
+"""The model of this folder for transformers, with its preprocessing.
 
 AutoModelForImageClassification.from_pretrained("FOLDER", trust_remote_code=True)
 pipeline("image-classification", model="FOLDER", trust_remote_code=True)
@@ -43,18 +43,18 @@ class ViTForImageClassification(PreTrainedModel):
 
 
 class ViTPipeline(ImageClassificationPipeline):
-    """The library's own converts to RGB first, and so cuts 16-bit grey off at 255 and drops
-    transparency."""
+    """Passes images on as they are: the library's own pipeline converts them to RGB first, which cuts
+    16-bit grey off at 255 and drops transparency."""
 
     def preprocess(self, image, timeout=None):
         return self.image_processor(image, return_tensors="pt").to(self.dtype)
 
 
 def read_rgb(image):
-    """A file, or an image of PIL in any mode, as upright RGB: 16-bit grey is scaled to 8 bits,
-    transparency is laid on white."""
+    """Read a file, or convert an image of PIL in any mode, to upright RGB: 16-bit grey is scaled to
+    8 bits, transparency becomes white."""
     if isinstance(image, str | os.PathLike) and os.path.isfile(image):
-        # no others: some of Pillow's formats start programs
+        # only these: some formats of Pillow start programs
         formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
         with Image.open(image, formats=formats) as opened:
             if opened.mode == "F" or opened.width * opened.height > 100_000_000:
@@ -63,7 +63,7 @@ def read_rgb(image):
     elif isinstance(image, Image.Image):
         image = ImageOps.exif_transpose(image)
     else:
-        image = load_image(image)  # an address
+        image = load_image(image)  # a URL
     if image.mode == "F":
         raise ValueError("floating-point pixels have no fixed range; save it with 8 or 16 bits")
     if image.mode.startswith("I"):
@@ -76,11 +76,11 @@ def read_rgb(image):
 
 
 class ViTProcessor(ImageProcessingMixin):
-    """Scales an image to cover `resize_size`, cuts `image_size` (height, width) from its centre,
-    normalises."""
+    """Scales an image to cover `resize_size`, crops `image_size` (height, width) from its centre, and
+    normalises it."""
 
     model_input_names = ("pixel_values",)
-    valid_kwargs = ImagesKwargs  # of the library, which asks for it
+    valid_kwargs = ImagesKwargs  # the library requires it
 
     def __call__(self, images, return_tensors=None, **unused):
         images = images if isinstance(images, list | tuple) else [images]

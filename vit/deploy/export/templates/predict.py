@@ -10,8 +10,8 @@ from PIL import Image, ImageOps
 
 
 def read_pixels(path):
-    """Upright RGB, uint8 [1, height, width, 3]: 16 bits are scaled to 8, transparency is on white."""
-    # no others: some of Pillow's formats start programs
+    """Read upright RGB, uint8 [1, height, width, 3]: 16 bits become 8, transparency becomes white."""
+    # only these: some formats of Pillow start programs
     formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
     with Image.open(path, formats=formats) as opened:
         if opened.mode == "F" or opened.width * opened.height > 100_000_000:
@@ -39,6 +39,6 @@ for path in sys.argv[1:]:
         if "p_value" in outputs:
             answer["prediction_set"] = [names[i] for i in order if outputs["prediction_set"][0, i]]
             answer["p_value"] = float(outputs["p_value"][0])
-    except Exception as error:  # Pillow's decoders answer broken bytes with nearly any
+    except Exception as error:  # broken bytes raise nearly any error in Pillow's decoders
         answer = {"path": path, "error": str(error)}
     print(json.dumps(answer, ensure_ascii=False))
