@@ -1,9 +1,10 @@
 """Training state on disk: written atomically, verified on reading, loaded without unpickling
 objects. This file alone knows what a checkpoint holds.
 
-A checkpoint is a file `step-<global step>-<first 16 hex digits of its SHA-256>.pt`. The name carries
-the checksum, so that one rename makes content and checksum appear together. A checkpoint is also a
-file of weights, which `--init` and `load_bundle` read; that is why this file lies beside theirs.
+A checkpoint is a file `step-<global step>-<first 16 hex digits of its SHA-256>.pt`. The name
+carries the checksum, so that one rename makes content and checksum appear together. A checkpoint is
+also a file of weights, which `--init` and `load_bundle` read; that is why this file lies beside
+theirs.
 """
 
 import hashlib

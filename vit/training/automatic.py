@@ -1,9 +1,9 @@
 """A configuration for images that come without one. It is chosen from their number and sizes, the
 device and the minutes.
 
-`_ROWS` says which recipe is taken when, and why. The recipe's size, batch, length and regularisation
-are fitted to the images. What the user sets with `key.path=value` holds, and what depends on it
-follows.
+`_ROWS` says which recipe is taken when, and why. The recipe's size, batch, length and
+regularisation are fitted to the images. What the user sets with `key.path=value` holds, and what
+depends on it follows.
 """
 
 import math
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from vit.config import Config, flatten_config, load_config, read_sections
 from vit.data.sources.registry import find_kind
@@ -24,7 +25,7 @@ from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import current_process
-from vit.training.data import build_data, build_dataset
+from vit.training.data import TrainingData, build_data, build_dataset
 from vit.training.model import build_model, load_initial_model, resize_model, set_up_training
 from vit.training.probe import build_probed_model, fit_to_data, is_probe_alone, uses_probe
 from vit.training.recipe import find_recipe
@@ -54,24 +55,24 @@ _PRETRAINED_HINT = (
     "(a ViT-S, 10 classes of 30 photos: 86 % right, from scratch 57 %); "
     "--init timm:vit_small_patch16_224 starts from some (a download of 88 MB, Apache-2.0, once)"
 )
-# Fraction of the minutes left after a probe that fine-tuning takes. The rest is for augmentation and
-# for other programs of the machine.
+# Fraction of the minutes left after a probe that fine-tuning takes. The rest is for augmentation
+# and for other programs of the machine.
 _FINE_TUNING_FRACTION = 0.85
 # Fewer epochs of fine-tuning move the weights and don't come to rest.
 _MIN_FINE_TUNING_EPOCHS = 2.0
 # Fraction of the probed model's blocks that stay frozen → epochs of the other blocks that the time
-# must hold. 10 × 30 photos of Imagenette, ViT-S/14: 83.5 % on unseen photos after 8 epochs of 3 of 11
-# blocks, the probe 78.5 %. 4 × 200: 88.7 % after 4 epochs of 4 of 10 blocks, the probe 84.6 %.
+# must hold. 10 × 30 photos of Imagenette, ViT-S/14: 83.5 % on unseen photos after 8 epochs of 3 of
+# 11 blocks, the probe 78.5 %. 4 × 200: 88.7 % after 4 epochs of 4 of 10 blocks, the probe 84.6 %.
 _FROZEN_FRACTIONS = {0.0: 8.0, 0.5: 12.0, 0.75: 0.0}
-# Fraction of the patches that steps on tokens drop (84.8 % instead of 83.5 % above), and the fraction
-# of a step's time that is left.
+# Fraction of the patches that steps on tokens drop (84.8 % instead of 83.5 % above), and the
+# fraction of a step's time that is left.
 _DROP_RATE = 0.5
 _DROPPED_COST = 0.65
 # With fewer validation images nothing follows the probe: of 10 × 5 photos ten are for validation,
 # and fine-tuning was right on one more of these, and on 2 in 100 fewer of 240 unseen ones.
 _MIN_VALIDATION_IMAGES = 20
-# Validation images for each model that they choose among. Of 4 × 200 photos 80 chose the third of ten
-# epochs, by one image; on unseen photos it was worse than the probe.
+# Validation images for each model that they choose among. Of 4 × 200 photos 80 chose the third of
+# ten epochs, by one image; on unseen photos it was worse than the probe.
 _IMAGES_AN_EVALUATION = 100
 # Fraction of the minutes in which all images pass through the weights.
 _FEATURE_FRACTION = 0.5
@@ -220,7 +221,8 @@ def choose_config(
     """Choose a configuration for images.
 
     Args:
-        data: A data set's name, a folder, a table or shards. See `vit.data.sources.registry.find_kind`.
+        data: A data set's name, a folder, a table or shards. See
+            `vit.data.sources.registry.find_kind`.
         overrides: `key.path=value` of the user.
         minutes: Minutes of training; None for `DEFAULT_MINUTES`.
 
@@ -238,13 +240,11 @@ def choose_config(
     splits = build_dataset(load_config({"data": source | user["data"] | {"image_size": 32}}))
     images = splits.split("train")
     num_classes = len(images.class_names)
-    parts = RunParts(splits=splits)
-    pretrained_size = None
+    loaded = None
+    pretrained = None
     if user["model"].get("init"):
         recipe = load_config(find_recipe("folder/finetune"), overrides)
-        model, pretrained = load_initial_model(recipe, num_classes=num_classes)
-        pretrained_size = model.patch_embed.img_size
-        parts = RunParts(splits=splits, model=model, pretrained=pretrained)
+        loaded, pretrained = load_initial_model(recipe, num_classes=num_classes)
 
     device = choose_device(find_device(overrides))
     side = round(measure_shorter_side(images, count=_SAMPLE))
@@ -255,16 +255,22 @@ def choose_config(
         is_grey=side <= _MAX_SMALL_SIDE and are_grey(images, count=_SAMPLE),
         device=device,
         minutes=minutes or DEFAULT_MINUTES[device.type],
-        pretrained_size=pretrained_size,
+        pretrained_size=None if loaded is None else loaded.patch_embed.img_size,
         overrides=overrides,
     )
     rows = [row for row in _ROWS if row.condition(task)]
-    if pretrained_size is not None:
+    if loaded is not None:
         sections = _adapt_recipe(rows[0], task, source)
+        config = task.load(sections)
         # A probe takes all processes of a run, and the others wait for this choice.
-        if uses_probe(task.load(sections)) and current_process().world_size == 1:
-            return _choose_fine_tuning(rows[0], sections, task, parts, started_at)
-    return _choose_by_speed(rows, task, source, parts, started_at)
+        if uses_probe(config) and current_process().world_size == 1:
+            resize_model(config, loaded)
+            decoded = build_data(config, splits, device=device, pretrained=pretrained)
+            loaded.to(device)
+            return _choose_fine_tuning(rows[0], sections, task, decoded, loaded, started_at)
+    sections, model, reasons = _choose_by_speed(rows, task, source, loaded, started_at)
+    parts = RunParts(splits=splits, model=model, pretrained=pretrained)
+    return Choice(task.load(sections), reasons, parts)
 
 
 def find_device(overrides: Sequence[str]) -> str:
@@ -296,20 +302,22 @@ def _choose_by_speed(
     rows: Sequence[_Row],
     task: _Task,
     source: dict[str, Any],
-    parts: RunParts,
+    loaded: VisionTransformer | None,
     started_at: float,
-) -> Choice:
-    """Choose the first row whose epochs fit into the minutes, or the last one."""
+) -> tuple[Sections, VisionTransformer, dict[str, str]]:
+    """Choose the first row whose epochs fit into the minutes, or the last one.
+
+    Returns:
+        The sections of the configuration, the model whose speed was measured, and the reasons.
+    """
     for row in rows:
         sections = _adapt_recipe(row, task, source)
         config = task.load(sections)
-        if isinstance(parts.model, VisionTransformer):
-            resize_model(config, parts.model)
-            model = parts.model
+        if loaded is not None:
+            model = loaded
+            resize_model(config, model)
         else:
-            built, _ = build_model(config, num_classes=task.num_classes)
-            assert isinstance(built, VisionTransformer)
-            model = built
+            model, _ = build_model(config, num_classes=task.num_classes)
         images_per_second = measure_training_rate(config, model, device=task.device)
         seconds = 60 * task.minutes * _TRAINING_FRACTION
         epochs = seconds * images_per_second / task.num_images
@@ -327,7 +335,7 @@ def _choose_by_speed(
     length += f", {images_per_second:,.0f} images/s"
     if config.train.epochs < int(epochs):
         length = f"enough for {task.num_images:,} images; {length}, hold {epochs:,.0f}"
-    return Choice(config, _explain_choices(config, task, row, length), replace(parts, model=model))
+    return sections, model, _explain_choices(config, task, row, length)
 
 
 def _adapt_recipe(row: _Row, task: _Task, source: dict[str, Any]) -> Sections:
@@ -375,7 +383,8 @@ def _adapt_recipe(row: _Row, task: _Task, source: dict[str, Any]) -> Sections:
 
 
 def _fit_patches(data: dict[str, Any], model: dict[str, Any], side: int, user: Sections) -> None:
-    """Set image and patch size: about as many patches as in the recipe, an image of whole patches."""
+    """Set image and patch size: about as many patches as in the recipe, an image of whole
+    patches."""
     user_size = user["data"].get("image_size")
     height, width = as_pair(user_size or side, name="data.image_size")
     # as many patches on the shorter side as in the recipe
@@ -441,7 +450,12 @@ def _set_length(sections: Sections, task: _Task, epochs: float) -> None:
 
 
 def _choose_fine_tuning(
-    row: _Row, sections: Sections, task: _Task, parts: RunParts, started_at: float
+    row: _Row,
+    sections: Sections,
+    task: _Task,
+    data: TrainingData,
+    model: VisionTransformer,
+    started_at: float,
 ) -> Choice:
     """Fit a probe, and train as many of its blocks, for as long, as the rest of the minutes allows.
 
@@ -449,14 +463,23 @@ def _choose_fine_tuning(
         row: The row that was taken.
         sections: Sections of the configuration, which are changed.
         task: The images, the device and the minutes.
-        parts: The images, and the model as it was loaded.
+        data: The images.
+        model: The model with the pretrained weights.
         started_at: When the minutes began, by `time.perf_counter`.
     """
-    parts, forward_rate = _start_from_probe(sections, task, parts)
-    assert parts.data is not None
-    num_validation = len(parts.data.validation or ())
-    is_asked_for = task.has_length or "freeze" in task.user["model"]
+    device = task.device
+    forward_rate = measure_forward_rate(model, device=device)
+    max_images = int(_FEATURE_FRACTION * 60 * task.minutes * forward_rate)
+    if max_images < _NEARLY_ALL * task.num_images:
+        # A wrong measurement mustn't leave too few images. Another number makes another run.
+        sections["model"]["probe"] = max(max_images, _MIN_PROBED_IMAGES)
     config = task.load(sections)
+    probe = fit_to_data(config, model, data, device=device)
+    probed = build_probed_model(config, model, probe.probe).to(device)
+
+    tokens = None
+    num_validation = len(data.validation or ())
+    is_asked_for = task.has_length or "freeze" in task.user["model"]
     if is_probe_alone(config):
         length = "the probe alone (given)"
     elif 0 < num_validation < _MIN_VALIDATION_IMAGES and not is_asked_for:
@@ -472,63 +495,44 @@ def _choose_fine_tuning(
         num_evaluations = max(num_validation // _IMAGES_AN_EVALUATION, 1)
         num_passed = num_described + num_evaluations * num_validation
         deadline = started_at + 60 * task.minutes - num_passed / forward_rate
-        parts, length = _plan_epochs(sections, task, parts, forward_rate, deadline)
+        data, tokens, length = _plan_epochs(sections, task, data, probed, forward_rate, deadline)
         train = sections["train"]
         train["evaluate_every_epochs"] = math.ceil(train["epochs"] / num_evaluations)
 
     config = task.load(sections)
-    assert isinstance(parts.model, VisionTransformer)
-    assert parts.data is not None
-    set_up_training(config, parts.model)
-    parts = replace(
-        parts,
-        data=replace(parts.data, config=config),
-        uncut_model=parts.uncut_model if is_probe_alone(config) else None,
+    set_up_training(config, probed)
+    parts = RunParts(
+        splits=data.splits,
+        model=probed,
+        data=replace(data, config=config),
+        probe=probe,
+        uncut_model=model if is_probe_alone(config) else None,
+        tokens=tokens,
     )
     return Choice(config, _explain_choices(config, task, row, length), parts)
 
 
-def _start_from_probe(sections: Sections, task: _Task, parts: RunParts) -> tuple[RunParts, float]:
-    """Fit the probe on as many images as the time allows. Returns the parts, with the model that
-    ends at the probe's block, and how many images pass through the whole model in a second."""
-    config = task.load(sections)
-    model = parts.model
-    assert isinstance(model, VisionTransformer)
-    assert parts.splits is not None
-    resize_model(config, model)
-    data = build_data(config, parts.splits, device=task.device, pretrained=parts.pretrained)
-    model.to(task.device)
-    forward_rate = measure_forward_rate(model, device=task.device)
-    max_images = int(_FEATURE_FRACTION * 60 * task.minutes * forward_rate)
-    if max_images < _NEARLY_ALL * task.num_images:
-        # A wrong measurement mustn't leave too few images. Another number makes another run.
-        sections["model"]["probe"] = max(max_images, _MIN_PROBED_IMAGES)
-        config = task.load(sections)
-    probe = fit_to_data(config, model, data, device=task.device)
-    probed = build_probed_model(config, model, probe.probe).to(task.device)
-    parts = replace(parts, model=probed, uncut_model=model, data=data, probe=probe)
-    return parts, forward_rate
-
-
 def _plan_epochs(
-    sections: Sections, task: _Task, parts: RunParts, forward_rate: float, deadline: float
-) -> tuple[RunParts, str]:
+    sections: Sections,
+    task: _Task,
+    data: TrainingData,
+    model: VisionTransformer,
+    forward_rate: float,
+    deadline: float,
+) -> tuple[TrainingData, Tensor | None, str]:
     """Set how many blocks are trained after the probe, and for how many epochs.
 
     Args:
         sections: Sections of the configuration, which are changed.
         task: The images, the device and the minutes.
-        parts: Parts of the run, with the probe.
+        data: The images.
+        model: The model that ends at the probe's block.
         forward_rate: Images that pass through the whole model in a second.
         deadline: When the training must end, by `time.perf_counter`.
 
     Returns:
-        The parts, with tokens if blocks are frozen; and the reason of the length.
+        The data and the tokens, if blocks are frozen; and the reason of the length.
     """
-    model = parts.model
-    data = parts.data
-    assert isinstance(model, VisionTransformer)
-    assert data is not None
     seconds_left = max(deadline - time.perf_counter(), 0.0)
     num_frozen, epochs = _choose_num_frozen(
         len(model.blocks),
@@ -537,9 +541,8 @@ def _plan_epochs(
         seconds=_FINE_TUNING_FRACTION * seconds_left,
         num_images=task.num_images,
     )
-    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
-    train = sections["train"]
-    tuned = parts
+    images = data
+    tokens = None
     rate = 0.0
     # With too little time, tokens and the measurement would take all of it.
     if epochs >= _MIN_FINE_TUNING_EPOCHS or task.has_length:
@@ -551,24 +554,24 @@ def _plan_epochs(
             config = task.load(sections)
             set_up_training(config, model)
             data, tokens = keep_tokens(model, replace(data, config=config), device=task.device)
-            tuned = replace(parts, data=data, tokens=tokens)
         # as it will run
-        rate = measure_training_rate(
-            config, model, device=task.device, data=data, tokens=tuned.tokens
-        )
+        rate = measure_training_rate(config, model, device=task.device, data=data, tokens=tokens)
         seconds_left = max(deadline - time.perf_counter(), 0.0)
         epochs = _FINE_TUNING_FRACTION * seconds_left * rate / task.num_images
+    train = sections["train"]
     train["epochs"] = min(max(int(epochs), 1), train["epochs"])
+    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
     if task.has_length:
-        return tuned, length
+        return data, tokens, length
     if epochs < _MIN_FINE_TUNING_EPOCHS:
         sections["model"]["freeze"] = "backbone"
-        return parts, f"the probe alone; {length} hold {epochs:.1f} epochs of fine-tuning"
+        length = f"the probe alone; {length} hold {epochs:.1f} epochs of fine-tuning"
+        return images, None, length
     train["max_minutes"] = float(f"{seconds_left / 60:.3g}")
     if num_frozen:
         length += f", with {num_frozen} of {len(model.blocks)} blocks frozen"
     length += f", of which {seconds_left / 60:.1f} are left after the probe"
-    return tuned, f"{length}, {rate:,.0f} images/s"
+    return data, tokens, f"{length}, {rate:,.0f} images/s"
 
 
 def _choose_num_frozen(

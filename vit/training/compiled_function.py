@@ -20,8 +20,8 @@ _WORTHWHILE_FLOPS = {"cpu": 1.6e14, "cuda": 1.6e16}
 
 
 def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) -> bool:
-    """Return whether compiling the training step pays. Nothing is measured for it, so that a resumed
-    run decides as the interrupted one did.
+    """Return whether compiling the training step pays. Nothing is measured for it, so that a
+    resumed run decides as the interrupted one did.
 
     Args:
         device_type: "cpu", "cuda" or another of torch's names.
@@ -45,7 +45,8 @@ class CompiledFunction(Generic[P, T]):
         self._original = function
         # Products of float32 matrices keep their precision on purpose.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-        # From the third image size on, torch would make sizes symbols, which a CUDA graph can't have.
+        # From the third image size on, torch would make sizes symbols, which a CUDA graph can't
+        # have.
         self._function = torch.compile(function, dynamic=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:

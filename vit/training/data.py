@@ -126,8 +126,8 @@ def build_data(
     images are not touched.
 
     Args:
-        config: Configuration of the run. Its `data.mean`, `data.std` and `data.crop_pct` come before
-            measured values.
+        config: Configuration of the run. Its `data.mean`, `data.std` and `data.crop_pct` come
+            before measured values.
         splits: The data set.
         device: Device on which the images will be.
         pretrained: Preprocessing of pretrained weights, which comes before measured values.

@@ -1,4 +1,5 @@
-"""The micro-batches that a batch is split into, so that it fits a CPU's caches or a GPU's memory."""
+"""The micro-batches that a batch is split into, so that it fits a CPU's caches or a GPU's
+memory."""
 
 from functools import partial
 

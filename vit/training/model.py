@@ -11,7 +11,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair, check_choice, first_line, resolve_image_sizes
 
 
-def build_model(config: Config, *, num_classes: int) -> tuple[nn.Module, Preprocess | None]:
+def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
     """Build the model of a run on the CPU.
 
     Args:
@@ -37,7 +37,8 @@ def build_model(config: Config, *, num_classes: int) -> tuple[nn.Module, Preproc
 def load_initial_model(
     config: Config, *, num_classes: int
 ) -> tuple[VisionTransformer, Preprocess | None]:
-    """Load the model that `model.init` names, at the image size that its weights were trained on."""
+    """Load the model that `model.init` names, at the image size that its weights were trained
+    on."""
     # timm takes seconds to import
     from vit.model.timm_weights import load_pretrained
 
@@ -56,7 +57,8 @@ def load_initial_model(
 
 
 def resize_model(config: Config, model: VisionTransformer) -> None:
-    """Give a loaded model the image and patch size of the configuration, and set up its training."""
+    """Give a loaded model the image and patch size of the configuration, and set up its
+    training."""
     patch_size = model.patch_embed.patch_size
     if "patch_size" in config.model.model_fields_set:
         patch_size = as_pair(config.model.patch_size, name="model.patch_size")

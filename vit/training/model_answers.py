@@ -28,8 +28,8 @@ _MAX_DISTANCES = 5000
 
 
 def complete_model_file(run: Run, directory: Path, process: Process) -> None:
-    """Put the thresholds, the temperature and the features into the model file of a run. Its weights
-    stay as they are. Only `vit evaluate --calibrate` reads the temperature.
+    """Put the thresholds, the temperature and the features into the model file of a run. Its
+    weights stay as they are. Only `vit evaluate --calibrate` reads the temperature.
 
     Args:
         run: A run that has ended.

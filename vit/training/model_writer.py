@@ -81,8 +81,8 @@ class BundleWriter:
         )
 
     def has_written(self) -> bool:
-        """Return whether the model file is there and intact. Raises ValueError for a file of another
-        run."""
+        """Return whether the model file is there and intact. Raises ValueError for a file of
+        another run."""
         path = self.directory / MODEL_FILE
         try:
             run_id = read_model_file(path).metadata.get("run_id")

@@ -24,9 +24,9 @@ _DISPLAY_SECONDS = 0.5
 
 
 class Observer:
-    """A callback of a run, called in the main process. Override the methods that you need. If `on_step`
-    or `on_epoch` returns True, the run saves its state and ends; `resume` continues it. An observer
-    that raises an exception is not called again, and training goes on without it.
+    """A callback of a run, called in the main process. Override the methods that you need. If
+    `on_step` or `on_epoch` returns True, the run saves its state and ends; `resume` continues it.
+    An observer that raises an exception is not called again, and training goes on without it.
 
     Example:
         >>> class Stop(vit.Observer):
@@ -37,13 +37,13 @@ class Observer:
     is_essential = False  # True: the run ends if this observer fails
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
-        """The run begins, or goes on after `step` steps. `settings` has the values of its configuration
-        by "section.key"."""
+        """The run begins, or goes on after `step` steps. `settings` has the values of its
+        configuration by "section.key"."""
 
     def on_step(self, metrics: dict[str, Any]) -> bool | None:
         """A step has ended. `metrics` has epoch and step (counted from 1), learning_rate and
-        images_per_second; and as tensors loss, top1 of the batch (0 to 1) and gradient_norm. float()
-        of a tensor waits for the device."""
+        images_per_second; and as tensors loss, top1 of the batch (0 to 1) and gradient_norm.
+        float() of a tensor waits for the device."""
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> bool | None:
         """An epoch has ended. `metrics` is its line of metrics.jsonl; `val_loss` and `val_top1` are

@@ -108,16 +108,16 @@ NO_VALIDATION = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)
 # pydantic checks the values, which may come from a file
 @dataclass(config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Progress:
-    """The progress of a run. Checkpoints hold these fields; with the state of the training step they
-    are all that is needed to continue.
+    """The progress of a run. Checkpoints hold these fields; with the state of the training step
+    they are all that is needed to continue.
 
     Attributes:
         step: Steps of the whole run so far.
         total_steps: Steps that fit into the time; None: those of the plan.
         best_step: Step of the best model; 0: there is no model yet.
         best: Measures of the best model.
-        epoch_sums: Sums over the current epoch, on the device until it ends: losses of finite steps,
-            correct images, number of finite steps.
+        epoch_sums: Sums over the current epoch, on the device until it ends: losses of finite
+            steps, correct images, number of finite steps.
 
     Raises:
         pydantic.ValidationError: A value has another type than its field.
@@ -148,8 +148,8 @@ class Progress:
         return self.step >= plan.total_steps or has_stopped
 
     def record_best(self, validation: Validation | None, *, select_by: SelectBy) -> bool:
-        """Record the measures of a step if they are the best. Without validation images the last step
-        is the best. Returns whether the step is the best."""
+        """Record the measures of a step if they are the best. Without validation images the last
+        step is the best. Returns whether the step is the best."""
         if validation is not None:
             if not validation.rank(select_by) > self.best.rank(select_by):  # nan is never the best
                 self.evaluations_since_best += 1

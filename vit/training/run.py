@@ -176,7 +176,8 @@ def build_run(
         tensorboard = TensorBoard(directory, image_loader, validator)
         observers = [ProgressBar(), MetricsFile(directory, writer), tensorboard]
 
-    config = record_pipeline(config, data)
+    section = config.data.model_copy(update={"pipeline": data.pipeline})
+    config = config.model_copy(update={"data": section})
     identity = RunIdentity.from_config(
         config,
         describe_objects(parts.transform, parts.user_model),
@@ -221,12 +222,6 @@ def _build_model_and_data(
         data = build_data(config, splits, device=device, pretrained=pretrained)
     # before the optimizer is built, whose state lies beside the weights
     return model.to(device), data
-
-
-def record_pipeline(config: Config, data: TrainingData) -> Config:
-    """Return the configuration with the pipeline that was chosen for the images."""
-    section = config.data.model_copy(update={"pipeline": data.pipeline})
-    return config.model_copy(update={"data": section})
 
 
 def build_plan(

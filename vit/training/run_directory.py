@@ -39,8 +39,8 @@ def open_run_directory(
 
     Raises:
         NotADirectoryError: `path` is a file.
-        FileExistsError: The directory holds files that are not part of a run; or it holds a run, and
-            neither `resume` nor `overwrite` is set.
+        FileExistsError: The directory holds files that are not part of a run; or it holds a run,
+            and neither `resume` nor `overwrite` is set.
         ValueError: Another process trains into it.
     """
     if not is_main:

@@ -20,7 +20,8 @@ from vit.runtime.arguments import first_line
 
 RunStep = Callable[[Tensor, Tensor], Any]  # from images and targets to a named tuple of tensors
 
-# Steps of each kind before one is measured: they compile, choose kernels, make the optimizer's state.
+# Steps of each kind before one is measured: they compile, choose kernels, make the optimizer's
+# state.
 _WARM_UP_STEPS = 3
 # Fraction of a step's time from which starting its kernels is considered the bottleneck.
 _LAUNCH_FRACTION = 0.8
@@ -56,7 +57,8 @@ class StepGraph:
 
 
 class _Seconds(NamedTuple):
-    """Seconds of a step until the host has started all kernels, and until the device has run them."""
+    """Seconds of a step until the host has started all kernels, and until the device has run
+    them."""
 
     launch: float
     total: float

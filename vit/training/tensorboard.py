@@ -92,7 +92,8 @@ def save_first_images(loader: TrainLoader, path: Path) -> None:
 
 
 def _load_first_images(loader: TrainLoader) -> Float[Tensor, "B 3 H W"]:
-    """Return the first training images as the model gets them, augmented, as colours from 0 to 1."""
+    """Return the first training images as the model gets them, augmented, as colours from 0 to
+    1."""
     batch = next(iter(loader.epoch(0)))
     images = batch.images[:_BATCH_IMAGES].float().cpu()
     mean = torch.tensor(loader.preprocess.mean).view(3, 1, 1)

@@ -46,7 +46,8 @@ def forward_backward_on_threads(
         images: [B, 3, H, W].
         targets: Classes [B] or class probabilities [B, C].
         threads: Threads that the micro-batches are divided among.
-        num_micro_batches: Micro-batches at least; the number is raised to a multiple of the threads.
+        num_micro_batches: Micro-batches at least; the number is raised to a multiple of the
+            threads.
         loss_scale: Loss scale of float16; None scales nothing.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]

@@ -327,8 +327,8 @@ def resolve_config(
 
 
 def find_initial_weights(init: str | Path, directory: Path) -> str:
-    """Return the value of `model.init` for the weights that a user names: timm:NAME, or the absolute
-    path of a file, a folder, a run or the model that comes with the package.
+    """Return the value of `model.init` for the weights that a user names: timm:NAME, or the
+    absolute path of a file, a folder, a run or the model that comes with the package.
 
     Raises:
         FileNotFoundError: There is no such file.

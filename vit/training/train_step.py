@@ -153,8 +153,8 @@ class TrainStep:
 
     def run_on_device(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Do all that a step does on the device, with the values of `set_schedule_values`. It reads
-        nothing from the device and uses the same memory each time, so that a CUDA graph of it can be
-        replayed on other batches in the same place."""
+        nothing from the device and uses the same memory each time, so that a CUDA graph of it can
+        be replayed on other batches in the same place."""
         # Gradients are made anew instead of added to zeros. While a CUDA graph is captured they are
         # in the graph's own memory, where each replay writes them.
         self.optimizer.zero_grad()
@@ -207,8 +207,8 @@ class TrainStep:
         return loss, correct
 
     def forward_backward(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss and the number of correct images of a batch. Its gradients, times the loss
-        scale, are in `.grad`."""
+        """Return the loss and the number of correct images of a batch. Its gradients, times the
+        loss scale, are in `.grad`."""
         loss = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         micro_images = images.chunk(self.grad_accum_steps)

@@ -1,10 +1,10 @@
 """The training loop: epochs of steps, an evaluation, a checkpoint.
 
 All random numbers of a step are a function of (seed, step, rank), and the batches are a function of
-(seed, epoch). A run that stops anywhere and goes on from its last checkpoint therefore ends, bit for
-bit, as an uninterrupted run does. This holds on the same kind of device, in the same precision and
-with the same torch; on a GPU with `train.deterministic`, because its kernels otherwise add up in any
-order.
+(seed, epoch). A run that stops anywhere and goes on from its last checkpoint therefore ends, bit
+for bit, as an uninterrupted run does. This holds on the same kind of device, in the same precision
+and with the same torch; on a GPU with `train.deterministic`, because its kernels otherwise add up
+in any order.
 """
 
 import math
@@ -153,8 +153,8 @@ class Trainer:
             )
         best = validation
         if best is not None and self.plan.select_by != "loss":
-            # If a trained model is equally accurate it replaces the probe: with few images, and with
-            # a loss that label smoothing has raised, the two can't be told apart.
+            # If a trained model is equally accurate it replaces the probe: with few images, and
+            # with a loss that label smoothing has raised, the two can't be told apart.
             best = best._replace(loss=math.inf)
         self.progress.record_best(best, select_by=self.plan.select_by)
         self.model_writer.write(model)
@@ -189,8 +189,8 @@ class Trainer:
                 return False
             if progress.step >= self.plan.total_steps:
                 break
-            # The last step of an epoch is saved with its metrics: if the process were killed between
-            # the two, they would be logged twice.
+            # The last step of an epoch is saved with its metrics: if the process were killed
+            # between the two, they would be logged twice.
             is_last = progress.step_in_epoch == len(self.train_batches)
             if self._is_checkpoint_due() and not is_last:
                 self._save()
@@ -313,14 +313,14 @@ class Trainer:
             self._saving = self.writer.submit(save)
 
     def _wait_for_files(self) -> None:
-        """Wait, in all processes, until all files of the run are on disk. Otherwise torchrun would end
-        the others as soon as the first process ends with a code that is not 0."""
+        """Wait, in all processes, until all files of the run are on disk. Otherwise torchrun would
+        end the others as soon as the first process ends with a code that is not 0."""
         self.writer.wait()
         self.process.wait()
 
     def resume(self) -> bool:
-        """Go back to the newest intact checkpoint. Returns False if there is none. A model file that
-        is missing or damaged is written again from the best checkpoint.
+        """Go back to the newest intact checkpoint. Returns False if there is none. A model file
+        that is missing or damaged is written again from the best checkpoint.
 
         Raises:
             ValueError: The checkpoint is of another run, or the model file can't be written again.

@@ -24,8 +24,8 @@ class HeldAside:
     """Logits of validation images that did not choose the epoch they are from.
 
     The images are divided into two halves by hashes of their pixels. Each image has its logits at
-    the epoch that the other half alone would have chosen so far. Thresholds of prediction sets and a
-    temperature that are found with them are therefore not flattered by the choice.
+    the epoch that the other half alone would have chosen so far. Thresholds of prediction sets and
+    a temperature that are found with them are therefore not flattered by the choice.
 
     Args:
         select_by: Measure of the best model.
@@ -123,7 +123,8 @@ class ImageValidator:
     last_scores: Scores | None = None
 
     def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
-        """Measure a model. All processes call it; `warn` gets a sentence for each unreadable image."""
+        """Measure a model. All processes call it; `warn` gets a sentence for each unreadable
+        image."""
         dataset = self.data.decoded_validation
         # Images that are decoded in the first call; otherwise the plan of the run names them.
         if self.last_scores is None and self.data.validation is not dataset:
