@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.explainer import choose_explain_batch_size
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.rollout import attention_rollout, compute_rollout
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import MapOptions
 from vit.runtime.device import choose_device
 from vit.runtime.memory import keep_freed_memory
 
@@ -128,7 +127,7 @@ def build_variants(
 
     def from_queries() -> None:
         for forward in forwards:
-            compute_rollout(forward, forward.logits, MapOptions())
+            compute_rollout(forward, forward.logits)
 
     return {
         "forward pass": (each(ours), batch),

@@ -20,19 +20,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from conditions import describe_conditions, write_result
 from study_tables import build_contention_table
 
 from vit.config import load_config
-from vit.training.recipe import find_recipe
-from vit.training.model import build_model
-from vit.training.run import build_plan, build_train_step
 from vit.runtime.arguments import as_pair
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
+from vit.training.model import build_model
+from vit.training.recipe import find_recipe
+from vit.training.run import build_plan, build_train_step
 from vit.training.train_step import TrainStep
 
 NAME = "contention"

@@ -26,9 +26,9 @@ from torchvision.datasets import ImageFolder
 from vit.config import AugmentConfig
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
+from vit.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 WORKERS = 2
 
@@ -36,7 +36,9 @@ WORKERS = 2
 def recipes(size: int) -> dict[str, AugmentConfig]:
     return {
         "nothing": AugmentConfig(),
-        "crop, flip, cutout": AugmentConfig(crop_padding=size // 8, flip="random", cutout=size // 4),
+        "crop, flip, cutout": AugmentConfig(
+            crop_padding=size // 8, flip="random", cutout=size // 4
+        ),
         "resized crop, flip": AugmentConfig(resized_crop_scale=(0.35, 1.0), flip="random"),
         "colour jitter": AugmentConfig(color_jitter=0.4),
         "RandAugment(2, 9)": AugmentConfig(rand_augment=(2, 9)),

@@ -28,7 +28,7 @@ PROGRAM = """
 import resource, sys, time
 import torch
 try:
-    from vit.explanation.methods.registry import compute_maps
+    from vit.explanation.methods.maps import compute_maps
 except ImportError:  # of a commit before the registry
     from vit.explanation.methods.table import compute_maps
 from vit.model.vision_transformer import VisionTransformer

@@ -84,7 +84,10 @@ def main() -> None:
                 print(precision, run, flush=True)
     means = {
         precision: {
-            name: [statistics.mean(run[name] for run in found), statistics.stdev(run[name] for run in found)]
+            name: [
+                statistics.mean(run[name] for run in found),
+                statistics.stdev(run[name] for run in found),
+            ]
             for name in ("test_loss", "test_top1")
         }
         for precision, found in runs.items()

@@ -29,9 +29,8 @@ import growth_models as models
 import numpy as np
 import torch
 from conditions import describe_conditions, write_result
-from study_tables import build_growth_table
 from growth_models import Run
-
+from study_tables import build_growth_table
 
 NAME = "growth"
 SIDES, MAP_SIDES = (32, 64, 128, 256, 512, 1024), (64, 128, 192, 256, 512, 736, 1024)

@@ -33,7 +33,6 @@ from vit.evaluation.confusion import plot_confusion
 from vit.evaluation.schema import Evaluation, format_predictions
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult
-from vit.options import ExplainOptions
 from vit.explanation.writer import MapWriter
 from vit.explanation.gallery.gallery import Gallery
 from vit.evaluation.report.report import build_report
@@ -47,7 +46,7 @@ def explain_one() -> tuple[Bundle, ImageResult]:
     bundle, found = make_bundle(64), list[ImageResult]()
     gallery = Gallery(bundle, num_images=GALLERY)
     item = ImageItem("photo", "photo", lambda: (Image.fromarray(draw_pixels(224)), "0" * 64))
-    settings = ExplainOptions(methods=("rollout", "legrad"), batch_size=1, sanity_checks=False)
+    settings = {"methods": ("rollout", "legrad"), "batch_size": 1}
     explain_with(bundle, [item], settings, found.extend, token_bytes=gallery.token_bytes)
     return bundle, found[0]
 
@@ -72,7 +71,8 @@ def write_maps(count: int, folder: Path) -> Run:
         with MapWriter(
             folder / "maps",
             bundle,
-            ExplainOptions(methods=("rollout", "legrad"), formats=("npz",)),
+            {"methods": ["rollout", "legrad"]},
+            formats=("npz",),
         ) as writer:
             for number in range(count):
                 maps = [replace(found, key=f"{number}.{found.key}") for found in explained.maps]

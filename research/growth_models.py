@@ -14,16 +14,15 @@ import torch.distributed as dist
 from PIL import Image
 
 from tests.explanation.collector import explain_with
+from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.images import read_image
 from vit.data.preprocess import Preprocess
-from vit.api import explain
+from vit.explanation.gallery.gallery import Gallery
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult
-from vit.options import ExplainOptions
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
-from vit.explanation.gallery.gallery import Gallery
 from vit.runtime.processes import Process
 from vit.training.distributed import wrap_model
 
@@ -119,13 +118,11 @@ def run_map(method: str) -> Callable[[int, Path], Run]:
 def describe_tokens(side: int, folder: Path) -> Run:
     """What the gallery of one image stores of its tokens."""
     bundle, found = make_bundle(side), list[ImageResult]()
-    item = ImageItem(
-        "photo", "photo", lambda: (Image.fromarray(draw_pixels(side)), "0" * 64)
-    )
+    item = ImageItem("photo", "photo", lambda: (Image.fromarray(draw_pixels(side)), "0" * 64))
 
     def run() -> None:
         gallery = Gallery(bundle, num_images=1)
-        settings, budget = ExplainOptions(methods=("rollout",), sanity_checks=False, batch_size=1), gallery.token_bytes
+        settings, budget = {"methods": ("rollout",), "batch_size": 1}, gallery.token_bytes
         explain_with(bundle, [item], settings, found.extend, token_bytes=budget)
 
     return run

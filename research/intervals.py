@@ -27,10 +27,9 @@ from scipy.special import softmax
 from scipy.stats import binom, norm
 
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.significance import SIGNIFICANCE
-from vit.evaluation.significance import compare_seeds, compute_mcnemar
 from vit.evaluation.metrics import Scores, compute_metrics, score_logits
 from vit.evaluation.per_class import compute_proportion_interval
+from vit.evaluation.significance import SIGNIFICANCE, compare_seeds, compute_mcnemar
 
 NAME = "intervals"
 NUM_CLASSES = 10

@@ -40,8 +40,8 @@ import torch
 from conditions import describe_conditions, load_result, write_result
 
 from vit.bundle import load_bundle
-from vit.data.preprocess import Preprocess
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.evaluation.images import load_images
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import compute_metrics, score_logits

@@ -24,9 +24,7 @@ import torch
 from conditions import describe_conditions, write_result
 from study_tables import build_processes_table
 
-from tests.training.recorded import RUN, STEPS_FILE, measure_overlap, read_steps, train_recorded
-
-
+from tests.training.recorded import RUN, measure_overlap, read_steps, train_recorded
 
 NAME = "processes"
 
@@ -39,7 +37,6 @@ def count_sent_bytes(exchanged: dict[str, int], world_size: int) -> float:
         / world_size
         * sum(size * (1 + (name == "allreduce_")) for name, size in exchanged.items())
     )
-
 
     """The run as a job of torchrun, which starts it once more where a process ends."""
     directory.mkdir()

@@ -33,7 +33,8 @@ from vit.explanation.capture.forward import Forward, run_forward
 from vit.explanation.checks.sanity_checks import rank_correlation
 from vit.explanation.checks.token_ablation import (
     Fill,
-    build_predictor,
+    build_probability,
+    build_removal,
     leave_one_out,
     tile_patches,
 )
@@ -132,8 +133,10 @@ def measure_losses(
     for kind, last, target, of_image in kinds:
         model.head = last
         for fill in FILLS:
-            predict = build_predictor(
-                model, images, of_image, grid=grid, target=target, fill=fill, batch_size=BATCH
+            predict = build_probability(
+                build_removal(model, images, grid=grid, fill=fill, batch_size=BATCH),
+                of_image,
+                target=target,
             )
             losses = leave_one_out(predict, batch=len(images), groups=groups, device=images.device)
             yield f"{kind}, {'left out' if fill == 'auto' else 'painted'}", losses

@@ -20,6 +20,7 @@ measured in the same way with --seeds 5.
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,18 @@ from vit.explanation.checks.sanity_checks import (
 )
 from vit.explanation.checks.token_ablation import (
     area_under,
-    build_predictor,
+    build_probability,
+    build_removal,
     deletion_curve,
     leave_one_out,
     tile_patches,
 )
-from vit.explanation.methods.registry import METHODS, Maps, compute_maps
+from vit.explanation.methods.maps import Maps, compute_maps
+from vit.explanation.methods.registry import list_methods
+from vit.explanation.targets import CLASS
 
 NAME = "sanity-checks"
-NAMES = [name for name in METHODS if name != "raw"]
+NAMES = [name for name in list_methods() if name != "raw"]
 FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 OTHERS = 8  # images that each map is checked on beside its own
 BATCH, FEWEST = 32, 5  # images at a time; maps whose mean quality is compared
@@ -117,7 +121,12 @@ class Measured:
         ):
             targets = classes[:, None]
             parts.append(
-                compute_maps(model, images, methods=NAMES, choose_targets=lambda _, t=targets: t)[2]
+                compute_maps(
+                    model,
+                    images,
+                    methods=NAMES,
+                    target=replace(CLASS, choose=lambda _, t=targets: t),
+                )[2]
             )
         values = [
             torch.cat([maps.values[:, 0] for maps in of_method])
@@ -134,7 +143,7 @@ class Measured:
 
         def compute(images: Tensor, classes: Tensor, maps: Tensor) -> Tensor:
             predict, order = (
-                build_predictor(self.model, images, classes, grid=self.grid),
+                build_probability(build_removal(self.model, images, grid=self.grid), classes),
                 find_order(maps),
             )
             areas = [
@@ -146,7 +155,7 @@ class Measured:
         return self.in_batches(compute, self.images, self.classes, maps)
 
     def _leave_one_out(self, images: Tensor, classes: Tensor) -> Tensor:
-        predict = build_predictor(self.model, images, classes, grid=self.grid)
+        predict = build_probability(build_removal(self.model, images, grid=self.grid), classes)
         return leave_one_out(predict, batch=len(images), groups=self.groups, device=images.device)
 
     def correlate(self, maps: Tensor) -> Tensor:

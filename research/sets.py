@@ -33,8 +33,8 @@ from sklearn.metrics import roc_auc_score
 import vit
 from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle
-from vit.data.preprocess import Preprocess
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.model.logits import compute_logits_and_features, count_features
 from vit.prediction.conformal import (
     LEVELS,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from conditions import describe_conditions, write_result
-from study_tables import build_step_profile_table
 from contention import build
+from study_tables import build_step_profile_table
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import vit.training.run
 import vit.optim.muon
 import vit.optim.optimizer
+import vit.training.run
 from vit.cli.main import main
 from vit.model.attention import MultiHeadAttention
 from vit.model.blocks import Block

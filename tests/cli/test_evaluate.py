@@ -113,7 +113,7 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert "</html>" in report
     # Each map is shown with the verdict of its sanity check.
     num_maps = report.count('alt="attention map of')
-    verdicts = re.findall(r"<br>map (agrees|agrees partly|does not agree|not checked)<", report)
+    verdicts = re.findall(r"<br>map (confirmed|partly confirmed|not confirmed|not tested)<", report)
     assert len(verdicts) == num_maps > 0
 
 

@@ -45,7 +45,6 @@ from vit.evaluation.schema import Evaluation
 from vit.explanation.records import Explanations
 from vit.explanation.render.page import encode_picture
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
-from vit.options import ExplainOptions
 from vit.prediction.predictor import Pixels
 from vit.prediction.records import Prediction, PredictionResult
 
@@ -520,5 +519,5 @@ def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(
     assert repr(PredictionResult([Prediction("a.png", [], error="broken")])) == (
         "PredictionResult(1 images, 1 unreadable)"
     )
-    explanations = Explanations(tiny_bundle, ExplainOptions(), [], [("a.png", "broken")])
+    explanations = Explanations(tiny_bundle, ["rollout"], [], [("a.png", "broken")])
     assert repr(explanations) == "Explanations(0 images by auto; 1 could not be read)"

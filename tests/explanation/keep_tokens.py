@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.tokens import change_tokens, count_prefix_tokens
 
 
@@ -21,5 +22,5 @@ def keep_tokens(model: nn.Module, patches: Int[Tensor, "B kept"]) -> Iterator[No
         index = (patches + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
         return torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1)
 
-    with change_tokens(model, select):
+    with change_tokens(ModelReader(model), select):
         yield

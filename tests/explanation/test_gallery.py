@@ -22,19 +22,17 @@ from tests.browser import (
     find_unnamed,
     phone,
 )
-from tests.explanation.collector import explain_with
+from tests.explanation.collector import build_writer, explain_with
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.gallery.gallery import Gallery, _fit_pictures
 from vit.explanation.heads import measure_heads
 from vit.explanation.items import ImageItem, items_from_images
-from vit.explanation.render.overlay import relative_to_uniform
+from vit.explanation.render.scale import relative_to_uniform
 from vit.explanation.training_photos import Neighbour
-from vit.explanation.writer import MapWriter
 from vit.model.model_file import Likeness
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExplainOptions
 from vit.runtime.files import clean_name
 
 NASTY = "<img src=x onerror=alert(1)>.png"
@@ -72,11 +70,11 @@ def write_gallery(
         "target": "top3",
         "sanity_checks": True,
     } | settings
-    with MapWriter(folder, bundle, ExplainOptions(**choices, formats=("npz",))) as writer:
+    with build_writer(folder, bundle, choices, formats=("npz",)) as writer:
         explain_with(
             bundle,
             items,
-            ExplainOptions(**choices),
+            choices,
             writer.add,
             gallery.add,
             token_bytes=gallery.token_bytes,
@@ -329,9 +327,9 @@ def test_it_opens_from_disk_without_errors_or_alerts(browser, page: tuple) -> No
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     assert about(browser).startswith("attention rollout: where information flows from")
     assert read(browser, "verdict").split(":")[0].lower() in (
-        "agrees",
-        "agrees partly",
-        "does not agree",
+        "confirmed",
+        "partly confirmed",
+        "not confirmed",
     )
 
 
@@ -374,7 +372,8 @@ def test_opacity_zero_shows_the_photo(browser, page: tuple, method: str) -> None
 @pytest.mark.browser
 @pytest.mark.parametrize("method", ["rollout", "cdam"])
 def test_the_overlay_is_that_of_the_pictures(browser, page: tuple, method: str) -> None:
-    from vit.explanation.render.overlay import ColourScale, blend
+    from vit.explanation.render.overlay import blend
+    from vit.explanation.render.scale import ColourScale
 
     (first, _) = open_page(browser, page[0])
     choose(browser, "method", method)
@@ -762,7 +761,7 @@ def test_light_and_dark_follow_the_system(browser, page: tuple) -> None:
 @pytest.mark.browser
 def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> None:
     bundle, items = make_bundle(), make_items(["a"])
-    settings = ExplainOptions(methods=("rollout", "gae", "cdam"), sanity_checks=False)
+    settings = {"methods": ("rollout", "gae", "cdam")}
     for best, first in (("gae", "gae"), ("libra-removal", "rollout"), (None, "rollout")):
         gallery = Gallery(bundle, num_images=1, best_method=best)
         explain_with(bundle, items, settings, gallery.add, token_bytes=gallery.token_bytes)
@@ -775,7 +774,7 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
         if best:
             assert f"measured {best} to be the best method for this model" in read(browser, "best")
             assert ("it is not on this page" in read(browser, "best")) == (best != first)
-    assert read(browser, "verdict").lower().startswith("not checked: ")
+    assert read(browser, "verdict").lower().startswith("not tested: ")
 
 
 FIRST_PICTURE = """
@@ -794,7 +793,7 @@ def test_the_first_of_two_hundred_photos_is_there_in_three_seconds(browser, tmp_
 
     bundle = make_bundle(size=224, patch=16, depth=12, heads=12)
     settings, gallery = (
-        ExplainOptions(methods=("rollout", "gae"), sanity_checks=False),
+        {"methods": ("rollout", "gae")},
         Gallery(bundle, num_images=200),
     )
     items = make_items(["a", "b"], size=(640, 480))

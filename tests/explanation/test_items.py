@@ -8,14 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
+import vit
 from tests.explanation.model_zoo import build
 from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
-from vit.explanation.explainer import explain_images
 from vit.explanation.items import items_from_dataset, items_from_images, name_images
-from vit.explanation.targets import build_target_chooser
+from vit.explanation.targets import build_target
 from vit.runtime.files import clean_name
 
 
@@ -106,11 +106,11 @@ def test_a_class_is_found_by_one_of_its_synonyms() -> None:
         ("crane", 2),
         ("2", 2),
     ]:
-        assert build_target_chooser(target, names)(logits).tolist() == [[expected]] * 2
+        assert build_target(target, names).choose(logits).tolist() == [[expected]] * 2
     with pytest.raises(ValueError, match=r"class 'CRANE' is not unique: 1 .* 2 .*; give the index"):
-        build_target_chooser("CRANE", names)
+        build_target("CRANE", names)
     with pytest.raises(ValueError, match="unknown class 'shark'"):
-        build_target_chooser("shark", names)
+        build_target("shark", names)
 
 
 def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_path: Path) -> None:
@@ -129,11 +129,13 @@ def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_pat
     assert bundle.preprocess(images).shape == (5, 3, 32, 48)
 
     # the shorter function has the same maps, of one method and without checks
-    same = explain_images(bundle, [*images, *paths], "gae", target="top3", batch_size=7)
+    same = vit.explain(
+        bundle, [*images, *paths], methods="gae", target="top3", batch_size=7, sanity_checks=False
+    )
     torch.testing.assert_close(same.maps["gae"], found.maps["gae"])
     assert same.sanity_checks == {"gae": [[]] * 7}
     with pytest.raises(ValueError, match="no images"):
-        explain_images(bundle, [])
+        vit.explain(bundle, [])
 
 
 def test_the_reason_of_an_unreadable_file_names_the_file_alone(tmp_path: Path) -> None:

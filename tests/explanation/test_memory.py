@@ -7,7 +7,7 @@ from tests.conftest import Launcher
 SCRIPT = """
 import resource, sys
 import torch
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
 from vit.model.vision_transformer import VisionTransformer
 
 def peak():

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 import vit
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
-from vit.explanation.capture.feature_maps import run_classifier
-from vit.explanation.capture.forward import Forward
+from vit.explanation.capture.forward import Forward, run_forward
 from vit.explanation.methods.gradients import compute_grad_cam, compute_input_x_gradient
-from vit.options import MapOptions
 
 SIZE = 64
 Build = Callable[[], nn.Module]
@@ -93,7 +91,7 @@ def run_in_float64(build: Build) -> Forward:
     bundle = make_bundle(build)
     pixels = torch.from_numpy(bundle.preprocess.to_uint8(make_photo()).copy())[None]
     images = bundle.preprocess.normalize(pixels).double()
-    return run_classifier(bundle.model.double(), images, gradients=True)
+    return run_forward(bundle.model.double(), images, gradients=True)
 
 
 def classes_of(forward: Forward) -> Tensor:
@@ -105,7 +103,7 @@ def test_grad_cam_is_the_derivative_along_the_feature_map(build: Build) -> None:
     """Σ_k α_k A_k of a place is, by finite differences, what the logit gains where the mean of
     each channel over all places grows by the channel's value at that place."""
     forward = run_in_float64(build)
-    (found,) = compute_grad_cam(forward, classes_of(forward), MapOptions())
+    (found,) = compute_grad_cam(forward, classes_of(forward))
     assert forward.grid == (2, 2)
     assert found.shape == (4,)
     tokens = forward.tokens[0].detach()  # [places, C]
@@ -148,7 +146,7 @@ def test_grad_cam_of_a_pooled_map_is_the_classifiers_weights_on_it(build: Build)
     model = forward.model
     weights = model.fc.weight[3] if hasattr(model, "fc") else model.head.fc.weight[3]
     expected = (forward.tokens[0] @ weights).clamp_min(0) / 4
-    (found,) = compute_grad_cam(forward, classes_of(forward), MapOptions())
+    (found,) = compute_grad_cam(forward, classes_of(forward))
     torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
 
 
@@ -157,7 +155,7 @@ def test_grad_cam_of_a_pooled_map_is_the_classifiers_weights_on_it(build: Build)
 @pytest.mark.parametrize("build", BUILDS)
 def test_input_x_gradient_is_the_derivative_along_each_part(build: Build) -> None:
     forward = run_in_float64(build)
-    (found,) = compute_input_x_gradient(forward, classes_of(forward), MapOptions())
+    (found,) = compute_input_x_gradient(forward, classes_of(forward))
     image = forward.images.detach()
     half = SIZE // 2
     for row, column in ((0, 0), (1, 0)):
@@ -190,11 +188,11 @@ def test_they_come_through_the_common_loop(build: Build, tmp_path) -> None:
     assert (tmp_path / "gallery.html").is_file()
 
     pixels = torch.from_numpy(bundle.preprocess.to_uint8(photo).copy())[None]
-    forward = run_classifier(bundle.model, bundle.preprocess.normalize(pixels), gradients=True)
-    expected = compute_grad_cam(forward, classes_of(forward), MapOptions()).reshape(1, 2, 2)
+    forward = run_forward(bundle.model, bundle.preprocess.normalize(pixels), gradients=True)
+    expected = compute_grad_cam(forward, classes_of(forward)).reshape(1, 2, 2)
     torch.testing.assert_close(result.maps["grad-cam"], expected)
     # of so few places nothing can be told
-    assert result.sanity_checks["grad-cam"][0][0].verdict == "not checked"
+    assert result.sanity_checks["grad-cam"][0][0].verdict == "not tested"
 
 
 def test_their_maps_are_checked_against_painting_over() -> None:
@@ -226,14 +224,16 @@ def test_their_maps_are_checked_against_painting_over() -> None:
     result = vit.explain(bundle, values, target="bright", methods="input-x-gradient")
     (check,) = result.sanity_checks["input-x-gradient"][0]
     assert check.evidence == "leave-one-out"
-    assert check.verdict == "agrees"
+    assert check.verdict == "confirmed"
 
 
 def test_methods_of_attention_are_refused_with_the_two_that_work() -> None:
     bundle = make_bundle(build_timm_resnet)
-    with pytest.raises(ValueError, match=r"rollout needs attention: .* grad-cam and input-x-grad"):
+    with pytest.raises(
+        ValueError, match=r"rollout needs attention: .* use grad-cam or input-x-grad"
+    ):
         vit.explain(bundle, make_photo(), methods=("grad-cam", "rollout"))
-    with pytest.raises(ValueError, match=r"is hierarchical.* grad-cam and input-x-gradient"):
+    with pytest.raises(ValueError, match=r"is hierarchical.* use grad-cam or input-x-gradient"):
         vit.explain(make_bundle(build_swin), make_photo(), methods="libra-removal")
     with pytest.raises(ValueError, match="unknown method 'gradcam'; known: grad-cam, input-x-grad"):
         vit.explain(bundle, make_photo(), methods="gradcam")
@@ -254,7 +254,7 @@ class Wrapped(nn.Module):
 WRONG = {
     "augmented at test time": (
         lambda model, images: model(images) + model(images.flip(-1)),
-        "something else beside its last feature map",
+        "something other than its last feature map",
     ),
     "mirrored within": (lambda model, images: model(images.flip(-1)), "mirrored or turned"),
     "turned within": (lambda model, images: model(images.mT), "mirrored or turned"),

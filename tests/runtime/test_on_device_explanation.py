@@ -12,9 +12,8 @@ from tests.runtime.conftest import Count, Meter
 from vit.bundle import open_model
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
-from vit.explanation.methods.registry import METHODS, MapOptions
+from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import ImageResult
-from vit.options import ExplainOptions
 
 MODELS = {
     "4×4 patches, each left out": {"reg_tokens": 1},
@@ -22,23 +21,26 @@ MODELS = {
     "squared ReLU": {"mlp": "relu2"},
 }
 SETTINGS = {
-    "every method": ExplainOptions(sanity_checks=True, methods=tuple(METHODS), batch_size=2),
-    "three classes": ExplainOptions(
-        sanity_checks=True, methods=("gae", "libra-removal", "rollout"), target="top3", batch_size=2
-    ),
-    "a class": ExplainOptions(
-        sanity_checks=True,
-        methods=("legrad", "rollout"),
-        target="bee",
-        batch_size=2,
-        precision="bfloat16",
-    ),
-    "options": ExplainOptions(
-        sanity_checks=True,
-        methods=("rollout", "raw", "removal-gradient"),
-        map_options=MapOptions(head_fusion="max", discard_ratio=0.5, layer=0, head=1),
-        batch_size=2,
-    ),
+    "every method": {"sanity_checks": True, "methods": list_methods(), "batch_size": 2},
+    "three classes": {
+        "sanity_checks": True,
+        "methods": ("gae", "libra-removal", "rollout"),
+        "target": "top3",
+        "batch_size": 2,
+    },
+    "a class": {
+        "sanity_checks": True,
+        "methods": ("legrad", "rollout"),
+        "target": "bee",
+        "batch_size": 2,
+        "precision": "bfloat16",
+    },
+    "options": {
+        "sanity_checks": True,
+        "methods": ("rollout", "raw", "removal-gradient"),
+        "map_options": {"head_fusion": "max", "discard_ratio": 0.5, "layer": 0, "head": 1},
+        "batch_size": 2,
+    },
 }
 CASES = [
     ("4×4 patches, each left out", "three classes"),
@@ -64,7 +66,7 @@ def test_explanations_equal_the_cpus_with_one_copy_in_and_one_out(
     counts: list[Count] = []
 
     def explain(device: str) -> list[ImageResult]:
-        explainer = Explainer(open_model(path, device=device), SETTINGS[name])
+        explainer = Explainer(open_model(path, device=device), **SETTINGS[name])
         images: list[ImageResult] = []
         explainer.explain(
             items_from_images([Image.fromarray(image) for image in pixels]),

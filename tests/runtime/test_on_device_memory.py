@@ -19,13 +19,13 @@ from tests.training.conftest import flatten
 from vit.bundle import open_model
 from vit.config import load_config
 from vit.data.loader import choose_pipeline
-from vit.explanation.capture.layers import CHUNK_ELEMENTS, find_attention_layers
+from vit.explanation.capture.layers import CHUNK_ELEMENTS
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.records import Explanations
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
-from vit.options import ExplainOptions
 from vit.prediction.predictor import Predictor, read_from
 from vit.runtime.device import count_total_bytes
 from vit.training.micro_batches import choose_grad_accum_steps
@@ -169,11 +169,10 @@ def test_explanations_that_do_not_fit_are_made_in_halves(
 ) -> None:
     path = save_model(tmp_path / "model.safetensors")
     pixels = np.random.default_rng(0).integers(0, 256, (8, 30, 30, 3), dtype=np.uint8)
-    options = ExplainOptions(methods=("rollout", "gae"), sanity_checks=False)
 
     def explain(limit: int) -> tuple[Explainer, Explanations]:
         monkeypatch.setattr(MEMORY, "limit", 2**30)
-        explainer = Explainer(open_model(path, device="npu"), options)
+        explainer = Explainer(open_model(path, device="npu"), ["rollout", "gae"])
         gc.collect()
         MEMORY.reset_peak()
         monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + limit)
@@ -228,10 +227,10 @@ def test_a_gpu_takes_more_attention_weights_at_once(
     for total, expected in ((80 * 10**9, 80 * 10**9 // 512), (2**20, CHUNK_ELEMENTS)):
         count_total_bytes.cache_clear()
         monkeypatch.setattr(MEMORY, "limit", total)
-        layers = find_attention_layers(open_model(path, device="npu").model)
+        layers = ModelReader(open_model(path, device="npu").model).build_layers()
         assert layers[0].chunk_elements == expected
     count_total_bytes.cache_clear()
     assert (
-        find_attention_layers(open_model(path, device="cpu").model)[0].chunk_elements
+        ModelReader(open_model(path, device="cpu").model).build_layers()[0].chunk_elements
         == CHUNK_ELEMENTS
     )

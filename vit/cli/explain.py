@@ -1,87 +1,132 @@
-"""`vit explain`, also called `vit attention`: maps of any images, or of the model's test split."""
+"""`vit explain`, also called `vit attention`."""
 
 import json
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from vit.cli.common import list_names
-from vit.options import ExplainOptions
+from vit.runtime.command import Command
+
+if TYPE_CHECKING:
+    from vit.explanation.records import Explanations
 
 
 def explain(
-    model: str,
+    find: "partial[Explanations]",
     images: list[str] | None = None,
     *,
     output: Path,
     summary: bool = False,
     masks: Path | None = None,
-    options: ExplainOptions,
 ) -> None:
-    """Show which parts of an image the model's answer came from, with sanity checks of each map.
+    """Show which parts of an image explain the prediction.
 
-    Writes index.png, to look at first (photos and maps side by side, the first 24), NAME.METHOD.png,
-    maps.npz (exact values on the patch grid), manifest.json and, with --format html, a gallery to
-    open in a browser. vit attention is the same command.
-
-    Methods: rollout, raw, gae, gradient-rollout, attn-gradcam, legrad, cdam, input-x-gradient,
-    libra-fullgrad, libra-gae, libra-input-x-gradient, removal-gradient, libra-removal. Of models
-    without attention (ResNet, ConvNeXt, Swin): grad-cam, input-x-gradient.
+    Each map gets a patch-removal test. Writes index.png, to look at first (photos and maps of the
+    first 24 images), NAME.METHOD.png, maps.npz (exact values on the patch grid), manifest.json and,
+    with --format html, a gallery to open in a browser.
 
     With --summary, over up to 200 images of each class: where and on which kinds of patches the
-    class is recognised, what leaving those out changes, and likely shortcuts such as a watermark
-    (summary.html, summary.json). Folders named as classes are taken as labels.
+    class is recognised, the effect of leaving those out, and likely shortcuts such as a watermark
+    (summary.html, summary.json). Folders with the names of classes are labels.
 
     Args:
-        model: model.safetensors, a training directory, timm:NAME or imagenette
-        images: files, folders, or - for a list on standard input; without, images of the model's
-            test split
-        output: directory for the results
-        summary: summarise what each class is recognised by, and look for shortcuts
-        masks: of --summary: a folder of masks, images of the same names, black but for the object,
-            or a COCO file
+        images: Files, folders, or - for a list on standard input. None: the model's test split.
+        output: Directory for the results.
+        summary: Summarise what each class is recognised by, and look for shortcuts.
+        masks: Masks for --summary: a folder of images with the same names, black except for the
+            object, or a COCO file.
     """
-    # torch, which `vit --help` does without
-    from vit import api
-    from vit.analysis.class_summary.command import write_summary
+    # torch takes seconds to import, and `vit --help` does without
     from vit.data.listing import list_images
     from vit.explanation.best_method import describe_best_method
 
     paths = None
     if images:
         paths = sorted({str(path) for path in list_images(list_names(images))})
+    options = find.keywords
     if summary:
-        if len(options.methods) != 1:
-            raise ValueError(f"--summary takes one --method, not {', '.join(options.methods)}")
-        summarize = partial(
-            api.summarize_classes,
-            model,
-            paths,
-            method=options.methods[0],
-            masks=masks,
-            batch_size=options.batch_size,
-            device=options.device,
-        )
-        write_summary(summarize, output=output, overwrite=options.overwrite)
+        _summarize(options, paths, output=output, masks=masks)
         return
     if masks is not None:
         raise ValueError("--masks is an option of --summary; add that")
-    result = api.explain(model, paths, output=output, **vars(options))
+    result = find(images=paths, output=output)
 
-    _show(output, has_gallery="html" in options.formats)
+    _show(output, has_gallery="html" in options["formats"])
     best = describe_best_method(result.bundle)
-    if best and not options.random_weights:
+    if best and not options.get("random_weights"):
         typer.echo(best)
 
 
+def _list_methods() -> dict[str, list[tuple[str, str]]]:
+    """Return the sections of the help about map methods and their options."""
+    from vit.explanation.methods.registry import METHODS
+
+    methods = []
+    options: dict[str, tuple[list[str], str]] = {}
+    for method in METHODS.values():
+        condition = " (models without attention)" if method.models == "feature map" else ""
+        methods.append((method.name, method.title + condition))
+        for name, text in method.describe_options().items():
+            options.setdefault(name, ([], text))[0].append(method.name)
+    return {
+        "Methods": methods,
+        "Options of methods, set by --option NAME=VALUE": [
+            (name, f"{text} Used by {', '.join(names)}.".strip())
+            for name, (names, text) in options.items()
+        ],
+    }
+
+
+COMMAND = Command(
+    run=explain,
+    function="explain",
+    flags={
+        "methods": "--method",
+        "target": "--class",
+        "formats": "--format",
+        "count": "--images",
+        "sanity_checks": "--checks/--no-checks",
+    },
+    help={"count": "Number of images if no IMAGES are given."},
+    rare=("scale", "max_side", "precision", "random_weights"),
+    rare_into="map_options",
+    sections=_list_methods,
+    alias="attention",
+)
+
+
+def _summarize(
+    options: dict[str, Any], paths: list[str] | None, *, output: Path, masks: Path | None
+) -> None:
+    import vit
+    from vit.analysis.class_summary.command import write_summary
+    from vit.runtime.arguments import as_tuple
+
+    methods = as_tuple(options["methods"])
+    if len(methods) != 1:
+        raise ValueError(f"--summary takes one --method, not {', '.join(methods)}")
+    summarize = partial(
+        vit.summarize_classes,
+        options["model"],
+        paths,
+        method=methods[0],
+        masks=masks,
+        batch_size=options["batch_size"],
+        device=options["device"],
+    )
+    write_summary(summarize, output=output, overwrite=bool(options["overwrite"]))
+
+
 def _show(output: Path, *, has_gallery: bool) -> None:
-    # torch, which `vit --help` does without
-    from vit.explanation.checks.sanity_checks import count_agreeing
+    # torch takes seconds to import, and `vit --help` does without
+    from vit.explanation.checks.sanity_checks import count_confirmed
     from vit.explanation.methods.sinks import count_sinks
     from vit.explanation.writer import SHEET_FILE
 
-    # the manifest also holds what an earlier command explained
+    # the manifest also has the images of an earlier command
     manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
     verdicts: dict[str, list[str]] = {}
     sink_fractions: dict[str, list[float]] = {}
@@ -89,7 +134,7 @@ def _show(output: Path, *, has_gallery: bool) -> None:
         if entry["sanity_check"]:
             verdicts.setdefault(entry["method"], []).append(entry["sanity_check"]["verdict"])
         sink_fractions.setdefault(entry["method"], []).append(entry["sink_fraction"])
-    for line in count_agreeing(verdicts) + count_sinks(sink_fractions):
+    for line in count_confirmed(verdicts) + count_sinks(sink_fractions):
         typer.echo(line)
 
     unreadable = manifest["unreadable"]

@@ -16,8 +16,6 @@ import typer
 
 import vit
 from vit.cli.build import add_command
-from vit.cli.explain import explain
-from vit.cli.parameters import build_command
 from vit.runtime.arguments import (
     first_line,
     hide_tokens,
@@ -40,13 +38,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-# in the order of the list of commands; a command that is a function is not converted yet
+# in the order of the list of commands
 COMMANDS = (
     "vit.training.command",
     "vit.cli.recipes",
     "vit.analysis.audit.command",
     "vit.cli.evaluate",
-    explain,
+    "vit.cli.explain",
     "vit.cli.info",
     "vit.cli.predict",
     "vit.analysis.compare.command",
@@ -55,13 +53,7 @@ COMMANDS = (
     "vit.deploy.serve.command",
 )
 for command in COMMANDS:
-    if isinstance(command, str):
-        add_command(app, import_module(command).COMMAND)
-        continue
-    app.command()(build_command(command))
-    # many know it by this name
-    if command is explain:
-        app.command("attention", hidden=True)(build_command(command))
+    add_command(app, import_module(command).COMMAND)
 
 
 def _print_version(wanted: bool) -> None:

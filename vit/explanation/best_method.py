@@ -1,5 +1,5 @@
-"""Which method measured best for a model: kept beside its file by `vit faithfulness`, read by `vit
-explain`."""
+"""The map method that measured best for a model. `vit faithfulness` writes it next to the model file,
+and `vit explain` reads it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,26 +8,32 @@ from pathlib import Path
 import torch
 
 from vit.bundle import MODEL_FILE, Bundle
-from vit.explanation.capture.layers import has_attention
-from vit.explanation.methods.registry import METHODS_WITHOUT_ATTENTION, compute_maps
-from vit.model.vision_transformer import VisionTransformer
+from vit.explanation.capture.reader import ModelReader
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import list_methods
 from vit.runtime.documents import read_json
 
-# stands for the method in the file
+# name for the method in the file
 BEST = "best"
-# stands for what is shown where nobody asks for a method
+# name for the methods of the default
 AUTO = "auto"
 MAX_IMAGES_OF_TWO_METHODS = 64
 
 
 @dataclass(frozen=True)
 class BestMethod:
-    """What was measured of a model file."""
+    """The method that measured best for a model file.
+
+    Attributes:
+        method: Name of the method.
+        among_the_best: Methods whose difference from the best has an interval that includes 0, with
+            dropped tokens.
+        gain: Symmetric relevance gain of the method: mean, low and high end of the interval.
+        num_images: Number of images.
+    """
 
     method: str
-    # with tokens dropped: those whose interval of the difference to the best includes 0
     among_the_best: tuple[str, ...]
-    # symmetric relevance gain of the method: mean, low, high
     gain: Mapping[str, float]
     num_images: int
 
@@ -42,7 +48,7 @@ class BestMethod:
 
 
 def find_record(bundle: Bundle) -> Path | None:
-    """The file beside the model file, there or not; None for a model that isn't a file."""
+    """Return the path of the file next to the model file; None if the model isn't a file."""
     path = Path(bundle.name)
     path = path / MODEL_FILE if path.is_dir() else path
     return path.with_suffix(".faithfulness.json") if path.is_file() else None
@@ -52,17 +58,16 @@ def read_best_method(bundle: Bundle) -> BestMethod:
     """Read what `vit faithfulness` wrote.
 
     Raises:
-        ValueError: nothing was measured of this model file, or the record is damaged.
+        ValueError: The model file was not measured, or the record is damaged.
     """
     path = find_record(bundle)
     hint = f"run vit faithfulness {bundle.name}"
     if path is None:
         raise ValueError(
-            f"{bundle.name} is not a model file, beside which a best method is kept; name a method"
-            " instead"
+            f"{bundle.name} is not a model file, so no best method is known for it; name a method"
         )
     if not path.is_file():
-        raise ValueError(f"no best method is known of {bundle.name}; {hint} first")
+        raise ValueError(f"no best method is known for {bundle.name}; {hint} first")
     try:
         content = read_json(path)
         name = content["best_method"]
@@ -76,13 +81,13 @@ def read_best_method(bundle: Bundle) -> BestMethod:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged; {hint} again") from error
     if content.get("model_sha256") != bundle.sha256:
-        raise ValueError(f"{path} was measured of other weights; {hint} again")
+        raise ValueError(f"{path} was measured with other weights; {hint} again")
     return best
 
 
 def describe_best_method(bundle: Bundle) -> str:
-    """A line about the best method, or why it can't be told; empty where nothing was ever
-    measured."""
+    """Return a line about the best method, or the reason why its file can't be used; empty if there
+    is no file."""
     path = find_record(bundle)
     if path is None or not path.is_file():
         return ""
@@ -93,25 +98,28 @@ def describe_best_method(bundle: Bundle) -> str:
 
 
 def replace_best(methods: Sequence[str], bundle: Bundle) -> tuple[str, ...]:
-    """`methods` with the one measured best in place of "best", each once."""
+    """Return `methods` with the one that measured best instead of "best", each once."""
     names = [read_best_method(bundle).method if name == BEST else name for name in methods]
     return tuple(dict.fromkeys(names))
 
 
 def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -> tuple[str, ...]:
-    """`methods` as `replace_best`, with what a person sees first in place of "auto": rollout, which
-    people ask for, and of a few images also a map of the class; of a model without attention all
-    that can be made."""
+    """Return `methods` with other methods instead of "auto" and "best".
+
+    "auto" is rollout and, for few images, also a map of the class; for a model without attention it
+    is all methods that there are.
+    """
     if AUTO not in methods:
         return replace_best(methods, bundle)
+    reader = bundle.find_once(ModelReader)
     chosen = ["rollout"]
-    if not has_attention(bundle.model):
-        chosen = list(METHODS_WITHOUT_ATTENTION)
+    if not reader.has_attention:
+        chosen = sorted(list_methods(reader), key=lambda name: name != "grad-cam")
     elif num_images <= MAX_IMAGES_OF_TWO_METHODS:
         try:
             chosen.append(read_best_method(bundle).method)
         except (ValueError, OSError):
-            # nothing was measured of this model
+            # the model was not measured
             if _has_removal_maps(bundle):
                 chosen.append("libra-removal")
     names = [name for method in methods for name in (chosen if method == AUTO else [method])]
@@ -119,14 +127,14 @@ def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -
 
 
 def _has_removal_maps(bundle: Bundle) -> bool:
-    """Whether the pooling of the model has gates, which is known of our own; others are asked with
-    a black image."""
-    if isinstance(bundle.model, VisionTransformer):
+    """Return whether the pooling of the model has gates. This project's has; other models are tried
+    with a black image."""
+    reader = bundle.find_once(ModelReader)
+    if reader.is_ours:
         return True
-    device = next(bundle.model.parameters()).device
-    image = torch.zeros(1, 3, *bundle.preprocess.image_size, device=device)
+    image = torch.zeros(1, 3, *bundle.preprocess.image_size, device=bundle.device)
     try:
-        compute_maps(bundle.model, image, methods=["libra-removal"])
+        compute_maps(reader, image, methods=["libra-removal"])
     except ValueError:
         return False
     return True

@@ -1,10 +1,11 @@
-"""The loop behind `vit explain` and `vit.explain`: images in, maps out, a batch at a time."""
+"""The loop behind `vit.explain` and `vit explain`: from images to maps, one batch after another."""
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,9 +13,8 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.data.listing import ImageInputs, list_images
-from vit.explanation.capture.feature_maps import run_classifier
-from vit.explanation.capture.layers import find_attention_layers, has_attention
+from vit.explanation.capture.forward import Forward, run_forward
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.checks.sanity_checks import (
     RELIABILITY_IMAGES,
     GroupSize,
@@ -24,33 +24,20 @@ from vit.explanation.checks.sanity_checks import (
     choose_group_size,
 )
 from vit.explanation.heads import compute_head_effects
-from vit.explanation.items import ImageItem, items_from_images
-from vit.explanation.methods.registry import (
-    Maps,
-    Method,
-    check_options,
-    compute_maps,
-    find_methods,
-)
+from vit.explanation.items import ImageItem
+from vit.explanation.methods.maps import Keep, Maps, check_ranges, compute_maps
+from vit.explanation.methods.registry import Method, check_options, find_methods
 from vit.explanation.records import Explanations, ImageResult, MapResult, Sink
-from vit.explanation.render.overlay import (
-    FIXED_END,
-    INTERPOLATIONS,
-    SCALES,
-    ColourScale,
-    PatchMap,
-    fit_scale,
-)
-from vit.explanation.render.token_details import measure_tokens
+from vit.explanation.render.scale import FIXED_END, SCALES, ColourScale, PatchMap, fit_scale
+from vit.explanation.render.token_details import TokenDetails, measure_tokens
 from vit.explanation.targets import (
     OutputKind,
+    TargetLike,
     build_target,
     compute_probabilities,
     find_output_kind,
     starts_with_predicted,
 )
-from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExplainOptions, MapOptions, TargetLike
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import (
     autocast,
@@ -64,154 +51,133 @@ from vit.runtime.progress import show_progress
 from vit.runtime.tensors import Images
 from vit.runtime.threads import BatchThreads
 
-_MAX_KEPT_PIXELS = 100_000_000  # of all images that wait to be explained and drawn
-
-
-def explain_images(
-    bundle: Bundle,
-    images: ImageInputs,
-    method: str = "rollout",
-    *,
-    target: TargetLike = "auto",
-    options: MapOptions | None = None,
-    batch_size: int = 32,
-) -> Explanations:
-    """Explain images with one method, without sanity checks.
-
-    Args:
-        bundle: the model, with its class names and preprocessing.
-        images: paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them.
-        method: a name of `vit.explanation.methods.registry.METHODS`, as `vit explain --help` lists
-            them. docs/attention-maps.md has the paper of each.
-        target: what to explain: "auto" (the predicted class), or as of `vit.explain`.
-        options: of the method. None: its defaults.
-        batch_size: images that are explained together; the maps are the same of any.
-
-    Returns:
-        The explanations: `.maps[method]` is [images, rows, columns].
-
-    Raises:
-        ValueError: for an unknown method, option or class, and where no image can be read.
-
-    Example:
-        >>> bundle = vit.load_bundle("runs/digits")
-        >>> vit.explain_images(bundle, "photo.png", "gae").maps["gae"]  # [1, rows, columns]
-    """
-    explain_options = ExplainOptions(
-        methods=(method,),
-        target=target,
-        sanity_checks=False,
-        batch_size=batch_size,
-        map_options=options or MapOptions(),
-    )
-    return Explainer(bundle, explain_options).explain(items_from_images(list_images(images)))
+_MAX_KEPT_PIXELS = 100_000_000  # in all images that wait to be explained and drawn
+_ROLLOUT_OPTIONS = ("head_fusion", "discard_ratio", "residual", "start_layer")
 
 
 def choose_explain_batch_size(image_size: tuple[int, int], device: torch.device) -> int:
-    """Few tokens keep two cores busy only in larger batches: 64 images of 65 tokens are explained
-    1.1 × (float32) to 1.4 × (bfloat16) as fast as 16 on a 2-core Zen 5. A GPU takes four times as
-    many, and fewer where they don't fit its memory."""
+    """Choose the images at a time: 64 small or 16 large ones on a CPU, four times as many on a GPU.
+
+    Small images need larger batches to keep two cores busy: with 65 tokens, 64 images at a time are
+    1.1 (float32) to 1.4 times (bfloat16) as fast as 16 (2-core Zen 5).
+    """
     batch_size = 64 if max(image_size) <= 64 else 16
     return batch_size if device.type == "cpu" else 4 * batch_size
 
 
 class Explainer:
-    """Explains images with one model. Threads decode the next batch while the model works.
+    """Explain images with one model. Threads decode the next batch while the model runs.
 
-    On a CPU each of several threads takes a part of the batch, with a copy of the model of its own:
-    what hooks record is of one pass.
+    On a CPU several threads each take a part of the batch. Each has its own copy of the model,
+    because hooks record one pass.
 
     Args:
-        bundle: the model, with its class names and preprocessing.
-        options: how images are explained; those of files concern others. `Explainer.options` has
-            the batch size and precision that suit the model in the place of None and "auto".
-            Without `sanity_checks` there are none.
+        bundle: The model, with its class names and preprocessing.
+        methods: Names of registered methods.
+        target: See `vit.explain`.
+        map_options: See `vit.explain`.
+        sanity_checks: Test every map.
+        batch_size: See `vit.explain`.
+        precision: See `vit.explain`.
+
+    Attributes:
+        methods: Names of the methods.
+        map_options: Values of all options of the methods, by name.
+        sanity_checks: True if every map is tested.
+        batch_size: Images at a time.
+        precision: Precision of the forward pass.
 
     Raises:
-        ValueError: for an unknown method or scale, for a class, layer or option that the model does
-            not have, and for a model whose attention can't be read where the method needs it.
+        ValueError: A method is unknown; the model lacks a class, layer or option; or a method needs
+            attention and the model's can't be read.
     """
 
-    # copies of the model that are made in inference mode could not be differentiated
+    # a copy of a model that is made in inference mode can't be differentiated
     @torch.inference_mode(False)
-    def __init__(self, bundle: Bundle, options: ExplainOptions) -> None:
-        # whatever can be wrong is said before any image is read
-        methods = find_methods(options.methods, bundle.model)
-        check_choice(options.scale, SCALES, name="scale")
-        check_choice(options.interpolation, INTERPOLATIONS, name="--interpolation")
-        self._has_attention = has_attention(bundle.model)
-        if self._has_attention:
-            check_options(options.map_options, find_attention_layers(bundle.model))
+    def __init__(
+        self,
+        bundle: Bundle,
+        methods: Sequence[str],
+        *,
+        target: TargetLike = "auto",
+        map_options: Mapping[str, object] | None = None,
+        sanity_checks: bool = False,
+        batch_size: int | None = None,
+        precision: str = "float32",
+    ) -> None:
+        # everything that can be wrong is checked before an image is read
+        self._reader = bundle.find_once(ModelReader)
+        self._methods = find_methods(methods, self._reader)
+        self.map_options = check_options(self._methods, map_options or {})
+        check_ranges(self.map_options, self._reader)
         self.bundle = bundle
-        self.device = next(bundle.model.parameters()).device
-        self._precision = choose_precision(options.precision, self.device)
-        self._batch_size = options.batch_size or choose_explain_batch_size(
-            bundle.preprocess.image_size, self.device
+        self.methods = tuple(methods)
+        self.sanity_checks = sanity_checks
+        self.precision = choose_precision(precision, bundle.device)
+        self.batch_size = batch_size or choose_explain_batch_size(
+            bundle.preprocess.image_size, bundle.device
         )
-        # images that fit a GPU's memory together
-        self._part_size = self._batch_size
-        self.options = replace(
-            options,
-            batch_size=self._batch_size,
-            precision=self._precision,
-        )
+        # number of images that fit a GPU's memory together
+        self._part_size = self.batch_size
         self._kind: OutputKind = find_output_kind(bundle.model, bundle.class_names)
-        self._target, self._choose_targets = build_target(
-            options.target, bundle.class_names, self._kind
-        )
-        _check_target(options, methods)
+        self._target_name = target
+        self._target = build_target(target, bundle.class_names, self._kind)
+        _check_target(target, self._methods)
         self._is_verified = False
         self._group_size: GroupSize | None = None
 
-        # other models' modules may not be copied: they explain with all of torch's threads
-        has_threads = self.device.type == "cpu" and isinstance(bundle.model, VisionTransformer)
+        # other models may not allow copies, so they run alone with all of torch's threads
+        has_threads = bundle.device.type == "cpu" and self._reader.is_ours
         self._threads = BatchThreads(None if has_threads else 1)
-        self._models = [bundle.model]
+        self._readers = [self._reader]
         for _ in range(self._threads.count - 1):
-            # the parameters of a copy lie in the same memory
+            # a copy shares the memory of the parameters
             shared: dict[int, object] = {
                 id(parameter): nn.Parameter(parameter.detach(), parameter.requires_grad)
                 for parameter in bundle.model.parameters()
             }
-            self._models.append(copy.deepcopy(bundle.model, shared))
+            self._readers.append(ModelReader(copy.deepcopy(bundle.model, shared)))
 
     def explain(
         self,
         items: Sequence[ImageItem],
         *observers: Callable[[Sequence[ImageResult]], object],
+        scale: str = "image",
         token_bytes: Callable[[], int] = lambda: 0,
     ) -> Explanations:
         """Explain images, one batch after another.
 
         Args:
-            items: the images, see `vit.explanation.items`.
-            observers: take each batch as soon as it is explained. Pixels and the details of tokens
-                go to them alone: of many images they don't fit into memory.
-            token_bytes: how much each image's `TokenDetails` may take, asked before each batch; 0
-                where none are wanted.
+            items: The images, see `vit.explanation.items`.
+            observers: Called with each batch as soon as it is explained. Only they get pixels and
+                the details of tokens, which don't fit into memory for many images.
+            scale: See `vit.explain`.
+            token_bytes: Called before each batch; returns the largest size of an image's
+                `TokenDetails`, 0 for none.
 
         Returns:
             The explanations of the images that could be read.
 
         Raises:
-            ValueError: without observers, where no image could be read.
+            ValueError: Without observers, no image could be read.
         """
-        explanations = Explanations(self.bundle, self.options, images=[], unreadable=[])
+        check_choice(scale, SCALES, name="scale")
+        explanations = Explanations(self.bundle, self.methods, images=[], unreadable=[])
         unreadable = explanations.unreadable
-        # of the same images it is the same, whatever was explained before
+        # chosen again for each call, so that it depends on these images alone
         self._group_size = None
-        # large images are decoded again where they are drawn: two batches of them at once may not
-        # fit into memory
-        max_pixels = _MAX_KEPT_PIXELS // max(min(2 * self._batch_size, len(items)), 1)
+        # large images are decoded again for drawing, because two batches of them may not fit into
+        # memory
+        max_pixels = _MAX_KEPT_PIXELS // max(min(2 * self.batch_size, len(items)), 1)
 
         with ThreadPoolExecutor() as pool, show_progress("explaining", len(items)) as advance:
 
             def decode_ahead(start: int) -> list[Future[ImageResult]]:
-                batch = items[start : start + self._batch_size]
+                batch = items[start : start + self.batch_size]
                 return [pool.submit(self._decode, item, max_pixels) for item in batch]
 
             decoding = decode_ahead(0)
-            for start in range(0, len(items), self._batch_size):
+            for start in range(0, len(items), self.batch_size):
                 results = []
                 # a file that can't be read is named, and the others are explained
                 for item, future in zip(items[start:], decoding, strict=False):
@@ -220,29 +186,21 @@ class Explainer:
                     except (ValueError, OSError) as error:
                         unreadable.append((item.path, " ".join(str(error).split())))
                 num_items = len(decoding)
-                decoding = decode_ahead(start + self._batch_size)
+                decoding = decode_ahead(start + self.batch_size)
 
                 if results:
-                    self._explain_batch(results, token_bytes() if self._has_attention else 0)
+                    self._explain_batch(results, token_bytes())
+                    _set_scales(results, scale)
                     for observe in observers:
                         observe(results)
-                    # what was observed needs its pixels no more
+                    # the pixels of an observed image are no longer needed
                     explanations.images += [
                         replace(result, image=None, pixels=None, tokens=None) for result in results
                     ]
                 advance(num_items)
 
-        if observers or (explanations.images and not unreadable):
-            return explanations
-        if not unreadable:
-            raise ValueError("there are no images to explain")
-        if not explanations.images:
-            raise ValueError(
-                f"none of the {len(unreadable)} images could be read: {unreadable[0][1]}"
-            )
-        warnings.warn(
-            f"{len(unreadable)} images are left out; the first: {unreadable[0][1]}", stacklevel=2
-        )
+        if not observers:
+            _check_read(explanations)
         return explanations
 
     def _decode(self, item: ImageItem, max_pixels: int) -> ImageResult:
@@ -256,111 +214,73 @@ class Explainer:
         )
 
     def _explain_batch(self, results: Sequence[ImageResult], token_bytes: int) -> None:
-        """Each thread of a CPU explains a part of the batch; a GPU one part after the other where
-        its memory doesn't hold the whole."""
-        if self.options.sanity_checks and self._group_size is None:
+        """Explain a batch: on a CPU each thread takes a part; on a GPU one part after another runs
+        if the batch doesn't fit its memory."""
+        if self.sanity_checks and self._group_size is None:
             # before the batch is divided, so that it doesn't depend on the number of threads
             self._group_size = self._choose_group_size(results[:RELIABILITY_IMAGES])
         part_size = -(-len(results) // self._threads.count)
 
         def explain_part(start: int) -> None:
-            model = self._models[start // part_size]
-            self._explain_part(results[start : start + part_size], model, token_bytes)
+            reader = self._readers[start // part_size]
+            self._explain_part(results[start : start + part_size], reader, token_bytes)
 
         starts = range(0, len(results), part_size)
-        if self.device.type != "cpu":
+        if self.bundle.device.type != "cpu":
             self._part_size = run_in_memory(
                 lambda first, end: self._explain_part(
-                    results[first:end], self.bundle.model, token_bytes
+                    results[first:end], self._reader, token_bytes
                 ),
                 0,
                 len(results),
                 part_size=self._part_size,
-                device=self.device,
+                device=self.bundle.device,
             )
         elif len(starts) == 1:
             explain_part(0)
         else:
             list(self._threads.map(explain_part, starts))
-        # checking the capture waits for the device: the first batch is enough
+        # verifying the capture waits for the device, and one batch is enough
         self._is_verified = True
-        _set_scales(results, self.options.scale)
 
-    @torch.inference_mode(False)  # each thread has modes of its own
+    @torch.inference_mode(False)  # each thread has its own modes
     def _explain_part(
-        self, results: Sequence[ImageResult], model: nn.Module, token_bytes: int
+        self, results: Sequence[ImageResult], reader: ModelReader, token_bytes: int
     ) -> None:
-        """Add to each image its maps, what the model answered and the details of its tokens."""
-        bundle = self.bundle
-        options = self.options
-        images = self._normalize(results)
-        with autocast(self.device, self._precision):
+        """Add to each image its maps, the model's outputs and the details of its tokens."""
+        keep: Keep = "block tokens" if token_bytes else "nothing"
+        with autocast(self.bundle.device, self.precision):
             forward, targets, maps = compute_maps(
-                model,
-                images,
-                methods=options.methods,
-                choose_targets=self._choose_targets,
+                reader,
+                self._normalize(results),
+                methods=self.methods,
                 target=self._target,
-                options=options.map_options,
-                keep_graph=bool(options.sanity_checks),
-                block_tokens=token_bytes > 0,
+                options=self.map_options,
+                keep="gradients" if self.sanity_checks else keep,
                 verify=not self._is_verified,
             )
             checks: list[list[MapChecks]] = [[] for _ in maps]
-            if options.sanity_checks:
-                # what is no class's is the same of every column
-                predicted_first = self._target.name is not None or starts_with_predicted(
-                    options.target, bundle.class_names
-                )
-                checks = check_maps(
-                    forward,
-                    targets,
-                    maps,
-                    predicted_first=predicted_first,
-                    group_size=self._group_size,
-                )
+            if self.sanity_checks:
+                checks = self._check_maps(forward, targets, maps)
         logits = forward.logits.detach()
-        probabilities = compute_probabilities(logits.float() / bundle.temperature, self._kind)
+        probabilities = self._to_probabilities(logits.float())
         scores = torch.stack(
             [self._target.score(logits, column) for column in targets.unbind(dim=1)], dim=1
         )
         tokens = []
-        if token_bytes:
-            # Libra's gradients would say something else than the model's own
-            has_own_gradients = any(
-                method.class_specific and (method.uses_removal or not method.libra)
-                for method in find_methods(options.methods)
-            )
-            effects = None
-            if options.sanity_checks or has_own_gradients:
-                effects = compute_head_effects(
-                    forward, self._target.score(forward.logits, targets[:, 0])
-                )
-            tokens = [
-                measure_tokens(
-                    forward,
-                    row,
-                    targets=targets[row, : self._num_classes_explained],
-                    temperature=bundle.temperature,
-                    kind=self._kind,
-                    max_bytes=token_bytes,
-                    head_effects=None if effects is None else effects[row],
-                    options=options.map_options,
-                )
-                for row in range(len(results))
-            ]
+        if token_bytes and reader.has_attention:
+            tokens = self._measure_tokens(forward, targets, max_bytes=token_bytes)
 
         # the only copy from the device, and the only time that the host waits for it
         logits, probabilities, scores, targets, maps, checks, tokens = copy_to_host(
             (logits, probabilities, scores, targets, maps, checks, tokens)
         )
-        for result, image_logits in zip(results, logits, strict=True):
-            if not image_logits.isfinite().all():
+        for row, result in enumerate(results):
+            if not logits[row].isfinite().all():
                 raise ValueError(
-                    f"{bundle.name} gives logits that are not finite (NaN or infinite) for "
+                    f"{self.bundle.name} gives logits that are not finite (NaN or infinite) for "
                     f"{result.item.name}, so there is nothing to explain"
                 )
-        for row, result in enumerate(results):
             result.probabilities = probabilities[row].numpy()
             result.targets = tuple(targets[row, : self._num_classes_explained].tolist())
             if self._target.name is not None:
@@ -371,22 +291,73 @@ class Explainer:
             checks_by_class = [class_checks.to_list() for class_checks in method_checks]
             self._add_maps(results, method_maps, scores, checks_by_class)
 
+    def _check_maps(
+        self, forward: Forward, targets: Tensor, maps: Sequence[Maps]
+    ) -> list[list[MapChecks]]:
+        # a target that isn't about a class is the same in every column
+        predicted_first = self._target.name is not None or starts_with_predicted(
+            self._target_name, self.bundle.class_names
+        )
+        return check_maps(
+            forward,
+            targets,
+            maps,
+            predicted_first=predicted_first,
+            group_size=self._group_size,
+        )
+
+    def _to_probabilities(self, logits: Tensor) -> Tensor:
+        return compute_probabilities(logits / self.bundle.temperature, self._kind)
+
+    def _measure_tokens(
+        self, forward: Forward, targets: Tensor, *, max_bytes: int
+    ) -> list[TokenDetails]:
+        """Measure the details of each image's tokens, see `measure_tokens`."""
+        # gradients by Libra's rules have another meaning than the model's own
+        has_own_gradients = self.sanity_checks or any(
+            method.class_specific and (method.uses_removal or not method.libra)
+            for method in self._methods
+        )
+        effects: list[Tensor | None] = [None] * len(targets)
+        if has_own_gradients:
+            score = self._target.score(forward.logits, targets[:, 0])
+            effects = list(compute_head_effects(forward, score))
+        options = {
+            name: self.map_options[name] for name in _ROLLOUT_OPTIONS if name in self.map_options
+        }
+        measure = partial(
+            measure_tokens,
+            forward,
+            max_bytes=max_bytes,
+            to_probabilities=(
+                self._to_probabilities if self._kind in ("classes", "labels") else None
+            ),
+            rollout_options=options,
+        )
+        return [
+            measure(row, targets=targets[row, : self._num_classes_explained])._replace(
+                head_effects=effects[row]
+            )
+            for row in range(len(targets))
+        ]
+
     @property
     def _num_classes_explained(self) -> int | None:
-        """None: all of the targets; 0 where what is explained is of no class."""
+        """Number of explained classes of an image: None for all targets, 0 if the target isn't
+        about a class."""
         return None if self._target.name is None else 0
 
     def _normalize(self, results: Sequence[ImageResult]) -> Images:
-        """The images as the model takes them, on its device."""
+        """Return the model's input, on its device."""
         pixels = np.stack([result.pixels for result in results if result.pixels is not None])
-        batch = copy_to_device(torch.from_numpy(pixels), self.device)
+        batch = copy_to_device(torch.from_numpy(pixels), self.bundle.device)
         return self.bundle.preprocess.normalize(batch)
 
     @torch.inference_mode(False)
     def _choose_group_size(self, results: Sequence[ImageResult]) -> GroupSize:
-        with autocast(self.device, self._precision):
-            forward = run_classifier(
-                self.bundle.model, self._normalize(results), verify=not self._is_verified
+        with autocast(self.bundle.device, self.precision):
+            forward = run_forward(
+                self._reader, self._normalize(results), verify=not self._is_verified
             )
             forward.target = self._target
             group_size = choose_group_size(forward)
@@ -400,7 +371,7 @@ class Explainer:
         scores: Tensor,
         checks_by_class: list[list[SanityCheck]],
     ) -> None:
-        """Give each image the map of each class."""
+        """Add the map of each class to each image."""
         method = maps.method
         for row, result in enumerate(results):
             for column, values in enumerate(maps.values[row].numpy()):
@@ -413,7 +384,7 @@ class Explainer:
                 )
                 if maps.sinks is not None:
                     map_result.sinks = _list_sinks(
-                        maps.sinks[row], values, start_layer=self.options.map_options.start_layer
+                        maps.sinks[row], values, start_layer=maps.start_layer
                     )
                 if checks_by_class:
                     map_result.sanity_check = checks_by_class[column][row]
@@ -424,17 +395,30 @@ class Explainer:
                         map_result.target = result.targets[column]
                         map_result.target_name = self.bundle.class_names[map_result.target]
                     # files of several classes of one image need the class in their names
-                    if self.options.target != "auto":
+                    if self._target_name != "auto":
                         map_result.key += f".{clean_name(map_result.target_name)}"
                 result.maps.append(map_result)
 
 
-def _check_target(options: ExplainOptions, methods: Sequence[Method]) -> None:
-    """Refuse a class where no method's maps depend on it."""
-    if options.target == "auto" or any(method.class_specific for method in methods):
+def _check_read(explanations: Explanations) -> None:
+    """Raise ValueError if no image could be read, and warn about some that could not."""
+    unreadable = explanations.unreadable
+    if not explanations.images:
+        if not unreadable:
+            raise ValueError("there are no images to explain")
+        raise ValueError(f"none of the {len(unreadable)} images could be read: {unreadable[0][1]}")
+    if unreadable:
+        warnings.warn(
+            f"{len(unreadable)} images are left out; the first: {unreadable[0][1]}", stacklevel=3
+        )
+
+
+def _check_target(target: TargetLike, methods: Sequence[Method]) -> None:
+    """Raise ValueError if a class is named and no method's maps depend on it."""
+    if target == "auto" or any(method.class_specific for method in methods):
         return
     names = " and ".join(method.name for method in methods)
-    text = f"{names}: the same map for every class, so --class {options.target} changes nothing"
+    text = f"{names}: the same map for every class, so --class {target} changes nothing"
     hint = "leave it out, or choose a method whose maps depend on it, such as libra-removal"
     raise ValueError(f"{text}; {hint}")
 
@@ -442,7 +426,7 @@ def _check_target(options: ExplainOptions, methods: Sequence[Method]) -> None:
 def _list_sinks(
     sinks: Bool[Tensor, "layers rows columns"], values: PatchMap, *, start_layer: int
 ) -> tuple[Sink, ...]:
-    """The patches that are sinks of any layer, those that hold most of the map first."""
+    """List the patches that are sinks of a layer, those with most of the map first."""
     patches = sinks.any(dim=0).nonzero().tolist()
     patches.sort(key=lambda patch: -float(values[patch[0], patch[1]]))
     return tuple(
@@ -452,11 +436,11 @@ def _list_sinks(
 
 
 def _set_scales(results: Sequence[ImageResult], scale: str) -> None:
-    """Give each map its colour scale."""
+    """Set the colour scale of each map."""
     maps = [map_result for result in results for map_result in result.maps]
     for map_result in maps:
         signed = map_result.method.signed
-        # on the fixed scale, maps of different images and batches compare
+        # on the fixed scale, maps of different images and batches can be compared
         if scale == "fixed":
             low = -FIXED_END if signed else 0.0
             map_result.scale = ColourScale(low, FIXED_END, signed, "fixed scale")

@@ -1,5 +1,4 @@
-"""What to explain: images as a user gives them or of a data set, each with a name its files can
-have."""
+"""The images to explain, from a user or from a data set, each with a name for its files."""
 
 import hashlib
 import io
@@ -27,10 +26,11 @@ class ImageItem:
     """An image to explain.
 
     Args:
-        path: what messages and the manifest name: a path, an id of a data set, or image-00000 and so on.
-        name: what its files' names start with.
-        read: returns the upright RGB image and the SHA-256 of its file or pixels; raises ValueError
-            or OSError where it can't be read.
+        path: Name in messages and the manifest: a path, an id of a data set, or image-00000 and so
+            on.
+        name: Start of the names of its files.
+        read: Return the upright RGB image and the SHA-256 of its file or pixels. Raises ValueError
+            or OSError if it can't be read.
     """
 
     path: str
@@ -39,8 +39,8 @@ class ImageItem:
 
     @property
     def title(self) -> str:
-        """What pages and pictures call the image: the name of its file, without the folders, which
-        are of the machine and not of what is shared."""
+        """Name on pages and pictures: that of its file, without the folders, which others who get
+        the page don't have."""
         file = Path(self.path)
         return file.name if clean_name(file.stem) == self.name else self.name
 
@@ -53,15 +53,15 @@ def find_items(
     written: Mapping[str, str] | None = None,
     passed_images: DatasetSplits | None = None,
 ) -> list[ImageItem]:
-    """The images to explain.
+    """Find the images to explain.
 
     Args:
-        images: paths of files and images in memory, as `list_images` gives them; None stands for
-            `count` of the model's own test split.
-        trained_on: the data section of the model's configuration, which describes that split.
-        count: how many of the test split.
-        written: the names of the images that are left out, by their paths.
-        passed_images: what the model was trained on, where that was passed from Python.
+        images: Paths of files and images in memory from `list_images`. None: `count` images of the
+            model's test split.
+        trained_on: Data section of the model's configuration, which describes that split.
+        count: Number of images from the test split.
+        written: Names of the images that are left out, by their paths.
+        passed_images: Images that were passed to `vit.train` from Python.
     """
     written = written or {}
     if images is None:
@@ -71,7 +71,7 @@ def find_items(
             source = open_for_model(None, trained_on=trained_on).split("test")
         items = items_from_dataset(source, count=count)
         return [item for item in items if item.path not in written]
-    # images in memory have no path to be known by: all are explained again
+    # images in memory have no path to identify them, so all are explained again
     remaining = [image for image in images if not (isinstance(image, str) and image in written)]
     return items_from_images(remaining, taken=written.values())
 
@@ -79,8 +79,8 @@ def find_items(
 def items_from_images(
     images: Iterable[str | Image.Image], *, taken: Collection[str] = ()
 ) -> list[ImageItem]:
-    """Images as `list_images` gives them, in this order; images in memory are called image-00000
-    and so on. No name is one of `taken`."""
+    """Build items for images from `list_images`, in this order. Images in memory are called
+    image-00000 and so on. No name is one of `taken`."""
     paths = []
     readers: list[Callable[[], tuple[Image.Image, str]]] = []
     for number, image in enumerate(images):
@@ -94,7 +94,7 @@ def items_from_images(
 
 
 def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
-    """`count` images spread evenly over a data set's split, named by their ids."""
+    """Choose `count` images evenly from a data set's split, named by their ids."""
     positions = np.linspace(0, len(dataset) - 1, min(count, len(dataset)))
     items = []
     for index in positions.round().astype(int).tolist():
@@ -105,14 +105,14 @@ def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
 
 
 def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[str]:
-    """A name for each path that no other has: its stem; with its folders; or with a hash of the
-    path."""
+    """Return a unique name for each path: its stem, the stem with its folders, or the stem with a
+    hash of the path."""
     parts = [Path(path).parts for path in paths]
     # folders at the front that all paths have
     folders = zip(*(path[:-1] for path in parts), strict=False)
     num_shared = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, folders))
 
-    # from the shortest to the surest
+    # from the shortest names to the safest
     stems = [clean_name(Path(path).stem) for path in paths]
     with_folders = [
         clean_name("-".join((*path[num_shared:-1], Path(path[-1]).stem))) for path in parts
@@ -130,7 +130,7 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
 def _unique_or(
     names: Sequence[str], alternatives: Sequence[str], taken: Collection[str]
 ) -> list[str]:
-    """Each name, or its alternative where another has the same one on a file system that ignores
+    """Return each name, or its alternative if another name is equal on a file system that ignores
     case."""
     counts = Counter(name.casefold() for name in (*names, *taken))
     return [
@@ -140,7 +140,7 @@ def _unique_or(
 
 
 def _read_file(path: str) -> tuple[Image.Image, str]:
-    """The hash is of the bytes that are decoded, whatever happens to the file meanwhile."""
+    """Read an image, and hash the same bytes, in case the file changes meanwhile."""
     try:
         content = read_bytes(Path(path))
     except IsADirectoryError as error:

@@ -1,64 +1,75 @@
-"""What a map is asked about: a number that is made of the model's outputs, of a class in most cases.
+"""The number that a map explains: a function of the model's outputs, for most models of one class.
 
-Where the model chooses one of several classes, that is the logit of a class, and what removing
-patches does is measured by its probability. Of several labels that don't exclude each other the
-probability is a sigmoid; one number (regression, or a binary classifier with one logit) is taken as
-it is, and so is what a function makes of the outputs.
+If the model chooses one of several classes, the number is the logit of a class, and the effect of
+removed patches is the change of its probability. The probability of a label in a multi-label model
+is a sigmoid. The output of a model with one output (regression, or a binary classifier with one
+logit) and the result of a function of the outputs are taken as they are.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.options import TargetLike
 from vit.runtime.arguments import shorten
 from vit.runtime.tensors import Logits
 
+# index or name of a class, another text that `build_target` takes, or a function from outputs
+# [B, C] to numbers [B]
+TargetLike = int | str | Callable[[Any], Any]
 Classes = Int[Tensor, " B"]
-ChooseTargets = Callable[[Logits], Int[Tensor, "B T"]]
-# what the outputs of a model are: logits of classes that exclude each other, logits of labels that
-# don't, numbers, or features without a classifier
+ChooseClasses = Callable[[Logits], Int[Tensor, "B T"]]
+# logits of classes that exclude each other, logits of labels that don't, numbers, or features
+# without a classifier
 OutputKind = Literal["classes", "labels", "numbers", "features"]
 
-_MAX_CLASSES = 100  # whose maps are drawn of an image
+_MAX_CLASSES = 100  # number of classes whose maps are drawn for one image
 _MINUS = " - "
 _SIGMOID = "sigmoid:"
 
 
+def choose_predicted(logits: Logits) -> Int[Tensor, "B 1"]:
+    """Choose the predicted class of each image."""
+    return logits.argmax(dim=1, keepdim=True)
+
+
 @dataclass(frozen=True)
 class Target:
-    """A number of each image, of its outputs and one class.
+    """A number for each image, computed from its outputs and one class.
 
-    Args:
-        score: what gradients explain.
-        value: what removing patches is measured by; monotone in `score`.
-        name: of what is no probability of a class.
+    Attributes:
+        score: Compute the number that gradients explain.
+        value: Compute the number that shows the effect of removed patches; monotone in `score`.
+        name: Name of a number that isn't about a class.
+        choose: Choose the classes [B, T] of each image. A number that isn't about a class has one
+            column of any value.
     """
 
     score: Callable[[Logits, Classes], Float[Tensor, " B"]]
     value: Callable[[Logits, Classes], Float[Tensor, " B"]]
     name: str | None = None
+    choose: ChooseClasses = choose_predicted
 
 
 class CosineTarget:
-    """The cosine similarity of a model's features with an embedding, to be explained:
-    `vit.explain(model, images, target=vit.CosineTarget(embedding))`.
+    """Cosine similarity of a model's features with an embedding, as a target
+    of `vit.explain`.
 
     Args:
-        embedding: of D numbers, as the model gives D features: a timm model without a classifier
-            (`num_classes=0`), for example, and its features of another image.
+        embedding: D numbers for a model with D features, for example the
+            features of another image by a timm model without a classifier
+            (`num_classes=0`).
 
     Raises:
-        ValueError: when it is called with another number of features than the embedding has.
+        ValueError: It is called with another number of features.
 
     Example:
-        >>> target = vit.CosineTarget(model(query)[0])  # model gives features, query is [1, 3, H, W]
+        >>> target = vit.CosineTarget(model(query)[0])  # query: [1, 3, H, W]
         >>> vit.explain(model, "photos", target=target)
     """
 
@@ -68,7 +79,7 @@ class CosineTarget:
         self.embedding = embedding.detach().flatten()
 
     def __call__(self, features: Float[Tensor, "B D"]) -> Float[Tensor, " B"]:
-        """The cosine of each image's features with the embedding."""
+        """Compute the cosine of each image's features with the embedding."""
         if features.shape[1] != len(self.embedding):
             raise ValueError(
                 f"an embedding of {len(self.embedding)} numbers has no cosine with "
@@ -78,7 +89,7 @@ class CosineTarget:
 
 
 def find_output_kind(model: nn.Module, class_names: Sequence[str]) -> OutputKind:
-    """What the outputs are, by the number of classes and Hugging Face's `problem_type`."""
+    """Find the kind of the outputs from the number of classes and Hugging Face's `problem_type`."""
     problem = getattr(getattr(model, "config", None), "problem_type", None)
     if not class_names:
         return "features"
@@ -88,7 +99,7 @@ def find_output_kind(model: nn.Module, class_names: Sequence[str]) -> OutputKind
 
 
 def compute_probabilities(logits: Logits, kind: OutputKind) -> Float[Tensor, "B _"]:
-    """Of each class or label, [B, C]; [B, 0] of outputs that are no logits."""
+    """Compute the probability of each class or label, [B, C]; [B, 0] if the outputs are no logits."""
     match kind:
         case "classes":
             return logits.softmax(dim=1)
@@ -100,26 +111,22 @@ def compute_probabilities(logits: Logits, kind: OutputKind) -> Float[Tensor, "B 
 
 def build_target(
     target: TargetLike, class_names: Sequence[str], kind: OutputKind = "classes"
-) -> tuple[Target, ChooseTargets]:
-    """The number that is explained, and of which classes.
+) -> Target:
+    """Build the number that is explained, and the choice of classes.
 
     Args:
-        target: "auto" (the predicted class), a class's name or index, "all", or "top3" (any number),
-            the most probable first; "A - B", the difference of two classes' logits; "sigmoid:A", a
-            label that others don't exclude; or a function from outputs [B, C] to numbers [B].
-        class_names: of the model.
-        kind: of its outputs.
-
-    Returns:
-        The target, and a function from logits [B, C] to classes [B, T]; of a target that isn't of a
-        class, whatever is in its one column.
+        target: "auto" (the predicted class), a class's name or index, "all", or "top3" (any
+            number), the most probable first; "A - B", the difference of two classes' logits;
+            "sigmoid:A", one label of a multi-label model; or a function from outputs [B, C] to
+            numbers [B].
+        class_names: Name of each output.
+        kind: Kind of the outputs.
 
     Raises:
-        ValueError: for an unknown or ambiguous class, for too many, and for a class of a model
-            without classes.
+        ValueError: A class is unknown or ambiguous, there are too many, or the model has none.
     """
     if callable(target):
-        return _build_function(target), _choose_nothing
+        return _build_function(target)
     if kind == "features":
         raise ValueError(
             f"the model has no classifier, so there is no class {target!r} to explain; target also "
@@ -131,45 +138,32 @@ def build_target(
             names = shorten(", ".join(class_names))
             raise ValueError(f"the model gives several numbers; which is to be explained? {names}")
         index = 0 if target == "auto" else _find_class(target, class_names)
-        return Target(_logit, _logit, class_names[index]), _choose_one(index)
+        return Target(_logit, _logit, class_names[index], _choose_one(index))
 
     is_named = text in class_names
     if text.startswith(_SIGMOID) and not is_named:
         name = text.removeprefix(_SIGMOID)
-        return LABEL, _choose_one(_find_class(name, class_names))
+        return replace(LABEL, choose=_choose_one(_find_class(name, class_names)))
     if _MINUS in text and not is_named:
         pair = _find_difference(text, class_names)
         if pair is not None:
-            return _build_difference(*pair, class_names), _choose_nothing
-
+            return _build_difference(*pair, class_names)
     chosen = LABEL if kind == "labels" else CLASS
-    return chosen, build_target_chooser(target, class_names)
+    return replace(chosen, choose=_build_choice(target, class_names))
 
 
 def starts_with_predicted(target: TargetLike, class_names: Sequence[str]) -> bool:
-    """Whether the first class that `build_target` chooses is the predicted one."""
+    """Return whether the first class that `build_target` chooses is the predicted one."""
     return not callable(target) and _count_most_probable(target, class_names) is not None
 
 
 def describe_target(target: TargetLike) -> int | str:
-    """What a manifest says of it."""
+    """Return the target as a manifest has it."""
     return str(_name_function(target)) if callable(target) else target
 
 
-def build_target_chooser(target: int | str, class_names: Sequence[str]) -> ChooseTargets:
-    """From logits to the classes of each image that are to be explained.
-
-    Args:
-        target: "auto" (the predicted class), a class's name or index, "all", or "top3" (any
-            number), the most probable first.
-        class_names: of the model.
-
-    Returns:
-        A function from logits [B, C] to classes [B, T].
-
-    Raises:
-        ValueError: for an unknown or ambiguous class, and for too many.
-    """
+def _build_choice(target: int | str, class_names: Sequence[str]) -> ChooseClasses:
+    """Build a function from logits to the classes of each image that are explained."""
     count = _count_most_probable(target, class_names)
     if count is None:
         return _choose_one(_find_class(target, class_names))
@@ -192,8 +186,7 @@ def _sigmoid(logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
     return _logit(logits, classes).sigmoid()
 
 
-# one class of several, and one label beside others: gradients of the probability would vanish where
-# the model is sure
+# gradients are those of the logit, because those of the probability vanish if the model is sure
 CLASS = Target(_logit, _softmax)
 LABEL = Target(_logit, _sigmoid)
 
@@ -210,7 +203,7 @@ def _build_function(function: Callable[[Tensor], Tensor]) -> Target:
             )
         return values
 
-    return Target(compute, compute, _name_function(function))
+    return Target(compute, compute, _name_function(function), _choose_one(0))
 
 
 def _name_function(function: Callable[[Tensor], Tensor]) -> str:
@@ -222,12 +215,13 @@ def _build_difference(first: int, second: int, class_names: Sequence[str]) -> Ta
     def compute(logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
         return logits[:, first] - logits[:, second]
 
-    return Target(compute, compute, f"{class_names[first]}{_MINUS}{class_names[second]}")
+    name = f"{class_names[first]}{_MINUS}{class_names[second]}"
+    return Target(compute, compute, name, _choose_one(0))
 
 
 def _find_difference(text: str, class_names: Sequence[str]) -> tuple[int, int] | None:
-    """The two classes of "A - B". Names may contain the separator: wherever it stands, both sides
-    must be classes. Raises ValueError where several pairs are; None where none is."""
+    """Find the two classes of "A - B"; None if there are none. Names may contain the separator, so
+    each place of it is tried. Raise ValueError if there are several pairs."""
     pairs = set()
     for match in re.finditer(re.escape(_MINUS), text):
         sides = (text[: match.start()], text[match.end() :])
@@ -241,17 +235,12 @@ def _find_difference(text: str, class_names: Sequence[str]) -> tuple[int, int] |
     return pairs.pop() if pairs else None
 
 
-def _choose_one(index: int) -> ChooseTargets:
+def _choose_one(index: int) -> ChooseClasses:
     return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
 
 
-def _choose_nothing(logits: Logits) -> Int[Tensor, "B 1"]:
-    """A column for a target that reads no class."""
-    return torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
-
-
 def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int | None:
-    """How many of the most probable classes are asked for; None where one class is named."""
+    """Return how many of the most probable classes are asked for; None if one class is named."""
     if str(target) in class_names:
         return None
     if target == "all":
@@ -263,14 +252,14 @@ def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int |
 
 
 def _find_class(target: int | str, class_names: Sequence[str]) -> int:
-    """The index of a class by its name, its index or one of its synonyms."""
+    """Find the index of a class by its name, its index or one of its synonyms."""
     name = str(target)
     if name in class_names:
         return list(class_names).index(name)
     if name.isdigit() and int(name) < len(class_names):
         return int(name)
 
-    # a class may have synonyms, separated by commas, as ImageNet's have; any case
+    # ImageNet's classes have synonyms, separated by commas; case doesn't matter
     matches = []
     for index, class_name in enumerate(class_names):
         synonyms = [class_name, *(synonym.strip() for synonym in class_name.split(","))]

@@ -1,5 +1,5 @@
-"""The training photos that are nearest to a photo, as pages show them: those that
-`vit predict --similar` names, with their pictures."""
+"""The training photos that are nearest to a photo, with their pictures for pages; `vit predict
+--similar` names the same photos."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,8 +18,11 @@ from vit.prediction.predictor import Pixels, Predictor, read_from
 
 @dataclass(frozen=True)
 class Neighbour(Similar):
-    """A training image that is like an image, with its picture as a data address; None where it
-    can't be read on this machine."""
+    """A training image that is similar to an image.
+
+    Attributes:
+        picture: Its picture as a data address; None if it can't be read on this machine.
+    """
 
     picture: str | None
 
@@ -27,20 +30,19 @@ class Neighbour(Similar):
 class TrainingPhotos:
     """The training photos that a model file names.
 
-    A picture is shown only of an image that the model file names and that is found among the images
-    of the recorded training folder, in which links are followed as in training: a name is looked up
-    there and never opened as a path. The digits come with scikit-learn; of what would have to be
-    downloaded there are names alone.
+    Only images that the model file names and that are in the recorded training folder have a
+    picture. Names are looked up in a list of that folder, in which links are followed as in
+    training, and never opened as paths. Data sets that would have to be downloaded have no pictures.
 
     Args:
-        bundle: the model.
-        side: of the pictures, pixels.
-        splits: the data that the model was trained on, where it is open already.
+        bundle: The model.
+        side: Side of the pictures in pixels.
+        splits: The data that the model was trained on, if it is open already.
     """
 
     def __init__(self, bundle: Bundle, *, side: int, splits: DatasetSplits | None = None) -> None:
         self.bundle = bundle
-        # why the model file names none; None where it does
+        # the reason why the model file names none; None if it names some
         self.problem: str | None = None
         try:
             check_similar(bundle)
@@ -51,11 +53,11 @@ class TrainingPhotos:
         self._pictures: dict[str, str | None] = {}
 
     def find(self, pixels: Sequence[Pixels], count: int) -> list[list[Neighbour]]:
-        """The training photos that are most like each image; none where the model file names none.
+        """Find the training photos that are most similar to each image, if the model file names any.
 
         Args:
-            pixels: images as the model sees them, uint8 [H, W, 3] each.
-            count: of training photos for each image.
+            pixels: Inputs of the model, uint8 [H, W, 3] each.
+            count: Number of training photos for each image.
         """
         if self.problem or not len(pixels):
             return [[] for _ in pixels]
@@ -66,11 +68,11 @@ class TrainingPhotos:
     def find_of_classes(
         self, pixels: Sequence[Pixels], classes: Sequence[Sequence[int]]
     ) -> list[list[Neighbour]]:
-        """The training photo that is most like each image, of each of several classes.
+        """Find the training photo of each of several classes that is most similar to each image.
 
         Args:
-            pixels: as of `find`.
-            classes: their indices, for each image.
+            pixels: Inputs of the model, uint8 [H, W, 3] each.
+            classes: Indices of the classes, for each image.
         """
         if self.problem or not len(pixels):
             return [[] for _ in pixels]
@@ -79,7 +81,7 @@ class TrainingPhotos:
         for features_of_image, class_indices in zip(features, classes, strict=True):
             neighbours = []
             for class_index in class_indices:
-                # none of a class of which the file has no features
+                # empty for a class without features in the file
                 (images,) = find_similar(
                     self.bundle, features_of_image[None], 1, class_index=class_index
                 )
@@ -88,7 +90,7 @@ class TrainingPhotos:
         return nearest
 
     def draw(self, image: Similar) -> Neighbour:
-        """A training photo with its picture."""
+        """Add the picture to a training photo."""
         if image.path not in self._pictures:
             self._pictures[image.path] = self._read_picture(image.path)
         return Neighbour(image.path, image.class_name, image.similarity, self._pictures[image.path])
@@ -101,7 +103,7 @@ class TrainingPhotos:
         index = self._indices.get(path)
         if index is None or self._dataset is None:
             return None
-        # it may be gone since it was listed
+        # it may be deleted since it was listed
         with suppress(ValueError, OSError):
             photo = self._dataset.reader.thumbnail(index, side=self._side)
             return encode_photo(photo, side=self._side)
@@ -109,23 +111,22 @@ class TrainingPhotos:
 
     @cached_property
     def _dataset(self) -> ImageDataset | None:
-        """The training images, listed when the first picture is asked for; None where they aren't
-        on this machine."""
-        # what a model was trained on may be gone, or other images may lie there
+        """The training images, listed for the first picture; None if they aren't on this machine."""
+        # the training folder may be deleted, or may contain other images
         with suppress(ValueError, OSError):
             if self._splits is not None:
                 dataset = self._splits.split("train")
                 return None if dataset.reader.is_remote else dataset
             trained_on = self.bundle.config.get("data", {})
             if is_here(trained_on.get("name"), trained_on.get("root")):
-                # which images were held out doesn't matter, since the model file names those of
-                # training; nor do names of classes and corrections, whose files stay closed
+                # splits, class names and corrections don't matter, because the model file names the
+                # training images; the files of the latter aren't opened
                 return open_dataset(trained_on["name"], root=trained_on.get("root")).split("all")
         return None
 
     @cached_property
     def _indices(self) -> dict[str, int]:
-        """Name → index, of the images that the model file names."""
+        """Indices of the images that the model file names, by name."""
         if self._dataset is None:
             return {}
         named = {path for path, _ in self.bundle.metadata["conformal"]["training_images"]}

@@ -1,6 +1,8 @@
-"""Explained images to files: overlays, exact arrays and a manifest that says how each was made.
-Overlays are drawn and written by threads, beside the model's work. Equal input and settings give
-equal bytes: no times, no random numbers, sorted order."""
+"""Write explained images: overlays, exact arrays, and a manifest that describes them.
+
+Threads draw and write overlays while the model runs. Equal inputs and settings give equal bytes: no
+times, no random numbers, sorted order.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,9 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from vit.bundle import Bundle
 from vit.explanation.records import ImageResult, MapResult, describe_prediction, name_sinks
 from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
-from vit.explanation.render.overlay import MARGIN, MAX_SIDE, draw_overlay, panel_size
-from vit.explanation.targets import describe_target
-from vit.options import ExplainOptions
+from vit.explanation.render.overlay import MAX_SIDE, draw_overlay, panel_size
+from vit.explanation.render.text import MARGIN
 from vit.runtime.arguments import check_choice
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import (
@@ -40,15 +41,14 @@ PICTURE_FORMATS = ("png", "jpeg", "webp")
 OUTPUT_FORMATS = (*PICTURE_FORMATS, "npz", "html")
 _QUALITY = {"jpeg": 85, "webp": 80}
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
-# each time all images so far are written, so that of many it may take at most a fraction of the
-# time
+# each save writes all images so far, so for many images saves are limited to a fraction of the time
 _SAVE_EVERY_SECONDS = 60.0
 _MAX_SAVING_FRACTION = 0.05
-# more would keep many photos in memory where drawing is slower than the model
+# more would keep many photos in memory if drawing is slower than the model
 _MAX_WAITING_BATCHES = 2
 
 
-# pixels; pictures are drawn again by what the file says
+# pixels; pictures are drawn again with the sizes in the file
 _Side = Annotated[int, Field(gt=0, strict=True)]
 
 
@@ -91,27 +91,39 @@ class _Manifest(BaseModel):
 
 class MapWriter:
     """Writes explained images into a directory, batch by batch: overlays `NAME.METHOD.png`,
-    maps.npz, and always manifest.json. Beside overlays, index.png shows the first of them.
+    maps.npz, and always manifest.json. With overlays, index.png shows the first of them.
 
-    A context manager. An interruption leaves a manifest of what was finished.
+    This is a context manager. After an interruption the manifest has the images that were finished.
 
     Args:
-        output: the directory.
-        bundle: the model.
-        options: how the images are explained, as `Explainer.options` has them, and written: the
-            formats png (or jpeg or webp) for overlays and npz for maps.npz (others are for others),
-            `max_side` of the photos in overlays, and `resume` to start from the manifest that an
-            interruption left.
+        output: The directory.
+        bundle: The model.
+        parameters: Everything that the maps depend on, for the manifest.
+        formats: "png", "jpeg" or "webp" for overlays, "npz" for maps.npz. "html" is written
+            elsewhere.
+        smooth: Interpolate between patches.
+        max_side: Largest side of a photo in overlays, in pixels; 0 for no limit.
+        resume: Start from the manifest of an interrupted export.
 
     Raises:
-        ValueError: for an unknown format, for overlays in several formats, and where `resume` finds
-            an export by another model, with other options or by another version.
+        ValueError: A format is unknown, there are several formats for overlays, or `resume` finds
+            an export by another model, with other parameters or by another version.
     """
 
-    def __init__(self, output: str | Path, bundle: Bundle, options: ExplainOptions) -> None:
-        for name in options.formats:
+    def __init__(
+        self,
+        output: str | Path,
+        bundle: Bundle,
+        parameters: Mapping[str, Any],
+        *,
+        formats: Sequence[str] = ("png", "npz"),
+        smooth: bool = True,
+        max_side: int = MAX_SIDE,
+        resume: bool = False,
+    ) -> None:
+        for name in formats:
             check_choice(name, OUTPUT_FORMATS, name="--format")
-        pictures = [name for name in options.formats if name in PICTURE_FORMATS]
+        pictures = [name for name in formats if name in PICTURE_FORMATS]
         if len(pictures) > 1:
             choices = " and ".join(pictures)
             raise ValueError(
@@ -119,23 +131,26 @@ class MapWriter:
             )
         self.output = expand_home(output)
         self.bundle = bundle
-        self.options = options
-        self.entries: list[dict[str, Any]] = []  # of the manifest
+        self.parameters = parameters
+        self.entries: list[dict[str, Any]] = []  # entries of the manifest
         self.arrays: dict[str, np.ndarray] = {}
-        # path and reason of images that could not be read
+        # path and reason for each image that could not be read
         self.unreadable: list[tuple[str, str]] = []
         self._picture_format = pictures[0] if pictures else None
+        self._has_arrays = "npz" in formats
+        self._smooth = smooth
+        self._max_side = max_side
         self._pool = ThreadPoolExecutor()
-        self._writing: list[list[Future[None]]] = []  # the overlays of each batch
+        self._writing: list[list[Future[None]]] = []  # overlays of each batch
         self._last_saved = monotonic()
         self._save_after = _SAVE_EVERY_SECONDS
         # without a manifest nothing was finished
-        if options.resume and (self.output / MANIFEST_FILE).is_file():
+        if resume and (self.output / MANIFEST_FILE).is_file():
             self._load()
 
     @property
     def names(self) -> dict[str, str]:
-        """The names of the images that are written, by their paths."""
+        """Names of the images that are written, by their paths."""
         return {entry["path"]: entry["name"] for entry in self.entries}
 
     def __enter__(self) -> "MapWriter":
@@ -144,7 +159,7 @@ class MapWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # also after an interruption: what is finished can be continued
+        # also after an interruption, so that it can be continued
         with self._pool:
             if self.entries or self.unreadable:
                 self._save()
@@ -152,8 +167,8 @@ class MapWriter:
                     self._write_sheet()
 
     def add(self, images: Sequence[ImageResult]) -> None:
-        """Take a batch. Its overlays are written soon, the rest once a minute, of very many
-        images less often, and at the end."""
+        """Add a batch. Its overlays are written soon, the other files once a minute (less often for
+        very many images) and at the end."""
         if self._picture_format:
             overlays = [(image, result) for image in images for result in image.maps]
             self._writing.append(
@@ -163,7 +178,7 @@ class MapWriter:
             self.entries.append(self._describe(image))
             for result in image.maps:
                 self.arrays[result.key] = result.values
-        # where drawing is slower than the model, the model waits
+        # if drawing is slower than the model, the model waits
         self._wait(_MAX_WAITING_BATCHES)
         if monotonic() - self._last_saved > self._save_after:
             self._save()
@@ -179,10 +194,11 @@ class MapWriter:
             )
         check_schema(_Manifest, manifest, origin=str(path))
 
-        # maps made in different ways must not lie in one directory
-        parameters = self._describe_options()
+        # maps with different parameters must not be in one directory
         changed = [
-            key for key, value in parameters.items() if value != manifest["parameters"].get(key)
+            key
+            for key, value in self.parameters.items()
+            if value != manifest["parameters"].get(key)
         ]
         if manifest["model_sha256"] != self.bundle.sha256:
             changed.append("the model")
@@ -197,7 +213,7 @@ class MapWriter:
         if arrays_path.is_file():
             self.arrays = read_arrays(arrays_path)
         keys = {result["map_key"] for entry in self.entries for result in entry["maps"]}
-        if "npz" in self.options.formats and not keys <= self.arrays.keys():
+        if self._has_arrays and not keys <= self.arrays.keys():
             raise ValueError(f"{arrays_path} lacks maps of the manifest; use --overwrite")
         # the contact sheet is cut out of the overlays
         overlays = [result["overlay"] for entry in self.entries for result in entry["maps"]]
@@ -209,7 +225,7 @@ class MapWriter:
                     )
 
     def _wait(self, max_waiting: int) -> None:
-        """Until the overlays of at most so many batches are not yet written."""
+        """Wait until the overlays of at most `max_waiting` batches are not written yet."""
         while len(self._writing) > max_waiting:
             for future in self._writing.pop(0):
                 future.result()
@@ -218,12 +234,12 @@ class MapWriter:
         self._wait(0)
         start = monotonic()
         self.entries.sort(key=lambda entry: entry["path"])
-        if "npz" in self.options.formats:
+        if self._has_arrays:
             write_arrays(self.output / ARRAYS_FILE, dict(sorted(self.arrays.items())))
         manifest = {
             "schema_version": SCHEMA_VERSION,
-            "method": ",".join(self.options.methods),
-            "parameters": self._describe_options(),
+            "method": ",".join(self.parameters["methods"]),
+            "parameters": self.parameters,
             "model": self.bundle.name,
             "model_sha256": self.bundle.sha256,
             "run_id": self.bundle.metadata.get("run_id"),
@@ -237,20 +253,8 @@ class MapWriter:
         seconds = self._last_saved - start
         self._save_after = max(_SAVE_EVERY_SECONDS, seconds / _MAX_SAVING_FRACTION)
 
-    def _describe_options(self) -> dict[str, Any]:
-        """What the maps depend on."""
-        return asdict(self.options.map_options) | {
-            "methods": list(self.options.methods),
-            "target": describe_target(self.options.target),
-            "scale": self.options.scale,
-            "interpolation": self.options.interpolation,
-            "sanity_checks": self.options.sanity_checks,
-            "batch_size": self.options.batch_size,
-            "precision": self.options.precision,
-        }
-
     def _describe(self, image: ImageResult) -> dict[str, Any]:
-        """An image's entry in the manifest. `map_key` and `overlay` are of its first map."""
+        """Describe an image for the manifest. `map_key` and `overlay` are those of its first map."""
         maps = [self._describe_map(image, result) for result in image.maps]
         return {
             "path": image.item.path,
@@ -292,15 +296,15 @@ class MapWriter:
         write_atomically(self.output / SHEET_FILE, lambda path: _save_picture(sheet, path, "png"))
 
     def _read_row(self, entry: dict[str, Any]) -> SheetRow:
-        """An image and its maps, cut out of the overlays: after `resume` those of an earlier call
-        are among them."""
+        """Cut an image and its maps out of the overlays, which after `resume` include those of an
+        earlier call."""
         original_width, original_height = entry["size"]
-        width, height = panel_size((original_width, original_height), self.options.max_side)
+        width, height = panel_size((original_width, original_height), self._max_side)
         pictures: list[Image.Image] = []
         texts = [[entry["title"], describe_prediction(entry["predicted"])]]
         for result in entry["maps"]:
             with Image.open(self.output / result["overlay"]) as overlay:
-                # the photo on the left, the map on the right
+                # the photo is on the left, the map on the right
                 left = 2 * MARGIN + width
                 if not pictures:
                     pictures.append(overlay.crop((MARGIN, MARGIN, MARGIN + width, MARGIN + height)))
@@ -317,10 +321,10 @@ class MapWriter:
             image,
             result,
             self.bundle.class_names,
-            smooth=self.options.interpolation == "smooth",
-            max_side=self.options.max_side,
+            smooth=self._smooth,
+            max_side=self._max_side,
         )
-        # the manifest, written after them, makes all their names sure
+        # the manifest is written later, and makes all their names durable
         write_atomically(
             self.output / f"{result.key}.{kind}",
             lambda path: _save_picture(picture, path, kind),
@@ -336,23 +340,25 @@ def draw_map(
     smooth: bool = True,
     max_side: int = MAX_SIDE,
 ) -> Image.Image:
-    """The picture of one map with its caption.
+    """Draw one map with its caption.
 
     Args:
-        image: the explained image.
-        result: one of its maps.
-        class_names: of the model.
-        smooth: interpolate between patches.
-        max_side: of the photo, pixels; 0 for no limit.
+        image: The explained image.
+        result: One of its maps.
+        class_names: Names of the classes.
+        smooth: Interpolate between patches.
+        max_side: Largest side of the photo in pixels; 0 for no limit.
     """
     assert result.scale is not None
-    # what the model said comes first, the map's own lines below it
+    # the prediction comes first, then the map's own lines
     caption = [
         f"{image.item.title}: {image.describe_prediction(class_names)}",
-        f"{result.describe()} ({result.method.title})",
+        result.describe()
+        if result.target_name is None
+        else f"{result.describe()} ({result.method.title})",
     ]
     if result.sanity_check is not None:
-        caption.append(str(result.sanity_check))
+        caption.append(f"patch-removal test: {result.sanity_check}")
     if result.sinks:
         caption.append(result.describe_sinks())
     return draw_overlay(
@@ -372,9 +378,8 @@ def _save_picture(picture: Image.Image, path: Path, kind: str) -> None:
         return
     import cv2  # takes a tenth of a second
 
-    # by run lengths of the differences to the row above: photos hardly compress any further.
-    # Pillow, which tries five kinds of differences for each row, takes 1.7 times as long for a file
-    # of 0.9 times the size, and five times as long for a contact sheet
+    # run lengths of the differences from the row above. Pillow, which tries five kinds of
+    # differences for each row, takes 1.7 times as long for a file of 0.9 times the size
     options = [
         cv2.IMWRITE_PNG_COMPRESSION,
         1,

@@ -175,7 +175,7 @@ def check_arguments(**bounds: tuple[float | None, float | None]) -> Callable[[Fu
         def checked(*args: Any, **kwargs: Any) -> Any:
             kinds = _list_plain_kinds(function)
             for name in kinds.keys() & kwargs.keys():
-                kwargs[name] = _check_value(name, kwargs[name], kinds[name])
+                kwargs[name] = check_value(name, kwargs[name], kinds[name])
                 _check_bounds(name, kwargs[name], *bounds.get(name, (None, None)))
             return function(*args, **kwargs)
 
@@ -200,7 +200,7 @@ def _is_plain(kind: Any) -> bool:
     return get_origin(kind) in (Union, UnionType) and all(map(_is_plain, get_args(kind)))
 
 
-def _check_value(name: str, value: Any, kind: Any) -> Any:
+def check_value(name: str, value: Any, kind: Any) -> Any:
     """Return a value as one of a type. Raises ValueError if it can't be converted."""
     # pydantic takes longer to import than `vit --help` may take
     from pydantic import TypeAdapter, ValidationError

@@ -20,11 +20,13 @@ from vit.analysis.faithfulness.result import COLUMNS, FaithfulnessResult, choose
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.checks.token_ablation import (
-    build_predictor,
+    build_probability,
+    build_removal,
     leave_one_out,
     tile_patches,
 )
-from vit.explanation.methods.registry import METHODS, compute_maps
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import list_methods
 
 METHODS_ON_DEVICE = ("rollout", "raw", "gae", "legrad", "input-x-gradient")
 
@@ -159,7 +161,7 @@ def test_of_large_grids_groups_are_left_out(trained, monkeypatch: pytest.MonkeyP
     tiles = maps.unflatten(2, (2, 2)).unflatten(1, (2, 2))  # [n, 2, 2, 2, 2]
     assert (tiles == tiles[:, :, :1, :, :1]).all()
     expected = leave_one_out(
-        build_predictor(trained.model, images, classes, grid=(4, 4)),
+        build_probability(build_removal(trained.model, images, grid=(4, 4)), classes),
         batch=16,
         groups=tile_patches((4, 4), 2),
         device=images.device,
@@ -255,11 +257,11 @@ def test_planted_evidence_is_found(trained) -> None:
         values[has_glyph] for values in (trained.images, trained.classes, trained.glyph)
     )
     accuracy = {}
-    for method in METHODS:
+    for method in list_methods():
         _, _, (maps,) = compute_maps(trained.model, images, methods=[method])
         accuracy[method] = float((maps.values.flatten(1).argmax(dim=1) == glyphs).float().mean())
     falls = leave_one_out(
-        build_predictor(trained.model, images, classes, grid=(4, 4)),
+        build_probability(build_removal(trained.model, images, grid=(4, 4)), classes),
         batch=len(images),
         groups=tile_patches((4, 4), 1),
         device=images.device,

@@ -16,7 +16,8 @@ from quantus.functions.similarity_func import correlation_spearman
 from vit.analysis.faithfulness.map_metrics import find_order
 from vit.explanation.checks.sanity_checks import rank_correlation
 from vit.explanation.checks.token_ablation import (
-    build_predictor,
+    build_probability,
+    build_removal,
     deletion_curve,
     leave_one_out,
     tile_patches,
@@ -37,7 +38,9 @@ def painted(trained) -> dict[str, Any]:
     height, width = images.shape[-2] // GRID[0], images.shape[-1] // GRID[1]
     pixels = maps.repeat_interleave(height, dim=1).repeat_interleave(width, dim=2)
     return {
-        "predict": build_predictor(trained.model, images, classes, grid=GRID, fill="mean"),
+        "predict": build_probability(
+            build_removal(trained.model, images, grid=GRID, fill="mean"), classes
+        ),
         "maps": maps,
         "features_in_step": 3 * height * width,  # a patch
         "arguments": {

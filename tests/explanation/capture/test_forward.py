@@ -1,6 +1,7 @@
 """Maps are read where the model reads, and lie on the grid of the real input."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from vit.explanation.capture.forward import (
     run_forward,
     split_prefix,
 )
-from vit.explanation.methods.registry import METHODS, MapOptions, compute_maps
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import list_methods
 from vit.explanation.methods.rollout import attention_rollout
+from vit.explanation.targets import CLASS
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 
@@ -93,7 +96,7 @@ def test_the_grid_follows_an_input_of_another_size(from_timm: Build) -> None:
     assert maps.values.shape == (1, 1, 8, 3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list_methods())
 @pytest.mark.parametrize("family", ["ours", "timm", "timm-eva", "torchvision", "hugging-face"])
 def test_every_method_explains_every_family(build: Build, method: str, family: str) -> None:
     model, images = build(family)
@@ -131,7 +134,7 @@ def test_chosen_classes_give_different_maps_and_agnostic_methods_one(ours: Build
         model,
         images,
         methods=["rollout", "gae"],
-        choose_targets=lambda logits: logits.topk(3).indices,
+        target=replace(CLASS, choose=lambda logits: logits.topk(3).indices),
     )
     assert targets.shape == (2, 3)
     assert agnostic.values.shape == (2, 1, 4, 6)
@@ -146,7 +149,7 @@ def test_raw_is_the_class_tokens_attention_and_sums_to_one_with_the_prefix(
     model, images = ours()
     with torch.no_grad(), capture_attention(model) as record:
         model(images)
-    options = MapOptions(layer=1, head=head)
+    options = {"layer": 1, "head": head}
     _, _, (maps,) = compute_maps(model, images, methods=["raw"], options=options)
     rows = record.attentions[1][:, :, 0, 1:]
     expected = rows.mean(dim=1) if head == "mean" else rows[:, 2]
@@ -157,14 +160,16 @@ def test_raw_is_the_class_tokens_attention_and_sums_to_one_with_the_prefix(
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("raw", MapOptions(layer=3), "layer 3 is outside -3 to 2"),
-        ("raw", MapOptions(head=3), "head 3 is outside 0 to 2"),
-        ("gae", MapOptions(start_layer=3), "start_layer 3 is outside 0 to 2"),
-        ("rolout", MapOptions(), "unknown method 'rolout'; known: rollout"),
+        ("raw", {"layer": 3}, "layer 3 is outside -3 to 2"),
+        ("raw", {"head": 3}, "head 3 is outside 0 to 2"),
+        ("gae", {"start_layer": 3}, "start_layer 3 is outside 0 to 2"),
+        ("gae", {"head": 3}, "head is no option of the methods gae; they have start_layer"),
+        ("gae", {"start_layer": "x"}, "start_layer 'x': input should be a valid integer"),
+        ("rolout", {}, "unknown method 'rolout'; known: rollout"),
     ],
 )
 def test_what_a_method_cannot_do_is_said(
-    ours: Build, method: str, options: MapOptions, message: str
+    ours: Build, method: str, options: dict, message: str
 ) -> None:
     model, images = ours()
     with pytest.raises(ValueError, match=message):

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from tests.explanation.keep_tokens import keep_tokens
 from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
 from vit.explanation.capture.forward import capture_attention, classify_token, run_forward
-from vit.explanation.capture.tokens import can_drop_tokens
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.verification import check_places
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
 from vit.model.logits import compute_logits
 
 POSITIONS_IN_ATTENTION = {name for name in MODELS if "rotary" in name or "beit" in name}
@@ -72,7 +72,13 @@ def test_the_pool_weights_are_what_the_classifier_reads(name: str) -> None:
     model, images = build(name)
     forward = run_forward(model, images)
     torch.testing.assert_close(forward.logits, compute_logits(model, images).detach())
-    check_places(model, images[:1], num_prefix=forward.num_prefix_tokens, grid=forward.grid)
+    check_places(
+        model,
+        images[:1],
+        blocks=forward.record.blocks,
+        num_prefix=forward.num_prefix_tokens,
+        grid=forward.grid,
+    )
     first, pool_weights, reads = forward.num_prefix_tokens, forward.pool_weights, MODELS[name].reads
     assert (pool_weights.sum(dim=1) - 1).abs().max() < 1e-5
     prefix, patches = pool_weights[:, :first], pool_weights[:, first:]
@@ -111,9 +117,9 @@ def test_tokens_are_left_out_where_the_attention_knows_no_positions(name: str) -
     forward = run_forward(model, images)
     patches = forward.grid[0] * forward.grid[1]
     if name in POSITIONS_IN_ATTENTION:
-        assert not can_drop_tokens(model)
+        assert not ModelReader(model).can_drop_tokens
         return
-    assert can_drop_tokens(model)
+    assert ModelReader(model).can_drop_tokens
     kept = torch.tensor([[5, 1, 7, 2], [0, 11, 3, 9]])
     logits = []
     for subset in (torch.arange(patches).expand(2, -1), kept, kept.flip(1)):

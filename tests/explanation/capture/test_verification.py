@@ -14,8 +14,7 @@ from vit.bundle import Bundle
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import find_items
-from vit.explanation.methods.registry import compute_maps
-from vit.options import ExplainOptions
+from vit.explanation.methods.maps import compute_maps
 
 
 class Wrapper(nn.Module):
@@ -225,7 +224,7 @@ def explain_photo(model: nn.Module) -> None:
     count = {"class_names": [str(label) for label in range(model.head.out_features)]}
     bundle = Bundle.from_model(model.eval(), **count)
     items = find_items([Image.new("RGB", (96, 64))], trained_on={}, count=1)
-    Explainer(bundle, ExplainOptions(methods=("rollout",))).explain(items)
+    Explainer(bundle, ["rollout"]).explain(items)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

@@ -14,8 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tests.explanation.model_zoo import NUM_CLASSES, build
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import capture_attention, run_forward
-from vit.explanation.checks.token_ablation import build_predictor
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.checks.token_ablation import build_probability, build_removal
+from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.rollout import attention_rollout
 from vit.explanation.render.token_details import measure_tokens
 from vit.model.logits import compute_logits
@@ -154,7 +154,7 @@ def test_prompts_are_prefix_tokens() -> None:
     torch.testing.assert_close(maps.values[:, 0].flatten(1), rollout[:, 1 + NUM_PROMPTS :])
     torch.testing.assert_close(maps.prefix_mass[:, 0], rollout[:, : 1 + NUM_PROMPTS].sum(dim=1))
     targets = torch.zeros(1, dtype=torch.long)
-    tokens = measure_tokens(forward, 0, targets=targets, temperature=1.0, max_bytes=10_000)
+    tokens = measure_tokens(forward, 0, targets=targets, max_bytes=10_000)
     assert tokens.prefix_names == ("class token", *(f"prompt {n + 1}" for n in range(NUM_PROMPTS)))
 
 
@@ -162,7 +162,7 @@ def test_patches_are_left_out_of_a_model_with_prompts() -> None:
     model, images = build("timm")
     prompted = Prompted(model).eval()
     classes = torch.tensor([1, 3])
-    predict = build_predictor(prompted, images, classes, grid=(4, 6))
+    predict = build_probability(build_removal(prompted, images, grid=(4, 6)), classes)
     kept = torch.tensor([[5, 1, 7, 2], [0, 11, 3, 9]])
     with torch.no_grad():
         tokens = prompted.embed(images)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.explanation.model_zoo import build_timm, prepare
 from vit.explanation.capture.forward import AttentionRecord, Forward, run_forward
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.checks import sanity_checks
 from vit.explanation.checks.sanity_checks import (
     MAX_ALTERNATIVES,
@@ -27,7 +28,7 @@ from vit.explanation.checks.sanity_checks import (
     randomise_weights,
     rank_correlation,
 )
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
 
 
 def test_rank_correlation_equals_scipys_with_ties() -> None:
@@ -66,7 +67,7 @@ def compare_all(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
 
 
 def count_agreeing(checks: list[SanityCheck]) -> float:
-    return float(np.mean([check.verdict == "agrees" for check in checks]))
+    return float(np.mean([check.verdict == "confirmed" for check in checks]))
 
 
 def test_smooth_maps_of_something_else_are_supported_at_most_five_in_a_hundred_times() -> None:
@@ -86,7 +87,7 @@ def test_a_map_of_the_middle_is_not_taken_for_one_of_objects_in_the_middle() -> 
 def test_noisy_evidence_is_found_again() -> None:
     drops = draw_smooth(100, seed=0)
     assert count_agreeing(compare_all(drops + draw_smooth(100, seed=1), drops)) > 0.9
-    assert {check.verdict for check in compare_all(-drops, drops)} == {"does not agree"}
+    assert {check.verdict for check in compare_all(-drops, drops)} == {"not confirmed"}
 
 
 def test_agreement_is_the_correlation_of_ranks_with_the_drops() -> None:
@@ -109,7 +110,7 @@ def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
     (check,) = check_map(2 * drops, chosen).to_list()
     assert check.alternatives == 160
     assert check.p_value == pytest.approx(4 / 160)
-    assert check.verdict == "agrees"
+    assert check.verdict == "confirmed"
 
 
 @pytest.mark.parametrize(
@@ -129,11 +130,11 @@ def test_what_cannot_be_checked_says_so() -> None:
         compare_all(*torch.rand(2, 1, 2, 2)),
     )
     assert (constant[0].verdict, constant[0].reason) == (
-        "does not agree",
+        "not confirmed",
         "every patch has the same value",
     )
     assert tiny[0].alternatives < MIN_ALTERNATIVES
-    assert (tiny[0].verdict, tiny[0].reason.split()[0]) == ("not checked", "a")
+    assert (tiny[0].verdict, tiny[0].reason.split()[0]) == ("not tested", "with")
 
 
 def compare_groups(maps: torch.Tensor, drops: torch.Tensor, *, side: int) -> list[SanityCheck]:
@@ -188,9 +189,9 @@ def test_the_smallest_groups_that_two_ways_of_removal_rank_alike(
         return noise + (signal if groups[0].sum() >= reacts_to**2 else 0)
 
     monkeypatch.setattr(sanity_checks, "leave_one_out", remove)
-    monkeypatch.setattr(sanity_checks, "build_predictor", lambda *args, **options: abs)
+    monkeypatch.setattr(sanity_checks, "build_removal", lambda *args, **options: abs)
     forward = Forward(
-        model=nn.Identity(),
+        reader=ModelReader(nn.Identity()),
         images=torch.zeros(4, 3, 8, 8),
         logits=torch.eye(4),
         record=AttentionRecord([]),
@@ -207,7 +208,7 @@ def test_the_smallest_groups_that_two_ways_of_removal_rank_alike(
         Evidence("leave-one-out", torch.rand(1, 256), torch.eye(256) > 0, size),
     ).to_list()
     if size.side is None:
-        assert check.verdict == "not checked"
+        assert check.verdict == "not tested"
         assert "rank them differently" in check.reason
     else:
         assert check.patches == ("single patches" if reacts_to == 1 else str(size))
@@ -243,7 +244,7 @@ def test_the_check_does_not_depend_on_the_batch(trained) -> None:
     found = []
     for batch in (images, images[4:5]):
         forward, targets, maps = compute_maps(
-            trained.model, batch, methods=methods, keep_graph=True
+            trained.model, batch, methods=methods, keep="gradients"
         )
         found.append([checks[0].to_list() for checks in check_maps(forward, targets, maps)])
     for together, alone in zip(*found, strict=True):
@@ -254,7 +255,7 @@ def test_the_check_does_not_depend_on_the_batch(trained) -> None:
 def test_the_removal_gradient_is_not_checked_with_itself(build) -> None:
     model, images = build("ours-registers-norms")
     names = ["libra-fullgrad", "removal-gradient"]
-    forward, targets, maps = compute_maps(model, images, methods=names, keep_graph=True)
+    forward, targets, maps = compute_maps(model, images, methods=names, keep="gradients")
     libra, removal = check_maps(forward, targets, maps)
     assert (libra[0].evidence, removal[0].evidence) == (
         "leave-one-out",
@@ -263,7 +264,7 @@ def test_the_removal_gradient_is_not_checked_with_itself(build) -> None:
     larger = model
     larger.set_input_size((64, 64))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    forward, targets, maps = compute_maps(larger, images, methods=names, keep_graph=True)
+    forward, targets, maps = compute_maps(larger, images, methods=names, keep="gradients")
     libra, removal = check_maps(forward, targets, maps)
     assert (libra[0].evidence, removal[0].evidence) == ("removal-gradient", "leave-one-out")
     assert (
@@ -272,7 +273,7 @@ def test_the_removal_gradient_is_not_checked_with_itself(build) -> None:
     # the evidence is the model's own gradient, also where every map is of LibraGrad's
     evidence = occlusion_reference(forward, targets[:, 0]).drops
     assert torch.allclose(evidence, maps[1].values[:, 0].flatten(1), rtol=1e-4, atol=1e-7)
-    libra_only, _, _ = compute_maps(larger, images, methods=["libra-fullgrad"], keep_graph=True)
+    libra_only, _, _ = compute_maps(larger, images, methods=["libra-fullgrad"], keep="gradients")
     assert torch.allclose(
         occlusion_reference(libra_only, targets[:, 0]).drops, evidence, rtol=1e-4, atol=1e-7
     )
@@ -287,7 +288,7 @@ def test_groups_are_left_out_once_for_all_methods(
     model.set_input_size((64, 64))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     names = ["rollout", "libra-removal"]
-    forward, targets, maps = compute_maps(model, images, methods=names, keep_graph=True)
+    forward, targets, maps = compute_maps(model, images, methods=names, keep="gradients")
     asked = []
 
     def watch(*args, **options) -> Evidence:
@@ -307,8 +308,8 @@ def test_a_pooling_without_a_removal_gradient_is_checked_by_leaving_patches_out(
     )
     images = images.repeat(1, 1, 2, 2)
     model[1].set_input_size((128, 192))
-    forward, targets, maps = compute_maps(model, images, methods=["rollout"], keep_graph=True)
-    with pytest.raises(ValueError, match="pools by something else than a mean"):
+    forward, targets, maps = compute_maps(model, images, methods=["rollout"], keep="gradients")
+    with pytest.raises(ValueError, match="pools by something other than a mean"):
         compute_maps(model, images, methods=["removal-gradient"])
     assert check_maps(forward, targets, maps)[0][0].evidence == "leave-one-out"
     assert 16 <= len(occlusion_reference(forward, targets[:, 0]).groups) <= MAX_GROUPS
@@ -317,7 +318,12 @@ def test_a_pooling_without_a_removal_gradient_is_checked_by_leaving_patches_out(
 @pytest.mark.parametrize("methods", [["rollout"], ["gae", "libra-fullgrad"]])
 def test_maps_are_the_same_with_and_without_checks(trained, methods: list[str]) -> None:
     found = [
-        compute_maps(trained.model, trained.images[:8], methods=methods, keep_graph=keep)
+        compute_maps(
+            trained.model,
+            trained.images[:8],
+            methods=methods,
+            keep="gradients" if keep else "nothing",
+        )
         for keep in (True, False)
     ]
     for checked, unchecked in zip(found[0][2], found[1][2], strict=True):

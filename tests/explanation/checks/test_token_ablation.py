@@ -15,7 +15,8 @@ from vit.explanation.checks.token_ablation import (
     _blur,
     _paint_over,
     area_under,
-    build_predictor,
+    build_probability,
+    build_removal,
     deletion_curve,
     leave_one_out,
     tile_patches,
@@ -54,8 +55,8 @@ def test_kept_patches_are_each_images_own(ours: Build) -> None:
 def test_images_of_rotary_models_are_painted_over_instead(build: Build) -> None:
     model, images = build("timm-eva")
     classes = torch.tensor([0, 1])
-    auto = build_predictor(model, images, classes, grid=(4, 4))
-    mean = build_predictor(model, images, classes, grid=(4, 4), fill="mean")
+    auto = build_probability(build_removal(model, images, grid=(4, 4)), classes)
+    mean = build_probability(build_removal(model, images, grid=(4, 4), fill="mean"), classes)
     kept = torch.arange(8).expand(2, -1)
     assert torch.equal(auto(kept), mean(kept))
 
@@ -71,13 +72,9 @@ def test_images_embedded_once_give_the_answers_of_whole_forward_passes(
     model, images = build(family)
     rows, columns = {"torchvision": (4, 4), "hugging-face": (4, 4)}.get(family, (4, 6))
     work: list[float] = []
-    predict = build_predictor(
-        model,
-        images,
+    predict = build_probability(
+        build_removal(model, images, grid=(rows, columns), batch_size=1, on_forward=work.append),
         torch.tensor([0, 1]),
-        grid=(rows, columns),
-        batch_size=1,
-        on_forward=work.append,
     )
     generator = torch.Generator().manual_seed(0)
     kept = torch.stack([torch.randperm(rows * columns, generator=generator)[:7] for _ in range(6)])
@@ -102,7 +99,7 @@ def test_a_convolutional_stem_sees_each_image_once(ours: Build) -> None:
     handle = model.patch_embed.register_forward_pre_hook(
         lambda module, args: seen.append(len(args[0]))
     )
-    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6))
+    predict = build_probability(build_removal(model, images, grid=(4, 6)), torch.tensor([0, 1]))
     for kept in range(1, 24):
         predict(torch.arange(kept).expand(10, -1))
     handle.remove()
@@ -112,7 +109,9 @@ def test_a_convolutional_stem_sees_each_image_once(ours: Build) -> None:
 def test_painting_leaves_kept_patches_their_pixels(ours: Build) -> None:
     model, images = ours()
     seen: list[Tensor] = []
-    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6), fill="mean")
+    predict = build_probability(
+        build_removal(model, images, grid=(4, 6), fill="mean"), torch.tensor([0, 1])
+    )
     handle = model.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     predict(torch.tensor([[7], [0]]))
     handle.remove()
@@ -142,7 +141,7 @@ def test_deletion_takes_the_first_of_the_order_away() -> None:
 
 def test_leave_one_out_is_the_fall_for_each_patch(ours: Build) -> None:
     model, images = ours()
-    predict = build_predictor(model, images, torch.tensor([0, 1]), grid=(4, 6))
+    predict = build_probability(build_removal(model, images, grid=(4, 6)), torch.tensor([0, 1]))
     falls = leave_one_out(predict, batch=2, groups=tile_patches((4, 6), 1), device=images.device)
     without_third = torch.tensor([patch for patch in range(24) if patch != 3]).expand(2, -1)
     expected = predict(torch.arange(24).expand(2, -1)) - predict(without_third)

@@ -17,7 +17,6 @@ from vit.explanation.methods.gradients import (
     compute_input_x_gradient,
     compute_legrad,
 )
-from vit.options import MapOptions
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 CLASS = 3
@@ -32,10 +31,10 @@ def attention_and_gradient(model: nn.Module, image: Tensor) -> tuple[list[Tensor
     ]
 
 
-def record(model: nn.Module, images: Tensor) -> tuple[Forward, Tensor, MapOptions]:
+def record(model: nn.Module, images: Tensor) -> tuple[Forward, Tensor]:
     """What the methods take."""
     forward = run_forward(model, images, gradients=True)
-    return forward, torch.full((len(images),), CLASS), MapOptions()
+    return forward, torch.full((len(images),), CLASS)
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])

@@ -4,22 +4,22 @@ pass untouched."""
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import vit.explanation.methods.maps as map_computation
 from tests.explanation.model_zoo import MODELS, build
-from vit.explanation.capture import feature_maps
+from vit.explanation import targets
 from vit.explanation.capture.forward import capture_attention, run_forward
-from vit.explanation.methods import registry
-from vit.explanation.methods.gradients import compute_fullgrad_plus, compute_input_x_gradient
+from vit.explanation.methods.gradients import compute_difference_x_gradient, compute_fullgrad_plus
 from vit.explanation.methods.libra import LibraGradients
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
 from vit.model.logits import compute_logits
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import MapOptions
 
 CLASS = 3
 ADDED = re.compile(
@@ -93,14 +93,14 @@ def test_the_tokens_that_enter_a_block_and_the_later_biases_give_the_logit() -> 
     expected = sum(
         (x * torch.autograd.grad(logit.sum(), x, retain_graph=True)[0]).sum(dim=-1) for x in inputs
     )
-    found = compute_fullgrad_plus(forward, classes_of(images), MapOptions())
+    found = compute_fullgrad_plus(forward, classes_of(images))
     torch.testing.assert_close(found, expected.detach())
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
     with LibraGradients():
         forward = run_forward(model, images, gradients=True)
-    total = compute_fullgrad_plus(forward, classes_of(images), MapOptions()).sum(dim=-1)
+    total = compute_fullgrad_plus(forward, classes_of(images)).sum(dim=-1)
     torch.testing.assert_close(
         total, len(inputs) * forward.logits[:, CLASS].detach(), rtol=1e-9, atol=0
     )
@@ -154,7 +154,7 @@ def test_painted_patches_have_no_input_times_gradient() -> None:
     with LibraGradients():
         forward = run_forward(model, images, gradients=True)
     logit = forward.logits[:, CLASS]
-    found = compute_input_x_gradient(forward, classes_of(images), MapOptions(), from_mean=True)
+    found = compute_difference_x_gradient(forward, classes_of(images))
     (gradient,) = torch.autograd.grad(logit.sum(), forward.images)
     product = ((images - images.mean(dim=(-2, -1), keepdim=True)) * gradient).sum(dim=1)
     expected = product.unflatten(1, (4, 8)).unflatten(3, (6, 8)).sum(dim=(2, 4)).flatten(1)
@@ -172,22 +172,22 @@ def test_the_combination_is_the_mean_of_standardised_maps() -> None:
     torch.testing.assert_close(combined.values[:, 0].flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("keep_graph", [True, False])
+@pytest.mark.parametrize("keep", ["gradients", "nothing"])
 def test_the_combination_runs_the_model_twice_for_any_number_of_classes(
-    monkeypatch: pytest.MonkeyPatch, keep_graph: bool
+    monkeypatch: pytest.MonkeyPatch, keep: str
 ) -> None:
     model, images = build("ours")
     counted = []
     monkeypatch.setattr(
-        feature_maps,
+        map_computation,
         "run_forward",
         lambda *args, **options: counted.append(1) or run_forward(*args, **options),
     )
     several: dict = {
         "methods": ["libra-removal"],
-        "choose_targets": lambda logits: logits.topk(3, dim=1).indices,
+        "target": replace(targets.CLASS, choose=lambda logits: logits.topk(3, dim=1).indices),
     }
-    _, _, (maps,) = registry.compute_maps(model, images, **several, keep_graph=keep_graph)
+    _, _, (maps,) = compute_maps(model, images, **several, keep=keep)
     assert maps.values.shape[1] == 3
     assert len(counted) == 2
 

@@ -193,5 +193,5 @@ def test_a_maximum_has_no_first_order(from_timm: Build) -> None:
 
 def test_an_unknown_attention_pooling_is_refused() -> None:
     model, images = build("hugging-face-siglip-tower")
-    with pytest.raises(ValueError, match="WithHead pools by something else than a mean"):
+    with pytest.raises(ValueError, match="WithHead pools by something other than a mean"):
         removal_gradient(model, images, probability=False)

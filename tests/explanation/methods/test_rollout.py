@@ -16,7 +16,6 @@ from vit.explanation.methods.rollout import (
     discard_lowest,
     mixing_matrix,
 )
-from vit.options import MapOptions
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 
@@ -121,7 +120,7 @@ def test_discarding_spares_the_class_tokens_row_and_column() -> None:
 
 def test_a_row_that_lost_everything_keeps_its_token() -> None:
     attention = torch.full((1, 1, 4, 4), 0.25)
-    mixing = mixing_matrix(attention, MapOptions(discard_ratio=0.99), 0)
+    mixing = mixing_matrix(attention, discard_ratio=0.99, num_prefix_tokens=0)
     assert torch.equal(mixing[0, 0], torch.tensor([1.0, 0.0, 0.0, 0.0]))
 
 
@@ -155,9 +154,8 @@ def test_row_form_equals_the_row_of_the_full_product(
     full = (
         pool_weights[:, None] @ attention_rollout(record.attentions, residual=0.3, start_layer=1)
     )[:, 0]
-    options = MapOptions(residual=0.3, start_layer=1)
     monkeypatch.setattr(layers, "CHUNK_ELEMENTS", chunk_elements)
-    row = compute_rollout(forward, forward.logits, options)
+    row = compute_rollout(forward, forward.logits, residual=0.3, start_layer=1)
     assert (row - full).abs().max() < 1e-6
     in_chunks = attention_rollout_in_chunks(
         record.layers[1:], pool_weights=pool_weights, residual=0.3

@@ -7,19 +7,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import vit
 from tests.explanation import model_zoo
 from tests.explanation.conftest import Trained
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import AttentionRecord, Forward, run_forward
 from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.explainer import explain_images
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.methods import sinks
-from vit.explanation.methods.registry import METHODS, compute_maps
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import METHODS
 from vit.explanation.methods.rollout import compute_rollout
 from vit.explanation.methods.sinks import count_sinks, find_sinks
 from vit.explanation.records import MapResult
-from vit.options import MapOptions
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 
@@ -58,7 +59,7 @@ def make_forward(*attentions: Tensor, norm_of_sink: float = 0.3) -> Forward:
         MadeLayer(attention[:, None].expand(-1, 2, -1, -1), norms) for attention in attentions
     ]
     return Forward(
-        model=nn.Identity(),
+        reader=ModelReader(nn.Identity()),
         images=torch.zeros(2, 3, 10, 12),
         logits=torch.zeros(2, 2),
         record=AttentionRecord(layers),
@@ -101,7 +102,7 @@ def test_sinks_are_the_same_where_a_rollout_noted_what_patches_draw() -> None:
     forward = make_forward(make_even(), sink, make_even())
     found = find_sinks(forward)
 
-    compute_rollout(forward, forward.logits, MapOptions())
+    compute_rollout(forward, forward.logits)
 
     drawn = [layer.max_drawn for layer in forward.record.layers]
     assert drawn == pytest.approx([1.0, 0.2 * NUM_TOKENS + 0.8, 1.0], rel=1e-4)
@@ -180,7 +181,7 @@ def test_a_model_with_planted_evidence_has_none(trained: Trained) -> None:
 @pytest.fixture
 def explain_planted(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[MapOptions], list[MapResult]]:
+) -> Callable[..., list[MapResult]]:
     """Rollouts of three images, with bounds that make sinks of many patches."""
     monkeypatch.setattr(sinks, "MIN_DRAWN", 1.2)
     monkeypatch.setattr(sinks, "MAX_MOVED", 9.0)
@@ -188,17 +189,17 @@ def explain_planted(
     bundle = Bundle(trained.model, Preprocess(image_size=(24, 24)), names, "planted", "0" * 64)
     pixels = ((trained.images[:3] + 0.3) * 255).byte().permute(0, 2, 3, 1).numpy()
 
-    def explain(options: MapOptions) -> list[MapResult]:
-        explanations = explain_images(bundle, list(pixels), "rollout", options=options)
+    def explain(**options: object) -> list[MapResult]:
+        explanations = vit.explain(bundle, list(pixels), methods="rollout", map_options=options)
         return [image.maps[0] for image in explanations.images]
 
     return explain
 
 
 def test_maps_say_what_their_sinks_hold(
-    explain_planted: Callable[[MapOptions], list[MapResult]],
+    explain_planted: Callable[..., list[MapResult]],
 ) -> None:
-    for result in explain_planted(MapOptions()):
+    for result in explain_planted():
         held = [result.values[sink.row, sink.column] for sink in result.sinks]
         assert held
         assert held == sorted(held, reverse=True)
@@ -212,9 +213,9 @@ def test_maps_say_what_their_sinks_hold(
 
 
 def test_layers_are_named_as_the_model_has_them(
-    explain_planted: Callable[[MapOptions], list[MapResult]],
+    explain_planted: Callable[..., list[MapResult]],
 ) -> None:
-    maps = explain_planted(MapOptions(start_layer=1))
+    maps = explain_planted(start_layer=1)
 
     assert {layer for result in maps for sink in result.sinks for layer in sink.layers} == {1, 2}
 

@@ -19,7 +19,8 @@ from vit.analysis.faithfulness.benchmark import Benchmark
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.checks.sanity_checks import check_maps
-from vit.explanation.methods.registry import METHODS, compute_maps
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import list_methods
 from vit.explanation.targets import build_target
 from vit.model.logits import compute_logits
 
@@ -71,10 +72,8 @@ def explain(
     model: nn.Module, images: Tensor, case: str, methods: list[str]
 ) -> tuple[Any, Tensor, Any]:
     count, kind, target, _, _ = CASES[case]
-    record, choose = build_target(target, NAMES[:count], kind)  # type: ignore[arg-type]
-    return compute_maps(
-        model, images, methods=methods, choose_targets=choose, target=record, keep_graph=True
-    )
+    record = build_target(target, NAMES[:count], kind)  # type: ignore[arg-type]
+    return compute_maps(model, images, methods=methods, target=record, keep="gradients")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -116,7 +115,7 @@ def make_pair() -> tuple[nn.Module, nn.Module, Tensor]:
 
 def test_every_method_and_check_explains_the_target() -> None:
     model, single, images = make_pair()
-    methods = list(METHODS)
+    methods = list_methods()
     forward, targets, maps = explain(model, images, "difference", methods)
     expected_forward, expected_targets, expected = explain(single, images, "number", methods)
     checks = check_maps(forward, targets, maps, predicted_first=True)
@@ -139,7 +138,7 @@ def test_faithfulness_measures_the_target() -> None:
         bundle = Bundle.from_model(
             net, class_names=NAMES[:count], preprocess=Preprocess(image_size=(64, 96))
         )
-        record, _ = build_target(target, NAMES[:count], kind)  # type: ignore[arg-type]
+        record = build_target(target, NAMES[:count], kind)  # type: ignore[arg-type]
         classes = torch.zeros(len(images), dtype=torch.long)
         benchmark = Benchmark(bundle, images, classes, ("rollout", "gae"), record)
         benchmark.grid, benchmark.precision = (4, 6), "float32"
@@ -167,7 +166,7 @@ def test_one_number_is_explained_and_told(tmp_path: Path) -> None:
     assert image["predicted"]["name"].startswith("age = ")
     assert image["predicted"]["probability"] is None
     removal = image["maps"][1]
-    assert removal["caption"] == "what raises age (red) and lowers it (blue)"
+    assert removal["caption"] == "patches that raise age (red) and lower it (blue)"
     assert removal["target"] == {"index": None, "name": "age", "probability": None}
     assert image["predicted"]["name"] == f"age = {removal['score']:.4g}"
     assert removal["sanity_check"] is not None
@@ -206,11 +205,11 @@ def test_differences_of_names_that_contain_the_separator() -> None:
         "owl - a - b": -4,
         "b - a - b": 8,
     }.items():
-        target, choose = build_target(text, NAMES)
-        assert target.score(logits, choose(logits)[:, 0]).item() == expected
+        target = build_target(text, NAMES)
+        assert target.score(logits, target.choose(logits)[:, 0]).item() == expected
     # a class of that name comes first
-    target, choose = build_target("a - b", NAMES)
-    assert target.score(logits, choose(logits)[:, 0]).item() == 8
+    target = build_target("a - b", NAMES)
+    assert target.score(logits, target.choose(logits)[:, 0]).item() == 8
     with pytest.raises(ValueError, match="several differences; give the indices"):
         build_target("a - b - b", (*NAMES, "a", "b - b"))
     with pytest.raises(ValueError, match="unknown class 'cat - cow'"):
@@ -220,6 +219,6 @@ def test_differences_of_names_that_contain_the_separator() -> None:
 
 
 def test_a_function_that_gives_no_number_an_image_is_refused() -> None:
-    target, choose = build_target(lambda logits: logits.sum(), NAMES)
+    target = build_target(lambda logits: logits.sum(), NAMES)
     with pytest.raises(ValueError, match=r"the target gives \[\] of 2 images"):
-        target.score(torch.zeros(2, 5), choose(torch.zeros(2, 5))[:, 0])
+        target.score(torch.zeros(2, 5), target.choose(torch.zeros(2, 5))[:, 0])

@@ -9,18 +9,15 @@ from PIL import Image
 
 import vit
 from vit.data.preprocess import Geometry, Preprocess
-from vit.explanation.render.overlay import (
-    MARGIN,
+from vit.explanation.render.overlay import blend, draw_overlay, place_map
+from vit.explanation.render.scale import (
     ColourScale,
-    blend,
     draw_heat,
-    draw_overlay,
     fit_scale,
     palette,
-    place_map,
     relative_to_uniform,
-    wrap,
 )
+from vit.explanation.render.text import MARGIN, wrap
 
 SCALE = ColourScale(0.0, 1.0, signed=False, label="")
 
@@ -215,11 +212,11 @@ def test_captions_of_portrait_photos_keep_their_percentage() -> None:
 
 
 def test_text_is_broken_between_words_and_never_before_a_percent_sign() -> None:
-    from vit.explanation.render.overlay import _font, wrap
+    from vit.explanation.render.text import font, wrap
 
     for width in range(60, 400, 7):
         lines = wrap("predicted: Welsh springer spaniel-and-a-very-long-word  97.1 %", width)
-        assert all(_font().getlength(line) <= width for line in lines)
+        assert all(font().getlength(line) <= width for line in lines)
         assert (
             "".join(lines).replace(" ", "")
             == "predicted:Welshspringerspaniel-and-a-very-long-word97.1%"

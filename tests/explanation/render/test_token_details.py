@@ -15,7 +15,6 @@ from vit.explanation.render.token_details import (
     TokenDetails,
     measure_tokens,
 )
-from vit.options import MapOptions
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 PATCHES, LAYERS, HEADS, TOKENS = 24, 3, 3, 25
@@ -25,7 +24,11 @@ BEFORE = 5 * LAYERS * TOKENS + LAYERS * HEADS * TOKENS
 
 def collect(forward: Forward, image: int = 1, *, budget: int = 10**6) -> TokenDetails:
     return measure_tokens(
-        forward, image, targets=torch.tensor([3, 1]), temperature=2.0, max_bytes=budget
+        forward,
+        image,
+        targets=torch.tensor([3, 1]),
+        max_bytes=budget,
+        to_probabilities=lambda logits: (logits / 2.0).softmax(dim=1),
     )
 
 
@@ -69,14 +72,13 @@ def test_rows_are_the_matrices_to_eight_bits(ours: Build, registers: int) -> Non
 def test_rollout_has_the_options_of_the_map(ours: Build) -> None:
     model, images = ours(reg_tokens=2)
     forward = run_forward(model, images)
-    options = MapOptions(head_fusion="max", discard_ratio=0.5, residual=0.2, start_layer=1)
+    options = {"head_fusion": "max", "discard_ratio": 0.5, "residual": 0.2, "start_layer": 1}
     details = measure_tokens(
         forward,
         1,
         targets=torch.tensor([3, 1]),
-        temperature=2.0,
         max_bytes=10**6,
-        options=options,
+        rollout_options=options,
     )
     attentions = [attention[1:2] for attention in forward.record.attentions]
     expected = attention_rollout(

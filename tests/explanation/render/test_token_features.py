@@ -83,8 +83,6 @@ def test_a_page_without_room_for_layers_has_the_features(forward: Forward) -> No
     targets = torch.zeros(1, dtype=torch.long)
     before = (4 + 3) * LAYERS * TOKENS + TOKENS**2
     for room in (count_feature_bytes(forward), count_feature_bytes(forward, 10)):
-        details = measure_tokens(
-            forward, 1, targets=targets, temperature=1.0, max_bytes=before + room
-        )
+        details = measure_tokens(forward, 1, targets=targets, max_bytes=before + room)
         assert details.features is not None
         assert [rows.layer for rows in details.attention] == [None]

@@ -11,19 +11,18 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.explanation.collector import explain_with
+from tests.explanation.collector import build_writer, explain_with
 from vit.api import explain
 from vit.bundle import Bundle
 from vit.data.listing import list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, items_from_images
-from vit.explanation.methods.registry import METHODS, MapOptions
+from vit.explanation.methods.registry import METHODS
 from vit.explanation.records import ImageResult
-from vit.explanation.render.overlay import FIXED_END
+from vit.explanation.render.scale import FIXED_END
 from vit.explanation.writer import MapWriter, draw_map
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExplainOptions
 from vit.runtime.files import prepare_output
 from vit.runtime.threads import BatchThreads
 
@@ -62,24 +61,20 @@ def photos(tmp_path: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*.*"))
 
 
-def write(bundle: Bundle, items: list[ImageItem], map_writer: MapWriter) -> list[ImageResult]:
+def write(
+    bundle: Bundle, items: list[ImageItem], map_writer: MapWriter, settings: dict
+) -> list[ImageResult]:
     images: list[ImageResult] = []
     with map_writer:
-        explanations = explain_with(
-            bundle, items, map_writer.options, map_writer.add, images.extend
-        )
+        explanations = explain_with(bundle, items, settings, map_writer.add, images.extend)
         map_writer.unreadable = explanations.unreadable
     return images
 
 
 def export(bundle: Bundle, photos: list[str], output: Path, **choices: object) -> dict:
-    options = Explainer(
-        bundle,
-        ExplainOptions(
-            **{"methods": ("rollout",), "batch_size": 2, "sanity_checks": True} | choices
-        ),
-    ).options
-    write(bundle, items_from_images(photos), MapWriter(output, bundle, options))
+    settings = {"methods": ("rollout",), "batch_size": 2, "sanity_checks": True} | choices
+    writer = build_writer(output, bundle, settings)
+    write(bundle, items_from_images(photos), writer, settings)
     return json.loads((output / "manifest.json").read_text())
 
 
@@ -164,9 +159,7 @@ def test_an_interrupted_export_continues_where_it_was(
     bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     export(bundle, photos, tmp_path / "whole", batch_size=1)
-    options = Explainer(
-        bundle, ExplainOptions(methods=("rollout",), batch_size=1, sanity_checks=True, resume=True)
-    ).options
+    settings = {"methods": ("rollout",), "batch_size": 1, "sanity_checks": True}
     output = tmp_path / "parts"
     items = items_from_images(photos)
     countdown = iter(range(2))
@@ -175,12 +168,12 @@ def test_an_interrupted_export_continues_where_it_was(
         if next(countdown, None) is None:
             raise Stop
 
-    with pytest.raises(Stop), MapWriter(output, bundle, options) as writer:
-        explain_with(bundle, items, options, stop, writer.add)
-    resumed = MapWriter(output, bundle, options)
+    with pytest.raises(Stop), build_writer(output, bundle, settings, resume=True) as writer:
+        explain_with(bundle, items, settings, stop, writer.add)
+    resumed = build_writer(output, bundle, settings, resume=True)
     done = resumed.names.keys()
     assert 0 < len(done) < 4
-    seen = write(bundle, [item for item in items if item.path not in done], resumed)
+    seen = write(bundle, [item for item in items if item.path not in done], resumed, settings)
     assert not {of_image.item.path for of_image in seen} & done
     assert contents(output) == contents(tmp_path / "whole")
 
@@ -189,14 +182,15 @@ def test_continuing_with_other_settings_or_another_model_is_refused(
     bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
     export(bundle, photos, tmp_path / "out", sanity_checks=False)
-    options = ExplainOptions(methods=("rollout",), batch_size=2, sanity_checks=False, resume=True)
-    assert len(MapWriter(tmp_path / "out", bundle, options).entries) == 4
-    other = replace(options, map_options=MapOptions(residual=0.4))
+    settings = {"methods": ("rollout",), "batch_size": 2}
+    assert len(build_writer(tmp_path / "out", bundle, settings, resume=True).entries) == 4
+    other = settings | {"map_options": {"residual": 0.4}}
     with pytest.raises(ValueError, match="another choice of residual"):
-        MapWriter(tmp_path / "out", bundle, other)
+        build_writer(tmp_path / "out", bundle, other, resume=True)
+    other_bundle = replace(bundle, sha256="1" * 64)
     with pytest.raises(ValueError, match="another choice of the model"):
-        MapWriter(tmp_path / "out", replace(bundle, sha256="1" * 64), options)
-    assert MapWriter(tmp_path / "nothing", bundle, options).entries == []
+        build_writer(tmp_path / "out", other_bundle, settings, resume=True)
+    assert build_writer(tmp_path / "nothing", bundle, settings, resume=True).entries == []
 
 
 def test_an_export_of_an_older_version_is_refused(
@@ -207,10 +201,8 @@ def test_an_export_of_an_older_version_is_refused(
     with pytest.raises(
         ValueError, match=r"another version of vit .* cannot be continued; use --overwrite"
     ):
-        MapWriter(
-            tmp_path / "out",
-            bundle,
-            ExplainOptions(methods=("rollout",), batch_size=2, sanity_checks=False, resume=True),
+        build_writer(
+            tmp_path / "out", bundle, {"methods": ("rollout",), "batch_size": 2}, resume=True
         )
 
 
@@ -264,9 +256,10 @@ def test_an_unknown_class_lists_the_known_ones(bundle: Bundle, target: str) -> N
 def test_scales_are_of_what_they_say(
     bundle: Bundle, photos: list[str], tmp_path: Path, scale: str
 ) -> None:
-    options = ExplainOptions(scale=scale, sanity_checks=False, methods=("rollout", "cdam"))
-    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, options))
-    for number, name in enumerate(options.methods):
+    settings = {"scale": scale, "methods": ("rollout", "cdam")}
+    writer = build_writer(tmp_path / "out", bundle, settings)
+    seen = write(bundle, items_from_images(photos), writer, settings)
+    for number, name in enumerate(("rollout", "cdam")):
         signed = METHODS[name].signed
         found = [of_image.maps[number] for of_image in seen]
         for one in found:
@@ -283,9 +276,9 @@ def test_scales_are_of_what_they_say(
 
 def test_an_unknown_scale_or_method_is_said_before_any_work(bundle: Bundle) -> None:
     with pytest.raises(ValueError, match="unknown scale 'log'; known: batch, fixed, image"):
-        Explainer(bundle, ExplainOptions(scale="log", methods=("rollout",)))
+        explain(bundle, "nothing.png", scale="log")
     with pytest.raises(ValueError, match="unknown method 'lrp'"):
-        Explainer(bundle, ExplainOptions(methods=("lrp",)))
+        Explainer(bundle, ["lrp"])
 
 
 def test_explaining_in_parts_gives_the_same_maps(bundle: Bundle) -> None:
@@ -308,8 +301,9 @@ def test_explaining_in_parts_gives_the_same_maps(bundle: Bundle) -> None:
 def test_half_precision_is_of_the_forward_pass_alone(
     bundle: Bundle, photos: list[str], tmp_path: Path, precision: str
 ) -> None:
-    options = ExplainOptions(precision=precision, sanity_checks=False, methods=("rollout", "gae"))
-    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, options))
+    settings = {"precision": precision, "methods": ("rollout", "gae")}
+    writer = build_writer(tmp_path / "out", bundle, settings)
+    seen = write(bundle, items_from_images(photos), writer, settings)
     for of_image in seen:
         rollout = of_image.maps[0]
         assert (
@@ -347,7 +341,7 @@ def test_a_result_has_the_shape_that_was_asked_for(bundle: Bundle) -> None:
     assert found.maps["rollout"].shape == (3, 4, 4)
     assert found.targets.shape == (3, 3)
     assert found.paths == ["image-00000", "image-00001", "image-00002"]
-    options = MapOptions(layer=0, head=1)
+    options = {"layer": 0, "head": 1}
     head = explain(bundle, pixels[0], methods="raw", map_options=options)
     assert head.maps["raw"].shape == (1, 4, 4)
 
@@ -358,11 +352,10 @@ def test_overlays_can_be_smaller_and_of_another_format(
 ) -> None:
     found = {}
     for name, formats, side in (("png", ("png",), 0), (picture, (picture, "npz"), 40)):
-        options = ExplainOptions(
-            methods=("rollout",), sanity_checks=False, formats=formats, max_side=side
-        )
-        with MapWriter(tmp_path / name, bundle, options) as writer:
-            explain_with(bundle, items_from_images(photos), options, writer.add)
+        settings = {"methods": ("rollout",)}
+        files = {"formats": formats, "max_side": side}
+        with build_writer(tmp_path / name, bundle, settings, **files) as writer:
+            explain_with(bundle, items_from_images(photos), settings, writer.add)
         entry = json.loads((tmp_path / name / "manifest.json").read_text())["images"][0]
         assert entry["overlay"].endswith(f".rollout.{name}")
         found[name] = tmp_path / name / entry["overlay"]
@@ -371,7 +364,7 @@ def test_overlays_can_be_smaller_and_of_another_format(
         assert small.height < large.height - 100
     assert found[picture].stat().st_size < found["png"].stat().st_size / 4
     with pytest.raises(ValueError, match="one format, not png and webp; choose one"):
-        MapWriter(tmp_path, bundle, ExplainOptions(formats=("png", "webp")))
+        MapWriter(tmp_path, bundle, {}, formats=("png", "webp"))
 
 
 @pytest.mark.parametrize("methods", [("rollout",), ("gae", "libra-removal")])
@@ -381,7 +374,7 @@ def test_threads_that_divide_a_batch_give_the_maps_of_one(
     """Each thread explains a part with a copy of the model: what is recorded is of one pass."""
     pixels = np.random.default_rng(0).integers(0, 256, (13, 16, 16, 3), dtype=np.uint8)
     items = items_from_images(list_images(pixels))
-    options = ExplainOptions(methods=methods, batch_size=7, scale="batch", sanity_checks=True)
+    options = {"methods": methods, "batch_size": 7, "scale": "batch", "sanity_checks": True}
     threads = []
     flags = [
         (parameter.requires_grad, parameter.data_ptr()) for parameter in bundle.model.parameters()
@@ -413,8 +406,9 @@ def test_threads_that_divide_a_batch_give_the_maps_of_one(
 def test_a_png_holds_the_picture_that_was_drawn(
     bundle: Bundle, photos: list[str], tmp_path: Path
 ) -> None:
-    options = ExplainOptions(methods=("rollout",), batch_size=2, sanity_checks=True)
-    seen = write(bundle, items_from_images(photos), MapWriter(tmp_path / "out", bundle, options))
+    settings = {"methods": ("rollout",), "batch_size": 2, "sanity_checks": True}
+    writer = build_writer(tmp_path / "out", bundle, settings)
+    seen = write(bundle, items_from_images(photos), writer, settings)
     assert len(seen) == 4
     for of_image in seen:
         drawn = draw_map(of_image, of_image.maps[0], bundle.class_names)
@@ -431,9 +425,9 @@ def test_the_contact_sheet_shows_the_maps_of_all_calls(
     photos = [path for path in photos if "broken" not in path and "/b/" not in path]
     export(bundle, photos, tmp_path / "whole", methods=methods)
     export(bundle, photos[:2], tmp_path / "parts", methods=methods)
-    options = ExplainOptions(methods=methods, batch_size=2, sanity_checks=True, resume=True)
-    writer = MapWriter(tmp_path / "parts", bundle, Explainer(bundle, options).options)
-    write(bundle, items_from_images(photos[2:], taken=writer.names.values()), writer)
+    settings = {"methods": methods, "batch_size": 2, "sanity_checks": True}
+    writer = build_writer(tmp_path / "parts", bundle, settings, resume=True)
+    write(bundle, items_from_images(photos[2:], taken=writer.names.values()), writer, settings)
     with Image.open(tmp_path / "whole" / "index.png") as sheet:
         # two rows of a photo and two maps beside each other, two below
         assert sheet.width == pytest.approx(6 * 240, abs=40)
@@ -443,8 +437,8 @@ def test_the_contact_sheet_shows_the_maps_of_all_calls(
     manifest = json.loads((tmp_path / "whole" / "manifest.json").read_text())
     captions = [result["caption"] for result in manifest["images"][0]["maps"]]
     name = bundle.class_names[manifest["images"][0]["maps"][1]["target"]["index"]]
-    assert captions[0].startswith("where information flows from, for any class")
-    assert captions[1].startswith(f"what speaks for {name}")
+    assert captions[0].startswith("attention rollout (the same for every class)")
+    assert captions[1].startswith(f"evidence for {name}")
     assert [entry["title"] for entry in manifest["images"]] == [Path(path).name for path in photos]
 
 

@@ -17,7 +17,8 @@ from vit.analysis.audit.suspects import Audit, LabelError
 from vit.bundle import Bundle
 from vit.data.corrections import COLUMNS
 from vit.data.dataset import ImageDataset, printable
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.capture.reader import ModelReader
+from vit.explanation.methods.maps import compute_maps
 from vit.explanation.render.page import encode_photo, encode_relative_map, render_page
 from vit.explanation.targets import CLASS, build_target
 from vit.prediction.predictor import Pixels
@@ -104,16 +105,15 @@ def _explain(
     names = bundle.class_names
     method = "rollout"
     caption = "attention rollout"
-    target, choose_targets = CLASS, None
+    target = CLASS
     if {error.given, error.suggested} <= set(names):
         method = "libra-fullgrad"
         caption = f"evidence for {error.suggested} (red) and for {error.given} (blue)"
-        target, choose_targets = build_target(f"{error.suggested} - {error.given}", names)
+        target = build_target(f"{error.suggested} - {error.given}", names)
     _, _, (maps,) = compute_maps(
-        bundle.model,
+        bundle.find_once(ModelReader),
         bundle.preprocess.normalize(batch),
         methods=[method],
-        choose_targets=choose_targets,
         target=target,
         verify=verify,
     )

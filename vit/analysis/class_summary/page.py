@@ -7,8 +7,8 @@ from PIL import Image
 
 from vit.analysis.class_summary.marks import cut_patch
 from vit.analysis.class_summary.records import PatchCluster, Summary
-from vit.explanation.render.overlay import ColourScale, fit_scale
 from vit.explanation.render.page import encode_map, encode_picture, name_model, render_page
+from vit.explanation.render.scale import ColourScale, fit_scale
 
 _TEMPLATE = Path(__file__).with_name("class_summary.html.jinja")
 # clusters that are shown for each class; flagged ones always are

@@ -1,6 +1,7 @@
 """All forward passes of a summary: predictions, maps with tokens, and images without some patches."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import Forward, run_forward
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.targets import CLASS
 from vit.model.logits import at_least_float32, compute_logits
 from vit.runtime.device import copy_to_device
 from vit.runtime.tensors import Images
@@ -74,13 +77,16 @@ class Passes:
         tokens = []
         for images in self._read(indices):
             forward, _, (maps,) = compute_maps(
-                self.bundle.model,
+                self.bundle.find_once(ModelReader),
                 images,
                 methods=[self.method],
-                choose_targets=lambda logits: torch.full_like(
-                    logits[:, :1], class_index, dtype=torch.long
+                target=replace(
+                    CLASS,
+                    choose=lambda logits: torch.full_like(
+                        logits[:, :1], class_index, dtype=torch.long
+                    ),
                 ),
-                block_tokens=True,
+                keep="block tokens",
             )
             # evidence against a class is no evidence for it
             values = maps.values[:, 0].flatten(1).clamp_min(0)
@@ -99,7 +105,7 @@ class Passes:
         unique, places = np.unique(indices, return_inverse=True)
         device = self.bundle.device
         compute_kept = build_removal(
-            self.bundle.model,
+            self.bundle.find_once(ModelReader),
             self._normalize(unique),
             grid=self.grid,
             batch_size=self.batch_size,
@@ -120,7 +126,10 @@ class Passes:
             yield self._normalize(indices[start : start + self.batch_size])
 
     def _run(self, images: Images) -> Forward:
-        return run_forward(self.bundle.model, images, block_tokens=True, verify=False)
+        reader = self.bundle.find_once(ModelReader)
+        # raises ValueError for a model without attention
+        reader.build_layers()
+        return run_forward(reader, images, block_tokens=True, verify=False)
 
 
 def _take_tokens(forward: Forward) -> PatchTokens:

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -16,19 +16,20 @@ from vit.analysis.faithfulness.images import MIN_IMAGES
 from vit.analysis.faithfulness.map_metrics import PerImage, find_order
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import Grid, PatchMaps
-from vit.explanation.capture.tokens import can_drop_tokens
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.checks.sanity_checks import randomise_weights, rank_correlation
 from vit.explanation.checks.token_ablation import (
     FRACTIONS,
     Fill,
     Predict,
     area_under,
-    build_predictor,
+    build_probability,
+    build_removal,
     deletion_curve,
     leave_one_out,
     tile_patches,
 )
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, choose_precision, copy_to_host
@@ -245,7 +246,7 @@ class Benchmark:
         correlation = rank_correlation(self._average(stacked.flatten(0, 1)), reference)
         self._record("leave_one_out_correlation", names, correlation)
 
-        if not can_drop_tokens(self.model):
+        if not ModelReader(self.model).can_drop_tokens:
             self.result.notes.append(
                 f"{type(self.model).__name__} needs all of its tokens: patches get the mean fill"
                 " instead of being dropped"
@@ -324,8 +325,7 @@ class Benchmark:
                 model,
                 batch,
                 methods=methods or self.methods,
-                choose_targets=partial(_as_column, targets),
-                target=self.target,
+                target=replace(self.target, choose=partial(_as_column, targets)),
                 # the plan has verified this architecture
                 verify=methods is not None,
             )
@@ -358,17 +358,16 @@ class Benchmark:
         fill: Fill = "auto",
         precision: Precision = "float32",
     ) -> Predict:
-        return build_predictor(
+        compute_kept = build_removal(
             model,
             images,
-            classes,
             grid=self.grid,
-            target=self.target,
             fill=fill,
             precision=precision,
             batch_size=self.batch_size,
             on_forward=lambda forwards: self.advance(forwards, task),
         )
+        return build_probability(compute_kept, classes, target=self.target)
 
     def _record(self, metric: str, names: Sequence[str], values: Float[Tensor, " Mn"]) -> None:
         """Keep the values of each map, or their mean for maps with the same name."""

@@ -15,16 +15,16 @@ from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_mod
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, open_data
 from vit.explanation.explainer import choose_explain_batch_size
-from vit.explanation.methods.registry import METHODS, find_methods
+from vit.explanation.methods.registry import find_methods, list_methods
 from vit.explanation.targets import (
     CLASS,
     Target,
+    TargetLike,
     build_target,
     describe_target,
     find_output_kind,
 )
 from vit.model.logits import compute_logits
-from vit.options import TargetLike
 from vit.runtime.arguments import as_tuple, check_arguments
 from vit.runtime.device import describe_device
 from vit.runtime.progress import show_progress
@@ -90,7 +90,7 @@ def measure_faithfulness(
     check_data(data, dataset)
     names = list(as_tuple(methods))
     if names == ["all"]:
-        names = list(METHODS)
+        names = list_methods()
     # a wrong name is reported before the model is loaded
     find_methods(names)
     bundle = open_model(model, device=device, random_weights=random_weights)
@@ -128,7 +128,12 @@ def measure_faithfulness(
     }
     result = FaithfulnessResult(measurement, conditions, ids)
     # the best of some methods, or of an untrained model, isn't a choice for `vit explain`
-    if set(names) == set(METHODS) and measured is CLASS and target == "auto" and not random_weights:
+    if (
+        set(names) == set(list_methods())
+        and measured is CLASS
+        and target == "auto"
+        and not random_weights
+    ):
         measurement.notes.append(write_best_method(bundle, result))
     return result
 
@@ -155,11 +160,11 @@ def _choose_images(
             bundle, source, count=count, batch_size=batch_size, seed=seed
         )
         return *correct, CLASS
-    measured, choose_targets = build_target(target, bundle.class_names, kind)
+    measured = build_target(target, bundle.class_names, kind)
     images, ids = select_images(bundle, source, count=count, seed=seed)
     classes = torch.cat(
         [
-            choose_targets(compute_logits(bundle.model, batch.to(bundle.device)))
+            measured.choose(compute_logits(bundle.model, batch.to(bundle.device)))
             for batch in torch.split(images, batch_size)
         ]
     )

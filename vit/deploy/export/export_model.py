@@ -17,7 +17,6 @@ from vit.explanation.items import find_items
 from vit.explanation.render.overlay import save_overlay
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
-from vit.options import ExplainOptions
 from vit.runtime.arguments import check_arguments
 from vit.runtime.files import prepare_output
 
@@ -116,7 +115,7 @@ def _write_map(bundle: Bundle, path: Path) -> str | None:
         (item,) = find_items(None, trained_on=bundle.config.get("data", {}), count=1)
     except (OSError, ValueError):
         return None
-    explainer = Explainer(bundle, ExplainOptions(methods=("rollout",), sanity_checks=True))
+    explainer = Explainer(bundle, ["rollout"], sanity_checks=True)
     explanations = explainer.explain([item])
     (values,) = explanations.maps["rollout"]
     ((check,),) = explanations.sanity_checks["rollout"]

@@ -30,7 +30,6 @@ from vit.explanation.methods.registry import find_methods
 from vit.explanation.render.overlay import MAX_SIDE, blend
 from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
 from vit.explanation.training_photos import TrainingPhotos
-from vit.options import ExplainOptions
 from vit.prediction.predict import predict_images
 from vit.prediction.records import describe_classes, describe_similar
 from vit.runtime.documents import explain_error
@@ -111,14 +110,12 @@ class _Service:
 
     def __init__(self, bundle: Bundle, *, method: str, num_similar: int) -> None:
         self.bundle = bundle
-        options = ExplainOptions(
-            methods=replace_best((method,), bundle), batch_size=1, sanity_checks=True
-        )
+        methods = replace_best((method,), bundle)
         # an unknown method is an error, a model whose attention can't be read is none
-        find_methods(options.methods)
+        find_methods(methods)
         self.explainer: Explainer | None = None
         with suppress(ValueError):
-            self.explainer = Explainer(bundle, options)
+            self.explainer = Explainer(bundle, methods, batch_size=1, sanity_checks=True)
         self.training_photos = TrainingPhotos(bundle, side=_SIMILAR_SIDE)
         self.no_similar = self.training_photos.problem
         if not num_similar:

@@ -10,9 +10,10 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from vit.bundle import Bundle
+from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import build_target
 from vit.runtime.device import copy_to_device
 
@@ -66,14 +67,13 @@ def contrast_errors(
         batch = torch.from_numpy(np.ascontiguousarray(pixels[rows]))
         images = bundle.preprocess.normalize(copy_to_device(batch, bundle.device))
         batch_predicted = torch.from_numpy(predicted[rows])
-        target, choose_targets = build_target(
+        target = build_target(
             _build_difference(torch.from_numpy(labels[rows]), batch_predicted), bundle.class_names
         )
         forward, _, maps = compute_maps(
-            bundle.model,
+            bundle.find_once(ModelReader),
             images,
             methods=CONTRAST_METHODS,
-            choose_targets=choose_targets,
             target=target,
             # a model whose attention can't be read is refused with the first batch
             verify=start == 0,
@@ -118,7 +118,9 @@ def _turn_answers(
     ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     removed = ranks[None] < torch.tensor(counts)[:, None, None, None]  # [N, M, B, P]
     places = torch.arange(num_images).repeat(len(counts) * len(values))
-    compute_kept = build_removal(bundle.model, images, grid=grid, batch_size=_BATCH)
+    compute_kept = build_removal(
+        bundle.find_once(ModelReader), images, grid=grid, batch_size=_BATCH
+    )
     logits = compute_without(
         compute_kept, places.to(images.device), removed.flatten(0, 2).to(images.device)
     )

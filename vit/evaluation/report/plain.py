@@ -9,7 +9,7 @@ from vit.evaluation.confusion import count_confusions
 from vit.evaluation.metrics import Scores
 from vit.evaluation.result import EvaluationResult
 from vit.evaluation.schema import Evaluation
-from vit.explanation.methods.registry import compute_maps
+from vit.explanation.methods.maps import compute_maps
 from vit.runtime.numbers import format_percent
 
 # Seconds for the maps; an image takes about as long as ten forward passes.

@@ -29,7 +29,6 @@ from vit.explanation.items import items_from_images
 from vit.explanation.render.overlay import blend
 from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
 from vit.explanation.training_photos import TrainingPhotos
-from vit.options import ExplainOptions
 from vit.prediction.predictor import Pixels
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 from vit.runtime.numbers import format_interval, format_number, format_percent
@@ -113,8 +112,8 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[tuple[str, str
     # the pictures are already cut to the model's input
     uncropped = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
     photos = [Image.fromarray(picture) for picture in pictures]
-    options = ExplainOptions(methods=("rollout",), sanity_checks=True, batch_size=16)
-    explanations = Explainer(uncropped, options).explain(items_from_images(photos))
+    explainer = Explainer(uncropped, ["rollout"], sanity_checks=True, batch_size=16)
+    explanations = explainer.explain(items_from_images(photos))
     drawn = []
     for photo, explained in zip(photos, explanations.images, strict=True):
         (map,) = explained.maps

@@ -1,6 +1,6 @@
-"""A forward pass of an image classifier without attention between all patches (ResNet, ConvNeXt,
-Swin), so that a vision transformer can be compared with what it replaces: the places of its last
-feature map stand for the patches.
+"""Find the feature map of an image classifier without attention between all patches (ResNet,
+ConvNeXt, Swin), so that a vision transformer can be compared with it. The places of the last
+feature map take the role of the patches.
 """
 
 from collections.abc import Iterator
@@ -11,77 +11,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.forward import (
-    AttentionRecord,
-    Forward,
-    check_differentiable,
-    evaluation_mode,
-    run_forward,
-)
-from vit.explanation.capture.layers import SUPPORTED, has_attention
+from vit.explanation.capture.layers import SUPPORTED
 from vit.model.logits import compute_logits
-from vit.model.model_info import unwrap_model
 from vit.runtime.tensors import Images
 
 FeatureMap = Float[Tensor, "B C rows columns"]
 
 
-@torch.inference_mode(False)
-def run_classifier(
-    model: nn.Module,
-    images: Images,
-    *,
-    gradients: bool = False,
-    block_tokens: bool = False,
-    verify: bool = True,
-) -> Forward:
-    """`run_forward` of any classifier: of one without attention, `.feature_map` is the last tensor
-    on the way to the logits that has several places, `.grid` are these, and no layer is recorded.
-
-    Args:
-        model, images, gradients, block_tokens: as of `run_forward`.
-        verify: of a model without attention, check on the first image that its classifier reads
-            nothing but the feature map, and that its places lie on the image where a map shows them.
-
-    Raises:
-        ValueError: as `run_forward`; for a model without feature maps, and where a check fails.
-    """
-    if has_attention(model):
-        return run_forward(
-            model, images, gradients=gradients, block_tokens=block_tokens, verify=verify
-        )
-    check_differentiable(model)
-    model = unwrap_model(model)
-    # a leaf of its own, so that the caller's tensor gets no gradient
-    images = images.detach().clone()
-    with evaluation_mode(model):
-        if verify:
-            _check_feature_map(model, images[:1])
-        images.requires_grad_(gradients)
-        with torch.set_grad_enabled(gradients), _record_outputs(model) as outputs:
-            logits = compute_logits(model, images)
-
-    feature_map = outputs.last
-    channels_first = order_channels(model, feature_map, images)
-    tokens = channels_first.flatten(2).mT
-    rows, columns = channels_first.shape[2:]
-    return Forward(
-        model=model,
-        images=images,
-        logits=logits,
-        record=AttentionRecord([]),
-        pool_weights=torch.full_like(tokens[..., 0].detach(), 1 / (rows * columns)),
-        num_prefix_tokens=0,
-        grid=(rows, columns),
-        tokens=tokens,
-        pooling={},
-        feature_map=feature_map,
-    )
-
-
 def order_channels(model: nn.Module, features: Tensor | None, images: Images) -> FeatureMap:
-    """A feature map with its channels first. Swin's come last: the sides that are in proportion to
-    the images' are rows and columns. Raises ValueError where there are none."""
+    """Return a feature map with its channels first; Swin's are last. The two sides with the images'
+    proportions are rows and columns. Raise ValueError if there are none."""
     name = type(model).__name__
     if features is None or features.ndim != 4 or len(features) != len(images):
         raise ValueError(
@@ -102,10 +41,11 @@ def order_channels(model: nn.Module, features: Tensor | None, images: Images) ->
 
 
 class _Outputs:
-    """What modules gave in one forward pass that has several places: feature maps, and tokens.
+    """The last output of a module in one forward pass that has several places: a feature map or
+    tokens.
 
     Args:
-        cut: the number of the output that passes on without its graph.
+        cut: Number of the output that is passed on without its graph.
     """
 
     def __init__(self, cut: int | None = None) -> None:
@@ -116,7 +56,7 @@ class _Outputs:
     def keep(self, module: nn.Module, args: object, output: Any) -> Tensor | None:
         if not isinstance(output, Tensor) or output.ndim not in (3, 4):
             return None
-        # pooled features have one place: two sides of 1, or one of tokens
+        # pooled features have one place: two sides of 1, or one token
         if sorted(output.shape[1:])[output.ndim - 3] == 1:
             return None
         self.count += 1
@@ -125,7 +65,7 @@ class _Outputs:
 
 
 @contextmanager
-def _record_outputs(model: nn.Module, cut: int | None = None) -> Iterator[_Outputs]:
+def record_outputs(model: nn.Module, cut: int | None = None) -> Iterator[_Outputs]:
     outputs = _Outputs(cut)
     handles = [module.register_forward_hook(outputs.keep) for module in model.modules()]
     try:
@@ -136,27 +76,27 @@ def _record_outputs(model: nn.Module, cut: int | None = None) -> Iterator[_Outpu
 
 
 @torch.enable_grad()
-def _check_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]) -> None:
-    """Raise ValueError where the classifier reads something else beside the last feature map, or
-    where that lies otherwise on the image than a map of it is drawn."""
+def check_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]) -> None:
+    """Raise ValueError if the classifier also reads something other than the last feature map, or if
+    its places aren't on the image where a map of it is drawn."""
     name = type(model).__name__
     generator = torch.Generator().manual_seed(0)
-    # noise, so that no part of the feature map is silent
+    # noise, so that no part of the feature map is zero
     noise = torch.randn(image.shape, generator=generator).to(image)
     image = (image + noise).requires_grad_()
-    with _record_outputs(model) as outputs:
+    with record_outputs(model) as outputs:
         compute_logits(model, image)
     feature_map = order_channels(model, outputs.last, image)
 
-    with _record_outputs(model, cut=outputs.count):
+    with record_outputs(model, cut=outputs.count):
         logits = compute_logits(model, image)
     if logits.requires_grad:
         raise ValueError(
-            f"the classifier of {name} reads something else beside its last feature map (test-time "
+            f"the classifier of {name} reads something other than its last feature map (test-time "
             "augmentation, or several encoders?), so a map of it would show a part of the model"
         )
 
-    # where in the image the corners of the feature map look, as (y, x)
+    # find the centre of the pixels that each corner of the feature map reads, as (y, x)
     projection = torch.randn(feature_map.shape[1], generator=generator).to(image)
     sides = [torch.arange(side).to(image) for side in image.shape[2:]]
 
@@ -175,6 +115,6 @@ def _check_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"
     lies_across = columns == 1 or bool(across[1] > across[0].abs())
     if not (lies_down and lies_across):
         raise ValueError(
-            f"the last feature map of {name} lies on the image in another way than row by row (is "
-            "the image mirrored or turned within the model?), so a map of it would be wrong"
+            f"the last feature map of {name} isn't on the image row by row (is the image mirrored or "
+            "turned within the model?), so a map of it would be wrong"
         )

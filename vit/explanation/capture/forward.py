@@ -1,26 +1,25 @@
 """Read the attention of an unmodified vision transformer while its fused kernels stay on.
 
 Fused attention never returns its weights, so hooks keep what enters it (queries and keys), and
-softmax(q kᵀ · scale) is computed again when it is asked for. The forward pass is untouched: logits
-with and without capture are bit-equal.
+softmax(q kᵀ · scale) is computed again on demand. The forward pass doesn't change: logits with and
+without capture are bit-equal.
 
 The gradient of a score f with respect to a layer's attention A follows from the heads' output O =
 A·V: ∂f/∂A = (∂f/∂O) Vᵀ, per head. One backward pass to the O's gives it for all layers; no N×N
 tensor enters the graph.
 
-Each capture is verified: where A·V of its first image is not what the layer computed (an unknown
-mask, a position bias, a gate …), it raises instead of returning something plausible. That waits for
-the device; of many batches the first is verified (`verify`).
+Each capture is verified: if A·V of its first image differs from the layer's result (an unknown mask,
+a position bias, a gate …), it raises an error instead of returning something plausible. The check
+waits for the device, so only the first of many batches is verified (`verify`).
 
-`run_forward` records a forward pass together with how its tokens are pooled: a map is uᵀM, where
-the pool weights u say how much each output token counts in the pooled feature, and M which input
-tokens it came from.
+`run_forward` records a forward pass together with the weights u that its output tokens have in the
+pooled feature. A map is uᵀM, where M contains the share of each input token in each output token.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -28,11 +27,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from vit.explanation.capture.feature_maps import (
+    check_feature_map,
+    order_channels,
+    record_outputs,
+)
 from vit.explanation.capture.layers import (
     Attention,
     AttentionLayer,
     check_calls,
-    find_attention_layers,
 )
 from vit.explanation.capture.pooling import (
     TokenWeights,
@@ -42,6 +45,7 @@ from vit.explanation.capture.pooling import (
     has_known_pooling,
     measure_pool_weights,
 )
+from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.capture.tokens import (
     Grid as Grid,
 )
@@ -53,22 +57,21 @@ from vit.explanation.capture.tokens import (
 from vit.explanation.capture.verification import check_chain, check_places
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
-from vit.model.model_info import keep_mode, unwrap_model
+from vit.model.model_info import keep_mode
 from vit.runtime.tensors import Images, Tokens
 
 PatchMaps = Float[Tensor, "B rows columns"]
 
 
 class AttentionRecord:
-    """What `capture_attention` leaves of the last forward pass, first layer first."""
+    """The attention of the last forward pass within `capture_attention`, first layer first."""
 
     def __init__(self, layers: list[AttentionLayer]) -> None:
         self._layers = layers
 
     @property
     def layers(self) -> list[AttentionLayer]:
-        """The layers. Raises RuntimeError where the last forward pass did not go through all of
-        them."""
+        """The layers. Raises RuntimeError if the last forward pass didn't go through all of them."""
         bypassed = [layer.name for layer in self._layers if not layer.captured]
         if bypassed:
             raise RuntimeError(
@@ -88,22 +91,22 @@ class AttentionRecord:
         return [layer.attention() for layer in self.layers]
 
     def gradients(self, score: Tensor) -> list[Attention]:
-        """∂score/∂attention of each layer, by one backward pass. The graph is kept for others.
+        """Compute ∂score/∂attention of each layer by one backward pass. The graph is kept.
 
         Args:
-            score: a scalar or [B]: images don't mix, so the gradient of the sum holds each image's
-                own.
+            score: A scalar or [B]. Images don't mix, so the gradient of the sum contains the
+                gradient of each image.
 
         Returns:
             A tensor [B, H, Nq, N] for each layer, first layer first.
 
         Raises:
-            RuntimeError: without `capture_attention(gradients=True)`.
+            RuntimeError: The pass was recorded without `capture_attention(gradients=True)`.
         """
         return [layer.attention_gradient(gradient) for layer, gradient in self.differentiate(score)]
 
     def differentiate(self, score: Tensor) -> list[tuple[AttentionLayer, Tensor]]:
-        """Each layer with ∂score/∂O, which `AttentionLayer.attention_gradient` takes."""
+        """Compute ∂score/∂O of each layer, which `AttentionLayer.attention_gradient` takes."""
         layers = self.layers
         heads = [layer.heads for layer in layers if layer.heads is not None]
         if not all(tensor.requires_grad for tensor in (score, *heads)) or not heads:
@@ -117,46 +120,52 @@ class AttentionRecord:
 
 @contextmanager
 def capture_attention(
-    model: nn.Module,
+    model: nn.Module | ModelReader,
     *,
     gradients: bool = False,
     block_tokens: bool = False,
     verify: bool = True,
 ) -> Iterator[AttentionRecord]:
-    """Record every layer's attention in forward passes inside the `with`; the last one stays in the
-    record.
+    """Record every layer's attention in forward passes inside the `with`.
+
+    The record has the attention of the last pass.
 
     Args:
-        model: of timm, torchvision, Hugging Face or this project, unmodified.
-        gradients: keep the autograd graph for `record.gradients`; it takes memory.
-        block_tokens: keep the tokens [B, N, D] that leave each block.
-        verify: compute the first image's attention of each layer once more, and compare what it
-            gives with what the layer gave.
+        model: An unmodified model of timm, torchvision, Hugging Face or this
+            project.
+        gradients: Keep the autograd graph for `record.gradients`; it takes
+            memory.
+        block_tokens: Keep the output tokens [B, N, D] of each block.
+        verify: Compute each layer's attention of the first image once more, and
+            compare the result with the layer's own.
 
     Returns:
-        A context manager that gives the record: `.attentions` are [B, H, N, N], first layer first.
+        A context manager that returns the record: `.attentions` are
+        [B, H, N, N], first layer first.
 
     Raises:
-        ValueError: for a model whose attention is not understood (hierarchical models, unknown
-            layers), and for what torch.compile made: its code would run past the hooks.
+        ValueError: The attention can't be read (hierarchical models, unknown
+            layers), or torch.compile made the model, whose code skips hooks.
 
     Example:
         >>> with vit.capture_attention(model) as record: logits = model(images)
         >>> last = record.attentions[-1]
-        >>> last[0, :, 0]  # what the class token attends to in each of its heads
+        >>> last[0, :, 0]  # attention of the class token in each of its heads
     """
     if hasattr(model, "_orig_mod"):
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")
-    layers = find_attention_layers(model)
+    reader = read_model(model)
+    called: nn.Module = reader.model if isinstance(model, ModelReader) else model
+    layers = reader.build_layers()
     handles: list[RemovableHandle] = []
-    # timm's: it would run the blocks again in the backward pass, with what they computed first in
-    # no graph
+    # timm's gradient checkpointing runs the blocks again in the backward pass, so that the captured
+    # tensors would be in no graph
     checkpointed: list[Any] = []
     if gradients:
-        checkpointed = [m for m in model.modules() if getattr(m, "grad_checkpointing", False)]
+        checkpointed = [m for m in called.modules() if getattr(m, "grad_checkpointing", False)]
 
     def forget(module: nn.Module, args: object) -> None:
-        # a pass that bypasses a layer must not leave the one before it in its place
+        # a layer that this pass bypasses must not keep the attention of the pass before
         for layer in layers:
             layer.captured = False
 
@@ -171,8 +180,8 @@ def capture_attention(
         for module in checkpointed:
             module.grad_checkpointing = False
         handles += [
-            model.register_forward_pre_hook(begin_pass),
-            model.register_forward_hook(end_pass),
+            called.register_forward_pre_hook(begin_pass),
+            called.register_forward_hook(end_pass),
             layers[0].module.register_forward_pre_hook(forget),
         ]
         for layer in layers:
@@ -189,69 +198,87 @@ def capture_attention(
 
 @dataclass
 class Forward:
-    """One recorded forward pass of a batch and how its tokens are pooled."""
+    """One recorded forward pass of a batch, and how its tokens are pooled.
 
-    model: nn.Module
+    A model without attention has no recorded layers. Its patches are the places of the feature map
+    that its classifier pools.
+
+    Attributes:
+        reader: The model, in evaluation mode.
+        images: Normalised images; with gradients, a leaf of the graph.
+        logits: Outputs of the model.
+        record: The recorded attention layers.
+        pool_weights: Weight of each output token in the pooled feature; rows sum to one.
+        num_prefix_tokens: Number of tokens in front of the patches.
+        grid: Rows and columns of patches.
+        tokens: Tokens that are pooled, after the last norm; with gradients, in the graph.
+        pooling: Tensors within an attention pooling, see `capture_attention_pooling`.
+        target: The number that is explained.
+        feature_map: The feature map of a model without attention; with gradients, in the graph.
+    """
+
+    reader: ModelReader
     images: Images
     logits: Float[Tensor, "B C"]
     record: AttentionRecord
-    # how much each output token counts in the pooled feature; rows sum to one
     pool_weights: TokenWeights
     num_prefix_tokens: int
     grid: Grid
-    # what is pooled: after the last norm, in the graph with gradients
     tokens: Tokens
-    # what an attention pooling computed, see `capture_attention_pooling`
-    pooling: dict[str, Tensor]
-    # what is explained
+    pooling: dict[str, Tensor] = field(default_factory=dict)
     target: Target = CLASS
-    # of a model without attention, what its classifier pools; in the graph with gradients
     feature_map: Tensor | None = None
 
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self.reader.model
+
     def score(self, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """What gradients explain: the logit of one class of each image, or another target."""
+        """Compute the number that gradients explain: the logit of one class of each image, or
+        another target."""
         return self.target.score(self.logits, classes)
 
     def value(self, classes: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """What removing patches is measured by: the probability of one class of each image, or
-        another target."""
+        """Compute the number that shows the effect of removed patches: the probability of one class
+        of each image, or another target."""
         return self.target.value(at_least_float32(self.logits), classes)
 
 
-# there is no graph in inference mode, and gradients and measured pool weights come from one
+# there is no graph in inference mode, and gradients and measured pool weights need one
 @torch.inference_mode(False)
 def run_forward(
-    model: nn.Module,
+    model: nn.Module | ModelReader,
     images: Images,
     *,
     gradients: bool = False,
     block_tokens: bool = False,
     verify: bool = True,
 ) -> Forward:
-    """Run `model` in evaluation mode with its attention recorded; modes and flags go back
-    afterwards.
+    """Run a classifier in evaluation mode and record what maps need. Modes and flags are restored.
 
     Args:
-        model: any model whose attention `capture_attention` understands.
-        images: normalised images [B, 3, height, width].
-        gradients: keep the autograd graph from the images on, without the parameters.
-        block_tokens: keep what leaves each block.
-        verify: check that maps of the capture are right (see `verification`), unless those of an
-            earlier pass were.
-
-    Returns:
-        The logits, the recorded layers and the weights of the pooling.
+        model: A model whose attention `capture_attention` can read, or one without attention that
+            classifies a feature map (ResNet, ConvNeXt, Swin).
+        images: Normalised images [B, 3, height, width].
+        gradients: Keep the autograd graph from the images on, without the parameters.
+        block_tokens: Keep the output of each block.
+        verify: Check that maps of the recorded tensors are right, see `verification` and
+            `feature_maps`. One pass of a model is enough.
 
     Raises:
-        ValueError: for a model whose attention or pooling is not understood.
+        ValueError: The model's attention, pooling or feature map can't be read, or a check fails.
     """
-    check_differentiable(model)
-    model = unwrap_model(model)
-    # a leaf of its own, so that the caller's tensor gets no gradient
+    reader = read_model(model)
+    check_differentiable(reader.model)
+    if not reader.has_attention:
+        return _run_without_attention(reader, images, gradients=gradients, verify=verify)
+    model = reader.model
+    # a new leaf, so that the caller's tensor gets no gradient
     if gradients:
         images = images.detach().clone().requires_grad_()
 
-    # a pooling that the model doesn't tell is measured in the pass itself
+    # a pooling that the model doesn't show is measured in the pass itself
     is_known = has_known_pooling(model)
     pooling: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -259,7 +286,7 @@ def run_forward(
         stack.enter_context(torch.set_grad_enabled(gradients))
         patch_grids = stack.enter_context(capture_patch_grids(model))
         record = stack.enter_context(
-            capture_attention(model, gradients=gradients, block_tokens=block_tokens, verify=verify)
+            capture_attention(reader, gradients=gradients, block_tokens=block_tokens, verify=verify)
         )
         if is_known:
             pooling = stack.enter_context(capture_attention_pooling(model))
@@ -279,17 +306,18 @@ def run_forward(
             pool_weights = compute_pool_weights(model, tokens, pooling)
         else:
             pool_weights, tokens = measure_pool_weights(last_tokens, logits)
-            if not gradients:  # the graph of the measurement alone
+            if not gradients:  # the graph was for the measurement alone
                 logits = logits.detach()
                 tokens = tokens.detach()
 
     # attention may be read right, and its product still be no map of this model
     if verify:
         with evaluation_mode(model):
-            check_places(model, images[:1], num_prefix=num_prefix, grid=grid)
+            blocks = record.blocks
+            check_places(model, images[:1], blocks=blocks, num_prefix=num_prefix, grid=grid)
             check_chain(model, images[:1], record.layers)
     return Forward(
-        model=model,
+        reader=reader,
         images=images,
         logits=logits,
         record=record,
@@ -301,19 +329,50 @@ def run_forward(
     )
 
 
+def _run_without_attention(
+    reader: ModelReader, images: Images, *, gradients: bool, verify: bool
+) -> Forward:
+    """Run a classifier of a feature map: the last tensor before the logits with several places."""
+    model = reader.model
+    # a new leaf, so that the caller's tensor gets no gradient
+    images = images.detach().clone()
+    with evaluation_mode(model):
+        if verify:
+            check_feature_map(model, images[:1])
+        images.requires_grad_(gradients)
+        with torch.set_grad_enabled(gradients), record_outputs(model) as outputs:
+            logits = compute_logits(model, images)
+
+    feature_map = outputs.last
+    channels_first = order_channels(model, feature_map, images)
+    tokens = channels_first.flatten(2).mT
+    rows, columns = channels_first.shape[2:]
+    return Forward(
+        reader=reader,
+        images=images,
+        logits=logits,
+        record=AttentionRecord([]),
+        pool_weights=torch.full_like(tokens[..., 0].detach(), 1 / (rows * columns)),
+        num_prefix_tokens=0,
+        grid=(rows, columns),
+        tokens=tokens,
+        feature_map=feature_map,
+    )
+
+
 def check_differentiable(model: nn.Module) -> None:
-    """Raise ValueError for a model that no gradient can go through."""
+    """Raise ValueError if no gradient can go through the model."""
     if next(model.parameters()).is_inference():
         raise ValueError(
-            f"{type(model).__name__} was made within torch.inference_mode; load it outside"
+            f"{type(model).__name__} was made within torch.inference_mode; load it outside of it"
         )
 
 
 def _find_places(
     model: nn.Module, images: Images, record: AttentionRecord, patch_grids: set[Grid]
 ) -> tuple[int, Grid]:
-    """The number of prefix tokens, and the grid of the patches, which is one of `patch_grids` where
-    there are any. Raises ValueError where so many patches don't tile the images."""
+    """Find the number of prefix tokens and the grid of the patches, which is one of `patch_grids` if
+    there are any. Raise ValueError if the patches don't tile the images."""
     # hierarchical models give each layer another number of tokens, windows another batch
     shapes = {(layer.batch, layer.num_tokens) for layer in record.layers}
     batch, num_tokens = shapes.pop()
@@ -325,8 +384,8 @@ def _find_places(
 
     num_prefix = count_prefix_tokens(model)
     num_patches = num_tokens - num_prefix
-    # prompts beside the class token (Jia et al. 2022, visual prompt tuning) are prefix tokens too,
-    # which no model counts
+    # prompts next to the class token (Jia et al. 2022, visual prompt tuning) are prefix tokens too,
+    # but no model counts them
     for grid in patch_grids:
         if math.prod(grid) <= num_patches:
             return num_tokens - math.prod(grid), grid
@@ -338,7 +397,7 @@ def _find_places(
         if math.prod(grid) == num_patches:
             return num_prefix, grid
 
-    # a model that doesn't say: square patches
+    # for other models, assume square patches
     rows = max(round(math.sqrt(max(num_patches, 0) * height / width)), 1)
     if num_patches < 1 or num_patches % rows:
         raise ValueError(f"{num_patches} patches do not tile an input of {height}×{width} pixels")
@@ -347,7 +406,7 @@ def _find_places(
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no parameter that asks for a gradient, for as long as this lasts."""
+    """Keep the model in evaluation mode, with no parameter that requires a gradient."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with keep_mode(model):
@@ -359,35 +418,34 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def differentiate(score: Float[Tensor, " B"], tensor: Tensor) -> Tensor:
-    """∂score/∂tensor, at least float32. Images don't mix, so the gradient of the sum holds each
-    image's own. The graph is kept for others."""
+    """Compute ∂score/∂tensor in float32 or more. Images don't mix, so the gradient of the sum
+    contains the gradient of each image. The graph is kept."""
     (gradient,) = torch.autograd.grad(score.sum(), tensor, retain_graph=True)
     return at_least_float32(gradient)
 
 
 def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tensor, "K C"]:
-    """The logits if every token that leaves the encoder were `token`: the classifier without its
-    pooling.
+    """Compute the logits if every output token of the encoder were `token`: the classifier without
+    its pooling.
 
     Args:
-        forward: a forward pass of the model.
-        token: K tokens, which give K rows of logits.
+        forward: A forward pass of the model.
+        token: K tokens, one for each row of logits.
 
     Returns:
         Logits [K, C].
 
     Raises:
-        ValueError: for a model that can't classify a single patch.
+        ValueError: The model can't classify a single patch.
     """
-    # whatever the pooling, it gives this one token
+    # any pooling of equal tokens returns this token
     alike = token[:, None].expand(-1, forward.num_prefix_tokens + 1, -1)
     if has_known_pooling(forward.model):
         known_model = cast("Any", forward.model)
         logits: Tensor = known_model.forward_head(known_model.norm(alike))
         return logits
 
-    # where the model doesn't show its classifier, one image runs with `token` in the place of what
-    # the blocks give
+    # other models don't show their classifier: one image runs with `token` as output of the blocks
     with (
         evaluation_mode(forward.model),
         replace_blocks(forward.record.blocks, lambda *args, **options: alike),
@@ -404,8 +462,8 @@ def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tenso
 def split_prefix(
     mass: Float[Tensor, "*batch N"], *, num_prefix_tokens: int, grid: Grid
 ) -> tuple[Float[Tensor, "*batch rows columns"], Float[Tensor, "*batch"]]:
-    """The patches' mass on their grid, and the fraction (0 to 1, of absolute values) that lies in
-    prefix tokens."""
+    """Return the patches' mass on their grid, and the fraction (0 to 1, of absolute values) in prefix
+    tokens."""
     patches = torch.unflatten(mass[..., num_prefix_tokens:], -1, grid)
     total = mass.abs().sum(dim=-1)
     prefix = mass[..., :num_prefix_tokens].abs().sum(dim=-1)
@@ -414,7 +472,7 @@ def split_prefix(
 
 
 def compute_entropy(maps: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch"]:
-    """Entropy in nats of the maps' absolute values taken as a distribution: 0 (one patch) to
+    """Compute the entropy in nats of the maps' absolute values as a distribution, 0 (one patch) to
     log(patches)."""
     mass = maps.flatten(-2).abs()
     distribution = mass / mass.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)

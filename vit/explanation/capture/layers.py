@@ -1,5 +1,4 @@
-"""Which modules of a vision transformer are its attention layers, and how to read those of each
-family, unmodified.
+"""Find the attention layers of a vision transformer, and read those of each family, unmodified.
 
 Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 """
@@ -8,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -26,35 +25,37 @@ SUPPORTED = (
     "this project's models, timm's VisionTransformer, Eva and Beit, torchvision's "
     "VisionTransformer and Hugging Face's ViT, DeiT, DINOv2, DINOv3, BEiT, CLIP and SigLIP"
 )
-# methods of `vit.explanation.methods.registry` for other models
-_WITHOUT_ATTENTION = "of other models two methods make maps: grad-cam and input-x-gradient"
-# their attention has known names, but lies within windows
+# two methods of `vit.explanation.methods.registry`
+_WITHOUT_ATTENTION = "for other models use grad-cam or input-x-gradient"
+# models whose attention has known names, but is computed within windows
 _HIERARCHICAL = re.compile(
     "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|levit|metaformer|nextvit"
 )
-# attention weights held at once on a CPU, 8 MiB: about the cache, and enough work a call
+# number of attention weights in memory at once on a CPU: 8 MiB fit the cache and are enough work
+# for one call
 CHUNK_ELEMENTS = 2**21
-# what those on a GPU take of its memory, where several such matrices live at once: 0.6 GB of 80 GB
+# on a GPU, fraction of its memory for one such matrix, of which several exist at once: 0.6 GB of
+# 80 GB
 _CHUNK_FRACTION = 1 / 128
-# of the tokens that enter a layer: where they are larger, its queries and keys, twice as large, are
-# not kept but projected again
+# largest size of the tokens that enter a layer at which its queries and keys, twice as large, are
+# kept; above it they are projected again
 _MAX_TOKEN_BYTES = 10 * 2**20
-_VERIFIED_QUERIES = 64  # queries whose result is compared; all of them would form the N×N matrix
+_VERIFIED_QUERIES = 64  # number of queries that are verified; all would need the N×N matrix
 
 
 class NoAttentionError(ValueError):
-    """A model has no attention between all of its patches, or none of a known kind."""
+    """The model has no attention between all of its patches, or none of a known kind."""
 
 
 class AttentionLayer:
-    """One attention layer and what the last forward pass left of it.
+    """One attention layer, and the tensors of it that the last forward pass left.
 
     This class reads modules with timm's names (and `norm` before `proj`); subclasses read the other
     families.
     """
 
     projections: tuple[str, ...] = ("q_norm", "k_norm")  # submodules that give queries and keys
-    others: tuple[str, ...] = ("num_heads", "scale", "qkv", "proj")  # what else it is known by
+    others: tuple[str, ...] = ("num_heads", "scale", "qkv", "proj")  # its other attributes
 
     def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
         self.name = name
@@ -70,24 +71,25 @@ class AttentionLayer:
         # tokens again
         self.query: Tensor | None = None
         self.key: Tensor | None = None
-        self.options: Mapping[str, Any] = {}  # what the module was called with, besides the tokens
-        # [B, N, D], what entered the attention module
+        self.options: Mapping[str, Any] = {}  # the other arguments of the module's call
+        # [B, N, D], input of the attention module
         self.tokens: Tensor | None = None
-        # the most that a patch draws, in even shares, where a rollout has noted it
+        # largest attention that a patch draws, in multiples of the average token's; None until a
+        # rollout has set it
         self.max_drawn: float | None = None
-        # with gradients only, still in the autograd graph; the block's tokens also where they are
-        # asked for:
-        self.heads: Tensor | None = None  # [B, N, H·K]: O, the heads' results side by side
-        self.block_input: Tensor | None = None  # [B, N, D], what entered the block
-        self.block_tokens: Tensor | None = None  # [B, N, D], what left it
+        # the heads' results side by side, O [B, N, H·K], in the autograd graph; only with gradients
+        self.heads: Tensor | None = None
+        # input and output of the block, [B, N, D]; with gradients, or where they are asked for
+        self.block_input: Tensor | None = None
+        self.block_tokens: Tensor | None = None
         self._gradients = False
         self._verified = False
         self._verified_heads: Tensor | None = None  # until the module's own output is seen
 
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
-        """Is `module`, a child of `block`, of this family?"""
-        # branches in parallel (timm's ParallelThingsBlock): their attentions don't multiply
+        """Return whether this class reads `module`, a child of `block`."""
+        # the attentions of parallel branches (timm's ParallelThingsBlock) don't multiply
         is_branch = isinstance(block, nn.Sequential)
         names = (*cls.projections, *cls.others)
         return not is_branch and all(hasattr(module, name) for name in names)
@@ -99,7 +101,8 @@ class AttentionLayer:
     def query_and_key(
         self, images: slice
     ) -> tuple[Float[Tensor, "b H Nq K"], Float[Tensor, "b H N K"]]:
-        """Attention is softmax(query keyᵀ + bias) of these; at least float32."""
+        """Return the queries and keys whose softmax(query keyᵀ + bias) is the attention, in float32
+        or more."""
         if self.query is not None and self.key is not None:
             query = self.query[images]
             key = self.key[images]
@@ -116,22 +119,23 @@ class AttentionLayer:
         return query, at_least_float32(self._rotate(key))
 
     def _rotate(self, tensor: Float[Tensor, "b H N K"]) -> Float[Tensor, "b H N K"]:
-        """Queries or keys with their positions, of families that give them here."""
+        """Add positions to queries or keys, in families that do it here."""
         return tensor
 
     def bias(self) -> Float[Tensor, "*#H #Nq N"] | None:
-        """What is added to the scores of all images before the softmax."""
+        """Return the bias of the scores before the softmax, the same for all images."""
         return None
 
     def scores(self, query: Tensor, key: Tensor, rows: slice = slice(None)) -> Attention:
-        """What attention is the softmax of, for some rows, from what `query_and_key` gives."""
+        """Compute the scores before the softmax from the result of `query_and_key`, for some
+        rows."""
         scores = query[:, :, rows] @ key.transpose(-2, -1)
         bias = self.bias()
         return scores if bias is None else scores + bias[..., rows, :].to(scores.dtype)
 
     @property
     def chunk_elements(self) -> int:
-        """How many attention weights are held at once."""
+        """Number of attention weights in memory at once."""
         device = next(self.module.parameters()).device
         if device.type == "cpu":
             return CHUNK_ELEMENTS
@@ -140,22 +144,24 @@ class AttentionLayer:
 
     @torch.no_grad()
     def attention(self, images: slice = slice(None)) -> Attention:
-        """The weights after the softmax: rows are queries and sum to one."""
+        """Compute the weights after the softmax; rows are queries and sum to one."""
         scores = self.scores(*self.query_and_key(images))
-        # in place: fresh memory would cost as much again
+        # in place, because new memory would double the time
         return torch.softmax(scores, dim=-1, out=scores)
 
     def attend(
         self, pool_weights: Float[Tensor, "B N"], images: slice = slice(None)
     ) -> Float[Tensor, "b H N"]:
-        """What the pooled feature attends to in each head, uᵀA."""
+        """Compute what the pooled feature attends to in each head, uᵀA."""
         weights = at_least_float32(pool_weights[images])[:, None, None]  # [b, 1, 1, N]
         return (weights @ self.attention(images))[:, :, 0]
 
     @torch.no_grad()
     def attention_rows(self, images: slice) -> Iterator[tuple[slice, Attention]]:
-        """`attention` a few queries at a time, with their places: of 4,096 tokens and 12 heads the
-        whole takes 0.8 GB for each image."""
+        """Compute `attention` for a few queries at a time, and yield it with their places.
+
+        For 4,096 tokens and 12 heads the whole matrix takes 0.8 GB for each image.
+        """
         query, key = self.query_and_key(images)
         step = max(self.chunk_elements // (self.num_heads * self.num_tokens), 1)
         for start in range(0, query.shape[2], step):
@@ -164,8 +170,8 @@ class AttentionLayer:
             yield rows, torch.softmax(scores, dim=-1, out=scores)
 
     def in_chunks(self, compute: Callable[[slice], Tensor]) -> Tensor:
-        """`compute` of a few images of the batch at a time, whose attention matrices of this layer
-        have about `chunk_elements` numbers together."""
+        """Call `compute` on a few images of the batch at a time, so that their attention matrices
+        of this layer together have about `chunk_elements` numbers."""
         size = max(self.chunk_elements // (self.num_heads * self.num_tokens**2), 1)
         starts = range(0, self.batch, size)
         return torch.cat([compute(slice(start, start + size)) for start in starts])
@@ -174,13 +180,13 @@ class AttentionLayer:
         self, heads_gradient: Float[Tensor, "B Nq E"], images: slice
     ) -> tuple[Tensor, Tensor]:
         """∂f/∂O [b, H, Nq, K] and V [b, H, N, K]; at least float32."""
-        # values are cheap to project again, and keeping them would double the memory
+        # projecting values again is cheap; keeping them would double the memory
         assert self.tokens is not None
         value = self._split(self._project(self.tokens[images].detach(), 2).detach())
         return at_least_float32(self._split(heads_gradient[images])), at_least_float32(value)
 
     def head_outputs(self) -> Float[Tensor, "B H Nq K"]:
-        """O, of each head; at least float32. Of a forward pass with gradients."""
+        """Return O of each head, in float32 or more; needs a forward pass with gradients."""
         assert self.heads is not None
         return at_least_float32(self._split(self.heads.detach()))
 
@@ -191,14 +197,14 @@ class AttentionLayer:
 
     @torch.no_grad()
     def value_norms(self, images: slice = slice(None)) -> Float[Tensor, "b H N"]:
-        """How much a unit of attention moves from each token: ‖v W_O‖, of each head (Kobayashi et
-        al., "Attention is Not Only a Weight", EMNLP 2020)."""
+        """Compute how much a unit of attention moves from each token in each head, ‖v W_O‖
+        (Kobayashi et al., "Attention is Not Only a Weight", EMNLP 2020)."""
         assert self.tokens is not None
         value = at_least_float32(self._split(self._project(self.tokens[images].detach(), 2)))
-        # not called, which would run the hooks once more
+        # `forward` is called directly, because a call would run the hooks once more
         projection = _first_of(self.module, "o_proj", "out_proj", "proj")
         size = self.num_heads * value.shape[-1]
-        # the identity instead of the weight, which adapters (LoRA) add to
+        # projecting the identity includes what adapters (LoRA) add to the weight
         identity = torch.eye(size, dtype=self.tokens.dtype, device=value.device)
         weight = projection.forward(identity) - projection.forward(torch.zeros_like(identity[:1]))
         weight = torch.unflatten(at_least_float32(weight), 0, (self.num_heads, -1))  # [H, K, D]
@@ -212,7 +218,7 @@ class AttentionLayer:
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             inputs = args or (options["hidden_states"],)
-            # of query, key and value the last is what is attended to
+            # tokens are attended to as values, the last of query, key and value
             tokens = inputs[2] if len(inputs) == 3 else inputs[0]
             if tokens.ndim != 3:
                 raise ValueError(f"{self.name} attends within windows, not between all patches")
@@ -229,7 +235,7 @@ class AttentionLayer:
             if self.tokens is None or self.tokens.nbytes > _MAX_TOKEN_BYTES:
                 return
             output = output.detach()
-            # a copy where the output is a view, which would keep the whole qkv output alive
+            # a view is copied, because it would keep the whole qkv output alive
             projected = output.contiguous() if output.ndim == 4 else self._split(output)
             setattr(self, attribute, projected)
 
@@ -254,27 +260,27 @@ class AttentionLayer:
         return handles
 
     def _attach_heads(self) -> RemovableHandle:
-        """Hook the submodule that O goes into."""
+        """Hook the submodule that takes O."""
         receiver: nn.Module = _first_of(self.module, "norm", "o_proj", "out_proj", "proj")
         return receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0]))
 
     def _keep(self, heads: Tensor) -> None:
-        """The last thing captured of a layer. Raises ValueError unless attention · value reproduces
-        it."""
-        # in training, attention dropout would make them differ
+        """Keep O, the last tensor of a layer that is captured. Raise ValueError unless attention ·
+        value reproduces it."""
+        # in training mode, attention dropout makes them differ
         if not self._verified and not self.module.training:
             self._verify(heads)
         self.captured = True
         self.heads = heads if self._gradients else None
 
     def _project(self, tokens: Float[Tensor, "B N D"], which: int) -> Float[Tensor, "B N E"]:
-        """Queries (0), keys (1) or values (2), heads side by side."""
+        """Compute queries (0), keys (1) or values (2), heads side by side."""
         letter = "qkv"[which]
         qkv = getattr(self.module, "qkv", None)
         if qkv is None:
             return cast("Tensor", getattr(self.module, f"{letter}_proj")(tokens))
 
-        # an adapter around the layer (LoRA) adds to what its weight gives
+        # an adapter around the layer (LoRA) adds to the result of its weight
         if type(qkv) is not nn.Linear:
             return cast("Tensor", qkv(tokens).chunk(3, dim=-1)[which])
 
@@ -299,7 +305,7 @@ class AttentionLayer:
             expected = scores.softmax(dim=-1) @ at_least_float32(value)
             expected = self._project_heads(expected.transpose(1, 2).flatten(2))
             error = (expected - actual).abs().max()
-        except RuntimeError:  # other shapes
+        except RuntimeError:  # the shapes differ
             error = torch.tensor(math.inf)
         if error > _tolerance(heads) * actual.abs().max():
             raise ValueError(
@@ -311,7 +317,7 @@ class AttentionLayer:
 
     @torch.no_grad()
     def _verify_output(self, output: Tensor) -> None:
-        """Compare what leaves the module with its projection of the heads that were verified."""
+        """Compare the module's output with the projection of the heads that were verified."""
         if self._verified_heads is None:
             return
         heads, self._verified_heads = self._verified_heads, None
@@ -324,15 +330,15 @@ class AttentionLayer:
             )
 
     def _project_output(self, heads: Tensor) -> Tensor:
-        """What the module makes of its heads."""
-        # not called, which would run the hooks once more
+        """Compute the module's output from its heads."""
+        # `forward` is called directly, because a call would run the hooks once more
         if hasattr(self.module, "norm"):
             heads = self.module.norm.forward(heads)
         projection = _first_of(self.module, "o_proj", "out_proj", "proj")
         return cast("Tensor", projection.forward(heads))
 
     def _project_heads(self, heads: Tensor) -> Tensor:
-        """What `heads` keeps, from A·V."""
+        """Compute the tensor that `heads` keeps from A·V."""
         return heads
 
     def _split(self, tensor: Tensor) -> Tensor:
@@ -356,14 +362,14 @@ class RotaryLayer(AttentionLayer):
 
 
 class BeitLayer(AttentionLayer):
-    """timm's BEiT: a bias for each distance between patches; queries and keys are not modules'
-    outputs."""
+    """timm's BEiT: a bias for each distance between patches; queries and keys are no outputs of
+    modules."""
 
     projections = ()
     others = ("num_heads", "scale", "qkv", "proj", "relative_position_bias_table")
 
     def bias(self) -> Tensor | None:
-        shared: Tensor | None = self.options.get("shared_rel_pos_bias")  # by all layers
+        shared: Tensor | None = self.options.get("shared_rel_pos_bias")  # the same in all layers
         if self.module.window_size is None:
             return shared
         # [queries, keys] of places in the table, each a bias for every head
@@ -388,9 +394,9 @@ class HuggingFaceLayer(AttentionLayer):
 
 
 class TorchvisionLayer(AttentionLayer):
-    """torchvision's ViT: `nn.MultiheadAttention`, whose projections are not modules that run:
-    queries and keys are projected again from its input. Its result is kept instead of O: being
-    linear, ∂f/∂O is ∂f/∂result · W."""
+    """torchvision's ViT, whose `nn.MultiheadAttention` projects without running a module: queries
+    and keys are projected again from its input. Its result is kept instead of O; because the
+    projection W is linear, ∂f/∂O is ∂f/∂result · W."""
 
     projections = ()
 
@@ -410,7 +416,7 @@ class TorchvisionLayer(AttentionLayer):
         )
 
     def head_outputs(self) -> Float[Tensor, "B H Nq K"]:
-        # what is kept is their projection
+        # `heads` holds their projection
         assert self.heads is not None
 
         def attend(images: slice) -> Tensor:
@@ -426,7 +432,7 @@ class TorchvisionLayer(AttentionLayer):
         )
 
     def _project_output(self, heads: Tensor) -> Tensor:
-        return heads  # are the result
+        return heads  # they are the output
 
     def _project_heads(self, heads: Tensor) -> Tensor:
         projection = self.module.out_proj
@@ -443,8 +449,25 @@ class TorchvisionLayer(AttentionLayer):
 LAYER_KINDS = (RotaryLayer, BeitLayer, AttentionLayer, HuggingFaceLayer, TorchvisionLayer)
 
 
-def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
-    """The model's self-attention layers in order, or ValueError with why they cannot be read."""
+class LayerPlace(NamedTuple):
+    """Where an attention layer is in a model, and the class that reads it."""
+
+    kind: type[AttentionLayer]
+    name: str
+    module: nn.Module
+    block: nn.Module
+
+
+def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
+    """Find the model's self-attention layers, in order.
+
+    `ModelReader` searches once and keeps the answer: a search looks at every module of the model.
+
+    Raises:
+        NoAttentionError: The model has no attention between all of its patches, or none of a known
+            kind.
+        ValueError: Some of the blocks have attention of a known kind, and others don't.
+    """
     family = type(model).__name__
     modules = list(model.named_modules())
     # a wrapper hides the model's own name
@@ -452,27 +475,28 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
     hierarchical = next((name for name in families if _HIERARCHICAL.search(name.lower())), None)
     if hierarchical:
         raise NoAttentionError(
-            f"{hierarchical} is hierarchical: it attends within windows or merges patches between stages, "
-            f"so no attention between all of its patches exists to be explained; known: {SUPPORTED}; "
-            f"{_WITHOUT_ATTENTION}"
+            f"{hierarchical} is hierarchical: it attends within windows or merges patches between"
+            " stages, so no attention between all of its patches exists to be explained;"
+            f" known: {SUPPORTED}; {_WITHOUT_ATTENTION}"
         )
-    layers: list[AttentionLayer] = []
+    places: list[LayerPlace] = []
     for block_name, block in modules:
         for name, module in block.named_children():
-            # to ask a module for what it lacks takes long, and attention has projections
+            # attention has projections; asking a module for an attribute that it lacks is slow
             if next(module.children(), None) is None:
                 continue
             for kind in LAYER_KINDS:
                 if kind.matches(module, block):
-                    layers.append(kind(f"{block_name}.{name}".removeprefix("."), module, block))
+                    full_name = f"{block_name}.{name}".removeprefix(".")
+                    places.append(LayerPlace(kind, full_name, module, block))
                     break
-    if not layers:
+    if not places:
         raise NoAttentionError(
             f"no attention layer of a known kind in {family}; known: {SUPPORTED}; {_WITHOUT_ATTENTION}"
         )
 
-    # in a row of like blocks each has its attention
-    blocks = {layer.block for layer in layers}
+    # in a row of blocks of one class each has its attention
+    blocks = {place.block for place in places}
     kinds = {type(block) for block in blocks}
     for name, container in modules:
         if not isinstance(container, nn.ModuleList | nn.Sequential) or blocks.isdisjoint(container):
@@ -483,20 +507,11 @@ def find_attention_layers(model: nn.Module) -> list[AttentionLayer]:
                     f"{name}.{number} has no attention of a known kind, as the other blocks of "
                     f"{family} have; known: {SUPPORTED}"
                 )
-    return layers
-
-
-def has_attention(model: nn.Module) -> bool:
-    """Whether a model has attention layers of a known kind, which may still turn out unreadable."""
-    try:
-        find_attention_layers(model)
-    except NoAttentionError:
-        return False
-    return True
+    return places
 
 
 def check_calls(layers: Sequence[AttentionLayer]) -> None:
-    """Raise ValueError unless each layer ran no more than once in a forward pass."""
+    """Raise ValueError if a layer ran more than once in a forward pass."""
     for layer in layers:
         if layer.num_calls > 1:
             raise ValueError(
@@ -506,8 +521,8 @@ def check_calls(layers: Sequence[AttentionLayer]) -> None:
 
 
 def _rotate_patches(tensor: Tensor, cosine: Tensor, sine: Tensor, *, halves: bool = True) -> Tensor:
-    """Rotary position embedding (Su et al. 2021, eq. 34) of patches, paired by halves of a head or
-    by neighbours; prefix tokens have no position."""
+    """Apply a rotary position embedding (Su et al. 2021, eq. 34) to patches, paired by halves of a
+    head or by neighbours; prefix tokens have no position."""
     prefix, patches = tensor.tensor_split([tensor.shape[2] - sine.shape[-2]], dim=2)
     if halves:
         first, second = patches.chunk(2, dim=-1)
@@ -518,7 +533,7 @@ def _rotate_patches(tensor: Tensor, cosine: Tensor, sine: Tensor, *, halves: boo
 
 
 def _tolerance(tensor: Tensor) -> float:
-    """Half precision rounds the queries and keys before they are multiplied."""
+    """Return the largest relative error; half precision rounds queries and keys before the product."""
     return 1e-3 if tensor.dtype in (torch.float32, torch.float64) else 5e-2
 
 
@@ -527,5 +542,5 @@ def _first_of(module: Any, *names: str) -> Any:
 
 
 def first_output(result: Any) -> Tensor:
-    """What a module returns, or the first of several."""
+    """Return a module's result, or the first of several."""
     return cast("Tensor", result[0] if isinstance(result, tuple) else result)

@@ -1,11 +1,11 @@
-"""Which tokens a model's class decision is made from: the pool weights u, how much each token that
-leaves the encoder counts in the pooled feature. Explaining mean-pooled models at the class token
-(or at token 0 where there is none) is a common mistake.
+"""Find the pool weights u of a model: how much each output token of the encoder counts in the pooled
+feature, which the model classifies. Explaining mean-pooled models at the class token (or at token 0
+if there is none) is a common mistake.
 
-timm and this project say how they pool. Of other models it is measured: for a random mixture f of
-the logits and the tokens x after the last norm, u_j is the mean over the channels d of |∂f/∂x_jd| /
-Σ_k |∂f/∂x_kd|. Where the pooled feature is a weighted mean of tokens (class token, mean, both,
-maximum), this is the weight, whatever classifies it.
+Models of timm and of this project have their pooling as an attribute. For other models it is
+measured: for a random mixture f of the logits and the tokens x after the last norm, u_j is the mean
+over the channels d of |∂f/∂x_jd| / Σ_k |∂f/∂x_kd|. If the pooled feature is a weighted mean of
+tokens (class token, mean, both, maximum), this is the weight for any classifier.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from vit.model.logits import at_least_float32
 from vit.runtime.tensors import Tokens
 
 TokenWeights = Float[Tensor, "B N"]
-# of this project and timm, whose `global_pool` says which tokens are pooled
+# classes of this project and timm whose `global_pool` names the tokens that are pooled
 _KNOWN_POOLING = ("VisionTransformer", "VisionTransformerDistilled", "Eva", "Beit")
 
 
 def has_known_pooling(model: nn.Module) -> bool:
-    """Whether the model's own attributes say how it pools. Derived classes and wrappers may do
+    """Return whether the model's own attributes give its pooling. Derived classes and wrappers may do
     anything."""
     library = type(model).__module__.partition(".")[0]
     return library in ("vit", "timm") and type(model).__name__ in _KNOWN_POOLING
@@ -36,18 +36,18 @@ def has_known_pooling(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def compute_pool_weights(model: Any, tokens: Tokens, pooling: dict[str, Tensor]) -> TokenWeights:
-    """The pool weights of a model that `has_known_pooling`.
+    """Compute the pool weights of a model that `has_known_pooling`.
 
     Args:
-        model: of this project or timm's.
-        tokens: what it pools, [B, N, D].
-        pooling: what `capture_attention_pooling` left of the pass.
+        model: A model of this project or timm.
+        tokens: Tokens that it pools, [B, N, D].
+        pooling: Tensors that `capture_attention_pooling` captured in the pass.
 
     Returns:
-        Weights [B, N] whose rows sum to one, at least float32.
+        Weights [B, N] whose rows sum to one, in float32 or more.
 
     Raises:
-        ValueError: for a pooling of an unknown name.
+        ValueError: The name of the pooling is unknown.
     """
     num_tokens = tokens.shape[1]
     weights = torch.zeros(
@@ -73,23 +73,23 @@ def compute_pool_weights(model: Any, tokens: Tokens, pooling: dict[str, Tensor])
 
 
 def find_first_pooled(model: Any) -> int:
-    """The first token of a mean or maximum: of the patches, or of all. Prompts that were put
-    between the model's own prefix tokens and the patches are pooled with them."""
+    """Return the first token of a mean or maximum over the patches or over all tokens. Prompts
+    between the model's own prefix tokens and the patches are pooled with the patches."""
     return 0 if getattr(model, "pool_include_prefix", False) else int(model.num_prefix_tokens)
 
 
 def compute_latent_attention(
     query: Float[Tensor, "B H latents K"], key: Float[Tensor, "B H N K"]
 ) -> Float[Tensor, "B H latents N"]:
-    """How much timm's attention pooling takes from each token."""
+    """Compute the weight of each token in timm's attention pooling."""
     scores: Tensor = query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)
     return scores.softmax(dim=-1)
 
 
 @contextmanager
 def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
-    """What timm's attention pooling (`global_pool="map"`) computes: q_norm, k_norm, kv and heads,
-    its result before the projection. Nothing for other models."""
+    """Capture q_norm, k_norm, kv and heads (the result before the projection) of timm's attention
+    pooling (`global_pool="map"`). Other models have none of them."""
     captured: dict[str, Tensor] = {}
 
     def keep_output(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
@@ -116,15 +116,14 @@ def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
 def measure_pool_weights(
     last_tokens: list[Tokens], logits: Float[Tensor, "B C"]
 ) -> tuple[TokenWeights, Tokens]:
-    """How much each token counts, and the tokens that are pooled.
+    """Measure how much each token counts, and find the tokens that are pooled.
 
     Args:
-        last_tokens: what `capture_last_tokens` kept, in the graph of the logits.
-        logits: of the same pass.
+        last_tokens: Tokens from `capture_last_tokens`, in the graph of the logits.
+        logits: Logits of the same pass.
 
     Raises:
-        ValueError: where the logits don't depend on the tokens, or where tokens are mixed after the
-            last block.
+        ValueError: The logits don't depend on the tokens, or tokens are mixed after the last block.
     """
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
@@ -136,14 +135,14 @@ def measure_pool_weights(
             "the logits don't depend on the tokens of the last attention layer, so none can be read"
         )
 
-    # what is pooled is the last of the tokens on the way to the logits
+    # the tokens that are pooled are the last ones on the way to the logits
     tokens, gradient = last_tokens[0], before_gradient
     for later_tokens, later_gradient in zip(last_tokens, gradients, strict=True):
         if later_gradient is not None and later_gradient.any():
             tokens, gradient = later_tokens, later_gradient
 
-    # nothing but each token's own norm may lie between the last block and what is pooled, and all
-    # of the logits must go through it: then every second token's gradient stays its own
+    # between the last block and the pooling there may be only a norm of each token, and all logits
+    # must depend on its result: then the gradient of every second token stays separate
     if tokens is not last_tokens[0]:
         every_second = (torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0)[:, None]
         (through,) = torch.autograd.grad(
@@ -155,7 +154,7 @@ def measure_pool_weights(
                 "tokens are mixed after the last attention layer that is known, so no map is exact"
             )
 
-    # each channel's shares first: a channel with large gradients must not outvote the others
+    # shares within each channel first, so that a channel with large gradients doesn't dominate
     magnitude = at_least_float32(gradient.abs())
     total = magnitude.sum(dim=1, keepdim=True)
     tiny = torch.finfo(magnitude.dtype).tiny
@@ -165,8 +164,8 @@ def measure_pool_weights(
 
 @contextmanager
 def capture_last_tokens(model: nn.Module, blocks: list[nn.Module]) -> Iterator[list[Tokens]]:
-    """Keep what leaves the last of `blocks` and each module after it. Without gradients the graph
-    begins there."""
+    """Keep the output of the last of `blocks` and of each module after it. Without gradients the
+    graph begins there."""
     last_tokens: list[Tensor] = []
 
     def on_block(module: nn.Module, args: Any, result: Any) -> Any:
@@ -179,7 +178,7 @@ def capture_last_tokens(model: nn.Module, blocks: list[nn.Module]) -> Iterator[l
         return result
 
     def on_module(module: nn.Module, args: Any, result: Any) -> None:
-        # before the last block nothing is of interest
+        # modules before the last block don't matter
         if not last_tokens or not isinstance(result, Tensor):
             return
         if result.shape[:-1] == last_tokens[0].shape[:-1]:

@@ -1,5 +1,5 @@
-"""Where the tokens of a vision transformer lie on the image, and how to leave some out of a forward
-pass or give it others, without a change to the model."""
+"""Find where the tokens of a vision transformer are on the image, and replace tokens in a forward
+pass without a change to the model."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -8,26 +8,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import find_attention_layers, has_attention
+from vit.explanation.capture.reader import ModelReader
 
 Grid = tuple[int, int]  # (rows, columns) of patches
-# the parameters that are tokens of their own, by their names in timm, torchvision and Hugging Face
+# names that timm, torchvision and Hugging Face give to parameters that are tokens
 _PREFIX_PARAMETERS = re.compile(
     "cls_token|class_token|class_embedding|dist(illation)?_token|reg_token|register_tokens"
 )
-# parts of modules' or parameters' names that tell of positions within the attention
-_POSITIONS = re.compile("rope|rel_pos|relative_position")
 
 
 def count_prefix_tokens(model: nn.Module) -> int:
-    """Tokens in front of the patches: class, distillation, registers."""
-    # timm and this project say it: the model, or what it wraps
+    """Count the tokens in front of the patches: class, distillation, registers."""
+    # models of timm and of this project have it as an attribute; wrappers contain such a model
     for module in model.modules():
         prefix = getattr(module, "num_prefix_tokens", None)
         if isinstance(prefix, int):
             return prefix
 
-    # others have a parameter for each
+    # other models have a parameter for each token
     count = 0
     for name, parameter in model.named_parameters():
         if _PREFIX_PARAMETERS.fullmatch(name.rpartition(".")[2]):
@@ -37,8 +35,8 @@ def count_prefix_tokens(model: nn.Module) -> int:
 
 @contextmanager
 def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
-    """The grids of the convolutions that make patches of pixels: three channels in, side by side.
-    One, as a rule; none where patches are made otherwise."""
+    """Record the grids of the convolutions that make patches from pixels: they have three input
+    channels and don't overlap. Most models have one; a model without has none."""
     grids: set[Grid] = set()
 
     def keep_grid(module: nn.Module, args: object, patches: Tensor) -> None:
@@ -59,7 +57,7 @@ def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
 
 @contextmanager
 def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `forward` compute in the place of each of a model's `blocks`."""
+    """Let `forward` compute instead of each of `blocks`, as long as the context lasts."""
     instance_forwards = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:
@@ -67,31 +65,21 @@ def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Tensor]) -> Ite
         yield
     finally:
         for block, instance_forward in zip(blocks, instance_forwards, strict=True):
-            if instance_forward is None:  # the class's own shows again
+            if instance_forward is None:  # the method of the class is visible again
                 del block.forward
             else:
                 block.forward = instance_forward
 
 
-def can_drop_tokens(model: nn.Module) -> bool:
-    """Not where the attention is told the positions of all patches (rotary embeddings, relative
-    position biases), and not without attention."""
-    if not has_attention(model):
-        return False
-    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    return not any(map(_POSITIONS.search, names))
-
-
 @contextmanager
-def change_tokens(model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """What `change` makes of the tokens [B, N, D] before the first block, prefix tokens included,
-    enters it instead."""
+def change_tokens(reader: ModelReader, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let the first block read `change(tokens)` instead of the tokens [B, N, D], which include
+    prefix tokens."""
 
     def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (change(args[0]), *args[1:])
 
-    block = find_attention_layers(model)[0].block
-    handle = block.register_forward_pre_hook(replace)
+    handle = reader.places[0].block.register_forward_pre_hook(replace)
     try:
         yield
     finally:

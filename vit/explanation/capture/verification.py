@@ -1,6 +1,9 @@
-"""Is a map of the recorded attention a map of this model? Maps take the tokens to be patches row by
-row, and the attention layers to follow one another and to be all that mixes tokens. Here a model
-that is otherwise is refused, by what its tokens do when one image is changed."""
+"""Check that a map of the recorded attention is a map of this model.
+
+Maps assume that the tokens are patches row by row, that the attention layers follow one another,
+and that nothing else mixes tokens. The checks change one image, look at what happens to the tokens,
+and refuse a model for which an assumption is wrong.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -12,18 +15,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import (
-    SUPPORTED,
-    AttentionLayer,
-    find_attention_layers,
-    first_output,
-)
+from vit.explanation.capture.layers import SUPPORTED, AttentionLayer, first_output
 from vit.explanation.capture.pooling import has_known_pooling
 from vit.explanation.capture.tokens import Grid, replace_blocks
 from vit.model.logits import compute_logits
 
-_INNER_PATCHES = 4  # whose places are checked, beside the corners
-# largest change of a token that nothing should have changed, of that of the changed ones
+_INNER_PATCHES = 4  # number of patches that are checked in addition to the corners
+# largest change of a token that should not change, as a fraction of the change of the others
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_PRECISION_TOLERANCE = 5e-2
 
@@ -31,12 +29,26 @@ OneImage = Float[Tensor, "1 3 height width"]
 
 
 @torch.no_grad()
-def check_places(model: nn.Module, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
-    """Change some patches of the image, the corners among them.
+def check_places(
+    model: nn.Module,
+    image: OneImage,
+    *,
+    blocks: Sequence[nn.Module],
+    num_prefix: int,
+    grid: Grid,
+) -> None:
+    """Change some patches of the image, including the corners.
+
+    Args:
+        model: The model, in evaluation mode.
+        image: A normalised image.
+        blocks: The blocks that have attention layers.
+        num_prefix: Number of tokens in front of the patches.
+        grid: Rows and columns of patches.
 
     Raises:
-        ValueError: unless the token of a changed patch (of overlapping ones, it or a neighbour)
-            changes most, and no prefix token.
+        ValueError: The token of a changed patch (with overlapping patches, it or a neighbour) isn't
+            the one that changes most, or a prefix token changes.
     """
     rows, columns = grid
     height = image.shape[2] // rows
@@ -46,13 +58,13 @@ def check_places(model: nn.Module, image: OneImage, *, num_prefix: int, grid: Gr
     places = list(itertools.product((0, rows - 1), (0, columns - 1)))
     places += [divmod(patch, columns) for patch in inner]
 
-    # noise shows also where values are clipped
+    # noise is visible even if the model clips values
     noise = torch.randn(3, height, width, generator=generator).to(image)
 
     entering: list[Tensor] = []
-    changes: list[Tensor] = []  # of the tokens [N], for each place
-
-    reads_pixels: list[bool] = []  # of convolutions whose patches don't overlap
+    changes: list[Tensor] = []  # for each place, the changes of the tokens [N]
+    # for each convolution whose patches don't overlap, whether its input is the image
+    reads_pixels: list[bool] = []
 
     def record_and_pass(tokens: Tensor, *args: Any, **options: Any) -> Tensor:
         entering.append(tokens)
@@ -63,13 +75,12 @@ def check_places(model: nn.Module, image: OneImage, *, num_prefix: int, grid: Gr
             _check_cover(model, image[0], pixels=args[0][0], patch_size=module.kernel_size)
             reads_pixels.append(args[0].shape[1] == image.shape[1])
 
-    blocks = [layer.block for layer in find_attention_layers(model)]
     with ExitStack() as stack:
         stack.enter_context(replace_blocks(blocks, record_and_pass))
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 stack.callback(module.register_forward_hook(check_patches).remove)
-        # a pair at a time: of large images all would take much memory
+        # one pair at a time, because all pairs of large images would take much memory
         for row, column in places:
             pair = image.detach().repeat(2, 1, 1, 1)
             patch = pair[1, :, row * height :, column * width :]
@@ -92,7 +103,7 @@ def check_places(model: nn.Module, image: OneImage, *, num_prefix: int, grid: Gr
                 f"map is exact; known: {SUPPORTED}"
             )
         most = int(token_change.argmax()) - num_prefix
-        # a convolutional stem spreads a change to the neighbours, at times more of it
+        # a convolutional stem spreads a change to the neighbours, which may change more
         distance = max(abs(most // columns - row), abs(most % columns - column))
         if distance > (0 if is_even else 1):
             raise ValueError(
@@ -108,8 +119,8 @@ def _check_cover(
     pixels: Float[Tensor, "C H W"],
     patch_size: tuple[int, ...],
 ) -> None:
-    """Raise ValueError where the `pixels` that are made into patches are the image with a border,
-    or have a rest that no patch covers: patches are then larger or smaller than even parts."""
+    """Raise ValueError if the `pixels` that become patches are the image with a border, or if some
+    pixels are in no patch. The patches then don't divide the image evenly."""
     height, width = image.shape[1:]
     is_image = pixels.shape[0] == len(image) and torch.equal(pixels[:, :height, :width], image)
     has_border = is_image and pixels.shape != image.shape
@@ -126,19 +137,19 @@ def check_chain(model: nn.Module, image: OneImage, layers: Sequence[AttentionLay
     """Change half of the tokens that enter the first block, with the attention switched off.
 
     Args:
-        model: in evaluation mode.
-        image: normalised.
-        layers: the model's, in order, after a forward pass.
+        model: The model, in evaluation mode.
+        image: A normalised image.
+        layers: The model's attention layers, in order, after a forward pass.
 
     Raises:
-        ValueError: where the other half changes: something else than attention mixes tokens; and
-            where what a block gives does not enter the next one.
+        ValueError: The other half changes, so something else than attention mixes tokens; or a
+            block doesn't read the output of the one before.
     """
     generator = torch.Generator().manual_seed(0)
     is_changed = torch.rand(layers[0].num_tokens, generator=generator) < 0.5
     changes, unlinked = _follow_change(model, image, layers, is_changed=is_changed)
 
-    # what lies between two blocks may be a new tensor, but must follow the one before
+    # between two blocks there may be a new tensor, if it depends on the output of the one before
     everything = torch.ones_like(is_changed)
     for number in unlinked:
         later, _ = _follow_change(model, image, layers, is_changed=everything, start=number - 1)
@@ -178,18 +189,17 @@ def _follow_change(
     is_changed: Bool[Tensor, " N"],
     start: int = 0,
 ) -> tuple[dict[int, Float[Tensor, " N"]], list[int]]:
-    """Noise is added to tokens that enter block `start` of a second copy of the image, while each
-    attention layer gives back what it takes.
+    """Run two copies of the image with attention layers that return their input, and add noise to
+    some tokens of the second copy before block `start`.
 
     Returns:
-        By how much each token of the copies differs that enters each later block, by the block's
-        number, and after the last; and the blocks that take another tensor than the one before
-        gave.
+        How much each token differs between the copies before each later block and after the last,
+        by the block's number; and the blocks whose input isn't the output of the one before.
     """
     generator = torch.Generator().manual_seed(0)
     changes: dict[int, Tensor] = {}
     unlinked = []
-    left: dict[int, Tensor] = {}  # the last block's result
+    left: dict[int, Tensor] = {}  # result of the last block, by its number
 
     def keep_change(number: int, tokens: Tensor) -> None:
         changes[number] = (tokens[1] - tokens[0]).float().norm(dim=-1).cpu()

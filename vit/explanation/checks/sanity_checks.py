@@ -1,20 +1,21 @@
-"""A sanity check of every map: does the class lose more without the patches that it ranks first,
-more so than a map of the same values in other places would say?
+"""The patch-removal test of a map: does the class lose more probability without the patches that the
+map ranks first? The map is compared with maps of the same values in other places.
 
-Evidence is what the probability of the class loses without each group of patches. On grids of up to
-`LEAVE_OUT_ALL` patches each one is left out alone. On larger ones a single patch may change next to
-nothing: `choose_group_size` finds the smallest groups that the model reacts to, which is where two
-ways to remove them, leaving their tokens out and painting them over, rank them alike. Single
-patches are then compared by the removal gradient, which hardly differs from leaving each out; maps
-that are made of it, and everything where groups are larger, by leaving out up to `MAX_GROUPS`
-groups, spread over the image. Where no size will do, nothing is checked.
+The evidence is the loss of the class's probability without each group of patches. On grids of up to
+`LEAVE_OUT_ALL` patches each patch is left out alone. On larger grids a single patch may change next
+to nothing, so `choose_group_size` finds the smallest groups that the model reacts to: groups that
+are ranked alike by two ways to remove them, dropping their tokens and painting them over. Single
+patches are then compared by the removal gradient, which is close to leaving each out. Maps that are
+made of the removal gradient, and all maps if groups are larger, are compared by leaving out up to
+`MAX_GROUPS` groups all over the image. If no size gives a clear ranking, nothing is tested.
 
-The alternatives are the map itself, moved around the edges by whole patches and mirrored: they keep
-its values and smoothness. All are compared once more without what a quadratic in the position
-explains, so that a map of the middle does not pass for one of the object.
+The alternatives are shifted copies of the map: moved around the edges by whole patches, and
+mirrored. They have its values and smoothness. Everything is compared once more after subtracting a
+quadratic in the position, so that a map of the middle isn't confirmed as one of the object.
 
-research/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian
-agree."""
+research/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian are
+confirmed.
+"""
 
 import copy
 import math
@@ -29,59 +30,65 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import Forward, Grid, PatchMaps
-from vit.explanation.capture.tokens import can_drop_tokens
 from vit.explanation.checks.token_ablation import (
     Fill,
-    build_predictor,
+    build_probability,
+    build_removal,
     group_members,
     leave_one_out,
     tile_patches,
 )
-from vit.explanation.methods.registry import Maps
+from vit.explanation.methods.maps import Maps
 from vit.explanation.methods.removal import compute_removal_gradient
+from vit.runtime.tensors import Images
 
-# largest fractions of the alternatives that agree with the evidence as well
-MAX_P_AGREES = 0.05
-MAX_P_AGREES_PARTLY = 0.25
-# fewer alternatives cannot show 5 %, more cost time
+# largest fractions of the alternatives that agree with the evidence as well as the map
+MAX_P_CONFIRMED = 0.05
+MAX_P_PARTLY_CONFIRMED = 0.25
+# fewer alternatives can't show 5 %, more take time
 MIN_ALTERNATIVES = 39
 MAX_ALTERNATIVES = 1000
-# patches: on grids of up to so many each is left out alone
+# largest number of patches that are left out one by one
 LEAVE_OUT_ALL = 25
-# on larger ones groups of so many patches a side are tried, and so many groups are left out
+# patches a side of the groups that are tried on larger grids, and number of groups that are left out
 GROUP_SIZES = (1, 2, 4)
 MAX_GROUPS = 24
-# fewer groups tell few maps from others; a quadratic takes 6 degrees of freedom
+# fewer groups distinguish few maps; a quadratic takes 6 degrees of freedom
 MIN_GROUPS = 12
-# rank correlation of the two ways to remove a group, the mean over so many images: the smallest
-# groups above the first are taken, else those with the highest, if it is above the second
+# rank correlation of the two ways to remove a group, averaged over RELIABILITY_IMAGES images: the
+# smallest groups above CLEAR_RELIABILITY are taken, otherwise those with the highest correlation if
+# it is above MIN_RELIABILITY
 CLEAR_RELIABILITY = 0.8
 MIN_RELIABILITY = 0.3
 RELIABILITY_IMAGES = 4
-AGREES, AGREES_PARTLY, DOES_NOT_AGREE, NOT_CHECKED = VERDICTS = (
-    "agrees",
-    "agrees partly",
-    "does not agree",
-    "not checked",
+CONFIRMED, PARTLY_CONFIRMED, NOT_CONFIRMED, NOT_TESTED = VERDICTS = (
+    "confirmed",
+    "partly confirmed",
+    "not confirmed",
+    "not tested",
 )
 
 
 @dataclass(frozen=True)
 class SanityCheck:
-    """The check of one map and what follows from it."""
+    """The patch-removal test of one map.
 
-    # one of VERDICTS
+    Attributes:
+        verdict: One of `VERDICTS`.
+        reason: The reason in words.
+        agreement: Correlation of the patches' ranks in the map with the evidence, -1 to 1.
+        p_value: Fraction of the alternatives, including the map, that agree as well as the map.
+        alternatives: Number of alternatives.
+        evidence: "leave-one-out" or "removal-gradient".
+        patches: The patches that were removed, such as "groups of 4 × 4 patches".
+    """
+
     verdict: str
-    # a sentence
     reason: str
-    # correlation of the patches' ranks in the map with the evidence, -1 to 1
     agreement: float
-    # fraction of the alternatives, the map included, that agree as well
     p_value: float
     alternatives: int
-    # leave-one-out or removal-gradient
     evidence: str
-    # what was left out: "single patches", or for example "groups of 4 × 4 patches"
     patches: str
 
     def __str__(self) -> str:
@@ -90,11 +97,14 @@ class SanityCheck:
 
 @dataclass(frozen=True)
 class GroupSize:
-    """The side of the groups of patches that a model reacts to, as `choose_group_size` found it."""
+    """Size of the groups of patches that a model reacts to, found by `choose_group_size`.
 
-    # patches; None where removing groups of no size gives a clear answer
+    Attributes:
+        side: Patches a side; None if no size gives a clear answer.
+        reliability: Rank correlation of both ways to remove them; 1 if there was nothing to choose.
+    """
+
     side: int | None
-    # rank correlation of both ways to remove them; 1 where there was nothing to choose
     reliability: float = 1.0
 
     def __str__(self) -> str:
@@ -109,19 +119,24 @@ SINGLE_PATCHES = GroupSize(1)
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the probability of one class of each image loses without each of some groups of
-    patches."""
+    """Losses of the probability of one class of each image without groups of patches.
+
+    Attributes:
+        name: "leave-one-out", "removal-gradient" or "none".
+        drops: Loss without each group.
+        groups: Patches of each group, on the host.
+        size: Size of the groups.
+    """
 
     name: str
     drops: Float[Tensor, "B m"]
-    # on the host: the patches of each group
     groups: Bool[Tensor, "m P"]
     size: GroupSize = SINGLE_PATCHES
 
 
 class MapChecks(NamedTuple):
-    """The checks of one map of each image as tensors, so that they are copied to the host together
-    with the maps."""
+    """Tests of one map of each image, as tensors that are copied to the host together with the
+    maps."""
 
     p_value: Float[Tensor, " B"]
     agreement: Float[Tensor, " B"]
@@ -131,7 +146,7 @@ class MapChecks(NamedTuple):
     size: GroupSize
 
     def to_list(self) -> list[SanityCheck]:
-        """The check of each image; the tensors are on the host."""
+        """Return the test of each image; the tensors must be on the host."""
         checks = []
         columns = (self.p_value.tolist(), self.agreement.tolist(), self.is_constant.tolist())
         for p_value, agreement, is_constant in zip(*columns, strict=True):
@@ -160,28 +175,28 @@ def check_maps(
     predicted_first: bool = False,
     group_size: GroupSize | None = None,
 ) -> list[list[MapChecks]]:
-    """Check maps of one forward pass.
+    """Test maps of one forward pass.
 
     Args:
-        forward: the pass, with its graph kept.
-        targets: the classes that are explained.
-        maps: of each method, for these classes. Maps that don't depend on the class are checked
+        forward: The pass, whose graph is kept.
+        targets: Classes that are explained.
+        maps: Maps of each method for these classes. Maps that don't depend on the class are tested
             for the predicted one.
-        predicted_first: the first targets are the predicted classes, so that their evidence
-            serves both kinds of maps.
-        group_size: what `choose_group_size` found for this model; by default it is asked.
+        predicted_first: The first targets are the predicted classes, so that their evidence is
+            used for both kinds of maps.
+        group_size: Size from `choose_group_size`. None: it is chosen here.
 
     Returns:
-        The checks by method and class, on the model's device.
+        The tests by method and class, on the model's device.
     """
     predicted = targets[:, 0] if predicted_first else forward.logits.argmax(dim=1)
     group_size = group_size or choose_group_size(forward)
-    # by column of the targets (-1: the predicted class) and whether the removal gradient is barred
+    # by column of the targets (-1: the predicted class), and whether to avoid the removal gradient
     evidence: dict[tuple[int, bool], Evidence] = {}
     checks: list[list[MapChecks]] = [[] for _ in maps]
     for method_maps, method_checks in zip(maps, checks, strict=True):
         is_specific = method_maps.method.class_specific
-        # groups are left out whatever the method, so that methods share that
+        # groups are left out for every method, which share that evidence
         is_circular = (
             method_maps.method.uses_removal
             and group_size.side == 1
@@ -199,21 +214,21 @@ def check_maps(
 
 
 def check_map(maps: PatchMaps, evidence: Evidence) -> MapChecks:
-    """Compare each image's map with the evidence of its class, beside the map's alternatives."""
+    """Compare each image's map, and its alternatives, with the evidence of its class."""
     grid = (maps.shape[1], maps.shape[2])
     compared = _compare_groups(grid, group_members(evidence.groups), maps.device)
-    # double, since p-values count ties
+    # double precision, because p-values count ties
     drops = evidence.drops.double()
     ranks = _centred_ranks(maps.flatten(1).float()).double()
     correlations = [_correlate_alternatives(ranks, drops, compared)]
     if len(evidence.groups) >= MIN_GROUPS:
-        # once more without the trend, so that a map of the middle isn't taken for one of an object
+        # once more without the trend, so that a map of the middle isn't confirmed as one of an object
         trend, inverse = _quadratic(grid, maps.device)
         ranks = ranks - ranks @ trend @ inverse
         drops = drops - drops @ compared.trend @ compared.inverse
         correlations.append(_correlate_alternatives(ranks, drops, compared))
 
-    # the map itself is the first alternative; rounding must not put it behind its equals
+    # the map itself is the first alternative; rounding must not rank it behind equal ones
     p_values = [
         (alternatives >= alternatives[:, :1] - 1e-6).double().mean(dim=1)
         for alternatives in correlations
@@ -229,18 +244,18 @@ def check_map(maps: PatchMaps, evidence: Evidence) -> MapChecks:
 
 
 def choose_group_size(forward: Forward) -> GroupSize:
-    """Find the smallest groups of patches whose removal gives a clear answer: leaving their tokens
-    out and painting them over rank them alike, in the mean over the first images. For models that
-    need all tokens the second way is to blur them.
+    """Find the smallest groups of patches whose removal gives a clear answer: dropping their tokens
+    and painting them over rank them alike, in the mean over the first images. For models that need
+    all tokens, painting is compared with blurring.
 
-    On small grids single patches are left out whatever they change.
+    On small grids single patches are left out even if they change little.
     """
     if _leaves_all_out(forward):
         return SINGLE_PATCHES
     images = forward.images[:RELIABILITY_IMAGES].detach()
     classes = forward.logits[:RELIABILITY_IMAGES].argmax(dim=1)
     fills: tuple[Fill, Fill] = ("auto", "mean")
-    if not can_drop_tokens(forward.model):
+    if not forward.reader.can_drop_tokens:
         fills = ("mean", "blur")
 
     best = GroupSize(None, 0.0)
@@ -249,20 +264,7 @@ def choose_group_size(forward: Forward) -> GroupSize:
         if len(groups) < MIN_GROUPS:
             break
         left_out, painted = (
-            leave_one_out(
-                build_predictor(
-                    forward.model,
-                    images,
-                    classes,
-                    grid=forward.grid,
-                    target=forward.target,
-                    fill=fill,
-                ),
-                batch=len(images),
-                groups=groups,
-                device=images.device,
-            )
-            for fill in fills
+            _leave_groups_out(forward, images, classes, groups, fill=fill) for fill in fills
         )
         correlation = rank_correlation(left_out[:, None], painted[:, None])
         size = GroupSize(side, correlation.mean().item())
@@ -273,12 +275,12 @@ def choose_group_size(forward: Forward) -> GroupSize:
 
 
 def choose_groups(grid: Grid, side: int) -> Bool[Tensor, "m P"]:
-    """Up to `MAX_GROUPS` tiles of side × side patches: all of them, or one out of each part of the
-    image. The same in every image, so that a check doesn't depend on the batch."""
+    """Choose up to `MAX_GROUPS` tiles of side × side patches: all of them, or one in each part of the
+    image. They are the same in every image, so that a test doesn't depend on the batch."""
     tiles = tile_patches(grid, side)
     if len(tiles) <= MAX_GROUPS:
         return tiles
-    # parts that are about as high as wide, in tiles
+    # parts are about as high as wide, in tiles
     rows = math.ceil(grid[0] / side)
     columns = len(tiles) // rows
     num_down = min(max(round(math.sqrt(MAX_GROUPS * rows / columns)), 1), rows, MAX_GROUPS)
@@ -301,22 +303,22 @@ def occlusion_reference(
     circular: bool = False,
     size: GroupSize = SINGLE_PATCHES,
 ) -> Evidence:
-    """Measure what the probability of each image's class loses without each group of patches.
+    """Measure the loss of each image's class probability without each group of patches.
 
     Args:
-        forward: the pass, with its graph kept.
-        classes: one class of each image.
-        circular: the removal gradient would be compared with itself, so that it is no evidence.
-        size: of the groups.
+        forward: The pass, whose graph is kept.
+        classes: One class of each image.
+        circular: The removal gradient would be compared with itself, so it can't be the evidence.
+        size: Size of the groups.
     """
     leaves_all_out = _leaves_all_out(forward)
     every_patch = tile_patches(forward.grid, 1)
     if size.side is None:
-        # nothing to compare with
+        # there is nothing to compare with
         return Evidence("none", torch.zeros_like(forward.logits[:, :1]), every_patch[:1], size)
     has_layers = bool(forward.record.layers)
     if size.side == 1 and has_layers and not leaves_all_out and not circular:
-        # a pooling whose gates are unknown has no removal gradient
+        # there is no removal gradient if the gates of the pooling are unknown
         no_gradient = suppress(ValueError)
         float32 = torch.autocast(forward.images.device.type, enabled=False)
         with no_gradient, torch.enable_grad(), float32:
@@ -326,75 +328,87 @@ def occlusion_reference(
 
     groups = every_patch if leaves_all_out else choose_groups(forward.grid, size.side)
     images = forward.images.detach()
-    drops = leave_one_out(
-        build_predictor(forward.model, images, classes, grid=forward.grid, target=forward.target),
-        batch=len(images),
-        groups=groups,
-        device=images.device,
-    )
+    drops = _leave_groups_out(forward, images, classes, groups)
     return Evidence("leave-one-out", drops, groups, size)
 
 
+def _leave_groups_out(
+    forward: Forward,
+    images: Images,
+    classes: Int[Tensor, " b"],
+    groups: Bool[Tensor, "m P"],
+    *,
+    fill: Fill = "auto",
+) -> Float[Tensor, "b m"]:
+    """Measure the loss of each image's class probability without each of `groups`."""
+    compute_kept = build_removal(forward.reader, images, grid=forward.grid, fill=fill)
+    predict = build_probability(compute_kept, classes, target=forward.target)
+    return leave_one_out(predict, batch=len(images), groups=groups, device=images.device)
+
+
 def _leaves_all_out(forward: Forward) -> bool:
-    """Whether every patch is left out, for all methods."""
-    return forward.grid[0] * forward.grid[1] <= LEAVE_OUT_ALL and can_drop_tokens(forward.model)
+    """Return whether every patch is left out, for all methods."""
+    return forward.grid[0] * forward.grid[1] <= LEAVE_OUT_ALL and forward.reader.can_drop_tokens
 
 
 def _find_verdict(
     p_value: float, alternatives: int, size: GroupSize, *, is_constant: bool
 ) -> tuple[str, str]:
-    """Verdict and reason."""
+    """Return verdict and reason."""
     if size.side is None:
         reason = (
-            f"this model gives no clear answer to what single patches or {size} do: leaving them"
-            f" out and painting them over rank them differently (ρ {size.reliability:.2f})"
+            f"for this model the effect of single patches or {size} is not clear: dropping them and"
+            f" painting them over rank them differently (ρ {size.reliability:.2f})"
         )
-        return NOT_CHECKED, reason
+        return NOT_TESTED, reason
     if is_constant:
-        return DOES_NOT_AGREE, "every patch has the same value"
+        return NOT_CONFIRMED, "every patch has the same value"
     if alternatives < MIN_ALTERNATIVES:
-        reason = f"a map of so few patches has only {alternatives} alternatives to compare with"
-        return NOT_CHECKED, reason
-    what = f"with what leaving out {size} does"
-    if p_value > MAX_P_AGREES_PARTLY:
-        return DOES_NOT_AGREE, f"{what}, no better than copies of the map moved elsewhere"
-    # rounded down: 94.9 % are not the 95 % of the verdict
+        reason = f"with so few patches there are only {alternatives} shifted copies of the map"
+        return NOT_TESTED, reason
+    test = f"shifted copies of the map ({size} removed)"
+    if p_value > MAX_P_PARTLY_CONFIRMED:
+        return NOT_CONFIRMED, f"no better than {test}"
+    # rounded down, because 94.9 % are less than the verdict's 95 %
     percent = math.floor(100 * (1 - p_value) + 1e-6)
-    reason = f"{what}, better than {percent} % of its copies moved elsewhere"
-    return (AGREES if p_value <= MAX_P_AGREES else AGREES_PARTLY), reason
+    verdict = CONFIRMED if p_value <= MAX_P_CONFIRMED else PARTLY_CONFIRMED
+    return verdict, f"better than {percent} % of {test}"
 
 
-def count_agreeing(verdicts: Mapping[str, Sequence[str]]) -> list[str]:
-    """A line for each method: on how many maps it agrees.
+def count_confirmed(verdicts: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line for each method that says how many of its maps are confirmed.
 
     Args:
-        verdicts: of each method's maps; those that were not checked don't count.
+        verdicts: Verdicts of each method's maps. Maps that were not tested don't count.
     """
     lines = []
     for method, map_verdicts in verdicts.items():
-        checked = [verdict for verdict in map_verdicts if verdict != NOT_CHECKED]
-        if checked:
-            count = checked.count(AGREES)
+        tested = [verdict for verdict in map_verdicts if verdict != NOT_TESTED]
+        if tested:
+            count = tested.count(CONFIRMED)
             lines.append(
-                f"{method} agrees with what leaving patches out does on {count} of "
-                f"{len(checked)} images"
+                f"{method}: {count} of {len(tested)} maps confirmed by the patch-removal test"
             )
     return lines
 
 
 class _ComparedGroups(NamedTuple):
-    """What a check needs of its groups, on the device."""
+    """The groups of a test, on the device.
 
-    # which patch of the map each alternative shows, at the patches of any group
+    Attributes:
+        places: Patch of the map that each alternative shows at each patch of a group.
+        means: Matrix from the values at these patches to the mean of each group.
+        trend: 1, x, y, x², xy and y² of each group.
+        inverse: Pseudoinverse of the trend.
+    """
+
     places: Int[Tensor, "K members"]
-    # values at these to the mean of each group
     means: Float[Tensor, "members m"]
-    # 1, x, y, x², xy and y² of each group, and the pseudoinverse
     trend: Float[Tensor, "m 6"]
     inverse: Float[Tensor, "6 m"]
 
 
-# copied to the device once, which each batch would wait for
+# copied to the device once, because each copy waits for the device
 @lru_cache(maxsize=16)
 def _compare_groups(
     grid: Grid, groups: tuple[tuple[int, ...], ...], device: torch.device
@@ -418,12 +432,12 @@ def _compare_groups(
 def _correlate_alternatives(
     ranks: Float[Tensor, "B P"], drops: Float[Tensor, "B m"], compared: _ComparedGroups
 ) -> Float[Tensor, "B K"]:
-    """Pearson's correlation of the drops with the mean ranks of each alternative's groups; 0 where
-    one is constant."""
+    """Compute Pearson's correlation of the drops with the mean ranks of each alternative's groups; 0
+    if one of them is constant."""
     drops = drops - drops.mean(dim=1, keepdim=True)
     has_single_patches = compared.means.shape[0] == compared.means.shape[1]
     correlations = []
-    # one image at a time: K × P numbers each
+    # one image at a time, because each needs K × P numbers
     for image_ranks, drop in zip(ranks, drops, strict=True):
         moved = image_ranks[compared.places]
         if not has_single_patches:
@@ -436,8 +450,8 @@ def _correlate_alternatives(
 
 @lru_cache(maxsize=4)
 def _alternatives(grid: Grid) -> Int[Tensor, "K P"]:
-    """Which patch of a map each place of an alternative shows: the map itself, then its copies,
-    mirrored (on square grids also transposed) and moved around the edges; at most
+    """Return the patch of the map that each place of an alternative shows: the map itself, then its
+    shifted copies, mirrored (on square grids also transposed) and moved around the edges; at most
     `MAX_ALTERNATIVES`, evenly chosen."""
     index = torch.arange(grid[0] * grid[1]).reshape(grid)
     mirrored = [index.flip(sides) for sides in ((), (0,), (1,), (0, 1))]
@@ -458,7 +472,7 @@ def _alternatives(grid: Grid) -> Int[Tensor, "K P"]:
 def _quadratic(
     grid: Grid, device: torch.device
 ) -> tuple[Float[Tensor, "P 6"], Float[Tensor, "6 P"]]:
-    """1, x, y, x², xy and y² of each patch, and the pseudoinverse."""
+    """Compute 1, x, y, x², xy and y² of each patch, and the pseudoinverse."""
     down, across = (torch.linspace(-1, 1, side, dtype=torch.float64) for side in grid)
     y, x = (values.flatten() for values in torch.meshgrid(down, across, indexing="ij"))
     trend = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
@@ -466,11 +480,11 @@ def _quadratic(
 
 
 def randomise_weights(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """A copy whose parameters each have their numbers shuffled: nothing learned is left, but every
-    scale is.
+    """Return a copy with the numbers of each parameter shuffled, which keeps every scale and nothing
+    that was learned.
 
-    The check is that of Adebayo et al. (2018). Shuffled trained weights are a harder one than fresh
-    ones, whose small numbers make attention uniform and any map different.
+    The check is from Adebayo et al. (2018). Shuffled weights make it harder than new ones, whose
+    small numbers make attention uniform and any map different.
     """
     randomised = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
@@ -482,8 +496,8 @@ def randomise_weights(model: nn.Module, *, seed: int = 0) -> nn.Module:
 
 
 def rank_correlation(first: PatchMaps, second: PatchMaps) -> Float[Tensor, " B"]:
-    """Spearman's correlation of each pair of maps, ties sharing their mean rank; 0 where one is
-    constant."""
+    """Compute Spearman's correlation of each pair of maps, with mean ranks for ties; 0 if one of them
+    is constant."""
     left = _centred_ranks(first.flatten(1))
     right = _centred_ranks(second.flatten(1))
     norms = left.norm(dim=1) * right.norm(dim=1)
@@ -493,7 +507,7 @@ def rank_correlation(first: PatchMaps, second: PatchMaps) -> Float[Tensor, " B"]
 def _centred_ranks(values: Float[Tensor, "B P"]) -> Float[Tensor, "B P"]:
     values = values.contiguous()
     ordered = values.sort(dim=1).values
-    # of tied values the first and the last rank, whose mean they share
+    # tied values get the mean of the first and the last of their ranks
     lowest = torch.searchsorted(ordered, values)
     highest = torch.searchsorted(ordered, values, right=True) - 1
     ranks = (lowest + highest) / 2

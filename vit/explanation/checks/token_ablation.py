@@ -1,17 +1,17 @@
-"""The probability of a class when patches are removed.
+"""The probability of a class without some of the patches.
 
-A vision transformer takes any number of tokens, so a patch is removed by leaving its token out
-after the position embedding: nothing is painted over, and no image is made that is unlike those of
-the training (Jain et al. 2022, "Missingness bias in model debugging"). Painting patches over with
-the mean colour is there to compare, and for models that need all of their tokens; so is blurring
-them (Petsiuk et al. 2018, RISE), which keeps colours and loses shapes.
+A vision transformer takes any number of tokens, so a patch is removed by dropping its token after
+the position embedding. No image has to be painted over, which would look unlike the training images
+(Jain et al. 2022, "Missingness bias in model debugging"). Painting patches with the mean colour is
+for comparison and for models that need all of their tokens; so is blurring them (Petsiuk et al.
+2018, RISE), which keeps colours and removes shapes.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
-from typing import Literal
+from functools import lru_cache, partial
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,57 +19,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Grid
-from vit.explanation.capture.tokens import can_drop_tokens, change_tokens
+from vit.explanation.capture.reader import ModelReader, read_model
+from vit.explanation.capture.tokens import change_tokens
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
-from vit.runtime.tensors import Images
+from vit.runtime.tensors import Images, Tokens
 
-# drop tokens where the model allows it, else paint; or always paint, or blur
+# drop tokens if the model allows it, otherwise paint; always paint; or blur
 Fill = Literal["auto", "mean", "blur"]
-# of the patches removed, of deletion curves: 0 to 0.9
+# fractions of the patches that deletion curves remove: 0 to 0.9
 FRACTIONS = tuple(step / 10 for step in range(10))
 
-# row r is about image r modulo B: any number of removals from each of the B images, together.
+# from kept patches to probabilities; row r is about image r modulo B, any number of rows for each
 Predict = Callable[[Int[Tensor, "R kept"]], Float[Tensor, " R"]]
-# from images, by their place among B, and the patches of each that are kept, to its logits
+# from places among the B images, and the patches of each that are kept, to logits
 ComputeKept = Callable[[Int[Tensor, " R"], Int[Tensor, "R kept"]], Float[Tensor, "R C"]]
 
 
-def build_predictor(
-    model: nn.Module,
-    images: Images,
-    classes: Int[Tensor, " B"],
-    *,
-    grid: Grid,
-    target: Target = CLASS,
-    fill: Fill = "auto",
-    precision: Precision = "float32",
-    batch_size: int = 64,
-    on_forward: Callable[[float], object] = lambda forwards: None,
+def build_probability(
+    compute_kept: ComputeKept, classes: Int[Tensor, " B"], *, target: Target = CLASS
 ) -> Predict:
     """Build a function from the patches that are kept to the probability of each image's class.
 
     Args:
-        model, images, grid, fill, precision, batch_size, on_forward: as of `build_removal`.
-        classes: of each image, [B].
-        target: what is measured in the place of the class's probability.
+        compute_kept: Function from `build_removal` for the same images.
+        classes: Class of each image, [B].
+        target: Number that is computed instead of the class's probability.
 
     Returns:
         A function from kept patches [R, kept], R a multiple of B, to probabilities [R].
     """
-    compute_kept = build_removal(
-        model,
-        images,
-        grid=grid,
-        fill=fill,
-        precision=precision,
-        batch_size=batch_size,
-        on_forward=on_forward,
-    )
-    # where every patch is kept, each image once
-    image_rows = torch.arange(len(images), device=images.device)
+    image_rows = torch.arange(len(classes), device=classes.device)
 
     @torch.no_grad()
     def predict(kept: Int[Tensor, "R kept"]) -> Float[Tensor, " R"]:
@@ -82,7 +64,7 @@ def build_predictor(
 
 @torch.no_grad()
 def build_removal(
-    model: nn.Module,
+    model: nn.Module | ModelReader,
     images: Images,
     *,
     grid: Grid,
@@ -91,25 +73,25 @@ def build_removal(
     batch_size: int = 64,
     on_forward: Callable[[float], object] = lambda forwards: None,
 ) -> ComputeKept:
-    """Build a function from the patches that are kept of images to their logits.
+    """Build a function from kept patches of images to logits.
 
-    Images are embedded once, and what keeps every patch is computed once.
+    Images are embedded once, and logits with all patches are computed once.
 
     Args:
-        model: a classifier; its capture is known to work.
-        images: normalised, [B, 3, H, W], on the model's device.
-        grid: rows and columns of patches.
-        fill: "auto" leaves the tokens of the other patches out where the model allows it; "mean"
-            paints their pixels with the image's mean colour, "blur" with the image blurred by a
-            Gaussian whose σ is a patch's side.
-        precision: of the forward passes.
-        batch_size: whole images at a time; of images with few tokens so many more.
-        on_forward: is called with the work done, 1 for each whole image.
+        model: A classifier whose capture is verified.
+        images: Normalised images [B, 3, H, W], on the model's device.
+        grid: Rows and columns of patches.
+        fill: "auto" drops the tokens of the other patches if the model allows it; "mean" paints
+            their pixels with the image's mean colour, "blur" with the image blurred by a Gaussian
+            whose σ is a patch's side.
+        precision: Precision of the forward passes.
+        batch_size: Whole images at a time; with fewer tokens, more images in proportion.
+        on_forward: Called with the work done, 1 for each whole image.
 
     Returns:
         A function from places [R] among the images and kept patches [R, kept] to logits [R, C].
     """
-    drops_tokens = fill == "auto" and can_drop_tokens(model)
+    reader = read_model(model)
     num_patches = grid[0] * grid[1]
     all_tokens: list[Tensor] = []
     all_logits: list[Tensor] = []
@@ -118,50 +100,38 @@ def build_removal(
         all_tokens.append(tokens)
         return tokens
 
-    # whole images once: their logits, and the tokens that enter the encoder
+    # whole images once: their logits, and the tokens before the first block
     for batch in torch.split(images, batch_size):
         with ExitStack() as contexts:
             contexts.enter_context(autocast(images.device, precision))
-            if drops_tokens:
-                contexts.enter_context(change_tokens(model, record_tokens))
-            all_logits.append(compute_logits(model, batch))
+            if fill == "auto" and reader.can_drop_tokens:
+                contexts.enter_context(change_tokens(reader, record_tokens))
+            all_logits.append(compute_logits(reader.model, batch))
     image_logits = torch.cat(all_logits)
-    image_tokens = torch.cat(all_tokens) if all_tokens else None
-    num_prefix_tokens = 0 if image_tokens is None else image_tokens.shape[1] - num_patches
-    if fill == "blur":
-        background = _blur(images, grid)
+    compute_rows: ComputeKept
+    num_tokens = num_patches
+    if all_tokens:
+        image_tokens = torch.cat(all_tokens)
+        num_tokens = image_tokens.shape[1]
+        compute_rows = partial(_classify_tokens, reader, images, image_tokens, num_patches)
     else:
         background = images.mean(dim=(-1, -2), keepdim=True)
-
-    def compute_rows(rows: Int[Tensor, " r"], kept: Int[Tensor, "r kept"]) -> Float[Tensor, "r C"]:
-        if image_tokens is None:
-            painted = _paint_over(images[rows], background[rows], kept, grid)
-            return compute_logits(model, painted)
-
-        prefix = image_tokens[rows, :num_prefix_tokens]
-        patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
-        tokens = torch.cat([prefix, patches], dim=1)
-        if isinstance(model, VisionTransformer):
-            # its convolutional stem may cost as much as its blocks, so it isn't run again
-            for block in model.blocks:
-                tokens = block(tokens)
-            with torch.autocast(images.device.type, enabled=False):
-                return model.forward_head(model.norm(tokens).float())
-        with change_tokens(model, lambda embedded_again: tokens):
-            return compute_logits(model, images[rows])
+        if fill == "blur":
+            background = _blur(images, grid)
+        compute_rows = partial(_classify_painted, reader.model, images, background, grid)
 
     @torch.no_grad()
     def compute_kept(
         places: Int[Tensor, " R"], kept: Int[Tensor, "R kept"]
     ) -> Float[Tensor, "R C"]:
-        # every patch is kept, in whatever order
+        # every patch is kept, in any order
         if kept.shape[1] == num_patches:
             return image_logits[places]
 
         # the encoder takes as many tokens at a time as a batch of whole images has
         work_per_row = 1.0
-        if image_tokens is not None:
-            work_per_row = (num_prefix_tokens + kept.shape[1]) / image_tokens.shape[1]
+        if all_tokens:
+            work_per_row = (num_tokens - num_patches + kept.shape[1]) / num_tokens
         rows_at_once = max(int(batch_size / work_per_row), 1)
         logits = []
         with autocast(images.device, precision):
@@ -176,15 +146,51 @@ def build_removal(
     return compute_kept
 
 
+def _classify_tokens(
+    reader: ModelReader,
+    images: Images,
+    image_tokens: Tokens,
+    num_patches: int,
+    rows: Int[Tensor, " r"],
+    kept: Int[Tensor, "r kept"],
+) -> Float[Tensor, "r C"]:
+    """Compute logits from the prefix tokens and the tokens of the kept patches."""
+    num_prefix_tokens = image_tokens.shape[1] - num_patches
+    prefix = image_tokens[rows, :num_prefix_tokens]
+    patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
+    tokens = torch.cat([prefix, patches], dim=1)
+    if not reader.is_ours:
+        with change_tokens(reader, lambda embedded_again: tokens):
+            return compute_logits(reader.model, images[rows])
+    # a convolutional stem may cost as much as the blocks, so it doesn't run again
+    ours = cast("VisionTransformer", reader.model)
+    for block in ours.blocks:
+        tokens = block(tokens)
+    with torch.autocast(images.device.type, enabled=False):
+        return ours.forward_head(ours.norm(tokens).float())
+
+
+def _classify_painted(
+    model: nn.Module,
+    images: Images,
+    background: Float[Tensor, "B 3 #height #width"],
+    grid: Grid,
+    rows: Int[Tensor, " r"],
+    kept: Int[Tensor, "r kept"],
+) -> Float[Tensor, "r C"]:
+    """Compute logits of images whose other patches show the background."""
+    return compute_logits(model, _paint_over(images[rows], background[rows], kept, grid))
+
+
 def compute_without(
     compute_kept: ComputeKept, places: Int[Tensor, " R"], removed: Bool[Tensor, "R P"]
 ) -> Float[Tensor, "R C"]:
-    """Logits of images without some of their patches, of each image as many as it may be.
+    """Compute logits of images without any number of their patches.
 
     Args:
-        compute_kept: of `build_removal`.
-        places: of each row's image among those images.
-        removed: the patches that each row leaves out, at least one of which stays.
+        compute_kept: Function from `build_removal`.
+        places: Place of each row's image among its images.
+        removed: Patches that each row leaves out; at least one stays.
     """
     num_kept = (~removed).sum(dim=1)
     order = num_kept.argsort(stable=True)
@@ -200,7 +206,7 @@ def compute_without(
 def deletion_curve(
     predict: Predict, order: Int[Tensor, "R P"], *, fractions: Sequence[float] = FRACTIONS
 ) -> Float[Tensor, "R steps"]:
-    """Probabilities while the first patches of `order` are removed, at each of the `fractions` of
+    """Compute the probabilities without the first patches of `order`, for each of the `fractions` of
     the patches."""
     num_patches = order.shape[1]
     return torch.stack(
@@ -211,13 +217,13 @@ def deletion_curve(
 def area_under(
     curve: Float[Tensor, "R steps"], *, fractions: Sequence[float] = FRACTIONS
 ) -> Float[Tensor, " R"]:
-    """Trapezoidal area, divided by the range of the fractions: a mean probability."""
+    """Compute the trapezoidal area divided by the range of the fractions: a mean probability."""
     points = torch.tensor(fractions, dtype=curve.dtype, device=curve.device)
     return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])
 
 
 def tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
-    """The patches of each tile of about size × size patches, row by row. Where a side is not a
+    """Return the patches of each tile of about size × size patches, row by row. If a side is not a
     multiple of `size`, tiles differ by one row or column."""
     sides = []
     for side in grid:
@@ -231,13 +237,13 @@ def tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
 def leave_one_out(
     predict: Predict, *, batch: int, groups: Bool[Tensor, "m P"], device: torch.device
 ) -> Float[Tensor, "B m"]:
-    """The drop in probability when one group of patches is left out (leave-one-out occlusion).
+    """Compute the drop in probability without each group of patches (leave-one-out occlusion).
 
     Args:
-        predict: of `build_predictor`.
-        batch: number of images.
-        groups: the patches of each group, on the host, see `tile_patches`.
-        device: the images'.
+        predict: Function from `build_probability`.
+        batch: Number of images.
+        groups: Patches of each group, on the host, see `tile_patches`.
+        device: Device of the images.
     """
     num_patches = groups.shape[1]
     probabilities = [
@@ -249,11 +255,11 @@ def leave_one_out(
 
 
 def group_members(groups: Bool[Tensor, "m P"]) -> tuple[tuple[int, ...], ...]:
-    """The patches of each group, as what a cache can look up."""
+    """Return the patches of each group, in a form that a cache can look up."""
     return tuple(tuple(group.nonzero()[:, 0].tolist()) for group in groups)
 
 
-# copied to the device once, which each batch would wait for
+# copied to the device once, because each copy waits for the device
 @lru_cache(maxsize=16)
 def _patches_outside(
     groups: tuple[tuple[int, ...], ...], num_patches: int, device: torch.device
@@ -266,12 +272,12 @@ def _patches_outside(
 
 
 def _blur(images: Images, grid: Grid) -> Images:
-    """The images blurred by a Gaussian whose σ is a patch's side, cut off at two σ."""
+    """Blur the images by a Gaussian whose σ is a patch's side, cut off at two σ."""
     channels, height, width = images.shape[1:]
     blurred = images
     for axis, (side, num_patches) in enumerate(zip((height, width), grid, strict=True)):
         sigma = side / num_patches
-        # reflecting takes no more than the image has
+        # reflection can add at most the image's own pixels
         radius = min(round(2 * sigma), side - 1)
         offsets = torch.arange(-radius, radius + 1, device=images.device, dtype=images.dtype)
         kernel = torch.exp(-((offsets / sigma) ** 2) / 2)

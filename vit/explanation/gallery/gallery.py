@@ -1,4 +1,4 @@
-"""The gallery: one HTML file to compare attention maps, and to see what each token attends to."""
+"""The gallery: one HTML file to compare attention maps and to look at single tokens."""
 
 import base64
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.data.dataset import printable
-from vit.explanation.checks.sanity_checks import VERDICTS, count_agreeing
+from vit.explanation.checks.sanity_checks import VERDICTS, count_confirmed
 from vit.explanation.methods.sinks import count_sinks
 from vit.explanation.records import ClassValues, ImageResult, MapResult
-from vit.explanation.render.overlay import palette, quantise
 from vit.explanation.render.page import encode_picture, render_page
+from vit.explanation.render.scale import palette, quantise
 from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
 from vit.explanation.render.token_features import TokenFeatures
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.runtime.files import write_text
 
 _TEMPLATE = Path(__file__).with_name("gallery.html.jinja")
-MAX_IMAGES = 200  # browsers don't open much larger pages
-# of `TokenDetails`: of all images of a page, and of each image in any page
+MAX_IMAGES = 200  # browsers can't open much larger pages
+# bytes of `TokenDetails`: of all images on a page, and at least of each image
 _PAGE_TOKEN_BYTES = 2_640_000
 _MIN_TOKEN_BYTES = 160_000
 _PHOTO_SIDE = 400  # pixels
 _NUM_NEIGHBOURS = 4
 _NEIGHBOUR_SIDE = 64  # pixels
-# of the pictures of an image's neighbours, as they are encoded: three bytes of tokens give four
+# encoded size of the pictures of an image's neighbours; encoding turns three bytes into four
 _NEIGHBOUR_CHARACTERS = 16_000
 
 
@@ -38,11 +38,12 @@ class Gallery:
     """Collects explained images and writes them as one page.
 
     Args:
-        bundle: the model.
-        num_images: how many will be added; of few, more of their tokens is shown.
-        best_method: the method that measured best for the model. The page opens on it, or else on
-            the first.
-        smooth: interpolate between patches; else each has one colour.
+        bundle: The model.
+        num_images: Number of images that will be added; with few images there is room for more
+            details of tokens.
+        best_method: Method that measured best for the model. The page opens with it, or with the
+            first method.
+        smooth: Interpolate between patches. Otherwise each has one colour.
     """
 
     def __init__(
@@ -55,27 +56,27 @@ class Gallery:
     ) -> None:
         self._bundle = bundle
         self._smooth = smooth
-        self._verdicts: dict[str, list[str]] = {}  # by method, of all images
+        self._verdicts: dict[str, list[str]] = {}  # by method, for all images
         self._sink_fractions: dict[str, list[float]] = {}
         self._best_method = best_method
         self._training_photos = TrainingPhotos(bundle, side=_NEIGHBOUR_SIDE)
         self._token_bytes = max(_PAGE_TOKEN_BYTES // max(num_images, 1), _MIN_TOKEN_BYTES)
-        # the page doesn't become larger by them
+        # their pictures take the room of token details
         if not self._training_photos.problem:
             self._token_bytes -= _NEIGHBOUR_CHARACTERS * 3 // 4
         self._methods: list[str] = []
         self._summaries: list[dict[str, Any]] = []
-        self._images: list[str] = []  # JSON, which the page decodes when it shows the image
+        self._images: list[str] = []  # JSON, decoded when the page shows the image
         self._num_images = 0
 
     @property
     def token_bytes(self) -> int:
-        """How much each image's `TokenDetails` may take; 0 once the page is full."""
+        """Largest size of each image's `TokenDetails` in bytes; 0 when the page is full."""
         return self._token_bytes if len(self._images) < MAX_IMAGES else 0
 
     def add(self, images: Sequence[ImageResult]) -> None:
-        """Take a batch: photos as small JPEGs, maps in 8 bits; the first `MAX_IMAGES` of all."""
-        # browsers open a page of this size; the arrays and overlays are of all images
+        """Add a batch, with photos as small JPEGs and maps in 8 bits. Only the first `MAX_IMAGES`
+        images are shown; others count in the summary."""
         self._num_images += len(images)
         for result in (result for image in images for result in image.maps):
             if result.sanity_check is not None:
@@ -96,7 +97,7 @@ class Gallery:
 
     def write(self, path: Path, *, title: str) -> None:
         """Write the page."""
-        # what all images share; each image is a JSON text of its own, decoded when it is shown
+        # values for all images; each image is a separate JSON text, decoded when it is shown
         page = {
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
             "classes": list(self._bundle.class_names),
@@ -104,7 +105,7 @@ class Gallery:
             "methods": sorted(self._methods, key=lambda name: name != self._best_method),
             "best": self._best_method,
             "smooth": self._smooth,
-            "summary": count_agreeing(self._verdicts) + count_sinks(self._sink_fractions),
+            "summary": count_confirmed(self._verdicts) + count_sinks(self._sink_fractions),
             "images": self._summaries,
         }
         context = {
@@ -116,8 +117,8 @@ class Gallery:
         write_text(path, render_page(_TEMPLATE, context))
 
     def _summarise(self, image: ImageResult) -> dict[str, Any]:
-        """What the page finds, sorts and names an image by."""
-        verdicts: dict[str, str] = {}  # by method, of several classes the worst
+        """Return the values by which the page finds, sorts and names an image."""
+        verdicts: dict[str, str] = {}  # by method; for several classes the worst
         for result in image.maps:
             name = result.method.name
             verdict = VERDICTS[-1]
@@ -145,7 +146,7 @@ class Gallery:
         }
 
     def _describe(self, image: ImageResult) -> dict[str, Any]:
-        # the box as fractions, since the photo is reduced
+        # the box as fractions, because the photo is reduced
         width, height = image.geometry.original_size
         left, top, right, bottom = image.geometry.box
         photo = image.read_image()
@@ -174,8 +175,8 @@ class Gallery:
             "caption": result.describe(),
             "target": target and _use_percent(target),
             "signed": result.method.signed,
-            # the ends of the colours; values are stored in their own range, in multiples of an
-            # even share, which maps of two classes are compared by
+            # ends of the colours; values are stored in their own range, in multiples of the average
+            # patch, so that maps of two classes can be compared
             "ends": [scale.low, scale.high],
             "flat": scale.is_flat,
             "low": low,
@@ -191,14 +192,14 @@ class Gallery:
 
 
 def _use_percent(described: ClassValues) -> dict[str, Any]:
-    """A class with its probability in per cent."""
+    """Return a class with its probability in percent."""
     probability = described["probability"]
     percent = None if probability is None else round(100 * probability, 1)
     return {"index": described["index"], "name": described["name"], "percent": percent}
 
 
 def _fit_pictures(neighbours: Sequence[Neighbour]) -> list[Neighbour]:
-    """The neighbours, without the pictures that the page has no room for."""
+    """Return the neighbours without the pictures for which the page has no room."""
     fitting = []
     room = _NEIGHBOUR_CHARACTERS
     for neighbour in neighbours:
@@ -250,7 +251,7 @@ def _describe_features(features: TokenFeatures) -> dict[str, Any]:
         "colours": _encode(features.colours.numpy()),
         "norms": _encode(features.norms.numpy()),
         "max_norms": features.max_norms.tolist(),
-        # none where the page has no room for them
+        # None if the page has no room for them
         "coordinates": None if coordinates is None else _encode(coordinates.numpy()),
         "scales": None if scales is None else scales.tolist(),
     }

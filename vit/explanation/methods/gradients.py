@@ -1,12 +1,11 @@
-"""Maps that ask which patches speak for a class: attention weighted by the gradient of that class's
-logit.
+"""Maps of the evidence for a class: attention, tokens or pixels weighted by the gradient of the logit.
 
-Notation: A attention and G = ∂f/∂A of a layer [H, N, N], f the class's logit before the softmax, u
-the weights of the pooling, ()⁺ the positive part. Everything is for a whole batch; N×N matrices
-exist for a few images at a time.
+Notation: A is the attention and G = ∂f/∂A of a layer [H, N, N], f the class's logit before the
+softmax, u the weights of the pooling, ()⁺ the positive part. Functions take a whole batch; N×N
+matrices exist for a few images at a time.
 
-All functions take a forward pass with gradients, one class of each image and the options of the
-methods, and return the relevance of each token [B, N], prefix tokens included.
+All functions take a forward pass with gradients, one class of each image and the method's options,
+and return the relevance of each token [B, N], including prefix tokens.
 """
 
 import torch
@@ -20,22 +19,22 @@ from vit.explanation.capture.pooling import TokenWeights
 from vit.explanation.methods.rollout import normalise_rows
 from vit.explanation.targets import Classes
 from vit.model.logits import at_least_float32
-from vit.options import MapOptions
-from vit.runtime.tensors import Tokens
+from vit.runtime.tensors import Images, Tokens
 
 
-def compute_gae(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
-    """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6): Ā = mean_h
-    (G⊙A)⁺, R ← R + Ā·R from R = I, read as uᵀ(R − I): the identity stands for the tokens
-    themselves, not for what they took from others. The paper reads the class token's row on the
-    patches, where the identity is zero; of a mean over patches it would be nearly all of the map.
+def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> TokenWeights:
+    """Generic attention explanation (Chefer, Gur & Wolf, ICCV 2021, eq. 5 and 6).
 
-    Ā grows with the logit's scale, and so does the weight of Ā against the identity: maps of models
-    whose logits differ in scale don't compare.
+    Ā = mean_h (G⊙A)⁺, R ← R + Ā·R from R = I, and the map is uᵀ(R − I). The identity is subtracted
+    because it is the tokens' own share. The paper reads the class token's row at the patches, where
+    the identity is zero; for a mean over patches the identity would be nearly the whole map.
 
-    N×N matrices are never formed: of large images a few query rows at a time.
+    Ā grows with the logit's scale, and so does its weight relative to the identity, so maps of
+    models with other logit scales can't be compared.
+
+    For large images a few query rows are computed at a time, never N×N matrices.
     """
-    layers = forward.record.differentiate(forward.score(classes))[options.start_layer :]
+    layers = forward.record.differentiate(forward.score(classes))[start_layer:]
 
     def roll_up(images: slice) -> TokenWeights:
         row = at_least_float32(forward.pool_weights)[images]
@@ -52,7 +51,7 @@ def compute_gae(forward: Forward, classes: Classes, options: MapOptions) -> Toke
 def _multiply_gae(
     row: TokenWeights, layer: AttentionLayer, heads_gradient: Tensor, images: slice
 ) -> TokenWeights:
-    """row · mean_h (G⊙A)⁺."""
+    """Compute row · mean_h (G⊙A)⁺."""
     gradient, value = layer.gradient_and_value(heads_gradient, images)
     total = torch.zeros_like(row)
     for queries, attention in layer.attention_rows(images):
@@ -63,12 +62,11 @@ def _multiply_gae(
 
 
 def compute_gradient_rollout(
-    forward: Forward, classes: Classes, options: MapOptions
+    forward: Forward, classes: Classes, *, residual: float = 0.5, start_layer: int = 0
 ) -> TokenWeights:
-    """Rollout of (mean_h G⊙A)⁺ with rows made to sum to one: vit-explain's idea (2020) with its
-    pairing of gradients and layers, normalised axis and residual weight put right."""
-    layers = forward.record.differentiate(forward.score(classes))[options.start_layer :]
-    residual = options.residual
+    """Rollout of (mean_h G⊙A)⁺ with rows that sum to one: the idea of vit-explain (2020), with
+    corrected pairs of gradients and layers, normalised axis and residual weight."""
+    layers = forward.record.differentiate(forward.score(classes))[start_layer:]
 
     def roll_up(images: slice) -> TokenWeights:
         row = at_least_float32(forward.pool_weights)[images, None]
@@ -81,9 +79,7 @@ def compute_gradient_rollout(
     return forward.record.layers[0].in_chunks(roll_up)
 
 
-def compute_attention_gradcam(
-    forward: Forward, classes: Classes, options: MapOptions
-) -> TokenWeights:
+def compute_attention_gradcam(forward: Forward, classes: Classes) -> TokenWeights:
     """Grad-CAM on the last layer's attention (Chefer et al. 2021, baseline): each head's row uᵀA
     weighted by the mean of uᵀG over the patches, averaged over heads, positive part."""
     layer, heads_gradient = forward.record.differentiate(forward.score(classes))[-1]
@@ -98,10 +94,9 @@ def compute_attention_gradcam(
     return layer.in_chunks(weigh)
 
 
-def compute_legrad(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
-    """LeGrad (Bousselham et al. 2024, eq. 4 to 8): the score s of every layer is the classifier on
-    the mean of the tokens leaving it; the map is (∂s/∂A)⁺ averaged over heads, queries and
-    layers."""
+def compute_legrad(forward: Forward, classes: Classes, *, start_layer: int = 0) -> TokenWeights:
+    """LeGrad (Bousselham et al. 2024, eq. 4 to 8): the score s of a layer is the classifier on the
+    mean of its output tokens; the map is (∂s/∂A)⁺ averaged over heads, queries and layers."""
 
     def explain_layer(layer: AttentionLayer) -> TokenWeights:
         assert layer.block_tokens is not None
@@ -113,45 +108,51 @@ def compute_legrad(forward: Forward, classes: Classes, options: MapOptions) -> T
             lambda images: layer.attention_gradient(gradient, images).clamp_min(0).mean(dim=(1, 2))
         )
 
-    layers = forward.record.layers[options.start_layer :]
+    layers = forward.record.layers[start_layer:]
     total = torch.zeros_like(at_least_float32(forward.pool_weights))
     for layer in layers:
         total += explain_layer(layer)
     return total / len(layers)
 
 
-def compute_cdam(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
+def compute_cdam(forward: Forward, classes: Classes) -> TokenWeights:
     """Class-discriminative attention map (Brocki, Binda & Chung 2023): Σ_d T ∂f/∂T for the tokens T
-    that enter the last attention. Signed."""
+    before the last attention. Signed."""
     tokens = forward.record.layers[-1].tokens
     assert tokens is not None
     gradient = differentiate(forward.score(classes), tokens)
     return _sum_over_channels(tokens, gradient)
 
 
-def compute_input_x_gradient(
-    forward: Forward, classes: Classes, options: MapOptions, *, from_mean: bool = False
-) -> TokenWeights:
+def compute_input_x_gradient(forward: Forward, classes: Classes) -> TokenWeights:
     """x·∂f/∂x of the normalised pixels (Shrikumar et al. 2016), summed over each patch. Signed; 0
-    for prefix tokens. `from_mean` takes each pixel's difference to the image's mean colour for x:
-    what painting a patch over removes."""
-    gradient = differentiate(forward.score(classes), forward.images)
+    for prefix tokens."""
+    return _multiply_pixels(forward, classes, forward.images.detach())
+
+
+def compute_difference_x_gradient(forward: Forward, classes: Classes) -> TokenWeights:
+    """`compute_input_x_gradient` for the difference of each pixel from the image's mean colour,
+    which painting a patch over removes."""
     pixels = forward.images.detach()
-    if from_mean:
-        pixels = pixels - pixels.mean(dim=(-2, -1), keepdim=True)
+    return _multiply_pixels(forward, classes, pixels - pixels.mean(dim=(-2, -1), keepdim=True))
+
+
+def _multiply_pixels(forward: Forward, classes: Classes, pixels: Images) -> TokenWeights:
+    """Compute pixels times gradient, summed over each patch."""
+    gradient = differentiate(forward.score(classes), forward.images)
     product = (pixels * gradient).sum(dim=1, keepdim=True)  # [B, 1, height, width]
 
-    # places of a feature map may be no whole number of pixels wide
+    # a place of a feature map may not be a whole number of pixels wide
     patches = F.adaptive_avg_pool2d(product, forward.grid)
     patches = patches * (product[0].numel() / (forward.grid[0] * forward.grid[1]))
     prefix = product.new_zeros(len(product), forward.num_prefix_tokens)
     return torch.cat([prefix, patches.flatten(1)], dim=1)
 
 
-def compute_fullgrad_plus(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
-    """FullGrad+ without biases (Mehri et al. 2025, section 4): Σ_l Σ_d x ∂f/∂x of the tokens x that
-    enter each block l. Signed. Of a pass within `LibraGradients`, each block's sum over the tokens
-    is the logit but for later biases."""
+def compute_fullgrad_plus(forward: Forward, classes: Classes) -> TokenWeights:
+    """FullGrad+ without biases (Mehri et al. 2025, section 4): Σ_l Σ_d x ∂f/∂x for the tokens x
+    before each block l. Signed. In a pass within `LibraGradients`, the sum over the tokens of each
+    block is the logit without later biases."""
     inputs = [layer.block_input for layer in forward.record.layers if layer.block_input is not None]
     gradients = torch.autograd.grad(forward.score(classes).sum(), inputs, retain_graph=True)
     products = [
@@ -161,8 +162,8 @@ def compute_fullgrad_plus(forward: Forward, classes: Classes, options: MapOption
     return torch.stack(products).sum(dim=0)
 
 
-def compute_grad_cam(forward: Forward, classes: Classes, options: MapOptions) -> TokenWeights:
-    """Grad-CAM (Selvaraju et al. 2017, eq. 1 and 2): max(Σ_k α_k A_k, 0) of the last feature map A
+def compute_grad_cam(forward: Forward, classes: Classes) -> TokenWeights:
+    """Grad-CAM (Selvaraju et al. 2017, eq. 1 and 2): max(Σ_k α_k A_k, 0) for the last feature map A
     of a model without attention, where α_k is the mean of ∂f/∂A_k over its places."""
     features = forward.feature_map
     assert features is not None
@@ -174,5 +175,5 @@ def compute_grad_cam(forward: Forward, classes: Classes, options: MapOptions) ->
 
 
 def _sum_over_channels(tokens: Tokens, gradient: Tokens) -> TokenWeights:
-    """Tokens times gradient."""
+    """Compute tokens times gradient."""
     return (at_least_float32(tokens.detach()) * at_least_float32(gradient)).sum(dim=-1)

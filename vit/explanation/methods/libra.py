@@ -1,12 +1,11 @@
-"""LibraGrad's gradients (Mehri et al., CVPR 2025, section 3.5) of any model: relevance is lost
-neither in the attention nor in norms and activations, so that a logit is the sum of input times
-gradient over its inputs and biases.
+"""LibraGrad's gradients (Mehri et al., CVPR 2025, section 3.5) for any model. No relevance is lost in
+attention, norms and activations, so that a logit is the sum of input times gradient over its inputs
+and biases.
 
-Each rule replaces a nonlinear function by the linear one that gives the same result on this input:
-what multiplies the signal (attention weights, the gate of an activation, the standard deviation of
-a norm) counts as a constant, and of a product of two signals each takes half. Only gradients
-change: results of the forward pass are bit-equal, fused attention stays on, and the model is not
-touched.
+Each rule replaces a nonlinear function by the linear one that has the same result on this input.
+The factors of the signal (attention weights, the gate of an activation, the standard deviation of a
+norm) are constants, and each factor of a product of two signals gets half. Only gradients change:
+results of the forward pass are bit-equal, fused attention stays on, and the model doesn't change.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ Rule = Callable[[Any, Arguments, Options], Any]
 
 
 class LibraGradients(TorchFunctionMode):
-    """A context: the gradient of what is computed inside it follows LibraGrad's rules.
-    Differentiate where you like."""
+    """Context in which results get gradients by LibraGrad's rules. The backward pass may run outside
+    of it."""
 
     def __torch_function__(
         self,
@@ -36,7 +35,7 @@ class LibraGradients(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            # attention weights are constants: the gradient goes through the values alone
+            # attention weights are constants, so the gradient goes through the values alone
             query, key, *others = args
             args = (query.detach(), key.detach(), *others)
         result = func(*args, **kwargs)
@@ -45,17 +44,17 @@ class LibraGradients(TorchFunctionMode):
 
 
 def _swap(result: Tensor, linear: Tensor) -> Tensor:
-    """`result` with the gradient of `linear`. The brackets keep the value to the last bit."""
+    """Give `result` the gradient of `linear`. The brackets keep the value bit-equal."""
     return result.detach() + (linear - linear.detach())
 
 
 def _scale_input(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
-    """x · [f(x) / x] of an activation with f(0) = 0, such as GELU and SiLU; the bracket is a
-    constant."""
+    """Write an activation with f(0) = 0, such as GELU and SiLU, as x · [f(x) / x] with a constant
+    bracket."""
     if not result.requires_grad:
         return result
     input: Tensor = args[0]
-    # at 0, where the quotient is not defined, the slope of GELU and SiLU
+    # at 0 the quotient is not defined: take the slope of GELU and SiLU
     is_zero = input == 0
     gate = torch.where(is_zero, 0.5, result / torch.where(is_zero, 1.0, input))
     return _swap(result, input * gate.detach())
@@ -66,7 +65,7 @@ def _square(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
 
 
 def _normalise(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
-    """Layer norm or RMS norm with the deviation as a constant."""
+    """Compute layer norm or RMS norm with a constant deviation."""
     if not result.requires_grad:
         return result
     tokens, normalized_shape = args
@@ -100,8 +99,8 @@ def _multiply(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
 def _attend_projected(
     outputs: tuple[Tensor, Any], args: Arguments, kwargs: Options
 ) -> tuple[Tensor, Any]:
-    """`nn.MultiheadAttention` in one piece. Computed twice: other arguments would take another path
-    to the result."""
+    """Compute `nn.MultiheadAttention`, a single function, a second time for its gradient: other
+    arguments in the first computation would change the rounding."""
     result, weights = outputs
     if result.requires_grad:
         query, key, value, size, num_heads, weight, bias, *others = args

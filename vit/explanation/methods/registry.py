@@ -1,325 +1,303 @@
-"""The map methods by name, and one call that computes several of them from one forward pass."""
+"""The map methods by name: those of this project, and those that other packages register.
 
-from collections.abc import Callable, Sequence
+This file imports no torch, so that `vit explain --help` can list the methods. A method's function
+is imported when it first makes a map.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from vit.runtime.arguments import check_kind, check_value
+from vit.runtime.plugins import load_plugins
+from vit.runtime.signatures import read_signature
 
-from vit.explanation.capture.feature_maps import run_classifier
-from vit.explanation.capture.forward import Forward, compute_entropy, split_prefix
-from vit.explanation.capture.layers import (
-    AttentionLayer,
-    NoAttentionError,
-    find_attention_layers,
-    has_attention,
-)
-from vit.explanation.methods.gradients import (
-    compute_attention_gradcam,
-    compute_cdam,
-    compute_fullgrad_plus,
-    compute_gae,
-    compute_grad_cam,
-    compute_gradient_rollout,
-    compute_input_x_gradient,
-    compute_legrad,
-)
-from vit.explanation.methods.libra import LibraGradients
-from vit.explanation.methods.removal import compute_removal_gradient
-from vit.explanation.methods.rollout import check_range, check_rollout_options, compute_rollout
-from vit.explanation.methods.sinks import find_sinks
-from vit.explanation.targets import CLASS, ChooseTargets, Target
-from vit.options import MapOptions as MapOptions
-from vit.runtime.tensors import Images
+if TYPE_CHECKING:
+    from vit.explanation.capture.reader import ModelReader
 
-Relevance = Float[Tensor, "B _ N"]  # of one class of each image, or of each class asked for
-Compute = Callable[[Forward, Int[Tensor, " B"], MapOptions], Tensor]
+_GROUP = "vit.register_method"  # the group of entry points
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
-    """A way from a recorded forward pass to each token's relevance.
+    """A map method: from a recorded forward pass to the relevance of each token.
 
-    Args:
-        name: what `--method` takes.
-        title: what legends say.
-        compute: takes the forward pass, a class of each image [B] and the options, and returns
-            [B, N], prefix tokens included. None for a method that is made of others (`parts`).
-        class_specific: whether the maps depend on the class.
-        signed: whether values below zero speak against the class.
-        libra: whether it takes the gradients of a forward pass within `LibraGradients`.
-        uses_removal: whether it is made of the removal gradient, in whole or in part: that is no
-            evidence for it.
-        parts: of a method without `compute`: it is their mean, each divided by its standard
-            deviation over the patches.
-        has_sinks: whether patches that draw attention without being looked at show in its maps.
+    Attributes:
+        name: Name of the method, as `vit.explain(methods=…)` takes it.
+        title: Name in legends.
+        compute: Function of a `Forward` and a class of each image [B] to the
+            relevance [B, N] of each token, including prefix tokens. Or where
+            it is, as "module:function". Its keyword arguments, which have
+            defaults, are the method's options. None: the method is made of
+            `parts`.
+        class_specific: True if maps depend on the class.
+        signed: True if negative values are evidence against the class.
+        models: Models that have such maps: those with "attention", those with
+            a "feature map" just before the classifier, or "all".
+        libra: True if gradients follow the rules of LibraGrad.
+        uses_removal: True if it is made of the removal gradient, which is then
+            no evidence for it.
+        has_sinks: True if attention sinks are visible in its maps.
+        parts: Names of methods. The map is the mean of theirs, each divided by
+            its standard deviation over the patches.
     """
 
     name: str
     title: str
-    compute: Compute | None = None
+    compute: Callable[..., Any] | str | None = None
     class_specific: bool = True
     signed: bool = False
+    models: Literal["attention", "feature map", "all"] = "attention"
     libra: bool = False
     uses_removal: bool = False
     has_sinks: bool = False
-    parts: "tuple[Method, ...]" = ()
+    parts: tuple[str, ...] = ()
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The function that computes the relevance."""
+        assert self.compute is not None
+        if not isinstance(self.compute, str):
+            return self.compute
+        module, _, name = self.compute.partition(":")
+        found: Callable[..., Any] = getattr(import_module(module), name)
+        return found
+
+    @cached_property
+    def options(self) -> Mapping[str, inspect.Parameter]:
+        """The options of the method and its parts, by name."""
+        if self.parts:
+            parts = [METHODS[name] for name in self.parts]
+            return {name: option for part in parts for name, option in part.options.items()}
+        parameters = inspect.signature(self.function, eval_str=True).parameters
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+
+    def describe_options(self) -> dict[str, str]:
+        """Return the text of each option. Those of this project's functions are read from `Args:`
+        without importing them."""
+        if not isinstance(self.compute, str):
+            return dict.fromkeys(self.options, "")
+        module, _, name = self.compute.partition(":")
+        parameters = read_signature(module, name).values()
+        return {
+            parameter.name: f"{parameter.help} Default: {parameter.default}."
+            for parameter in parameters
+            if parameter.is_keyword
+        }
 
 
-class Maps(NamedTuple):
-    """Maps of one method: of T classes of each image; T is 1 for a method that does not depend on
-    the class."""
+class _Methods(Mapping[str, Method]):
+    """The registered methods by name. Entry points are loaded when a method is first looked up."""
 
-    method: Method
-    values: Float[Tensor, "B T rows columns"]  # float32
-    prefix_mass: Float[Tensor, "B T"]  # fraction of the relevance in prefix tokens, 0 to 1
-    entropy: Float[Tensor, "B T"]  # nats, 0 to log(patches)
-    # attention sinks, where the method has any
-    sinks: Bool[Tensor, "B layers rows columns"] | None = None
+    def __init__(self) -> None:
+        self._methods: dict[str, Method] = {}
+        self._has_plugins = False
+
+    def add(self, method: Method) -> None:
+        known = self._methods.setdefault(method.name, method)
+        if known != method:
+            raise ValueError(f"a map method is called {method.name!r} already; give another name")
+
+    def _load(self) -> dict[str, Method]:
+        if not self._has_plugins:
+            self._has_plugins = True
+            load_plugins(_GROUP, register_method)
+        return self._methods
+
+    def __getitem__(self, name: str) -> Method:
+        return self._load()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._load())
+
+    def __len__(self) -> int:
+        return len(self._load())
 
 
-@torch.inference_mode(False)
-def compute_maps(
-    model: nn.Module,
-    images: Images,
-    *,
-    methods: Sequence[str] = ("rollout",),
-    choose_targets: ChooseTargets | None = None,
-    target: Target = CLASS,
-    options: MapOptions | None = None,
-    keep_graph: bool = False,
-    block_tokens: bool = False,
-    verify: bool = True,
-) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
-    """One recorded forward pass, the classes explained and the maps of every method.
+METHODS = _Methods()
+
+
+def register_method(method: Method) -> None:
+    """Add a map method, which `vit.explain`, `vit explain`, the gallery and
+    `vit.measure_faithfulness` then know by its name.
+
+    An installed package can do the same without a call: its entry point of the
+    group "vit.register_method" is the `vit.Method`.
 
     Args:
-        model: any model whose attention `capture_attention` understands, or one without attention.
-        images: normalised images [B, 3, height, width].
-        methods: names, see `METHODS`, or `METHODS_WITHOUT_ATTENTION`.
-        choose_targets: picks T classes of each image from the logits; by default the predicted one.
-        target: the number of a class that is explained.
-        options: of the methods.
-        keep_graph: keep the model's own gradients, whatever the methods need.
-        block_tokens: keep what leaves each block.
-        verify: check that the recorded attention is the model's, see `run_forward`.
+        method: The method.
+
+    Raises:
+        ValueError: Another method has this name.
+
+    Example:
+        >>> def last_norms(forward, classes):  # relevance of each token [B, N]
+        ...     return forward.record.layers[-1].value_norms().sum(dim=1)
+        >>> vit.register_method(
+        ...     vit.Method(name="norms", title="norms of values", compute=last_norms)
+        ... )
+        >>> vit.explain("runs/digits", "photo.png", methods="norms")
+    """
+    check_kind(method, Method, name="method", expected="a vit.Method")
+    METHODS.add(method)
+
+
+def list_methods(reader: "ModelReader | None" = None) -> list[str]:
+    """Return the names of the methods for a model; None: a model with attention."""
+    others = "feature map" if reader is None or reader.has_attention else "attention"
+    return [name for name, method in METHODS.items() if method.models != others]
+
+
+def find_methods(names: Sequence[str], reader: "ModelReader | None" = None) -> list[Method]:
+    """Find methods by name.
+
+    Args:
+        names: Names of the methods.
+        reader: A model that the methods must be able to explain. None: any model.
+
+    Raises:
+        ValueError: A method is unknown, or it needs attention that the model doesn't have.
+    """
+    known = list(METHODS) if reader is None else list_methods(reader)
+    for name in names:
+        if name in known:
+            continue
+        if reader is not None and name in METHODS and not reader.has_attention:
+            try:
+                reader.build_layers()
+            except ValueError as error:
+                raise ValueError(f"{name} needs attention: {error}") from error
+        raise ValueError(f"unknown method {name!r}; known: {', '.join(known)}")
+    return [METHODS[name] for name in names]
+
+
+def check_options(methods: Sequence[Method], options: Mapping[str, object]) -> dict[str, Any]:
+    """Check the values of options, and convert texts of the command line.
+
+    Args:
+        methods: The methods that will get them.
+        options: Values by name.
 
     Returns:
-        The forward pass, the classes [B, T], and the maps in the order of `methods`.
+        The options of the methods by name: their defaults, and the values in place of these.
 
     Raises:
-        ValueError: for an unknown method, an option outside its range, and a model whose attention
-            is not understood.
+        ValueError: No method has an option of this name, or its value has another type.
     """
-    chosen = find_methods(methods, model)
-    options = options or MapOptions()
-    # what is computed, each once, whatever it is a part of
-    computed = dict.fromkeys(part for method in chosen for part in method.parts or (method,))
-    libra_methods = [method for method in computed if method.libra]
-    own_methods = [method for method in computed if not method.libra]
-
-    run = partial(run_classifier, model, images, block_tokens=block_tokens, verify=verify)
-    relevance: dict[Method, Relevance] = {}
-    forward = None
-    if libra_methods:
-        with LibraGradients():
-            forward = run(gradients=True)
-        forward.target = target
-        targets = _choose_targets(forward, choose_targets)
-        relevance |= _compute_relevance(forward, libra_methods, targets, options)
-    if own_methods or keep_graph:
-        # its graph is freed before there is another one of the same size; the logits are the same
-        forward = None
-        needs_graph = any(method.class_specific for method in own_methods)
-        forward = run(gradients=keep_graph or needs_graph)
-        forward.target = target
-        targets = _choose_targets(forward, choose_targets)
-        relevance |= _compute_relevance(forward, own_methods, targets, options)
-
-    assert forward is not None
-    for method in chosen:
-        if method.parts:
-            parts = [relevance[part] for part in method.parts]
-            relevance[method] = _combine(parts, forward.num_prefix_tokens)
-    return (
-        forward,
-        targets,
-        [_make_maps(method, relevance[method], forward, options) for method in chosen],
-    )
+    declared = {name: option for method in methods for name, option in method.options.items()}
+    values = {name: option.default for name, option in declared.items()}
+    for name, value in options.items():
+        if name not in declared:
+            known = f"they have {', '.join(declared)}" if declared else "they have no options"
+            chosen = ", ".join(method.name for method in methods)
+            raise ValueError(f"{name} is no option of the methods {chosen}; {known}")
+        values[name] = check_value(name, value, declared[name].annotation)
+    return values
 
 
-def _choose_targets(forward: Forward, choose_targets: ChooseTargets | None) -> Int[Tensor, "B T"]:
-    logits = forward.logits.detach()
-    return logits.argmax(dim=1, keepdim=True) if choose_targets is None else choose_targets(logits)
+def describe_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of all methods of this project for a manifest, with `values` instead of
+    their defaults."""
+    return {**check_options(_OWN_METHODS, {}), **values}
 
 
-def _compute_relevance(
-    forward: Forward,
-    methods: Sequence[Method],
-    targets: Int[Tensor, "B T"],
-    options: MapOptions,
-) -> dict[Method, Relevance]:
-    """Of each method, from one pass."""
-    check_options(options, forward.record.layers)
-    relevance = {}
-    # the forward pass may be in half precision; the products of many matrices are not
-    with torch.autocast(forward.images.device.type, enabled=False), torch.enable_grad():
-        for method in methods:
-            assert method.compute is not None
-            classes = targets if method.class_specific else targets[:, :1]
-            columns = [
-                method.compute(forward, column, options).detach()
-                for column in classes.unbind(dim=1)
-            ]
-            relevance[method] = torch.stack(columns, dim=1)
-    return relevance
-
-
-def _combine(parts: Sequence[Relevance], num_prefix_tokens: int) -> Relevance:
-    """The mean of several maps, which differ in scale: each is divided by its standard deviation
-    over the patches. Prefix tokens get nothing."""
-    patches = torch.stack([values.float()[..., num_prefix_tokens:] for values in parts])
-    combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
-    return torch.nn.functional.pad(combined, (num_prefix_tokens, 0))
-
-
-def find_methods(names: Sequence[str], model: nn.Module | None = None) -> list[Method]:
-    """Methods by name.
-
-    Args:
-        names: of the methods.
-        model: the methods are of this model. None: of any that has attention.
-
-    Raises:
-        ValueError: for an unknown method, with the known ones, and for one that needs attention
-            which the model doesn't have.
-    """
-    methods = METHODS
-    if model is not None and not has_attention(model):
-        methods = METHODS_WITHOUT_ATTENTION
-    unknown = [name for name in names if name not in methods]
-    if not unknown:
-        return [methods[name] for name in names]
-    if model is not None and unknown[0] in METHODS:
-        try:
-            find_attention_layers(model)
-        except NoAttentionError as error:
-            raise ValueError(f"{unknown[0]} needs attention: {error}") from error
-    raise ValueError(f"unknown method {unknown[0]!r}; known: {', '.join(methods)}")
-
-
-def check_options(options: MapOptions, layers: Sequence[AttentionLayer]) -> None:
-    """Raise ValueError for an option that a model with these layers has no use for; one without
-    attention uses none."""
-    if not layers:
-        return
-    check_rollout_options(options, len(layers))
-    check_range("layer", options.layer, -len(layers), len(layers) - 1)
-    if isinstance(options.head, int):
-        check_range("head", options.head, 0, layers[0].num_heads - 1)
-
-
-def _make_maps(method: Method, relevance: Relevance, forward: Forward, options: MapOptions) -> Maps:
-    values, prefix_mass = split_prefix(
-        relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
-    )
-    sinks = None
-    if method.has_sinks:
-        sinks = find_sinks(forward, start_layer=options.start_layer)
-    return Maps(method, values.float(), prefix_mass.float(), compute_entropy(values).float(), sinks)
-
-
-def _raw(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    """What the pooled feature attends to in one layer, uᵀA."""
-    layer = forward.record.layers[options.layer]
-    rows = layer.in_chunks(partial(layer.attend, forward.pool_weights))  # [B, H, N]
-    if options.head == "mean":
-        return rows.mean(dim=1)
-    return rows[:, options.head]
-
-
-def _removal_gradient(forward: Forward, classes: Tensor, options: MapOptions) -> Tensor:
-    # of the probability, as the sanity checks' evidence: a logit may rise for all classes alike
-    return compute_removal_gradient(forward, forward.value(classes))
-
-
-_FULLGRAD = Method(
-    "libra-fullgrad", "Libra FullGrad+", compute_fullgrad_plus, signed=True, libra=True
-)
-_LIBRA_PIXELS = Method(
-    "libra-input-x-gradient",
-    "Libra input times gradient",
-    # from the mean colour: what painting a patch over removes
-    partial(compute_input_x_gradient, from_mean=True),
-    signed=True,
-    libra=True,
-)
-_REMOVAL_GRADIENT = Method(
-    "removal-gradient", "removal gradient", _removal_gradient, signed=True, uses_removal=True
-)
-
-_ALL_METHODS = (
-    # of the attention alone
+_MODULES = "vit.explanation.methods"
+_OWN_METHODS = (
+    # the attention alone
     Method(
-        "rollout",
-        "attention rollout",
-        compute_rollout,
+        name="rollout",
+        title="attention rollout",
+        compute=f"{_MODULES}.rollout:compute_rollout",
         class_specific=False,
         has_sinks=True,
     ),
-    Method("raw", "attention of a layer", _raw, class_specific=False),
+    Method(
+        name="raw",
+        title="attention of a layer",
+        compute=f"{_MODULES}.rollout:compute_raw",
+        class_specific=False,
+    ),
     # attention weighted by gradients
-    Method("gae", "generic attention explanation", compute_gae),
     Method(
-        "gradient-rollout",
-        "gradient-weighted rollout",
-        compute_gradient_rollout,
+        name="gae",
+        title="generic attention explanation",
+        compute=f"{_MODULES}.gradients:compute_gae",
     ),
     Method(
-        "attn-gradcam",
-        "Grad-CAM of the last attention",
-        compute_attention_gradcam,
+        name="gradient-rollout",
+        title="gradient-weighted rollout",
+        compute=f"{_MODULES}.gradients:compute_gradient_rollout",
     ),
-    Method("legrad", "LeGrad", compute_legrad),
+    Method(
+        name="attn-gradcam",
+        title="Grad-CAM of the last attention",
+        compute=f"{_MODULES}.gradients:compute_attention_gradcam",
+    ),
+    Method(name="legrad", title="LeGrad", compute=f"{_MODULES}.gradients:compute_legrad"),
     # input or tokens times gradient, signed
     Method(
-        "cdam",
-        "class-discriminative attention map",
-        compute_cdam,
+        name="cdam",
+        title="class-discriminative attention map",
+        compute=f"{_MODULES}.gradients:compute_cdam",
         signed=True,
     ),
     Method(
-        "input-x-gradient",
-        "input times gradient",
-        compute_input_x_gradient,
+        name="input-x-gradient",
+        title="input times gradient",
+        compute=f"{_MODULES}.gradients:compute_input_x_gradient",
         signed=True,
+        models="all",
     ),
     # the same with LibraGrad's gradients
-    _FULLGRAD,
     Method(
-        "libra-gae",
-        "Libra generic attention explanation",
-        compute_gae,
+        name="libra-fullgrad",
+        title="Libra FullGrad+",
+        compute=f"{_MODULES}.gradients:compute_fullgrad_plus",
+        signed=True,
         libra=True,
     ),
-    _LIBRA_PIXELS,
-    # what leaving a token out would do
-    _REMOVAL_GRADIENT,
-    # where patches are left out, where they are painted over, and for one patch alone
     Method(
-        "libra-removal",
-        "Libra FullGrad+, pixels and removal gradient",
-        parts=(_FULLGRAD, _LIBRA_PIXELS, _REMOVAL_GRADIENT),
+        name="libra-gae",
+        title="Libra generic attention explanation",
+        compute=f"{_MODULES}.gradients:compute_gae",
+        libra=True,
+    ),
+    Method(
+        name="libra-input-x-gradient",
+        title="Libra input times gradient",
+        compute=f"{_MODULES}.gradients:compute_difference_x_gradient",
+        signed=True,
+        libra=True,
+    ),
+    # the effect of leaving a token out
+    Method(
+        name="removal-gradient",
+        title="removal gradient",
+        compute=f"{_MODULES}.removal:compute_removal_map",
         signed=True,
         uses_removal=True,
     ),
+    # one part each for patches that are left out, patches that are painted over, and single patches
+    Method(
+        name="libra-removal",
+        title="Libra FullGrad+, pixels and removal gradient",
+        parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
+        signed=True,
+        uses_removal=True,
+    ),
+    Method(
+        name="grad-cam",
+        title="Grad-CAM of the last feature map",
+        compute=f"{_MODULES}.gradients:compute_grad_cam",
+        models="feature map",
+    ),
 )
-METHODS = {method.name: method for method in _ALL_METHODS}
-# by name, in the order in which a person wants to see them
-METHODS_WITHOUT_ATTENTION = {
-    "grad-cam": Method("grad-cam", "Grad-CAM of the last feature map", compute_grad_cam),
-    "input-x-gradient": METHODS["input-x-gradient"],
-}
+for _method in _OWN_METHODS:
+    register_method(_method)

@@ -1,7 +1,7 @@
-"""The removal gradient: what the score would lose, to first order, if a token were left out of
-every layer.
+"""The removal gradient: the loss of the score, to first order, if a token is left out of every
+layer.
 
-Give each token j a gate g_j that multiplies it wherever it is read: in every softmax, A_ij = g_j
+Give each token j a gate g_j that multiplies it at each place where it is read: in every softmax, A_ij = g_j
 e^{s_ij} / Σ_k g_k e^{s_ik}, and in the mean of the pooling. With g in {0, 1} that is the model
 without the tokens of gate 0. The map is ∂f/∂g at g = 1. With G = ∂f/∂A of a layer and head,
 
@@ -22,21 +22,28 @@ from vit.explanation.capture.pooling import (
     find_first_pooled,
     has_known_pooling,
 )
+from vit.explanation.targets import Classes
 from vit.model.logits import at_least_float32
 
 
+def compute_removal_map(forward: Forward, classes: Classes) -> TokenWeights:
+    """Compute the removal gradient of the probability, which is also the evidence of the sanity
+    checks: a logit may rise together with those of all classes."""
+    return compute_removal_gradient(forward, forward.value(classes))
+
+
 def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> TokenWeights:
-    """∂score/∂g of each token at g = 1, see above.
+    """Compute ∂score/∂g of each token at g = 1, see the module's docstring.
 
     Args:
-        forward: a forward pass with gradients.
-        score: a logit or a probability of each image, in its graph.
+        forward: A forward pass with gradients.
+        score: A logit or a probability of each image, in its graph.
 
     Returns:
-        What the score would lose without each token, to first order; signed.
+        The loss of the score without each token, to first order; signed.
 
     Raises:
-        ValueError: for a pooling of another library that is not a mean of tokens.
+        ValueError: The model is of another library and its pooling isn't a mean of tokens.
     """
     layer_gates = [
         _differentiate_layer(layer, heads_gradient)
@@ -48,8 +55,8 @@ def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> To
 def _differentiate_layer(
     layer: AttentionLayer, heads_gradient: Float[Tensor, "B Nq E"]
 ) -> TokenWeights:
-    """A few query rows at a time: of 4,096 tokens the matrices of one layer would take
-    gigabytes."""
+    """Differentiate by the gates of one layer, for a few query rows at a time: for 4,096 tokens the
+    matrices of one layer would take gigabytes."""
 
     def differentiate_images(images: slice) -> Float[Tensor, "b N"]:
         gradient, value = layer.gradient_and_value(heads_gradient, images)
@@ -65,14 +72,14 @@ def _differentiate_layer(
 def _differentiate_gates(
     attention: Float[Tensor, "B H Nq N"], gradient: Float[Tensor, "B H Nq N"]
 ) -> TokenWeights:
-    """Σ over heads and queries i of A_ij (G_ij - Σ_k A_ik G_ik)."""
+    """Compute Σ A_ij (G_ij - Σ_k A_ik G_ik) over heads and queries i."""
     product = attention * gradient
     return (product - attention * product.sum(dim=-1, keepdim=True)).sum(dim=(1, 2))
 
 
 def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> TokenWeights:
-    """Gates of the pooling. 0 where a class token is read, which is read whole, and of a maximum,
-    which has no first order."""
+    """Differentiate by the gates of the pooling. The result is 0 for a class token, which is read
+    whole, and for a maximum, which has no first order."""
     model = forward.model
     result = torch.zeros_like(at_least_float32(forward.pool_weights))
     if not has_known_pooling(model):
@@ -102,10 +109,10 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
 def _differentiate_mean(
     forward: Forward, score: Float[Tensor, " B"], first: int
 ) -> Float[Tensor, "B _"]:
-    """Gates of a mean over the tokens from `first` on: without a token, the mean moves away from it
-    by as much as the token differs from it."""
+    """Differentiate by the gates of a mean over the tokens from `first` on: without a token, the mean
+    moves away from it by an amount proportional to their difference."""
     pooled = at_least_float32(forward.tokens.detach())[:, first:]
-    # the gradient of the mean: each token has an equal part of it
+    # gradient of the mean, of which each token has an equal part
     gradient = differentiate(score, forward.tokens)[:, first:]
     gradient = gradient.sum(dim=1, keepdim=True) / pooled.shape[1]
     centred = pooled - pooled.mean(dim=1, keepdim=True)
@@ -113,14 +120,14 @@ def _differentiate_mean(
 
 
 def _find_measured_mean(forward: Forward) -> int:
-    """The first token of a mean as it was measured, beside a class token perhaps, which is read
-    whole. Raises ValueError where the pooling is none."""
+    """Find the first token of a measured mean, which may be pooled together with a class token.
+    Raise ValueError if the pooling is no mean."""
     # a mean has equal weights on all patches
     num_prefix = forward.num_prefix_tokens
     patches = forward.pool_weights[:, num_prefix:]
     if (patches - patches[:, :1]).abs().max() > 1e-3 * patches.abs().max():
         name = type(forward.model).__name__
-        raise ValueError(f"{name} pools by something else than a mean, so its gates are unknown")
+        raise ValueError(f"{name} pools by something other than a mean, so its gates are unknown")
 
     # prefix tokens next to the patches may be part of it: all of them, or prompts
     prefix = forward.pool_weights[:, :num_prefix]

@@ -1,14 +1,14 @@
-"""Attention sinks: patches that draw attention without being looked at.
+"""Attention sinks: patches that draw attention although little is read from them.
 
-A softmax has to put its weight somewhere. Transformers put what they don't need on a few tokens: on
-the first one (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024),
-or on patches of little content where there is no register for it (Darcet et al., "Vision
-Transformers Need Registers", ICLR 2024). Rollout takes that for information: a bright spot.
+The weights of a softmax sum to one. Transformers put the weight that they don't need on a few
+tokens: on the first one (Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
+ICLR 2024), or on patches of little content if there is no register (Darcet et al., "Vision
+Transformers Need Registers", ICLR 2024). In a rollout they look like information: a bright spot.
 
-They are told layer by layer, by the attention that they draw and by how little of it moves
-anything: a patch that is looked at draws as much in some models, but what is read there is as large
-as elsewhere. On a ViT-S/14 of self-supervised training all sinks are in the first layer: a mean
-over layers misses them, and so does the norm of the tokens, which is that of any other patch.
+They are found in each layer by the attention that they draw and by how little it moves. In some
+models a patch with content draws as much attention, but the values that are read there are as large
+as elsewhere. In a self-supervised ViT-S/14 all sinks are in the first layer: a mean over layers
+misses them, and so does the norm of the tokens, which is like that of other patches.
 """
 
 import math
@@ -23,34 +23,31 @@ from torch import Tensor
 from vit.explanation.capture.forward import Forward
 from vit.explanation.capture.layers import Attention, AttentionLayer
 
-# A sink draws at least so many times an even share of a layer's attention, from nearly all queries
-# (their standard deviation is below the mean), and attention to it moves at most so much of what it
-# moves from others: ‖v W_O‖ weighted by it (Kobayashi et al. 2020). Of patches that draw that much
-# from nearly all, those in the first layer of ViT-S/14 (32 photos, 34 of 36 patches) have 0.24 to
-# 0.49, the others and those of a model of Imagenette (64 photos) 0.53 to 1.8, around 1; models of
-# CIFAR-10 (64 images) and of planted glyphs have none. research/rollout_variants.py measures it.
+# A sink draws at least MIN_DRAWN times the attention of the average token, from nearly all queries
+# (standard deviation over the queries at most MAX_VARIATION of the mean), and a unit of attention to
+# it moves at most MAX_MOVED of the average: ‖v W_O‖ weighted by attention (Kobayashi et al. 2020).
+# Among such patches, those in the first layer of ViT-S/14 move 0.24 to 0.49 of the average, others
+# 0.53 to 1.8 (32 and 64 photos, research/rollout_variants.py).
 MIN_DRAWN = 12.0
 MAX_VARIATION = 1.0
 MAX_MOVED = 0.5
-# of the patches' queries: a sink draws from any choice of them, and all would take as long as the
-# rollout itself
+# number of patches whose queries are looked at: a sink draws attention from any of them, and all
+# would take as long as the rollout itself
 _MAX_QUERIES = 64
-# of what is noted of the whole attention, beside that of some queries alone
+# relative difference between the attention that `note_drawn` sees and that of some queries alone
 _ROUNDING = 1e-3
 
 
 @torch.no_grad()
 def find_sinks(forward: Forward, *, start_layer: int = 0) -> Bool[Tensor, "B layers rows columns"]:
-    """The patches that nearly all other patches attend to, in each layer from `start_layer` on.
-
-    Attention is the mean over the heads.
+    """Find the patches that nearly all other patches attend to, in the mean over the heads.
 
     Args:
-        forward: a forward pass.
-        start_layer: the first layer that is looked at.
+        forward: A forward pass.
+        start_layer: First layer that is searched.
 
     Returns:
-        True where a patch is a sink of the layer.
+        True for each patch that is a sink of the layer.
     """
     num_prefix = forward.num_prefix_tokens
     sinks = []
@@ -63,9 +60,9 @@ def find_sinks(forward: Forward, *, start_layer: int = 0) -> Bool[Tensor, "B lay
 
 
 def note_drawn(layer: AttentionLayer, attention: Attention, num_prefix_tokens: int) -> None:
-    """Note the most that a patch draws of attention that is at hand: most models have no sinks,
-    which `find_sinks` then knows without computing it once more. An accelerator would have to be
-    waited for."""
+    """Keep the largest attention that a patch draws while the attention is in memory, so that
+    `find_sinks` can skip layers without sinks. On a GPU this would wait for the device, so it isn't
+    done."""
     if attention.is_cpu:
         rows = _choose_queries(attention.shape[-1], num_prefix_tokens)
         drawn = attention[:, :, rows].mean(dim=2).mean(dim=1)[:, num_prefix_tokens:]
@@ -98,10 +95,10 @@ def _find_in_layer(
 
 
 def count_sinks(fractions: Mapping[str, Sequence[float]]) -> list[str]:
-    """A line for each method: on how many images it has attention sinks.
+    """Return a line for each method that says on how many images it has attention sinks.
 
     Args:
-        fractions: of each map of a method, what its sinks hold; 0 without any.
+        fractions: By method, the fraction of each map that is on sinks.
     """
     lines = []
     for method, map_fractions in fractions.items():

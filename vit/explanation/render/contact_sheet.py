@@ -1,4 +1,4 @@
-"""One picture to look at first: rows of a photo and its maps, with words below each."""
+"""The contact sheet: one picture with rows of a photo and its maps, and text below each."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
-from vit.explanation.render.overlay import MARGIN, draw_lines, wrap
+from vit.explanation.render.text import MARGIN, draw_lines, wrap
 
 MAX_SHEET_IMAGES = 24
 _TILE = 232  # pixels, the longer side of a picture
@@ -23,7 +23,7 @@ class SheetRow(NamedTuple):
 
 
 def draw_contact_sheet(rows: Sequence[SheetRow]) -> Image.Image:
-    """Rows of pictures with their texts; two rows side by side where they have few pictures."""
+    """Draw rows of pictures with their texts; rows of few pictures are side by side."""
     tiles = max(len(row.pictures) for row in rows)
     columns = min(max(_MAX_TILES_ACROSS // tiles, 1), len(rows))
     with ThreadPoolExecutor() as pool:
@@ -57,7 +57,7 @@ def _draw_row(row: SheetRow, tiles: int) -> Image.Image:
     for number, (picture, block) in enumerate(zip(pictures, text, strict=True)):
         left = number * (_TILE + MARGIN)
         drawn.paste(picture, (left, 0))
-        # a white photo would have no edge
+        # a frame, because a white photo has no edge
         frame = (left, 0, left + picture.width - 1, picture.height - 1)
         ImageDraw.Draw(drawn).rectangle(frame, outline="silver")
         drawn.paste(block, (left, picture_height + MARGIN // 2))

@@ -13,7 +13,8 @@ from PIL import Image
 
 from vit.bundle import MODEL_FILE
 from vit.data.preprocess import Geometry
-from vit.explanation.render.overlay import ColourScale, blend, fit_scale, relative_to_uniform
+from vit.explanation.render.overlay import blend
+from vit.explanation.render.scale import ColourScale, fit_scale, relative_to_uniform
 
 # the base of all pages, and scripts that several include
 _SHARED_TEMPLATES = Path(__file__).parent
@@ -43,7 +44,7 @@ def render_page(template: Path, context: Mapping[str, object]) -> str:
 
 
 def name_model(source: str) -> str:
-    """What pages call a model: the name of its run directory, or of its file."""
+    """Return the model's name on pages: that of its run directory, or of its file."""
     path = Path(source).absolute()
     return path.parent.name if path.name == MODEL_FILE else path.name
 
@@ -51,7 +52,7 @@ def name_model(source: str) -> str:
 def resize_picture(
     picture: Image.Image, *, min_side: int = 160, max_side: int = 256
 ) -> Image.Image:
-    """The picture enlarged or reduced so that its longer side lies within these, in pixels."""
+    """Enlarge or reduce a picture so that its longer side is in this range, in pixels."""
     longer = max(picture.size)
     scale = min(max(longer, min_side), max_side) / longer
     width, height = (max(round(side * scale), 1) for side in picture.size)
@@ -59,14 +60,14 @@ def resize_picture(
 
 
 def encode_photo(photo: Image.Image, *, side: int) -> str:
-    """The photo as a data address, its longer side of so many pixels."""
+    """Encode a photo as a data address; its longer side gets `side` pixels."""
     return encode_picture(resize_picture(photo, min_side=side, max_side=side))
 
 
 def encode_map(
     photo: Image.Image, values: NDArray[np.float32], *, scale: ColourScale, side: int
 ) -> str:
-    """A map of all of a photo over it, as `encode_photo`."""
+    """Encode a map over the whole photo as a data address, see `encode_photo`."""
     shown = resize_picture(photo, min_side=side, max_side=side)
     geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
     return encode_picture(blend(shown, values, geometry, scale=scale))
@@ -75,14 +76,14 @@ def encode_map(
 def encode_relative_map(
     photo: Image.Image, values: NDArray[np.float32], *, signed: bool, side: int
 ) -> str:
-    """As `encode_map`, in the unit of an even map."""
+    """Encode a map in multiples of the average patch, see `encode_map`."""
     relative = relative_to_uniform(values)
     scale = fit_scale([relative], signed=signed)
     return encode_map(photo, relative, scale=scale, side=side)
 
 
 def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:
-    """A picture as a data address."""
+    """Encode a picture as a data address."""
     file = io.BytesIO()
     picture.save(file, format=kind, quality=80, optimize=True)
     return f"data:image/{kind.lower()};base64," + base64.b64encode(file.getvalue()).decode()

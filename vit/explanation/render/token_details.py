@@ -1,10 +1,13 @@
-"""What each token attends to, the class that it alone would give, and what it is like
-(`token_features`), in few bytes: what a page shows of a token. A row of attention is stored as
-8-bit fractions of its maxima. What does not fit the given bytes is left out: single heads first,
-then layers, then features, then rollout."""
+"""The details of tokens that a page shows, in few bytes: the attention of each token, the prediction
+from this token alone, and its features (`token_features`).
 
+A row of attention is stored as 8-bit fractions of its maxima. Parts that don't fit the given bytes
+are left out: single heads first, then layers, then features, then rollout.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -19,23 +22,22 @@ from vit.explanation.render.token_features import (
     count_feature_bytes,
     measure_features,
 )
-from vit.explanation.targets import OutputKind, compute_probabilities
 from vit.model.logits import at_least_float32
-from vit.options import MapOptions
 
 MAX_LENS_TARGETS = 3
+ToProbabilities = Callable[[Tensor], Tensor]
 
 
 class QuantisedRows(NamedTuple):
-    """Rows of attention. Columns are the prefix tokens, then the patches; entry [i, j] · maxima[i,
-    0 for a prefix token, else 1] / 255 is what row i takes from column j."""
+    """Rows of attention. Columns are the prefix tokens, then the patches. Row i takes
+    values[i, j] · maxima[i, 0 for a prefix token, else 1] / 255 from column j."""
 
     values: UInt8[Tensor, "rows N"]
     maxima: Float[Tensor, "rows 2"]
 
 
 class TokenAttention(NamedTuple):
-    """A row for each token. `layer` None is rollout; `head` None is the mean over heads."""
+    """Attention with a row for each token. `layer` None is rollout; `head` None is the mean of heads."""
 
     layer: int | None
     head: int | None
@@ -43,8 +45,8 @@ class TokenAttention(NamedTuple):
 
 
 class LogitLens(NamedTuple):
-    """The classifier on each token that leaves a layer: the class that it alone would give, its
-    probability, and those of the first classes that are explained."""
+    """The classifier on each output token of each layer: the class that it predicts, its
+    probability, and the probabilities of the first classes that are explained."""
 
     classes: Int[Tensor, "L N"]
     probabilities: Float[Tensor, "L N"]
@@ -52,20 +54,27 @@ class LogitLens(NamedTuple):
 
 
 class TokenDetails(NamedTuple):
-    """What is kept of the tokens of one image. Tensors, of which `copy_to_host` brings those of a
-    batch at once."""
+    """The details of the tokens of one image. Tensors, so that `copy_to_host` copies those of a batch
+    at once.
+
+    Attributes:
+        num_layers: Number of layers.
+        num_heads: Number of heads in each layer.
+        prefix_names: Names of the prefix tokens.
+        attention: Attention of the tokens.
+        pooled: Attention of the pooled feature in each layer and head, uᵀA: L · H rows.
+        lens: Predictions from single tokens; None if the model can't classify them.
+        features: Features of the tokens; None if the blocks' tokens were not kept.
+        head_effects: Loss of the first explained class's score without each head.
+    """
 
     num_layers: int
     num_heads: int
     prefix_names: tuple[str, ...]
     attention: list[TokenAttention]
-    # what the pooled feature takes in each layer and head, uᵀA: L · H rows
     pooled: QuantisedRows | None
-    # None where no token alone can be classified
     lens: LogitLens | None
-    # None where the blocks' tokens were not kept
     features: TokenFeatures | None = None
-    # what the score of the first class that is explained would lose without each head
     head_effects: Float[Tensor, "L H"] | None = None
 
 
@@ -74,35 +83,60 @@ def measure_tokens(
     image: int,
     *,
     targets: Int[Tensor, " T"],
-    temperature: float,
     max_bytes: int,
-    kind: OutputKind = "classes",
-    head_effects: Float[Tensor, "L H"] | None = None,
-    options: MapOptions | None = None,
+    to_probabilities: ToProbabilities | None = None,
+    rollout_options: Mapping[str, Any] | None = None,
 ) -> TokenDetails:
-    """The details of one image of the batch.
+    """Measure the details of one image of the batch.
 
     Args:
-        forward: a forward pass; the logit lens needs the tokens that leave each block
+        forward: A forward pass. The logit lens and the features need the output of each block
             (`run_forward(block_tokens=True)`).
-        image: its place in the batch.
-        targets: the classes that are explained.
-        temperature: of the model file, by which logits are divided.
-        max_bytes: of all details together; what does not fit is left out.
-        kind: of the model's outputs; the logit lens is one of classes or labels.
-        head_effects: of the image, see `vit.explanation.heads`.
-        options: of the rollout, those of the map that stands beside. None: its defaults.
+        image: Place of the image in the batch.
+        targets: Classes that are explained.
+        max_bytes: Largest size of all details together; parts that don't fit are left out.
+        to_probabilities: Function from logits to probabilities. None: no logit lens.
+        rollout_options: Options of the rollout, see `attention_rollout`.
     """
-    options = options or MapOptions()
+    layers = forward.record.layers
+    targets = targets[:MAX_LENS_TARGETS]
+    sizes = _measure_sizes(forward, num_targets=len(targets), max_bytes=max_bytes)
+    totals = zip(sizes, accumulate(sizes.values()), strict=True)
+    parts = {name for name, total in totals if total <= max_bytes}
+
+    lens = None
+    if "lens" in parts and to_probabilities is not None:
+        lens = _compute_lens(forward, image, targets, to_probabilities)
+    pooled = None
+    if "pooled" in parts:
+        one = slice(image, image + 1)
+        pool_weights = at_least_float32(forward.pool_weights[one])[:, None, None]
+        pooled_rows = [
+            (pool_weights @ at_least_float32(layer.attention(one)))[0, :, 0] for layer in layers
+        ]
+        pooled = _quantise(torch.cat(pooled_rows), forward)  # [L·H, N]
+    features = None
+    if "features" in parts:
+        features = measure_features(forward, image, max_bytes=sizes["features"])
+    return TokenDetails(
+        num_layers=len(layers),
+        num_heads=layers[0].num_heads,
+        prefix_names=_name_prefix_tokens(forward),
+        attention=_measure_attention(forward, image, parts, rollout_options or {}),
+        pooled=pooled,
+        lens=lens,
+        features=features,
+    )
+
+
+def _measure_sizes(forward: Forward, *, num_targets: int, max_bytes: int) -> dict[str, int]:
+    """Return the size of each part in bytes, the most important part first."""
     layers = forward.record.layers
     num_heads = layers[0].num_heads
     num_tokens = layers[0].num_tokens
-    one = slice(image, image + 1)
-    targets = targets[:MAX_LENS_TARGETS]
-
-    # bytes of each part; of the lens, two a class and one a probability
     sizes = {
-        "lens": (3 + len(targets)) * len(layers) * num_tokens,
+        # two bytes for a class and one for a probability
+        "lens": (3 + num_targets) * len(layers) * num_tokens,
         "pooled": len(layers) * num_heads * num_tokens,
         "rollout": num_tokens**2,
         "features": 0,
@@ -113,39 +147,30 @@ def measure_tokens(
     if layers[0].block_tokens is not None:
         room = max_bytes - sizes["lens"] - sizes["pooled"] - sizes["rollout"]
         sizes["features"] = min(count_feature_bytes(forward), max(room, 0))
-    totals = zip(sizes, accumulate(sizes.values()), strict=True)
-    parts = {name for name, total in totals if total <= max_bytes}
+    return sizes
 
-    lens = None
-    if "lens" in parts and kind in ("classes", "labels"):
-        lens = _compute_lens(forward, image, targets, temperature, kind)
-    pooled = None
-    if "pooled" in parts:
-        pool_weights = at_least_float32(forward.pool_weights[one])[:, None, None]
-        pooled_rows = [
-            (pool_weights @ at_least_float32(layer.attention(one)))[0, :, 0] for layer in layers
-        ]
-        pooled = _quantise(torch.cat(pooled_rows), forward)  # [L·H, N]
-    features = None
-    if "features" in parts:
-        features = measure_features(forward, image, max_bytes=sizes["features"])
+
+def _measure_attention(
+    forward: Forward, image: int, parts: Collection[str], rollout_options: Mapping[str, Any]
+) -> list[TokenAttention]:
+    """Compute the attention of the tokens: rollout, then layers, then single heads."""
+    layers = forward.record.layers
+    one = slice(image, image + 1)
     attention = []
     if "rollout" in parts:
-        # fused one layer after another: of 4,096 tokens the heads of all layers would take 10 GB
-        fuse = HEAD_FUSIONS[options.head_fusion]
+        # fused layer by layer: for 4,096 tokens the heads of all layers would take 10 GB
+        options = dict(rollout_options)
+        fusion = options.pop("head_fusion", "mean")
+        fuse = HEAD_FUSIONS[fusion]
         fused = [fuse(layer.attention(one), dim=1, keepdim=True) for layer in layers]
-        rollout = attention_rollout(
-            fused,
-            discard_ratio=options.discard_ratio,
-            residual=options.residual,
-            start_layer=options.start_layer,
-            num_prefix_tokens=forward.num_prefix_tokens,
-        )[0]
+        rollout = attention_rollout(fused, num_prefix_tokens=forward.num_prefix_tokens, **options)[
+            0
+        ]
         attention.append(TokenAttention(None, None, _quantise(rollout, forward)))
     if "layers" in parts:
-        # a layer's row is the mean of its heads, whatever the rollout makes of them
+        # a layer's row is the mean of its heads for any fusion of the rollout
         means = fused
-        if options.head_fusion != "mean":
+        if fusion != "mean":
             means = [layer.attention(one).mean(dim=1, keepdim=True) for layer in layers]
         for number, mean in enumerate(means):
             attention.append(TokenAttention(number, None, _quantise(mean[0, 0], forward)))
@@ -153,17 +178,7 @@ def measure_tokens(
         for number, layer in enumerate(layers):
             for head, rows in enumerate(layer.attention(one)[0]):  # [N, N]
                 attention.append(TokenAttention(number, head, _quantise(rows, forward)))
-
-    return TokenDetails(
-        num_layers=len(layers),
-        num_heads=num_heads,
-        prefix_names=_name_prefix_tokens(forward),
-        attention=attention,
-        pooled=pooled,
-        lens=lens,
-        features=features,
-        head_effects=head_effects,
-    )
+    return attention
 
 
 @torch.no_grad()
@@ -171,20 +186,18 @@ def _compute_lens(
     forward: Forward,
     image: int,
     targets: Int[Tensor, " T"],
-    temperature: float,
-    kind: OutputKind,
+    to_probabilities: ToProbabilities,
 ) -> LogitLens | None:
-    """nostalgebraist's logit lens (2020) on a vision transformer's tokens."""
+    """Compute nostalgebraist's logit lens (2020) for a vision transformer's tokens."""
     layer_probabilities = []
     for layer in forward.record.layers:
         if layer.block_tokens is None:
             return None
         try:
             logits = classify_token(forward, at_least_float32(layer.block_tokens[image].detach()))
-        except ValueError:  # a classifier that is not known: the page does without
+        except ValueError:  # the classifier is unknown, so the page has no lens
             return None
-        probabilities = compute_probabilities(logits / temperature, kind)
-        layer_probabilities.append(probabilities.float())  # [N, C]
+        layer_probabilities.append(to_probabilities(logits).float())  # [N, C]
 
     maxima = [probabilities.max(dim=-1) for probabilities in layer_probabilities]
     return LogitLens(
@@ -210,9 +223,9 @@ def _name_prefix_tokens(forward: Forward) -> tuple[str, ...]:
 
 
 def _quantise(rows: Float[Tensor, "rows N"], forward: Forward) -> QuantisedRows:
-    """Rows as 8-bit fractions of their maxima, of prefix tokens and of patches."""
+    """Convert rows to 8-bit fractions of their maxima over prefix tokens and over patches."""
     parts = [rows[:, : forward.num_prefix_tokens], rows[:, forward.num_prefix_tokens :]]
-    # padded, since a model may have no prefix
+    # padded, because a model may have no prefix token
     maxima = torch.stack([F.pad(part, (0, 1)).amax(dim=1) for part in parts], dim=1)
     tiny = torch.finfo(rows.dtype).tiny
     fractions = [

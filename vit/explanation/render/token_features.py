@@ -1,10 +1,10 @@
-"""What the tokens that leave each layer are like, in few bytes: colours by their first principal
-components, how similar they are to one another, and how long they are.
+"""Features of the output tokens of each layer, in few bytes: colours from their first principal
+components, their similarities and their norms.
 
-Everything is quantised to 8 bits: a colour is a fraction of the component's range over the patches,
-a norm one of the layer's largest. Similarities (cosines) are not stored, which would take N² bytes
-a layer, but the tokens' coordinates in the K directions that keep most of them: the first
-eigenvectors of the matrix of cosines, by which the product of two rows is their cosine.
+Everything is stored in 8 bits: a colour as a fraction of the component's range over the patches, a
+norm as a fraction of the layer's largest. Similarities (cosines) would take N² bytes for each layer.
+Instead the tokens' coordinates in K directions are stored, the first eigenvectors of the matrix of
+cosines: the product of two rows of coordinates is their cosine.
 """
 
 from typing import NamedTuple
@@ -18,19 +18,19 @@ from vit.explanation.capture.forward import Forward
 from vit.model.logits import at_least_float32
 
 MAX_DIRECTIONS = 32
-_MIN_DIRECTIONS = 8  # with fewer, tokens that differ would look alike
+_MIN_DIRECTIONS = 8  # with fewer, different tokens look alike
 _MAX_INT8 = 127
 
 
 class TokenFeatures(NamedTuple):
-    """Of one image; layers first to last.
+    """Features of the tokens of one image, for each layer.
 
-    Args:
-        colours: of the patches: red, green and blue are the first three principal components.
-        norms: of all tokens, of 255 parts of `max_norms`.
-        max_norms: the largest norm of each layer.
-        coordinates: [i] · [j] · scale² is the cosine of tokens i and j.
-        scales: of the coordinates of each layer.
+    Attributes:
+        colours: Colours of the patches: red, green and blue are the first principal components.
+        norms: Norms of all tokens, in parts of 255 of `max_norms`.
+        max_norms: Largest norm of each layer.
+        coordinates: Coordinates; [i] · [j] · scale² is the cosine of tokens i and j.
+        scales: Scale of the coordinates of each layer.
     """
 
     colours: UInt8[Tensor, "L P 3"]
@@ -41,7 +41,7 @@ class TokenFeatures(NamedTuple):
 
 
 def count_feature_bytes(forward: Forward, num_directions: int = MAX_DIRECTIONS) -> int:
-    """How much the features of an image take."""
+    """Return the size of an image's features in bytes."""
     layers = forward.record.layers
     rows, columns = forward.grid
     return len(layers) * (3 * rows * columns + layers[0].num_tokens * (1 + num_directions))
@@ -49,13 +49,13 @@ def count_feature_bytes(forward: Forward, num_directions: int = MAX_DIRECTIONS) 
 
 @torch.no_grad()
 def measure_features(forward: Forward, image: int, *, max_bytes: int) -> TokenFeatures | None:
-    """The features of one image of the batch.
+    """Measure the features of one image of the batch.
 
     Args:
-        forward: a forward pass with the tokens that leave each block.
-        image: its place in the batch.
-        max_bytes: of the features; with fewer bytes there are fewer directions, then no
-            coordinates, then nothing.
+        forward: A forward pass with the output of each block.
+        image: Place of the image in the batch.
+        max_bytes: Largest size of the features. With fewer bytes there are fewer directions, then
+            no coordinates, then nothing.
     """
     layers = forward.record.layers
     room = max_bytes - count_feature_bytes(forward, num_directions=0)
@@ -94,7 +94,7 @@ def measure_features(forward: Forward, image: int, *, max_bytes: int) -> TokenFe
 
 
 def _colour_patches(patches: Float[Tensor, "P D"]) -> UInt8[Tensor, "P 3"]:
-    """The first three principal components, each from its smallest value to its largest."""
+    """Compute the first three principal components, each from its smallest value to its largest."""
     scores = _find_coordinates(patches - patches.mean(dim=0), 3)
     low = scores.amin(dim=0)
     span = (scores.amax(dim=0) - low).clamp_min(torch.finfo(scores.dtype).tiny)
@@ -102,8 +102,8 @@ def _colour_patches(patches: Float[Tensor, "P D"]) -> UInt8[Tensor, "P 3"]:
 
 
 def _find_coordinates(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "N count"]:
-    """The rows in the first directions of their singular value decomposition; zero in those that
-    the rows don't have. Signs are fixed: the largest entry of each direction is positive."""
+    """Compute the rows' coordinates in the first directions of their singular value decomposition;
+    zero in directions that they don't have. The largest entry of each direction is positive."""
     eigenvalues, eigenvectors = torch.linalg.eigh(rows @ rows.T)  # ascending
     rank = min(count, len(eigenvalues))
     coordinates = eigenvectors[:, -rank:] * eigenvalues[-rank:].clamp_min(0).sqrt()

@@ -1,0 +1,75 @@
+"""The parts of a model that maps are read from, found once and kept."""
+
+import re
+from functools import cached_property
+
+from torch import nn
+
+from vit.explanation.capture.layers import (
+    AttentionLayer,
+    LayerPlace,
+    NoAttentionError,
+    find_attention_layers,
+)
+from vit.model.model_info import unwrap_model
+from vit.model.vision_transformer import VisionTransformer
+
+# parts of the names of modules and parameters that give positions within the attention
+_POSITIONS = re.compile("rope|rel_pos|relative_position")
+
+
+class ModelReader:
+    """A model and the parts of it that maps need. Each is searched for when it is first needed.
+
+    `bundle.find_once(ModelReader)` is the reader of a bundle's model. Functions of this package
+    take a reader, or a module, which they search on each call.
+
+    Attributes:
+        model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = unwrap_model(model)
+
+    @cached_property
+    def _places(self) -> list[LayerPlace] | NoAttentionError:
+        try:
+            return find_attention_layers(self.model)
+        except NoAttentionError as error:
+            return error
+
+    @property
+    def has_attention(self) -> bool:
+        """True if there are attention layers of a known kind, readable or not."""
+        return not isinstance(self._places, NoAttentionError)
+
+    @property
+    def places(self) -> list[LayerPlace]:
+        """The attention layers, in order. Raises NoAttentionError without any."""
+        if isinstance(self._places, NoAttentionError):
+            raise NoAttentionError(str(self._places))
+        return self._places
+
+    def build_layers(self) -> list[AttentionLayer]:
+        """Build an object for each attention layer, in order, that records one forward pass."""
+        return [place.kind(place.name, place.module, place.block) for place in self.places]
+
+    @property
+    def is_ours(self) -> bool:
+        """True for this project's model, whose blocks and head can run one by one."""
+        return isinstance(self.model, VisionTransformer)
+
+    @cached_property
+    def can_drop_tokens(self) -> bool:
+        """True if tokens can be left out of a forward pass: the model has attention, and the
+        attention doesn't get the positions of all patches (rotary embeddings, relative position
+        biases)."""
+        if not self.has_attention:
+            return False
+        names = [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
+        return not any(map(_POSITIONS.search, names))
+
+
+def read_model(model: nn.Module | ModelReader) -> ModelReader:
+    """Return the reader of a model; a reader is returned as it is."""
+    return model if isinstance(model, ModelReader) else ModelReader(model)

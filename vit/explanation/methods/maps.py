@@ -1,0 +1,171 @@
+"""Compute the maps of several methods from one forward pass."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from vit.explanation.capture.forward import Forward, compute_entropy, run_forward, split_prefix
+from vit.explanation.capture.reader import ModelReader, read_model
+from vit.explanation.methods.libra import LibraGradients
+from vit.explanation.methods.registry import METHODS, Method, check_options, find_methods
+from vit.explanation.methods.rollout import check_range, check_rollout_options
+from vit.explanation.methods.sinks import find_sinks
+from vit.explanation.targets import CLASS, Target
+from vit.runtime.tensors import Images
+
+Relevance = Float[Tensor, "B _ N"]  # for one class of each image, or for each class asked for
+# what a caller needs of the forward pass besides the maps
+Keep = Literal["nothing", "block tokens", "gradients"]
+_ROLLOUT_OPTIONS = ("head_fusion", "discard_ratio", "residual", "start_layer")
+
+
+class Maps(NamedTuple):
+    """Maps of one method for T classes of each image; T is 1 if maps don't depend on the class.
+
+    Attributes:
+        method: The method.
+        values: The maps, float32.
+        prefix_mass: Fraction of the relevance in prefix tokens, 0 to 1.
+        entropy: Entropy in nats, 0 to log(patches).
+        sinks: Attention sinks of each layer from `start_layer` on, if the method has any.
+        start_layer: The first layer that the method uses.
+    """
+
+    method: Method
+    values: Float[Tensor, "B T rows columns"]
+    prefix_mass: Float[Tensor, "B T"]
+    entropy: Float[Tensor, "B T"]
+    sinks: Bool[Tensor, "B layers rows columns"] | None = None
+    start_layer: int = 0
+
+
+@torch.inference_mode(False)
+def compute_maps(
+    model: nn.Module | ModelReader,
+    images: Images,
+    *,
+    methods: Sequence[str] = ("rollout",),
+    target: Target = CLASS,
+    options: Mapping[str, object] | None = None,
+    keep: Keep = "nothing",
+    verify: bool = True,
+) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
+    """Compute the maps of several methods from one recorded forward pass.
+
+    Args:
+        model: A model that `run_forward` can read.
+        images: Normalised images [B, 3, height, width].
+        methods: Names of registered methods.
+        target: The number that is explained, and the classes.
+        options: Options of the methods by name. None: their defaults.
+        keep: "gradients" keeps the graph of the model's own gradients, and with it the output of
+            each block, which "block tokens" keeps alone.
+        verify: Check that the recorded attention is the model's, see `run_forward`.
+
+    Returns:
+        The forward pass, the classes [B, T], and the maps in the order of `methods`.
+
+    Raises:
+        ValueError: A method is unknown, an option is outside its range, or the model can't be read.
+    """
+    reader = read_model(model)
+    chosen = find_methods(methods, reader)
+    values = check_options(chosen, options or {})
+    check_ranges(values, reader)
+    # each method once, also if it is part of several
+    names = [name for method in chosen for name in method.parts or (method.name,)]
+    computed = [METHODS[name] for name in dict.fromkeys(names)]
+    libra_methods = [method for method in computed if method.libra]
+    own_methods = [method for method in computed if not method.libra]
+
+    run = partial(run_forward, reader, images, block_tokens=keep == "block tokens", verify=verify)
+    relevance: dict[str, Relevance] = {}
+    forward = None
+    if libra_methods:
+        with LibraGradients():
+            forward = run(gradients=True)
+        forward.target = target
+        targets = target.choose(forward.logits.detach())
+        relevance |= _compute_relevance(forward, libra_methods, targets, values)
+    if own_methods or keep == "gradients":
+        # frees the first graph before there is another of the same size; the logits are the same
+        forward = None
+        needs_graph = any(method.class_specific for method in own_methods)
+        forward = run(gradients=keep == "gradients" or needs_graph)
+        forward.target = target
+        targets = target.choose(forward.logits.detach())
+        relevance |= _compute_relevance(forward, own_methods, targets, values)
+
+    assert forward is not None
+    for method in chosen:
+        if method.parts:
+            parts = [relevance[part] for part in method.parts]
+            relevance[method.name] = _combine(parts, forward.num_prefix_tokens)
+    maps = [_make_maps(method, relevance[method.name], forward, values) for method in chosen]
+    return forward, targets, maps
+
+
+def check_ranges(values: Mapping[str, Any], reader: ModelReader) -> None:
+    """Raise ValueError if an option is outside the range that the model allows.
+
+    Args:
+        values: Options of any methods, see `registry.check_options`.
+        reader: The model.
+    """
+    if not reader.has_attention:
+        return
+    layers = reader.build_layers()
+    num_layers = len(layers)
+    rollout = {name: values[name] for name in _ROLLOUT_OPTIONS if name in values}
+    check_rollout_options(num_layers, **rollout)
+    if "layer" in values:
+        check_range("layer", values["layer"], -num_layers, num_layers - 1)
+    if isinstance(values.get("head"), int):
+        check_range("head", values["head"], 0, layers[0].num_heads - 1)
+
+
+def _compute_relevance(
+    forward: Forward,
+    methods: Sequence[Method],
+    targets: Int[Tensor, "B T"],
+    values: Mapping[str, Any],
+) -> dict[str, Relevance]:
+    """Compute the relevance of each method, by its name, from one pass."""
+    relevance = {}
+    # the forward pass may be in half precision; the products of many matrices are not
+    with torch.autocast(forward.images.device.type, enabled=False), torch.enable_grad():
+        for method in methods:
+            options = {name: values[name] for name in method.options}
+            classes = targets if method.class_specific else targets[:, :1]
+            columns = [
+                method.function(forward, column, **options).detach()
+                for column in classes.unbind(dim=1)
+            ]
+            relevance[method.name] = torch.stack(columns, dim=1)
+    return relevance
+
+
+def _combine(parts: Sequence[Relevance], num_prefix_tokens: int) -> Relevance:
+    """Compute the mean of several maps, each divided by its standard deviation over the patches,
+    because they differ in scale. Prefix tokens get 0."""
+    patches = torch.stack([values.float()[..., num_prefix_tokens:] for values in parts])
+    combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
+    return torch.nn.functional.pad(combined, (num_prefix_tokens, 0))
+
+
+def _make_maps(
+    method: Method, relevance: Relevance, forward: Forward, values: Mapping[str, Any]
+) -> Maps:
+    maps, prefix_mass = split_prefix(
+        relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
+    )
+    entropy = compute_entropy(maps)
+    sinks = None
+    start_layer = values.get("start_layer", 0)
+    if method.has_sinks:
+        sinks = find_sinks(forward, start_layer=start_layer)
+    return Maps(method, maps.float(), prefix_mass.float(), entropy.float(), sinks, start_layer)
