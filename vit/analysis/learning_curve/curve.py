@@ -258,14 +258,21 @@ def measure_learning_curve(
         update={"points": points, "gains": gains, "note": ", and ".join(notes) or None}
     )
 
-    is_usable = sizes >= _MIN_IMAGES_A_CLASS * len(np.unique(labels))
+    return _add_forecast(curve, sizes, correct, clusters, num_classes=len(np.unique(labels)))
+
+
+def _add_forecast(
+    curve: LearningCurve, sizes: Floats, correct: Bools, clusters: Ints, *, num_classes: int
+) -> LearningCurve:
+    """Return the curve with a forecast, or with the reason why there is none."""
+    is_usable = sizes >= _MIN_IMAGES_A_CLASS * num_classes
     num_errors = int((~correct[:, -1]).sum())
     if is_usable.sum() < _MIN_POINTS:
-        return curve.give_up(f"{len(labels):,} photos in {len(class_names)} classes are too few")
+        return curve.give_up(f"{curve.num_images:,} photos in {num_classes} classes are too few")
     if num_errors < _MIN_ERRORS:
         return curve.give_up(f"{num_errors} errors in {len(correct):,} photos are too few")
     forecast = forecast_twice(
-        sizes[is_usable], correct[:, is_usable], clusters, num_images=len(labels)
+        sizes[is_usable], correct[:, is_usable], clusters, num_images=curve.num_images
     )
     return curve.model_copy(update={"forecast": forecast})
 
