@@ -108,18 +108,7 @@ def find_huggingface(request: Request) -> SourceSplits:
     for name, table in tables.items():
         if name.lower() in SPLIT_OF:
             labels[name] = _read_labels(table, label_column, f"{origin} {name}")
-    name_of: dict[str, str] = {}
-    for name, values in labels.items():
-        split = SPLIT_OF[name.lower()]
-        if values and split in name_of:
-            text = f"{origin} has the splits {name_of[split]!r} and {name!r}"
-            raise ValueError(f"{text}, both names of the {split} split; rename one")
-        if values:
-            name_of[split] = name
-    if not name_of:
-        known = ", ".join(SPLIT_OF)
-        names = ", ".join(tables)
-        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
+    name_of = _name_splits(labels, tables, origin)
 
     # labels are numbers whose names the features have, or the names themselves
     class_names = getattr(features[label_column], "names", None)
@@ -181,6 +170,26 @@ def _recognizes(place: str) -> bool:
 SOURCE = Source(
     "huggingface", find_huggingface, recognizes=_recognizes, needs_root=True, unit="rows"
 )
+
+
+def _name_splits(
+    labels: Mapping[str, Sequence[Any]], tables: Mapping[str, Any], origin: str
+) -> dict[str, str]:
+    """Find the library's name of each split that has labels. Raises ValueError if a split has two
+    names, or none has labels."""
+    name_of: dict[str, str] = {}
+    for name, values in labels.items():
+        split = SPLIT_OF[name.lower()]
+        if values and split in name_of:
+            text = f"{origin} has the splits {name_of[split]!r} and {name!r}"
+            raise ValueError(f"{text}, both names of the {split} split; rename one")
+        if values:
+            name_of[split] = name
+    if not name_of:
+        known = ", ".join(SPLIT_OF)
+        names = ", ".join(tables)
+        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
+    return name_of
 
 
 def _list_parquet(path: Path) -> dict[str, list[str]]:

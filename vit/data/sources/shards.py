@@ -162,17 +162,8 @@ def find_shards(request: Request) -> SourceSplits:
     """
     assert request.root is not None
     cache_dir = request.cache_dir
-    # object storage can't be asked whether an address is a folder
     path = os.path.expanduser(request.root).rstrip("/")
-    unused: Counter[str] = Counter()
-    if os.path.isdir(path) or (remote.is_remote(path) and ".tar" not in path):
-        splits = list_shards(path)
-        used = {shard for shards in splits.values() for shard in shards}
-        others = set(_glob_shards(path, "*.tar") + _glob_shards(path, "*/*.tar")) - used
-        for other in others:
-            unused[f"shard {other[len(path) :].lstrip('/')}"] = 1
-    else:
-        splits = {"train": _expand(path)}
+    splits, unused = _find_splits(path)
     if not splits:
         raise FileNotFoundError(f"data.root {request.root} holds no .tar shards; check the path")
 
@@ -230,6 +221,18 @@ def _recognizes(place: str) -> bool:
 
 
 SOURCE = Source("webdataset", find_shards, recognizes=_recognizes, needs_root=True, unit="files")
+
+
+def _find_splits(path: str) -> tuple[dict[str, list[str]], Counter[str]]:
+    """Find the shards of each split at a path, pattern or address, and count those that belong to
+    no split."""
+    # object storage can't be asked whether an address is a folder
+    if not os.path.isdir(path) and (not remote.is_remote(path) or ".tar" in path):
+        return {"train": _expand(path)}, Counter()
+    splits = list_shards(path)
+    used = {shard for shards in splits.values() for shard in shards}
+    others = set(_glob_shards(path, "*.tar") + _glob_shards(path, "*/*.tar")) - used
+    return splits, Counter(f"shard {other[len(path) :].lstrip('/')}" for other in others)
 
 
 def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
