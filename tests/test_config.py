@@ -94,14 +94,11 @@ def test_a_mistake_is_named_with_a_hint(override: str, message: str) -> None:
 
 
 RECIPE_SIZES = {
-    "cifar10/best": ((0.5, (24, 24)), (1.0, (32, 32))),
     "cifar10/cpu-20-minutes": ((0.6, (24, 24)), (1.0, (32, 32))),
     "cifar10/cpu": ((0.65, (24, 24)), (1.0, (32, 32))),
     "cifar10/cpu-short": ((0.65, (24, 24)), (1.0, (32, 32))),
     "cifar10/speedrun": ((0.6, (24, 24)), (1.0, (32, 32))),
-    "cifar100/best": ((0.5, (24, 24)), (1.0, (32, 32))),
     "imagenette/cpu": ((0.3, (64, 64)), (0.65, (96, 96)), (1.0, (128, 128))),
-    "imagenette/gpu": ((0.5, (96, 96)), (1.0, (128, 128))),
 }
 
 

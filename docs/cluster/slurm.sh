@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #
-#   sbatch slurm.sh cifar10/best --output /shared/runs/cifar10-best
+#   sbatch slurm.sh cifar10/speedrun --output /shared/runs/cifar10-speedrun
 #
 # The output directory must be one that all nodes see.
 set -euo pipefail

@@ -24,30 +24,36 @@ _DISPLAY_SECONDS = 0.5
 
 
 class Observer:
-    """A callback of a run, called in the main process. Override the methods that you need. If
-    `on_step` or `on_epoch` returns True, the run saves its state and ends; `resume` continues it.
-    An observer that raises an exception is not called again, and training goes on without it.
+    """A callback of a run, called in the main process. Override the methods
+    that you need.
+
+    If `on_step` or `on_epoch` returns True, the run saves its state and ends;
+    `resume` continues it. An observer that raises an exception is not called
+    again, and training goes on without it.
 
     Example:
         >>> class Stop(vit.Observer):
-        ...     def on_epoch(self, metrics, model): return metrics["val_top1"] > 0.9
+        ...     def on_epoch(self, metrics, model):
+        ...         return metrics["val_top1"] > 0.9
         >>> vit.train("digits", output="runs/digits", callbacks=[Stop()])
     """
 
     is_essential = False  # True: the run ends if this observer fails
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
-        """The run begins, or goes on after `step` steps. `settings` has the values of its
-        configuration by "section.key"."""
+        """The run begins, or goes on after `step` steps. `settings` has the
+        values of its configuration by "section.key"."""
 
     def on_step(self, metrics: dict[str, Any]) -> bool | None:
-        """A step has ended. `metrics` has epoch and step (counted from 1), learning_rate and
-        images_per_second; and as tensors loss, top1 of the batch (0 to 1) and gradient_norm.
-        float() of a tensor waits for the device."""
+        """A step has ended. `metrics` has epoch and step (counted from 1),
+        learning_rate and images_per_second; and as tensors loss, top1 of the
+        batch (0 to 1) and gradient_norm. float() of a tensor waits for the
+        device."""
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> bool | None:
-        """An epoch has ended. `metrics` is its line of metrics.jsonl; `val_loss` and `val_top1` are
-        None without an evaluation. `model` is the model to evaluate, in evaluation mode."""
+        """An epoch has ended. `metrics` is its line of metrics.jsonl;
+        `val_loss` and `val_top1` are None without an evaluation. `model` is
+        the model to evaluate, in evaluation mode."""
 
     def on_message(self, text: str) -> None:
         """There is a sentence for the user."""
