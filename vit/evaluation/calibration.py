@@ -92,11 +92,10 @@ def cross_fit_temperature(
     )
 
 
-def was_used_for_epoch(bundle: Bundle, validation: EvaluationSet) -> bool:
+def was_used_for_epoch(bundle: Bundle, images: EvaluationSet) -> bool:
     """Return whether the model's epoch was chosen on these images."""
-    splits = bundle.data.get("splits", {})
-    recorded = splits.get(validation.dataset.split, {}).get("fingerprint")
-    return bool(recorded == validation.dataset.fingerprint)
+    validation = bundle.data.get("splits", {}).get("validation", {})
+    return bool(images.dataset.fingerprint == validation.get("fingerprint"))
 
 
 def calibrate_bundle(

@@ -149,8 +149,7 @@ def evaluate(
 def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
     """Return what a reader should know about the images, in sentences."""
     notes = list(images.dataset.notes)
-    validation = bundle.data.get("splits", {}).get("validation", {})
-    if images.dataset.fingerprint == validation.get("fingerprint"):
+    if was_used_for_epoch(bundle, images):
         notes.append(
             "these images chose the best epoch of this model, so its accuracy on them is too high:"
             " quote its accuracy on other images"
