@@ -4,6 +4,7 @@ Only a linear classifier is trained, on the features of a model. Label errors co
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
+from vit.evaluation.confusion import count_confusions
 from vit.prediction.neighbours import convert_to_distances, find_nearest
 from vit.prediction.probabilities import Floats, Ints
 
@@ -282,20 +284,19 @@ def find_confused(
 
     The most confused pair comes first.
     """
-    from sklearn.metrics import confusion_matrix
-
-    classes = range(len(class_names))
-    confusion = confusion_matrix(labels, probabilities.argmax(axis=1), labels=classes)
-    support = confusion.sum(axis=1)
-    both = np.triu(confusion + confusion.T, k=1)
-    pairs = []
-    for first, second in np.argwhere(both >= _MIN_CONFUSED).tolist():
+    predicted = probabilities.argmax(axis=1)
+    num_confused: Counter[tuple[int, int]] = Counter()
+    for pair in count_confusions(labels, predicted, num_classes=len(class_names)):
+        first, second = sorted((pair.label, pair.predicted))
+        num_confused[first, second] += pair.count
+    support = np.bincount(labels, minlength=len(class_names))
+    found = []
+    for (first, second), confused in sorted(num_confused.items()):
         count = int(support[first] + support[second])
-        confused = int(both[first, second])
-        if confused >= _MIN_CONFUSED_SHARE * count:
+        if confused >= max(_MIN_CONFUSED, _MIN_CONFUSED_SHARE * count):
             names = (class_names[first], class_names[second])
-            pairs.append(ConfusedClasses(names, confused, count))
-    return sorted(pairs, key=lambda pair: -pair.confused / pair.count)
+            found.append(ConfusedClasses(names, confused, count))
+    return sorted(found, key=lambda pair: -pair.confused / pair.count)
 
 
 def _find_odd(values: Floats) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
