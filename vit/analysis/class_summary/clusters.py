@@ -50,12 +50,12 @@ def fit_clusters(explained: Explained, *, seed: int) -> Clusters:
 
     reach = np.zeros(count)
     for number in range(count):
-        in_cluster = clustering.labels_ == number
-        order = np.argsort(distances[in_cluster], kind="stable")
-        share = weights[in_cluster][order].cumsum() / weights[in_cluster].sum()
+        is_member = clustering.labels_ == number
+        order = np.argsort(distances[is_member], kind="stable")
+        share = weights[is_member][order].cumsum() / weights[is_member].sum()
         place = min(int(np.searchsorted(share, _REACH)), len(order) - 1)
         # rounding must not leave out the member at the edge
-        reach[number] = distances[in_cluster][order][place] * (1 + 1e-5)
+        reach[number] = distances[is_member][order][place] * (1 + 1e-5)
     return Clusters(mean, centres, reach)
 
 

@@ -13,7 +13,7 @@ together have the stated rate of false alarms (Bonferroni).
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,8 +198,35 @@ def _summarize_class(
     pictures: Pictures,
     advance: Callable[[float], object],
 ) -> ClassSummary:
+    """Summarise one class on the images at `indices`."""
     explained = passes.explain(indices, class_index, advance)
-    half = len(indices) // 2
+    clusters = _find_clusters(class_index, explained, labels, images.paths, passes, pictures)
+    maps = explained.relevance.reshape(-1, *passes.grid)
+    border, centre = find_regions(passes.grid)
+    return ClassSummary(
+        name=passes.bundle.class_names[class_index],
+        num_images=len(indices),
+        recall=float((passes.predicted[indices] == class_index).mean()),
+        mean_map=(maps.mean(axis=0) * pictures.num_patches).tolist(),
+        null_map=(shift_maps(maps, pictures.random).mean(axis=0) * pictures.num_patches).tolist(),
+        border=measure_region(maps, border, pictures.random),
+        centre=measure_region(maps, centre, pictures.random),
+        clusters=clusters,
+        masks=_measure_masks(images.masks, explained, passes, class_index),
+    )
+
+
+def _find_clusters(
+    class_index: int,
+    explained: Explained,
+    labels: NDArray[np.int64],
+    paths: Sequence[str],
+    passes: Passes,
+    pictures: Pictures,
+) -> list[PatchCluster]:
+    """Cluster the patches in the first half of the images of a class, and test each cluster on the
+    second half."""
+    half = len(explained.indices) // 2
     seen = Explained(*(part[:half] for part in explained))
     held_out = Explained(*(part[half:] for part in explained))
 
@@ -208,8 +235,8 @@ def _summarize_class(
     assigned, distances = clusters.find(seen.tokens)
     held_out_assigned, _ = clusters.find(held_out.tokens)
     others = [
-        clusters.find(passes.find_tokens(other_indices))[0]
-        for other_indices in _choose_others(class_index, labels, passes, pictures.random)
+        clusters.find(passes.find_tokens(indices))[0]
+        for indices in _choose_others(class_index, labels, passes, pictures.random)
     ]
     num_marks = pictures.separate_marks(
         seen.indices, assigned, [held_out_assigned, *others], num_clusters
@@ -223,7 +250,7 @@ def _summarize_class(
         in_others = [(other_assigned == number).any(axis=1) for other_assigned in others]
         row = _describe(members, in_others, seen, pictures, is_mark=number >= num_clusters)
         strip = _choose_strip(seen, np.where(members, distances, np.inf))
-        row.strip = [(images.paths[image], patch) for image, patch in strip]
+        row.strip = [(paths[image], patch) for image, patch in strip]
 
         removed = held_out_assigned == number
         # a mark that is left out in part may be recognised by the rest
@@ -232,21 +259,7 @@ def _summarize_class(
             removed, held_out.indices, class_index, passes, pictures.random
         )
         rows.append(row)
-    rows.sort(key=lambda row: -row.evidence)
-
-    maps = explained.relevance.reshape(-1, *passes.grid)
-    border, centre = find_regions(passes.grid)
-    return ClassSummary(
-        name=passes.bundle.class_names[class_index],
-        num_images=len(indices),
-        recall=float((passes.predicted[indices] == class_index).mean()),
-        mean_map=(maps.mean(axis=0) * pictures.num_patches).tolist(),
-        null_map=(shift_maps(maps, pictures.random).mean(axis=0) * pictures.num_patches).tolist(),
-        border=measure_region(maps, border, pictures.random),
-        centre=measure_region(maps, centre, pictures.random),
-        clusters=rows,
-        masks=_measure_masks(images.masks, explained, passes, class_index),
-    )
+    return sorted(rows, key=lambda row: -row.evidence)
 
 
 def _choose_others(
