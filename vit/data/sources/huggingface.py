@@ -96,9 +96,6 @@ def find_huggingface(request: Request) -> SourceSplits:
     """
     origin = f"data.root {request.root}"
     tables = _load(str(request.root), request.cache_dir / "datasets")
-    # an extra, imported by `_load` already
-    from datasets import Image as ImageFeature
-
     features = next(iter(tables.values())).features
     image_column = _find_column(features, ("image", "img"), origin)
     label_column = _find_column(features, ("label", "labels", "class"), origin)
@@ -136,15 +133,7 @@ def find_huggingface(request: Request) -> SourceSplits:
             raise ValueError(f"{origin} {name}: {text}; correct it, or remove the row")
 
         ids = [f"{name}/{row:05d}" for row in range(len(numbers))]
-        # the images alone, as the bytes or the paths of their files
-        try:
-            rows = tables[name].select_columns([image_column])
-            rows = rows.cast_column(image_column, ImageFeature(decode=False))
-        except (TypeError, ValueError, NotImplementedError) as error:
-            kind = shorten(str(tables[name].features[image_column]))
-            raise ValueError(
-                f"{origin}: the column {image_column} holds {kind}, not images"
-            ) from error
+        rows = _select_images(tables[name], image_column, origin)
         dataset = ImageDataset(
             name="huggingface",
             class_names=class_names,
@@ -170,6 +159,19 @@ def _recognizes(place: str) -> bool:
 SOURCE = Source(
     "huggingface", find_huggingface, recognizes=_recognizes, needs_root=True, unit="rows"
 )
+
+
+def _select_images(table: Any, column: str, origin: str) -> Any:
+    """Select the column of images, as the bytes or the paths of their files."""
+    # an extra, imported by `_load` already
+    from datasets import Image as ImageFeature
+
+    try:
+        return table.select_columns([column]).cast_column(column, ImageFeature(decode=False))
+    except (TypeError, ValueError, NotImplementedError) as error:
+        kind = shorten(str(table.features[column]))
+        text = f"{origin}: the column {column} holds {kind}, not images"
+        raise ValueError(f"{text}; name the column of the images image or img") from error
 
 
 def _name_splits(
