@@ -92,7 +92,7 @@ def read_signature(module: str, name: str) -> dict[str, Parameter]:
             kind=_read_kind(argument.annotation),
             default=REQUIRED if default is None else ast.literal_eval(default),
             is_keyword=argument in arguments.kwonlyargs,
-            help=re.split(r"(?<=\.)\s", text)[0],
+            help=re.split(r"(?<=[.?])\s", text)[0],
             none=none[1] if none else "",
             bounds=bounds.get(argument.arg, (None, None)),
         )
