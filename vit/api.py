@@ -1,29 +1,28 @@
-"""What a user calls from Python: `vit.train(…)`, `vit.evaluate(…)` and so on. Each name is a line here."""
+"""The public names: `vit.train(…)`, `vit.evaluate(…)` and so on. Each is a line here.
 
-from typing import TYPE_CHECKING
+`vit` imports a name from its module on first use, not this file.
+"""
 
 from vit.analysis.audit.run import audit as audit
 from vit.analysis.class_summary.summarize import summarize_classes as summarize_classes
 from vit.analysis.compare.comparison import compare as compare
 from vit.analysis.faithfulness.measure import measure_faithfulness as measure_faithfulness
+from vit.bundle import Bundle as Bundle
+from vit.bundle import load_bundle as load_bundle
 from vit.data.sources.registry import register_source as register_source
 from vit.data.sources.source import Source as Source
+from vit.deploy.export.export_model import export_model as export_model
 from vit.evaluation.evaluate import evaluate as evaluate
+from vit.explanation.capture.forward import capture_attention as capture_attention
 from vit.explanation.explain import explain as explain
 from vit.explanation.methods.registry import Method as Method
 from vit.explanation.methods.registry import register_method as register_method
+from vit.explanation.methods.rollout import attention_rollout as attention_rollout
+from vit.explanation.render.overlay import save_overlay as save_overlay
+from vit.explanation.targets import CosineTarget as CosineTarget
+from vit.model.timm_weights import load_timm as load_timm
+from vit.model.vision_transformer import VisionTransformer as VisionTransformer
 from vit.prediction.embed import embed as embed
 from vit.prediction.predict import predict as predict
+from vit.training.observers import Observer as Observer
 from vit.training.train_model import train as train
-
-if TYPE_CHECKING:
-    from vit.bundle import Bundle as Bundle
-    from vit.bundle import load_bundle as load_bundle
-    from vit.deploy.export.export_model import export_model as export_model
-    from vit.explanation.capture.forward import capture_attention as capture_attention
-    from vit.explanation.methods.rollout import attention_rollout as attention_rollout
-    from vit.explanation.render.overlay import save_overlay as save_overlay
-    from vit.explanation.targets import CosineTarget as CosineTarget
-    from vit.model.timm_weights import load_timm as load_timm
-    from vit.model.vision_transformer import VisionTransformer as VisionTransformer
-    from vit.training.observers import Observer as Observer

@@ -43,21 +43,12 @@ class Parameter(NamedTuple):
 @lru_cache
 def list_public_names() -> Mapping[str, str]:
     """Return the names that `vit.api` imports, each with the module that defines it."""
-    body = _parse("vit.api").body
-    imported = {
+    return {
         alias.name: node.module or ""
-        for node in ast.walk(_parse("vit.api"))
+        for node in _parse("vit.api").body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if alias.asname == alias.name
     }
-    # until all functions are in their folders
-    defined = {
-        node.name: "vit.api"
-        for node in body
-        if isinstance(node, ast.FunctionDef) and "Args:" in (ast.get_docstring(node) or "")
-    }
-    return imported | defined
 
 
 def read_public_signature(name: str) -> dict[str, Parameter]:

@@ -82,6 +82,9 @@ class Method:
     def describe_options(self) -> dict[str, str]:
         """Return the text of each option. Those of this project's functions are read from `Args:`
         without importing them."""
+        if self.parts:
+            parts = [METHODS[name] for name in self.parts]
+            return {name: text for part in parts for name, text in part.describe_options().items()}
         if not isinstance(self.compute, str):
             return dict.fromkeys(self.options, "")
         module, _, name = self.compute.partition(":")
