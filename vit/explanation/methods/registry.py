@@ -43,6 +43,9 @@ class Method:
         has_sinks: True if attention sinks are visible in its maps.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.
+
+    Example:
+        >>> vit.register_method(vit.Method(name="norms", title="norms", compute=last_norms))
     """
 
     name: str
@@ -144,7 +147,7 @@ def register_method(method: Method) -> None:
         >>> def last_norms(forward, classes):  # relevance of each token [B, N]
         ...     return forward.record.layers[-1].value_norms().sum(dim=1)
         >>> vit.register_method(
-        ...     vit.Method(name="norms", title="norms of values", compute=last_norms)
+        ...     vit.Method(name="norms", title="norms", compute=last_norms)
         ... )
         >>> vit.explain("runs/digits", "photo.png", methods="norms")
     """

@@ -53,9 +53,10 @@ def attention_rollout(
     (Abnar & Zuidema 2020).
 
     Args:
-        attentions: Attention [B, H, N, N] of each layer after the softmax, first
-            layer first.
-        head_fusion: Fusion of the heads into one matrix: "mean", "max" or "min".
+        attentions: Attention [B, H, N, N] of each layer after the softmax,
+            first layer first.
+        head_fusion: Fusion of the heads into one matrix: "mean", "max" or
+            "min".
         discard_ratio: Fraction of the smallest patch-to-patch entries that are
             set to 0, in [0, 1).
         residual: Weight of the identity, 0 to 1; 0.5 in the paper.

@@ -68,8 +68,8 @@ def save_overlay(
     Args:
         path: File of the picture; its suffix is the format.
         image: A path, a PIL image or a uint8 array [H, W, 3].
-        values: Map on the patch grid, [rows, columns]; drawn in multiples of its
-            mean magnitude.
+        values: Map on the patch grid, [rows, columns]; drawn in multiples of
+            its mean magnitude.
         preprocess: Preprocessing of the bundle, which has the part of the image
             under the map. None: the whole image.
         signed: Put zero in the middle of the colours. None: if a value is
