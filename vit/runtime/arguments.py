@@ -208,8 +208,9 @@ def check_value(name: str, value: Any, kind: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        problem = error.errors()[0]["msg"]
-        problem = problem[:1].lower() + problem[1:]
+        # one for each type of a union
+        messages = [item["msg"] for item in error.errors()]
+        problem = " or ".join(message[:1].lower() + message[1:] for message in messages)
         raise ValueError(f"{name} {shorten(repr(value))}: {problem}") from None
 
 
