@@ -133,13 +133,9 @@ def build_run(
     probe = parts.probe
     uncut_model = parts.uncut_model
     if probe is None and uses_probe(config) and isinstance(model, VisionTransformer):
-        if is_probe_alone(config):
-            uncut_model = model
-        probed_model = load_probed_model(config, directory) if resume else None
-        if probed_model is None:
-            probe = fit_to_data(config, model, data, device=device)
-            probed_model = build_probed_model(config, model, probe.probe)
-        model = probed_model.to(device)
+        uncut_model = model if is_probe_alone(config) else None
+        model, probe = _start_from_probe(config, model, data, directory if resume else None)
+        model.to(device)
     tokens = parts.tokens
     if tokens is None:
         data, tokens = keep_tokens(model, data, device=device, transform=parts.transform)
@@ -152,17 +148,13 @@ def build_run(
     plan = build_plan(
         config, model, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size
     )
-    class_weights = None
-    if data.class_balance == "weights":
-        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
-        class_weights = torch.from_numpy(weights).to(device)
     train_step = build_train_step(
         config,
         model,
         plan=plan,
         process=process,
         device=device,
-        class_weights=class_weights,
+        class_weights=_build_class_weights(data, device),
         compile=choose_compile(config, model, plan, device),
     )
 
@@ -178,16 +170,7 @@ def build_run(
 
     section = config.data.model_copy(update={"pipeline": data.pipeline})
     config = config.model_copy(update={"data": section})
-    identity = RunIdentity.from_config(
-        config,
-        describe_objects(parts.transform, parts.user_model),
-        data_fingerprint=data.train.fingerprint,
-        conditions={
-            "the kind of device": device.type,
-            "the precision": train_step.precision,
-            "torch's version": str(torch.__version__),
-        },
-    )
+    identity = _identify(config, parts, data, train_step)
     trainer = Trainer(
         train_step=train_step,
         plan=plan,
@@ -222,6 +205,41 @@ def _build_model_and_data(
         data = build_data(config, splits, device=device, pretrained=pretrained)
     # before the optimizer is built, whose state lies beside the weights
     return model.to(device), data
+
+
+def _start_from_probe(
+    config: Config, model: VisionTransformer, data: TrainingData, resumed: Path | None
+) -> tuple[VisionTransformer, FittedProbe | None]:
+    """Return the model that ends at the probe's block, and the probe; of the run in the directory
+    `resumed`, if there is one, the model that it has left, and None."""
+    left_model = load_probed_model(config, resumed) if resumed else None
+    if left_model is not None:
+        return left_model, None
+    device = next(model.parameters()).device
+    probe = fit_to_data(config, model, data, device=device)
+    return build_probed_model(config, model, probe.probe), probe
+
+
+def _build_class_weights(data: TrainingData, device: torch.device) -> Float[Tensor, " C"] | None:
+    if data.class_balance != "weights":
+        return None
+    weights = compute_class_weights(data.train.labels, len(data.train.class_names))
+    return torch.from_numpy(weights).to(device)
+
+
+def _identify(
+    config: Config, parts: RunParts, data: TrainingData, train_step: TrainStep
+) -> RunIdentity:
+    return RunIdentity.from_config(
+        config,
+        describe_objects(parts.transform, parts.user_model),
+        data_fingerprint=data.train.fingerprint,
+        conditions={
+            "the kind of device": train_step.device.type,
+            "the precision": train_step.precision,
+            "torch's version": str(torch.__version__),
+        },
+    )
 
 
 def build_plan(
