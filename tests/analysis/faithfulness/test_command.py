@@ -112,11 +112,11 @@ def test_a_best_method_of_other_weights_is_refused(
     content = json.loads((run / "model.faithfulness.json").read_text())
     (run / "model.faithfulness.json").write_text(json.dumps(content | {"model_sha256": "0" * 64}))
     arguments = ("attention", run, "--images", 1, "--no-checks", "--output")
-    assert "was measured of other weights; run vit faithfulness" in cli.fail(
+    assert "was measured with other weights; run vit faithfulness" in cli.fail(
         *arguments, tmp_path / "maps", "--method", "best"
     )
     assert not (tmp_path / "maps").exists()
-    assert "was measured of other weights" in cli.succeed(*arguments, tmp_path / "maps").text
+    assert "was measured with other weights" in cli.succeed(*arguments, tmp_path / "maps").text
     best = content["best_method"]
     without_gain = content | {"gains": {"srg": {best: {"mean": 0.5}}}}
     for damaged in ("{", json.dumps(without_gain)):
@@ -130,7 +130,7 @@ def test_best_needs_a_measurement_of_a_model_file(
     cli: Launcher, tiny_run: Path, tmp_path: Path
 ) -> None:
     error = cli.fail("attention", tiny_run, "--method", "best", "--output", tmp_path / "out")
-    assert f"no best method is known of {tiny_run}; run vit faithfulness {tiny_run} first" in error
+    assert f"no best method is known for {tiny_run}; run vit faithfulness {tiny_run} first" in error
     assert (
         "faithful"
         not in cli.succeed("attention", tiny_run, "--images", 1, "--output", tmp_path / "out").text

@@ -1,4 +1,4 @@
-"""All forward passes of a summary: predictions, maps with tokens, and images without some patches."""
+"""The forward passes of a summary: predictions, maps, and images without some patches."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

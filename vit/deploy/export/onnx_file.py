@@ -1,4 +1,4 @@
-"""A model as an ONNX file: traced, quantised, described in its metadata, measured in onnxruntime."""
+"""A model as an ONNX file: traced, quantised, described in its metadata, and measured."""
 
 import importlib.util
 import json

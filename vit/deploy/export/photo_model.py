@@ -3,8 +3,8 @@ pixels of any size.
 
 The resize equals Pillow's, which `Preprocess` uses, to the last bit: a pass over the columns and one
 over the rows, with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass is a
-matrix product. Its matrix is computed from the size of the images, only for the columns or rows that
-the crop keeps.
+matrix product. Its matrix is computed from the size of the images, for the columns or rows
+that the crop keeps.
 """
 
 import PIL

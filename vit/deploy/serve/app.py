@@ -1,6 +1,6 @@
 """A page on which a photo gets its classes and attention map, and `POST /predict` for programs.
 
-What a client sends is an image or is refused with one sentence; nothing that it names is ever opened.
+A client's upload is an image or is refused with one sentence; no name in it is ever opened.
 """
 
 import asyncio
