@@ -271,6 +271,7 @@ def open_page(browser, path: Path):
 def choose(browser, name: str, value: str) -> None:
     from selenium.webdriver.support.ui import Select
 
+    browser.execute_script("document.querySelector('.more').open = true")
     Select(browser.find_element("id", name)).select_by_visible_text(value)
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// Each image is a JSON text of its own, decoded when its card is shown; all but the first follow this script. Values are in multiples of an even share: 1 is
+// Each image is a JSON text of its own, decoded when its card is shown; all but the first follow this script. Values are in multiples of the average patch: 1 is
 // what each patch would have if all had the same. Tokens are numbered as in the model: first those that are no patches.
 const element = name => document.getElementById(name);
 const page = JSON.parse(element("page").textContent);
@@ -10,7 +10,7 @@ const COLOURS = "token colours", SIMILARITY = "similarity to a patch", NORMS = "
 const LAYERED = [ATTENTION, LENS, COLOURS, SIMILARITY, NORMS];
 const OUTLIER = 2; // times the median norm
 const RANKS = ["most probable", "2nd most probable", "3rd most probable"];
-const NUMBERS = {agreement: "correlation with what leaving patches out does", p_value: "p"};
+const NUMBERS = {agreement: "correlation with the loss without each patch", p_value: "p"};
 const CARDS_AT_ONCE = 24;
 const CONFIDENCES = [["0", "below 50\u00a0%"], ["50", "50 to 90\u00a0%"], ["90", "90\u00a0% and above"]];
 const unique = values => [...new Set(values)];
@@ -58,7 +58,7 @@ class Explained {
 
   rollout() { return this.matrix(null, null); }
 
-  /** An entry of quantised attention, in multiples of an even share. */
+  /** An entry of quantised attention, in multiples of the average token. */
   entry(rows, row, column) {
     const part = column < this.prefix ? 0 : 1;
     return rows.cells[row * this.count + column] / 255 * rows.highs[2 * row + part] * this.count;
@@ -179,7 +179,7 @@ class Explained {
     const values = first.shares.map((value, i) => value - factor * second.shares[i]);
     const end = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0) || 1;
     return {grid: this.grid, values, low: -end, high: end, unit: "×", signed: true, map: null,
-      about: `${first.title}: red speaks for ${first.target.name}, blue for ${second.target.name}`};
+      about: `${first.title}: evidence for ${first.target.name} (red) and for ${second.target.name} (blue)`};
   }
 
   /** What the settings ask for: {values, grid, low, high, unit, signed, about, map}, or null. */
@@ -483,12 +483,12 @@ class Card {
     if (view) {
       const span = view.high - view.low, even = (1 - view.low) / span, zero = -view.low / span;
       this.part("low").textContent = show(view.low, view.unit);
-      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? view.of || " of an even share" : "") + (view.flat ? ", nearly even: drawn flat" : "");
+      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? view.of || " the average" : "") + (view.flat ? ", nearly even: drawn flat" : "");
       this.part("legend").querySelector("i").style.background = ramp(view.signed);
       const mark = this.part("legend").querySelector("b"), at = view.signed ? zero : even;
       mark.hidden = view.unit !== "×" || !(at > 0 && at < 1);
       mark.style.left = `${100 * at}%`;
-      mark.title = view.signed ? "0" : view.of ? "1×, the median" : "1×, an even share";
+      mark.title = view.signed ? "0" : view.of ? "1×, the median" : "1×, the average";
     }
     [...this.part("tokens").children].forEach((button, number) => {
       const value = view && view.ofPrefix ? ` ${show(view.ofPrefix[number], view.unit)}` : "";
@@ -501,9 +501,9 @@ class Card {
   /** The verdict in a sentence, and the numbers folded below. */
   judge(map) {
     const check = map && map.sanity_check, line = this.part("verdict"), word = document.createElement("b");
-    word.textContent = check ? check.verdict : "not checked";
+    word.textContent = check ? check.verdict : "not tested";
     line.className = check ? "verdict" : "verdict muted";
-    line.replaceChildren(word, `: ${check ? check.reason : "of more than 64 images, the option --checks asks for it"}`);
+    line.replaceChildren(word, `: ${check ? check.reason : "for more than 64 images, add --checks"}`);
     line.hidden = !map;
     const sinks = this.part("sinks");
     sinks.textContent = map ? map.sinks : "";
