@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +11,6 @@ from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.data.listing import ImageInputs, list_images
 from vit.explanation.best_method import choose_methods, read_best_method
 from vit.explanation.explainer import Explainer
-from vit.explanation.gallery.gallery import Gallery
 from vit.explanation.items import ImageItem, find_items
 from vit.explanation.methods.registry import describe_options
 from vit.explanation.records import Explanations, ImageResult
@@ -22,6 +21,9 @@ from vit.explanation.targets import TargetLike, describe_target
 from vit.explanation.writer import MapWriter
 from vit.runtime.arguments import as_tuple, check_arguments, check_choice
 from vit.runtime.files import prepare_output
+
+if TYPE_CHECKING:
+    from vit.explanation.gallery.gallery import Gallery
 
 # more images are explained without sanity checks, which take longer than the maps
 _MAX_CHECKED_IMAGES = 64
@@ -179,7 +181,9 @@ def describe_parameters(
     }
 
 
-def _build_gallery(explainer: Explainer, *, num_images: int, smooth: bool) -> Gallery:
+def _build_gallery(explainer: Explainer, *, num_images: int, smooth: bool) -> "Gallery":
+    from vit.explanation.gallery.gallery import Gallery  # with scipy, takes a third of a second
+
     best_method = None
     with suppress(ValueError, OSError):  # the model was not measured
         best_method = read_best_method(explainer.bundle).method
@@ -190,7 +194,7 @@ def _write(
     explainer: Explainer,
     items: Sequence[ImageItem],
     map_writer: MapWriter,
-    gallery: Gallery | None,
+    gallery: "Gallery | None",
     *,
     scale: str,
 ) -> Explanations:

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from huggingface_hub import constants, get_session
-
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[None]:
@@ -12,6 +10,8 @@ def offline_if_unreachable() -> Iterator[None]:
 
     The hub's library would try to reach it for minutes.
     """
+    from huggingface_hub import constants, get_session  # takes a second to import
+
     before = constants.HF_HUB_OFFLINE
     try:
         get_session().head(constants.ENDPOINT, timeout=5)

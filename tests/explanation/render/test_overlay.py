@@ -239,3 +239,16 @@ def test_the_photo_is_visible_where_a_signed_map_is_zero() -> None:
     assert np.corrcoef(*(values.ravel() for values in brightness))[0, 1] > 0.9
     assert blended[0, 0].tolist() == palette(signed=True)[230].tolist()
     assert blended[-1, -1].tolist() == palette(signed=True)[25].tolist()
+
+
+def test_palettes_are_matplotlibs() -> None:
+    """The file of colours, and the place of the font, are read without importing matplotlib."""
+    from matplotlib import colormaps, get_data_path
+
+    from vit.explanation.render.scale import palette
+    from vit.explanation.render.text import font
+
+    for name, signed in (("inferno", False), ("RdBu_r", True)):
+        expected = (colormaps[name](np.arange(256))[:, :3] * 255).round()
+        assert np.array_equal(palette(signed=signed), expected)
+    assert font().path == f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"

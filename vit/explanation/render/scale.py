@@ -6,6 +6,7 @@ Values are in multiples of the average patch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -17,9 +18,9 @@ FIXED_END = 4.0  # highest value of the fixed scale
 # a map whose maximum is lower is drawn flat: stretched to the whole range of the colours,
 # differences of a few percent would look like an object
 FLAT_BELOW = 1.2
+# matplotlib's inferno and RdBu_r, a row each, because importing matplotlib takes half a second:
 # perceptually even, and readable with any colour vision; blue is negative, red positive
-_SEQUENTIAL = "inferno"
-_DIVERGING = "RdBu_r"
+_PALETTES = Path(__file__).with_name("palettes.png")
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,8 @@ def quantise(
 @lru_cache
 def palette(*, signed: bool) -> UInt8[np.ndarray, "256 3"]:
     """Return the colours of 0 to 255."""
-    from matplotlib import colormaps  # takes half a second to import
-
-    colours = colormaps[_DIVERGING if signed else _SEQUENTIAL](np.arange(256))[:, :3]
-    cells: np.ndarray = (colours * 255).round().astype(np.uint8)
-    return cells
+    with Image.open(_PALETTES) as picture:
+        return np.asarray(picture.convert("RGB"))[int(signed)]
 
 
 def draw_heat(values: Float[np.ndarray, "height width"], scale: ColourScale) -> Image.Image:

@@ -4,6 +4,8 @@ import math
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -60,7 +62,9 @@ def shorten_text(text: str, width: int) -> str:
 @lru_cache
 def font() -> ImageFont.FreeTypeFont:
     """Load the font of captions."""
-    from matplotlib import get_data_path  # takes half a second to import
-
-    # Pillow's own font has neither × nor é
-    return ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", _FONT_SIZE)
+    # Pillow's own font has neither × nor é; importing matplotlib would take half a second
+    spec = find_spec("matplotlib")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / "mpl-data/fonts/ttf/DejaVuSans.ttf"
+    return ImageFont.truetype(str(path), _FONT_SIZE)
