@@ -1,5 +1,5 @@
-"""The map method that measured best for a model. `vit faithfulness` writes it next to the model file,
-and `vit explain` reads it."""
+"""The map method that measured best for a model. `vit faithfulness` writes it next to the model
+file, and `vit explain` reads it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """Which attention heads does a class depend on?
 
 Give each head a gate that multiplies its output, O_h → g_h O_h. With g_h = 0 the head is ablated;
-∂f/∂g_h at 1, which is Σ over queries and channels of O_h ∂f/∂O_h, is the loss of the score f without
-it, to first order. One backward pass computes it for all heads (Michel, Levy & Neubig 2019, "Are
-Sixteen Heads Really Better than One?", eq. 2; their importance of a head is the mean of its absolute
-value over images).
+∂f/∂g_h at 1, which is Σ over queries and channels of O_h ∂f/∂O_h, is the loss of the score f
+without it, to first order. One backward pass computes it for all heads (Michel, Levy & Neubig 2019,
+"Are Sixteen Heads Really Better than One?", eq. 2; their importance of a head is the mean of its
+absolute value over images).
 
 It is an estimate: it doesn't include that other heads compensate, nor that norms scale the rest. It
 is better for many images than for one, and for models with many heads: the first order says little

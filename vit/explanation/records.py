@@ -41,7 +41,8 @@ def name_sinks(fraction: float) -> list[str]:
 
 @dataclass(frozen=True)
 class Sink:
-    """A patch that draws attention although little is read from it, and the layers in which it does."""
+    """A patch that draws attention although little is read from it, and the layers in which it
+    does."""
 
     row: int
     column: int

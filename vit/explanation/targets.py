@@ -99,7 +99,8 @@ def find_output_kind(model: nn.Module, class_names: Sequence[str]) -> OutputKind
 
 
 def compute_probabilities(logits: Logits, kind: OutputKind) -> Float[Tensor, "B _"]:
-    """Compute the probability of each class or label, [B, C]; [B, 0] if the outputs are no logits."""
+    """Compute the probability of each class or label, [B, C]; [B, 0] if the outputs are no
+    logits."""
     match kind:
         case "classes":
             return logits.softmax(dim=1)

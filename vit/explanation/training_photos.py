@@ -32,7 +32,8 @@ class TrainingPhotos:
 
     Only images that the model file names and that are in the recorded training folder have a
     picture. Names are looked up in a list of that folder, in which links are followed as in
-    training, and never opened as paths. Data sets that would have to be downloaded have no pictures.
+    training, and never opened as paths. Data sets that would have to be downloaded have no
+    pictures.
 
     Args:
         bundle: The model.
@@ -53,7 +54,8 @@ class TrainingPhotos:
         self._pictures: dict[str, str | None] = {}
 
     def find(self, pixels: Sequence[Pixels], count: int) -> list[list[Neighbour]]:
-        """Find the training photos that are most similar to each image, if the model file names any.
+        """Find the training photos that are most similar to each image, if the model file names
+        any.
 
         Args:
             pixels: Inputs of the model, uint8 [H, W, 3] each.
@@ -111,7 +113,8 @@ class TrainingPhotos:
 
     @cached_property
     def _dataset(self) -> ImageDataset | None:
-        """The training images, listed for the first picture; None if they aren't on this machine."""
+        """The training images, listed for the first picture; None if they aren't on this
+        machine."""
         # the training folder may be deleted, or may contain other images
         with suppress(ValueError, OSError):
             if self._splits is not None:

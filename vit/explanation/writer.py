@@ -254,7 +254,8 @@ class MapWriter:
         self._save_after = max(_SAVE_EVERY_SECONDS, seconds / _MAX_SAVING_FRACTION)
 
     def _describe(self, image: ImageResult) -> dict[str, Any]:
-        """Describe an image for the manifest. `map_key` and `overlay` are those of its first map."""
+        """Describe an image for the manifest. `map_key` and `overlay` are those of its first
+        map."""
         maps = [self._describe_map(image, result) for result in image.maps]
         return {
             "path": image.item.path,

@@ -77,8 +77,8 @@ def record_outputs(model: nn.Module, cut: int | None = None) -> Iterator[_Output
 
 @torch.enable_grad()
 def check_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]) -> None:
-    """Raise ValueError if the classifier also reads something other than the last feature map, or if
-    its places aren't on the image where a map of it is drawn."""
+    """Raise ValueError if the classifier also reads something other than the last feature map, or
+    if its places aren't on the image where a map of it is drawn."""
     name = type(model).__name__
     generator = torch.Generator().manual_seed(0)
     # noise, so that no part of the feature map is zero

@@ -8,9 +8,9 @@ The gradient of a score f with respect to a layer's attention A follows from the
 A·V: ∂f/∂A = (∂f/∂O) Vᵀ, per head. One backward pass to the O's gives it for all layers; no N×N
 tensor enters the graph.
 
-Each capture is verified: if A·V of its first image differs from the layer's result (an unknown mask,
-a position bias, a gate …), it raises an error instead of returning something plausible. The check
-waits for the device, so only the first of many batches is verified (`verify`).
+Each capture is verified: if A·V of its first image differs from the layer's result (an unknown
+mask, a position bias, a gate …), it raises an error instead of returning something plausible. The
+check waits for the device, so only the first of many batches is verified (`verify`).
 
 `run_forward` records a forward pass together with the weights u that its output tokens have in the
 pooled feature. A map is uᵀM, where M contains the share of each input token in each output token.
@@ -71,7 +71,8 @@ class AttentionRecord:
 
     @property
     def layers(self) -> list[AttentionLayer]:
-        """The layers. Raises RuntimeError if the last forward pass didn't go through all of them."""
+        """The layers. Raises RuntimeError if the last forward pass didn't go through all of
+        them."""
         bypassed = [layer.name for layer in self._layers if not layer.captured]
         if bypassed:
             raise RuntimeError(
@@ -371,8 +372,8 @@ def check_differentiable(model: nn.Module) -> None:
 def _find_places(
     model: nn.Module, images: Images, record: AttentionRecord, patch_grids: set[Grid]
 ) -> tuple[int, Grid]:
-    """Find the number of prefix tokens and the grid of the patches, which is one of `patch_grids` if
-    there are any. Raise ValueError if the patches don't tile the images."""
+    """Find the number of prefix tokens and the grid of the patches, which is one of `patch_grids`
+    if there are any. Raise ValueError if the patches don't tile the images."""
     # hierarchical models give each layer another number of tokens, windows another batch
     shapes = {(layer.batch, layer.num_tokens) for layer in record.layers}
     batch, num_tokens = shapes.pop()
@@ -462,8 +463,8 @@ def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tenso
 def split_prefix(
     mass: Float[Tensor, "*batch N"], *, num_prefix_tokens: int, grid: Grid
 ) -> tuple[Float[Tensor, "*batch rows columns"], Float[Tensor, "*batch"]]:
-    """Return the patches' mass on their grid, and the fraction (0 to 1, of absolute values) in prefix
-    tokens."""
+    """Return the patches' mass on their grid, and the fraction (0 to 1, of absolute values) in
+    prefix tokens."""
     patches = torch.unflatten(mass[..., num_prefix_tokens:], -1, grid)
     total = mass.abs().sum(dim=-1)
     prefix = mass[..., :num_prefix_tokens].abs().sum(dim=-1)

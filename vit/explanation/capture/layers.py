@@ -533,7 +533,8 @@ def _rotate_patches(tensor: Tensor, cosine: Tensor, sine: Tensor, *, halves: boo
 
 
 def _tolerance(tensor: Tensor) -> float:
-    """Return the largest relative error; half precision rounds queries and keys before the product."""
+    """Return the largest relative error; half precision rounds queries and keys before the
+    product."""
     return 1e-3 if tensor.dtype in (torch.float32, torch.float64) else 5e-2
 
 

@@ -1,6 +1,6 @@
-"""Find the pool weights u of a model: how much each output token of the encoder counts in the pooled
-feature, which the model classifies. Explaining mean-pooled models at the class token (or at token 0
-if there is none) is a common mistake.
+"""Find the pool weights u of a model: how much each output token of the encoder counts in the
+pooled feature, which the model classifies. Explaining mean-pooled models at the class token (or at
+token 0 if there is none) is a common mistake.
 
 Models of timm and of this project have their pooling as an attribute. For other models it is
 measured: for a random mixture f of the logits and the tokens x after the last norm, u_j is the mean
@@ -28,8 +28,8 @@ _KNOWN_POOLING = ("VisionTransformer", "VisionTransformerDistilled", "Eva", "Bei
 
 
 def has_known_pooling(model: nn.Module) -> bool:
-    """Return whether the model's own attributes give its pooling. Derived classes and wrappers may do
-    anything."""
+    """Return whether the model's own attributes give its pooling. Derived classes and wrappers may
+    do anything."""
     library = type(model).__module__.partition(".")[0]
     return library in ("vit", "timm") and type(model).__name__ in _KNOWN_POOLING
 

@@ -1,5 +1,5 @@
-"""The patch-removal test of a map: does the class lose more probability without the patches that the
-map ranks first? The map is compared with maps of the same values in other places.
+"""The patch-removal test of a map: does the class lose more probability without the patches that
+the map ranks first? The map is compared with maps of the same values in other places.
 
 The evidence is the loss of the class's probability without each group of patches. On grids of up to
 `LEAVE_OUT_ALL` patches each patch is left out alone. On larger grids a single patch may change next
@@ -275,8 +275,8 @@ def choose_group_size(forward: Forward) -> GroupSize:
 
 
 def choose_groups(grid: Grid, side: int) -> Bool[Tensor, "m P"]:
-    """Choose up to `MAX_GROUPS` tiles of side × side patches: all of them, or one in each part of the
-    image. They are the same in every image, so that a test doesn't depend on the batch."""
+    """Choose up to `MAX_GROUPS` tiles of side × side patches: all of them, or one in each part of
+    the image. They are the same in every image, so that a test doesn't depend on the batch."""
     tiles = tile_patches(grid, side)
     if len(tiles) <= MAX_GROUPS:
         return tiles
@@ -432,8 +432,8 @@ def _compare_groups(
 def _correlate_alternatives(
     ranks: Float[Tensor, "B P"], drops: Float[Tensor, "B m"], compared: _ComparedGroups
 ) -> Float[Tensor, "B K"]:
-    """Compute Pearson's correlation of the drops with the mean ranks of each alternative's groups; 0
-    if one of them is constant."""
+    """Compute Pearson's correlation of the drops with the mean ranks of each alternative's groups;
+    0 if one of them is constant."""
     drops = drops - drops.mean(dim=1, keepdim=True)
     has_single_patches = compared.means.shape[0] == compared.means.shape[1]
     correlations = []
@@ -480,8 +480,8 @@ def _quadratic(
 
 
 def randomise_weights(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """Return a copy with the numbers of each parameter shuffled, which keeps every scale and nothing
-    that was learned.
+    """Return a copy with the numbers of each parameter shuffled, which keeps every scale and
+    nothing that was learned.
 
     The check is from Adebayo et al. (2018). Shuffled weights make it harder than new ones, whose
     small numbers make attention uniform and any map different.
@@ -496,8 +496,8 @@ def randomise_weights(model: nn.Module, *, seed: int = 0) -> nn.Module:
 
 
 def rank_correlation(first: PatchMaps, second: PatchMaps) -> Float[Tensor, " B"]:
-    """Compute Spearman's correlation of each pair of maps, with mean ranks for ties; 0 if one of them
-    is constant."""
+    """Compute Spearman's correlation of each pair of maps, with mean ranks for ties; 0 if one of
+    them is constant."""
     left = _centred_ranks(first.flatten(1))
     right = _centred_ranks(second.flatten(1))
     norms = left.norm(dim=1) * right.norm(dim=1)

@@ -206,8 +206,8 @@ def compute_without(
 def deletion_curve(
     predict: Predict, order: Int[Tensor, "R P"], *, fractions: Sequence[float] = FRACTIONS
 ) -> Float[Tensor, "R steps"]:
-    """Compute the probabilities without the first patches of `order`, for each of the `fractions` of
-    the patches."""
+    """Compute the probabilities without the first patches of `order`, for each of the `fractions`
+    of the patches."""
     num_patches = order.shape[1]
     return torch.stack(
         [predict(order[:, round(fraction * num_patches) :]) for fraction in fractions], dim=1

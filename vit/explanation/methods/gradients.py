@@ -1,4 +1,5 @@
-"""Maps of the evidence for a class: attention, tokens or pixels weighted by the gradient of the logit.
+"""Maps of the evidence for a class: attention, tokens or pixels weighted by the gradient of the
+logit.
 
 Notation: A is the attention and G = ∂f/∂A of a layer [H, N, N], f the class's logit before the
 softmax, u the weights of the pooling, ()⁺ the positive part. Functions take a whole batch; N×N

@@ -1,6 +1,6 @@
-"""LibraGrad's gradients (Mehri et al., CVPR 2025, section 3.5) for any model. No relevance is lost in
-attention, norms and activations, so that a logit is the sum of input times gradient over its inputs
-and biases.
+"""LibraGrad's gradients (Mehri et al., CVPR 2025, section 3.5) for any model. No relevance is lost
+in attention, norms and activations, so that a logit is the sum of input times gradient over its
+inputs and biases.
 
 Each rule replaces a nonlinear function by the linear one that has the same result on this input.
 The factors of the signal (attention weights, the gate of an activation, the standard deviation of a
@@ -23,8 +23,8 @@ Rule = Callable[[Any, Arguments, Options], Any]
 
 
 class LibraGradients(TorchFunctionMode):
-    """Context in which results get gradients by LibraGrad's rules. The backward pass may run outside
-    of it."""
+    """Context in which results get gradients by LibraGrad's rules. The backward pass may run
+    outside of it."""
 
     def __torch_function__(
         self,

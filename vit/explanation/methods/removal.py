@@ -1,9 +1,9 @@
 """The removal gradient: the loss of the score, to first order, if a token is left out of every
 layer.
 
-Give each token j a gate g_j that multiplies it at each place where it is read: in every softmax, A_ij = g_j
-e^{s_ij} / Σ_k g_k e^{s_ik}, and in the mean of the pooling. With g in {0, 1} that is the model
-without the tokens of gate 0. The map is ∂f/∂g at g = 1. With G = ∂f/∂A of a layer and head,
+Give each token j a gate g_j that multiplies it at each place where it is read: in every softmax,
+A_ij = g_j e^{s_ij} / Σ_k g_k e^{s_ik}, and in the mean of the pooling. With g in {0, 1} that is the
+model without the tokens of gate 0. The map is ∂f/∂g at g = 1. With G = ∂f/∂A of a layer and head,
 
     ∂f/∂g_j = Σ_layers Σ_heads Σ_i A_ij (G_ij - Σ_k A_ik G_ik) + the same of the pooling,
 
@@ -109,8 +109,8 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
 def _differentiate_mean(
     forward: Forward, score: Float[Tensor, " B"], first: int
 ) -> Float[Tensor, "B _"]:
-    """Differentiate by the gates of a mean over the tokens from `first` on: without a token, the mean
-    moves away from it by an amount proportional to their difference."""
+    """Differentiate by the gates of a mean over the tokens from `first` on: without a token, the
+    mean moves away from it by an amount proportional to their difference."""
     pooled = at_least_float32(forward.tokens.detach())[:, first:]
     # gradient of the mean, of which each token has an equal part
     gradient = differentiate(score, forward.tokens)[:, first:]

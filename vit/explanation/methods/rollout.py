@@ -6,12 +6,12 @@ whole encoder by the product Ã_L … Ã_1. Row i of that product has the share 
 output token i.
 
 Here A's rows sum to one after any fusion and discarding (they are normalised again *before* the
-residual is mixed in), so the identity has exactly the weight `residual`, and rows of the product sum
-to one.
+residual is mixed in), so the identity has exactly the weight `residual`, and rows of the product
+sum to one.
 
 `attention_rollout` is the rollout of `vit explain`, of the ONNX export and of the gallery.
-`attention_rollout_in_chunks` is for large images, whose N×N weights don't fit into memory: for 4,096
-tokens those of one layer of one image take 0.8 GB.
+`attention_rollout_in_chunks` is for large images, whose N×N weights don't fit into memory: for
+4,096 tokens those of one layer of one image take 0.8 GB.
 """
 
 from collections.abc import Callable, Sequence
@@ -253,8 +253,8 @@ def mixing_matrix(
     discard_ratio: float = 0.0,
     num_prefix_tokens: int,
 ) -> Float[Tensor, "B N N"]:
-    """Fuse a layer's attention, with rows that sum to one, in float32 or more: the product of twelve
-    half-precision matrices drifts by 1e-2."""
+    """Fuse a layer's attention, with rows that sum to one, in float32 or more: the product of
+    twelve half-precision matrices drifts by 1e-2."""
     fuse = HEAD_FUSIONS[head_fusion]
     fused = fuse(at_least_float32(attention), dim=1)
     if discard_ratio > 0:
@@ -266,8 +266,9 @@ def mixing_matrix(
 def discard_lowest(
     fused: Float[Tensor, "B N N"], discard_ratio: float, num_prefix_tokens: int
 ) -> Float[Tensor, "B N N"]:
-    """Set the lowest `discard_ratio` of each image's patch-to-patch entries to 0. Rows and columns of
-    prefix tokens don't change: without them the class token would be cut off from the patches."""
+    """Set the lowest `discard_ratio` of each image's patch-to-patch entries to 0. Rows and columns
+    of prefix tokens don't change: without them the class token would be cut off from the
+    patches."""
     patches = fused[:, num_prefix_tokens:, num_prefix_tokens:]
     # within each image, so that its map doesn't depend on the batch
     count = int(discard_ratio * patches[0].numel())
@@ -282,7 +283,8 @@ def discard_lowest(
 
 
 def normalise_rows(matrix: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N"]:
-    """Divide rows by their sums. A row of zeros (everything discarded) becomes the identity's row."""
+    """Divide rows by their sums. A row of zeros (everything discarded) becomes the identity's
+    row."""
     sums = matrix.sum(dim=-1, keepdim=True)
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return torch.where(sums > 0, matrix / sums.clamp_min(torch.finfo(matrix.dtype).tiny), identity)

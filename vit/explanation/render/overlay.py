@@ -1,8 +1,8 @@
 """From a map on the patch grid to a picture: the photo and its heat map, with caption and legend.
 
-A map is drawn on the pixels that the model saw: `Preprocess.geometry` gives their box in the upright
-original. The pixels that the model did not see are pale and grey. The opacity of the colours is
-proportional to the value, so that photo and map are visible together.
+A map is drawn on the pixels that the model saw: `Preprocess.geometry` gives their box in the
+upright original. The pixels that the model did not see are pale and grey. The opacity of the
+colours is proportional to the value, so that photo and map are visible together.
 """
 
 import math
@@ -143,8 +143,8 @@ def blend(
     opacity: float = _OPACITY,
     smooth: bool = True,
 ) -> Image.Image:
-    """Draw the map over the photo, which loses most of its colour. With opacity 0 the pixels that the
-    model saw don't change.
+    """Draw the map over the photo, which loses most of its colour. With opacity 0 the pixels that
+    the model saw don't change.
 
     Args:
         photo: The whole upright original, in any size.

@@ -1,5 +1,5 @@
-"""The details of tokens that a page shows, in few bytes: the attention of each token, the prediction
-from this token alone, and its features (`token_features`).
+"""The details of tokens that a page shows, in few bytes: the attention of each token, the
+prediction from this token alone, and its features (`token_features`).
 
 A row of attention is stored as 8-bit fractions of its maxima. Parts that don't fit the given bytes
 are left out: single heads first, then layers, then features, then rollout.
@@ -37,7 +37,8 @@ class QuantisedRows(NamedTuple):
 
 
 class TokenAttention(NamedTuple):
-    """Attention with a row for each token. `layer` None is rollout; `head` None is the mean of heads."""
+    """Attention with a row for each token. `layer` None is rollout; `head` None is the mean of
+    heads."""
 
     layer: int | None
     head: int | None
@@ -54,8 +55,8 @@ class LogitLens(NamedTuple):
 
 
 class TokenDetails(NamedTuple):
-    """The details of the tokens of one image. Tensors, so that `copy_to_host` copies those of a batch
-    at once.
+    """The details of the tokens of one image. Tensors, so that `copy_to_host` copies those of a
+    batch at once.
 
     Attributes:
         num_layers: Number of layers.

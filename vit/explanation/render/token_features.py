@@ -2,9 +2,9 @@
 components, their similarities and their norms.
 
 Everything is stored in 8 bits: a colour as a fraction of the component's range over the patches, a
-norm as a fraction of the layer's largest. Similarities (cosines) would take N² bytes for each layer.
-Instead the tokens' coordinates in K directions are stored, the first eigenvectors of the matrix of
-cosines: the product of two rows of coordinates is their cosine.
+norm as a fraction of the layer's largest. Similarities (cosines) would take N² bytes for each
+layer. Instead the tokens' coordinates in K directions are stored, the first eigenvectors of the
+matrix of cosines: the product of two rows of coordinates is their cosine.
 """
 
 from typing import NamedTuple
