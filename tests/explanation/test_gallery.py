@@ -295,7 +295,7 @@ def press(browser, *keys: str) -> None:
 
 
 def read_view(browser) -> dict:
-    """Of the first card: values in multiples of an even share, the ends of the scale."""
+    """Of the first card: values in multiples of the average patch, the ends of the scale."""
     script = "const {values, ofPrefix, low, high} = cards[0].view; "
     return browser.execute_script(
         CARDS + script + "return {low, high, values: [...values], prefix: [...ofPrefix || []]}"
@@ -326,7 +326,7 @@ def test_it_opens_from_disk_without_errors_or_alerts(browser, page: tuple) -> No
     assert browser.title == "Maps & <b>more</b>"
     assert browser.find_elements("tag name", "strong")[1].text == NASTY
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-    assert about(browser).startswith("attention rollout: where information flows from")
+    assert about(browser).startswith("attention rollout (the same for every class)")
     assert read(browser, "verdict").split(":")[0].lower() in (
         "confirmed",
         "partly confirmed",
@@ -341,7 +341,7 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     choose(browser, "method", "cdam")
     choose(browser, "class", "</script><b>dog")
     assert about(browser).startswith(
-        "class-discriminative attention map: what speaks for </script><b>dog"
+        "class-discriminative attention map: evidence for </script><b>dog"
     )
     dog = browser.execute_script(PIXELS, first)
     choose(browser, "class", "bird")
@@ -453,7 +453,7 @@ def test_pointing_at_a_patch_shows_its_attention(browser, page: tuple) -> None:
     assert read_view(browser)["values"] == pytest.approx(rollout[1 + 10, 1:] * 17, abs=1e-5)
     assert browser.execute_script(PIXELS, first) != before
     ActionChains(browser).move_to_element(browser.find_element("tag name", "h1")).perform()
-    assert about(browser).startswith("attention rollout: where information flows from")
+    assert about(browser).startswith("attention rollout (the same for every class)")
     assert browser.execute_script(PIXELS, first) == before
 
 
@@ -496,7 +496,7 @@ def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tupl
     choose(browser, "method", "cdam")
     choose(browser, "class", "bird")
     choose(browser, "minus", "cat")
-    assert about(browser) == "class-discriminative attention map: red speaks for bird, blue for cat"
+    assert about(browser) == "class-discriminative attention map: evidence for bird (red) and for cat"
     bird, cat = (page[2][f"a.cdam.{name}"].ravel() for name in ("bird", "cat"))
     even = np.abs(bird).mean()
     view, tolerance = (
@@ -511,7 +511,7 @@ def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tupl
         bird / bird.mean() - cat / cat.mean(), abs=0.05
     )
     choose(browser, "minus", "nothing")
-    assert about(browser).startswith("generic attention explanation: what speaks for bird")
+    assert about(browser).startswith("generic attention explanation: evidence for bird")
 
 
 @pytest.mark.browser
@@ -589,7 +589,7 @@ def test_everything_can_be_done_by_keyboard(browser, page: tuple) -> None:
     press(browser, Keys.ENTER)
     assert about(browser) == "what the class token attends to: rollout"
     press(browser, Keys.ESCAPE)
-    assert about(browser).startswith("attention rollout: where information flows from")
+    assert about(browser).startswith("attention rollout (the same for every class)")
 
 
 @pytest.mark.browser
@@ -722,7 +722,7 @@ def test_each_images_own_class_is_no_menu_of_classes(browser, many: tuple) -> No
     assert [label.is_displayed() for label in labels] == [False, False]
     for number, image in enumerate(many[1]["images"][:3]):
         assert about(browser, number).startswith(
-            f"generic attention explanation: what speaks for {image['predicted']['name']}"
+            f"generic attention explanation: evidence for {image['predicted']['name']}"
         )
 
 

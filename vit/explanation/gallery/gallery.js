@@ -196,7 +196,7 @@ class Explained {
     if (!map) return null;
     if (settings.minus !== "none" && other !== map) return other ? this.difference(map, other) : null;
     return {grid: this.grid, values: map.shares, low: map.ends[0], high: map.ends[1], unit: "×", signed: map.signed, flat: map.flat, map,
-      about: `${map.title}: ${map.caption}`};
+      about: map.target ? `${map.title}: ${map.caption}` : map.caption};
   }
 }
 
