@@ -496,7 +496,10 @@ def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tupl
     choose(browser, "method", "cdam")
     choose(browser, "class", "bird")
     choose(browser, "minus", "cat")
-    assert about(browser) == "class-discriminative attention map: evidence for bird (red) and for cat"
+    assert (
+        about(browser)
+        == "class-discriminative attention map: evidence for bird (red) and for cat (blue)"
+    )
     bird, cat = (page[2][f"a.cdam.{name}"].ravel() for name in ("bird", "cat"))
     even = np.abs(bird).mean()
     view, tolerance = (
