@@ -71,16 +71,14 @@ def test_the_model_whose_speed_is_measured_is_the_one_that_is_trained(
 
 
 @pytest.mark.parametrize("extra", [{"overrides": ["train.epochs=1", *SMALL]}, {"folds": 3}])
-def test_pretrained_weights_are_loaded_once_and_cut_once(
+def test_pretrained_weights_are_built_once(
     built: list[int], weights: Path, photos: Path, tmp_path: Path, extra: dict[str, Any]
 ) -> None:
     built.clear()
     options = {"overrides": SMALL} | extra
     vit.train(photos, output=tmp_path / "run", init=weights, minutes=0.1, **options)
-    # `load_pretrained` builds the model as it is in the file, then with its drop path; the model
-    # that ends at the probe's block is another one
-    assert built[:2] == [3, 3]
-    assert len(built) == 3
+    # The model that ends at the probe's block takes its weights.
+    assert built == [3]
 
 
 def test_resuming_builds_no_more_models(built: list[int], tmp_path: Path) -> None:

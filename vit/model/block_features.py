@@ -79,16 +79,22 @@ def cut_model(
     """
     depth, global_pool = readout
     values = {"depth": depth, "global_pool": global_pool, "num_classes": len(weight)}
-    cut = VisionTransformer(**model.architecture | values)
+    # Without memory: the weights below replace it, so that no random ones are drawn.
+    with torch.device("meta"):
+        cut = VisionTransformer(**model.architecture | values)
     kept = cut.state_dict().keys()
-    weights = {name: value for name, value in model.state_dict().items() if name in kept}
+    weights = {name: value.clone() for name, value in model.state_dict().items() if name in kept}
     head = {"head.weight": weight, "head.bias": bias}
     if cut.head_dist is not None:
         # A distilled model averages two heads, and the second starts at zero.
         head = {name: 2 * value for name, value in head.items()}
         head["head_dist.weight"] = torch.zeros_like(weight)
         head["head_dist.bias"] = torch.zeros_like(bias)
-    cut.load_state_dict(weights | head)
+    head = {name: value.to(model.pos_embed.device) for name, value in head.items()}
+    cut.load_state_dict(weights | head, assign=True)
+    # Fixed positions are no weights.
+    if not isinstance(cut.pos_embed, nn.Parameter):
+        cut.pos_embed = model.pos_embed.clone()
     return cut.train(model.training)
 
 

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -22,6 +22,7 @@ from vit.runtime.arguments import Size, check_kind, first_line
 from vit.runtime.hub import offline_if_unreachable
 
 _LOCAL = "local-dir:"
+_TIMM_ORIGIN = "the timm model"  # in messages
 
 
 def create_timm(name: str, *, pretrained: bool) -> nn.Module:
@@ -86,14 +87,11 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
     """
     if not isinstance(source, nn.Module):
         check_kind(source, (str, Path), name="source", expected="a path, a name or an nn.Module")
-        if Path(source).is_file():
-            model, _ = _load_file(Path(source))
-            return model
-        if is_huggingface(Path(source)):
-            model, _ = _load_huggingface(Path(source))
-            return model
+        content = _read_content(Path(source))
+        if content is not None:
+            return _build(content.architecture, content.weights, origin=content.origin)
         source = create_timm(str(source), pretrained=pretrained)
-    return _build(describe_timm(source), source.state_dict(), origin="the timm model")
+    return _build(describe_timm(source), source.state_dict(), origin=_TIMM_ORIGIN)
 
 
 def load_pretrained(
@@ -117,31 +115,25 @@ def load_pretrained(
         FileNotFoundError: There is no such file.
         ValueError, OSError: See `load_timm`.
     """
-    # Load the source.
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
         path = path / MODEL_FILE
-    preprocess: Mapping[str, Any] | None
-    if is_huggingface(path):
-        original, preprocess = _load_huggingface(path)
-        original.set_input_size(tuple(preprocess["image_size"]))
-    elif str(source).startswith("timm:") or path.is_dir():
-        module = create_timm(str(source).removeprefix("timm:"), pretrained=True)
-        original = load_timm(module)
-        preprocess = find_preprocess(module)
-    elif path.is_file():
-        original, preprocess = _load_file(path)
-    else:
+    if not (str(source).startswith("timm:") or path.exists()):
         raise FileNotFoundError(
             f"{source} is not a file of weights, a training directory or timm:NAME"
         )
-
-    # Build the model again with the settings of the training.
-    architecture = original.architecture | {"drop_path_rate": drop_path_rate}
-    model = _build(architecture, original.state_dict(), origin=str(source))
+    content = _read_content(path)
+    if content is None:
+        module = create_timm(str(path).removeprefix("timm:"), pretrained=True)
+        weights = module.state_dict()
+        content = _Content(describe_timm(module), weights, find_preprocess(module), _TIMM_ORIGIN)
+    architecture = content.architecture | {"drop_path_rate": drop_path_rate}
+    model = _build(architecture, content.weights, origin=content.origin)
+    if content.preprocess is not None:
+        model.set_input_size(tuple(content.preprocess["image_size"]))
     if model.num_classes != num_classes:
         model.reset_classifier(num_classes)
-    return model, preprocess
+    return model, content.preprocess
 
 
 def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> dict[str, Any]:
@@ -200,7 +192,7 @@ def describe_timm(module: nn.Module) -> Architecture:
     has_scale = isinstance(block.ls1, layers.LayerScale)
     # The shapes tell all arguments but four.
     inferred = infer_architecture(
-        module.state_dict(), origin="the timm model", img_size=module.patch_embed.img_size
+        module.state_dict(), origin=_TIMM_ORIGIN, img_size=module.patch_embed.img_size
     )
     return inferred | {
         "num_heads": block.attn.num_heads,
@@ -245,17 +237,29 @@ def _build(architecture: Architecture, weights: StateDict, *, origin: str) -> Vi
     return model.eval()
 
 
-def _load_huggingface(folder: Path) -> tuple[VisionTransformer, Mapping[str, Any]]:
-    """Load the model of a folder, with the values of its `Preprocess`."""
-    weights, architecture, preprocess = read_huggingface(folder)
-    return _build(architecture, weights, origin=str(folder)), preprocess
+class _Content(NamedTuple):
+    """Weights of another program, and what they are for.
+
+    Attributes:
+        preprocess: Values of the `Preprocess` that they were trained with; None if unknown.
+        origin: Name of the weights in messages.
+    """
+
+    architecture: Architecture
+    weights: StateDict
+    preprocess: Mapping[str, Any] | None
+    origin: str
 
 
-def _load_file(path: Path) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
-    """Load a file of weights, with the values of its `Preprocess` if the file is ours."""
+def _read_content(path: Path) -> _Content | None:
+    """Read a file of weights or a folder of Hugging Face's; return None for what only timm knows."""
+    if is_huggingface(path):
+        weights, architecture, preprocess = read_huggingface(path)
+        return _Content(architecture, weights, preprocess, str(path))
+    if not path.is_file():
+        return None
     content = read_weights(path)
     architecture = content.metadata.get("architecture")
     if architecture is None:
         architecture = infer_architecture(content.weights, origin=str(path))
-    model = _build(architecture, content.weights, origin=str(path))
-    return model, content.metadata.get("preprocess")
+    return _Content(architecture, content.weights, content.metadata.get("preprocess"), str(path))
