@@ -142,7 +142,7 @@ class TestFiles:
     def test_what_git_clones_without_lfs_is_named(self, tmp_path, name):
         pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 88\n"
         (tmp_path / name).write_text(pointer)
-        with pytest.raises(ValueError, match=r"it is Git LFS's pointer to the file"):
+        with pytest.raises(ValueError, match=r"Git LFS's pointer to the file"):
             read_weights(tmp_path / name)
 
     @pytest.mark.parametrize(
