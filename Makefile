@@ -32,7 +32,7 @@ extended: $(VENV)/.installed-dev
 # The tests of devices, graphs, optimizers and training with the oldest torch that pyproject.toml takes
 oldest-torch: | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch==2.11.*' 'torchvision==0.26.*' 'numpy==2.5.*' --editable '.[dev]'
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (slow or docs or browser)" tests/optim tests/training tests/runtime tests/test_gpu.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (slow or docs or browser)" tests/optim tests/training tests/runtime
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
