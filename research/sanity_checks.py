@@ -30,8 +30,8 @@ from conditions import describe_conditions, find_result, write_result
 from torch import Tensor, nn
 
 from vit.analysis.faithfulness.baselines import centre_maps
-from vit.analysis.faithfulness.images import select_correct_images
 from vit.analysis.faithfulness.map_metrics import find_order, to_markdown
+from vit.analysis.faithfulness.measure import select_correct_images
 from vit.bundle import open_model
 from vit.data.open import open_for_model
 from vit.explanation.capture.forward import Grid, run_forward

@@ -258,7 +258,7 @@ class TestImages:
     def test_images_that_are_measured_are_held_at_the_models_size(
         self, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from vit.analysis.faithfulness.images import select_correct_images
+        from vit.analysis.faithfulness.measure import select_correct_images
 
         last: list[weakref.ref[Image.Image]] = []
 

@@ -317,3 +317,12 @@ class Result(ABC):
                 write_text(output / name, content)
             else:
                 write_atomically(output / name, content)
+
+
+def compute_and_save(compute: Callable[[], Any], output: Path, *, overwrite: bool) -> Any:
+    """Compute a `Result` for a command, save it in `output`, and return it."""
+    # A directory that can't be used is reported before minutes of work.
+    check_output(output, overwrite=overwrite)
+    result = compute()
+    result.save(output, overwrite=overwrite)
+    return result

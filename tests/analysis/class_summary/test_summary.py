@@ -13,11 +13,9 @@ from tests.analysis.class_summary import planted
 from tests.conftest import BuildOnce, Launcher
 from tests.explanation.keep_tokens import keep_tokens
 from vit.analysis.class_summary.clusters import measure_overlap
-from vit.analysis.class_summary.images import SummaryImages
-from vit.analysis.class_summary.marks import Pictures
-from vit.analysis.class_summary.masks import find_mask, find_masks, is_inside
+from vit.analysis.class_summary.images import SummaryImages, find_mask, find_masks, is_inside
 from vit.analysis.class_summary.passes import Passes
-from vit.analysis.class_summary.regions import find_regions, measure_region, shift_maps
+from vit.analysis.class_summary.places import Pictures, find_regions, measure_region, shift_maps
 from vit.analysis.class_summary.shortcuts import measure_removal
 from vit.analysis.class_summary.summarize import summarize_images
 from vit.bundle import Bundle

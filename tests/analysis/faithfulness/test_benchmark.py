@@ -13,8 +13,7 @@ from torch import nn
 from tests.pretend_device import pretend_device
 from vit.analysis.faithfulness import benchmark as benchmark_module
 from vit.analysis.faithfulness.baselines import centre_maps, edge_maps, random_maps
-from vit.analysis.faithfulness.benchmark import Benchmark, Measurement
-from vit.analysis.faithfulness.images import MIN_IMAGES
+from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark, Measurement
 from vit.analysis.faithfulness.map_metrics import estimate, find_best, find_order
 from vit.analysis.faithfulness.result import COLUMNS, FaithfulnessResult, choose_best
 from vit.bundle import Bundle

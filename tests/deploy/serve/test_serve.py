@@ -32,7 +32,6 @@ from starlette.exceptions import HTTPException
 
 from vit.deploy.serve import app as serve
 from vit.deploy.serve import server
-from vit.deploy.serve import upload as uploading
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 PART = b'--x\r\nContent-Disposition: form-data; name="image"'
@@ -233,7 +232,7 @@ def test_other_names_and_other_sites_are_refused(
 
 
 def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploading, "SECONDS", 0.2)
+    monkeypatch.setattr(serve, "RECEIVING_SECONDS", 0.2)
     sent = iter([FILE])
 
     async def receive() -> dict[str, Any]:
@@ -245,7 +244,7 @@ def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         "headers": [(name.encode(), value.encode()) for name, value in FORM.items()],
     }
     with pytest.raises(HTTPException, match="took more than") as error:
-        asyncio.run(uploading.receive_photo(Request(scope, receive)))
+        asyncio.run(serve.receive_photo(Request(scope, receive)))
     assert error.value.status_code == 408
 
 

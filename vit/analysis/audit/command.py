@@ -1,20 +1,14 @@
 """`vit audit`: likely label errors, near-duplicates and odd images of a data set."""
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from vit.runtime.command import Command
-from vit.runtime.files import check_output
-
-if TYPE_CHECKING:
-    from vit.analysis.audit.run import AuditResult
-    from vit.analysis.audit.suspects import Audit
+from vit.runtime.command import Call, Command
+from vit.runtime.files import compute_and_save
 
 
-def audit(find: "partial[AuditResult]", *, output: Path, overwrite: bool = False) -> None:
+def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     """Find wrong labels, near-duplicates and odd images.
 
     Also says which classes can't be told apart. Writes audit.json and audit.html, a page on which
@@ -26,35 +20,28 @@ def audit(find: "partial[AuditResult]", *, output: Path, overwrite: bool = False
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """
-    # before minutes of work
-    check_output(output, overwrite=overwrite)
-    result = find()
-    result.save(output, overwrite=overwrite)
-    _show(result.audit, output)
-
-
-COMMAND = Command(run=audit, function="audit", flags={"data": "images"})
-
-
-def _show(audit: "Audit", output: Path) -> None:
-    between = sum(pair.classes[0] != pair.classes[1] for pair in audit.near_duplicates)
+    found = compute_and_save(find, output, overwrite=overwrite).audit
+    between = sum(pair.classes[0] != pair.classes[1] for pair in found.near_duplicates)
     typer.echo(
-        f"{audit.num_images:,} images of {audit.data}; a linear classifier on these features"
-        f" predicts {audit.top1:.1%} of them correctly without having seen them"
+        f"{found.num_images:,} images of {found.data}; a linear classifier on these features"
+        f" predicts {found.top1:.1%} of them correctly without having seen them"
     )
-    typer.echo(f"{len(audit.label_errors)} likely label errors")
-    for error in audit.label_errors[:5]:
+    typer.echo(f"{len(found.label_errors)} likely label errors")
+    for error in found.label_errors[:5]:
         typer.echo(f"  {error.path}: {error.given}, probably {error.suggested} ({error.score:.3f})")
-    typer.echo(f"{len(audit.near_duplicates)} near-duplicates, {between} of them across classes")
-    typer.echo(f"{len(audit.outliers)} unusual images")
-    for name, described in audit.properties.items():
+    typer.echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them across classes")
+    typer.echo(f"{len(found.outliers)} unusual images")
+    for name, described in found.properties.items():
         if described.odd:
             example = described.odd[0].path
             typer.echo(f"{len(described.odd)} images with odd {name}, such as {example}")
-    for pair in audit.confused_classes[:5]:
+    for pair in found.confused_classes[:5]:
         first, second = pair.classes
         count = f"{pair.confused} of {pair.count} images"
         typer.echo(f"{first} and {second} are hard to tell apart: {count} are confused")
-    for name, reason in audit.unreadable[:5]:
+    for name, reason in found.unreadable[:5]:
         typer.secho(f"skipped {name}: {reason}", fg="yellow")
     typer.echo(f"open {output / 'audit.html'} in a browser")
+
+
+COMMAND = Command(run=audit, function="audit", flags={"data": "images"})

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from vit.analysis.audit.suspects import Audit, LabelError
@@ -85,36 +84,29 @@ def _draw_maps(
 ) -> dict[str, tuple[str, str]]:
     """Return a map and its caption, by path; none if the model's attention can't be read."""
     maps: dict[str, tuple[str, str]] = {}
+    names = bundle.class_names
     with suppress(ValueError):
         for error in suspects:
             seen = bundle.preprocess.crop(photos[error.path])
-            # Only the first map checks that the model's attention is read correctly.
-            values, caption = _explain(bundle, seen, error, verify=not maps)
+            batch = torch.from_numpy(np.ascontiguousarray(seen[None])).to(bundle.device)
+            # A model that doesn't know the classes can't say why one of them is preferred.
+            method = "rollout"
+            caption = "attention rollout"
+            target = CLASS
+            if {error.given, error.suggested} <= set(names):
+                method = "libra-fullgrad"
+                caption = f"evidence for {error.suggested} (red) and for {error.given} (blue)"
+                target = build_target(f"{error.suggested} - {error.given}", names)
+            _, _, (explained,) = compute_maps(
+                bundle.find_once(ModelReader),
+                bundle.preprocess.normalize(batch),
+                methods=[method],
+                target=target,
+                # Only the first map checks that the model's attention is read correctly.
+                verify=not maps,
+            )
+            values = explained.values[0, 0].cpu().numpy()
             signed = bool((values < 0).any())
-            photo = Image.fromarray(seen)
-            picture = encode_relative_map(photo, values, signed=signed, side=_SIDE)
+            picture = encode_relative_map(Image.fromarray(seen), values, signed=signed, side=_SIDE)
             maps[error.path] = (picture, caption)
     return maps
-
-
-def _explain(
-    bundle: Bundle, pixels: Pixels, error: LabelError, *, verify: bool
-) -> tuple[NDArray[np.float32], str]:
-    """Return a map of why the suggested class is preferred, or the rollout for unknown classes."""
-    batch = torch.from_numpy(np.ascontiguousarray(pixels[None])).to(bundle.device)
-    names = bundle.class_names
-    method = "rollout"
-    caption = "attention rollout"
-    target = CLASS
-    if {error.given, error.suggested} <= set(names):
-        method = "libra-fullgrad"
-        caption = f"evidence for {error.suggested} (red) and for {error.given} (blue)"
-        target = build_target(f"{error.suggested} - {error.given}", names)
-    _, _, (maps,) = compute_maps(
-        bundle.find_once(ModelReader),
-        bundle.preprocess.normalize(batch),
-        methods=[method],
-        target=target,
-        verify=verify,
-    )
-    return maps.values[0, 0].cpu().numpy(), caption

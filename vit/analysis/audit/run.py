@@ -98,7 +98,11 @@ def audit(
     )
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = compute_features(predictor, images, cache_dir=splits.cache_dir)
-    values = features[_choose_readout(bundle)].numpy()
+    # what the head of the model reads
+    readout = PRE_LOGITS
+    if isinstance(bundle.model, VisionTransformer):
+        readout = (len(bundle.model.blocks), bundle.model.global_pool)
+    values = features[readout].numpy()
     found = audit_images(images, values, model=bundle.name, model_sha256=bundle.sha256)
     return AuditResult(found, images, bundle)
 
@@ -114,15 +118,8 @@ def _load_backbone(source: str, device: str) -> Bundle:
         # timm, which takes seconds to import
         from vit.model.timm_weights import load_timm
 
+        # other architectures have features, too, but those before their logits alone
         with suppress(ValueError):
             model = load_timm(bundle.model).to(bundle.device).eval()
             bundle = replace(bundle, model=model)
     return bundle
-
-
-def _choose_readout(bundle: Bundle) -> tuple[int, str]:
-    """Return the readout that the head of the model uses."""
-    model = bundle.model
-    if isinstance(model, VisionTransformer):
-        return len(model.blocks), model.global_pool
-    return PRE_LOGITS

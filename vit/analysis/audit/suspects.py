@@ -168,6 +168,7 @@ def audit_images(
         score = 1 - float(probabilities[index, labels[index]])
         name = dataset.class_names[suggested]
         label_errors.append(LabelError(path, classes[index], name, score))
+        # a wrong label is seen best beside similar images
         neighbours[path] = [(paths[other], classes[other]) for other in nearest[index]]
 
     near_duplicates = [
@@ -230,6 +231,7 @@ def predict_out_of_fold(
     class_sizes = np.sort(np.bincount(labels[first], minlength=num_classes))
     if num_classes < 2 or class_sizes[-2] < 2:
         raise ValueError("an audit needs two classes, each with at least two different images")
+    # the strengths of regularisation are meant for features of this scale
     inputs = StandardScaler().fit_transform(features.astype(np.float64))
     folds = np.zeros(len(first), dtype=np.int64)
     candidates = []
@@ -316,6 +318,7 @@ def _describe_properties(
     described = {}
     for name in rows[0]:
         values = np.array([row[name] for row in rows])
+        # sizes and sharpness differ by factors, brightness by steps
         scale = values if name == "brightness" else np.log(np.maximum(values, 1e-3))
         is_low, is_high = _find_odd(scale)
         farthest_first = np.argsort(-np.abs(scale - np.median(scale)), kind="stable").tolist()

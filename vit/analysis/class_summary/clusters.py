@@ -41,6 +41,7 @@ def fit_clusters(explained: Explained, *, seed: int) -> Clusters:
     tokens = explained.tokens.reshape(len(weights), *explained.tokens.shape[2:])
     mean = tokens.mean(axis=0)
     is_relevant = weights > 0
+    # patches without relevance would have no weight, but take time
     units = _center(tokens[is_relevant], mean)
     weights = weights[is_relevant]
     count = min(_NUM_CLUSTERS, len(units))

@@ -1,18 +1,14 @@
 """The command `vit explain --summary`."""
 
-from functools import partial
 from pathlib import Path
 
 import typer
 
-from vit.analysis.class_summary.records import Summary
-from vit.analysis.class_summary.summarize import SummaryResult
-from vit.runtime.files import check_output
+from vit.runtime.command import Call
+from vit.runtime.files import compute_and_save
 
 
-def write_summary(
-    summarize: "partial[SummaryResult]", *, output: Path, overwrite: bool = False
-) -> None:
+def write_summary(summarize: Call, *, output: Path, overwrite: bool) -> None:
     """Save the summary of a model's classes, and print what it found.
 
     Args:
@@ -20,18 +16,9 @@ def write_summary(
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """
-    # before minutes of work
-    check_output(output, overwrite=overwrite)
-    result = summarize()
-    result.save(output, overwrite=overwrite)
-    _show(result.summary)
-    typer.echo(f"open {output / 'summary.html'} in a browser")
-
-
-def _show(summary: Summary) -> None:
+    summary = compute_and_save(summarize, output, overwrite=overwrite).summary
     for name, cluster in summary.flagged:
         removal = cluster.removal
-        assert removal is not None
         typer.secho(
             f"likely shortcut of {name}: patches {', '.join(cluster.suspicions)}; without them"
             f" {removal.flips} of {removal.num_images} other predictions change, without random"
@@ -43,3 +30,4 @@ def _show(summary: Summary) -> None:
         f" clusters tested, {len(summary.flagged)} flagged (false alarms in at most"
         f" {summary.false_alarm_rate:.0%} of summaries)"
     )
+    typer.echo(f"open {output / 'summary.html'} in a browser")

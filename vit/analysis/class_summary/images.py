@@ -1,28 +1,38 @@
-"""The images of a summary, with their labels and masks."""
+"""The images of a summary, with their labels and masks.
+
+Masks of the object are a folder of images, or a COCO file of polygons and boxes.
+"""
 
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from vit.analysis.class_summary.marks import MAX_IMAGES_A_CLASS
-from vit.analysis.class_summary.masks import Masks, find_mask, find_masks, is_inside
+from vit.analysis.class_summary.places import MAX_IMAGES_A_CLASS
 from vit.bundle import Bundle
 from vit.data.dataset import printable
-from vit.data.listing import ImageInputs, list_images
+from vit.data.images import is_image_name, read_image
+from vit.data.listing import ImageInputs, list_files, list_images
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import match_classes, open_data
 from vit.explanation.items import ImageItem, items_from_dataset, items_from_images
+from vit.runtime.documents import read_json
 from vit.runtime.progress import show_progress
 
 # bytes of all images as the model sees them
 _MAX_BYTES = 1 << 30
+
+# name of an image → a function that reads its mask, an image that is black except for the object
+Masks = Mapping[str, partial[Image.Image]]
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,7 @@ def _find_images(
 
     items = items_from_images(list_images(images))
     folders = [Path(item.path).parent.name for item in items]
+    # one folder of another name, and the folders are no labels
     if not set(folders) <= set(names):
         return items, None
     return items, np.array([names.index(folder) for folder in folders], dtype=np.int64)
@@ -106,6 +117,7 @@ def _find_images(
 def _sample(labels: NDArray[np.int64] | None, count: int, *, max_images: int) -> list[int]:
     """Randomly sample as many images of each class as are used, and in total no more than fit into
     memory."""
+    # the same images at each call, so that a summary can be repeated
     order = np.random.default_rng(0).permutation(count)
     if labels is None:
         return sorted(order[:max_images].tolist())
@@ -142,3 +154,79 @@ def _read(
         )
     inside = Image.fromarray(is_inside(mask)).convert("RGB")
     return pixels, preprocess.to_uint8(inside)[..., 0].astype(np.float32) / 255
+
+
+def find_masks(path: Path) -> Masks:
+    """List masks by the name of their image without its suffix, and by its folder and name. A name
+    that two images share is left out.
+
+    Args:
+        path: A folder of images, or a COCO file, whose polygons are taken from all categories;
+            without a polygon the box is taken.
+
+    Raises:
+        ValueError: The path is neither of these.
+        OSError: The file can't be read.
+    """
+    if path.is_dir():
+        files = map(Path, filter(is_image_name, list_files(path)))
+        readers = [(file, partial(read_image, file, name=str(file))) for file in files]
+    elif path.suffix == ".json":
+        readers = _read_coco(path)
+    else:
+        raise ValueError(f"{path} is neither a folder of masks nor a COCO file (.json)")
+
+    # a mask of an ambiguous name would silently describe another image
+    counts = Counter(name.stem for name, _ in readers)
+    masks = {name.stem: read for name, read in readers if counts[name.stem] == 1}
+    return masks | {f"{name.parent.name}/{name.stem}": read for name, read in readers}
+
+
+def find_mask(masks: Masks, image: str) -> partial[Image.Image] | None:
+    """Return the function that reads the mask of an image; None without one."""
+    path = Path(image)
+    return masks.get(f"{path.parent.name}/{path.stem}", masks.get(path.stem))
+
+
+def is_inside(mask: Image.Image) -> np.ndarray:
+    """Return True for each pixel [H, W] that lies on the object, which isn't black."""
+    return np.asarray(np.asarray(mask).any(axis=2))
+
+
+def _read_coco(path: Path) -> list[tuple[Path, partial[Image.Image]]]:
+    content = read_json(path)
+    try:
+        shapes: dict[int, list[list[float]]] = {image["id"]: [] for image in content["images"]}
+        for annotation in content["annotations"]:
+            shapes[annotation["image_id"]] += _list_polygons(annotation)
+        return [
+            (
+                Path(image["file_name"]),
+                partial(_draw, (int(image["width"]), int(image["height"])), shapes[image["id"]]),
+            )
+            for image in content["images"]
+            # an image without annotations has no mask
+            if shapes[image["id"]]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a COCO file of polygons or boxes: {error!r}") from error
+
+
+def _list_polygons(annotation: Mapping[str, Any]) -> list[list[float]]:
+    """Return x and y of the corners in turn."""
+    polygons = annotation.get("segmentation")
+    if isinstance(polygons, list) and polygons:
+        return [[float(value) for value in polygon] for polygon in polygons]
+    # run lengths describe crowds in most cases: the box is taken instead
+    left, top, width, height = map(float, annotation["bbox"])
+    right = left + width
+    bottom = top + height
+    return [[left, top, right, top, right, bottom, left, bottom]]
+
+
+def _draw(size: tuple[int, int], polygons: list[list[float]]) -> Image.Image:
+    mask = Image.new("RGB", size)
+    draw = ImageDraw.Draw(mask)
+    for polygon in polygons:
+        draw.polygon(polygon, fill="white")
+    return mask

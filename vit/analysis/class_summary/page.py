@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vit.analysis.class_summary.marks import cut_patch
+from vit.analysis.class_summary.places import cut_patch
 from vit.analysis.class_summary.records import PatchCluster, Summary
 from vit.explanation.render.page import encode_map, encode_picture, name_model, render_page
 from vit.explanation.render.scale import ColourScale, fit_scale

@@ -137,6 +137,7 @@ def _take_tokens(forward: Forward) -> PatchTokens:
     at one and two thirds of the depth, where patches that look alike still have similar tokens."""
     layers = forward.record.layers
     last = len(layers) - 1
+    # each block counts alike in a cluster, see `clusters._center`
     parts = []
     for place in sorted({len(layers) // 3, 2 * len(layers) // 3, last}):
         tokens = layers[place].block_input

@@ -1,6 +1,6 @@
 """The records of a summary, as summary.json holds them."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import UInt8
@@ -76,7 +76,7 @@ class PatchCluster:
     overlap: float
     centre: float
     likeness: float
-    in_errors: tuple[float, float] | None
+    in_errors: tuple[float, float] | None = None
     removal: Removal | None = None
     suspicions: tuple[str, ...] = ()
     is_flagged: bool = False
@@ -174,9 +174,3 @@ class Summary:
             for cluster in row.clusters
             if cluster.is_flagged
         ]
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the content of summary.json."""
-        content = asdict(self)
-        del content["pictures"]
-        return content

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.special import bdtrc
-from torch import Tensor
 
-from vit.analysis.class_summary.marks import SAME_PICTURE
 from vit.analysis.class_summary.passes import Passes, PatchMask
+from vit.analysis.class_summary.places import SAME_PICTURE
 from vit.analysis.class_summary.records import FALSE_ALARM_RATE, PatchCluster, Removal
 
 # images of each cluster that are tested without it
@@ -39,19 +37,14 @@ def find_suspicions(
     if cluster.likeness >= SAME_PICTURE and cluster.patches <= _SMALL:
         suspicions.append("small, and the same picture in different images")
     # alone it is no suspicion: what is typical of a class misleads in other classes as well
-    if suspicions and in_others and _is_more_frequent(*in_others):
-        suspicions.append("more often in images wrongly taken for this class than in others")
+    if suspicions and in_others:
+        # scipy.stats takes half a second to import
+        from scipy.stats import fisher_exact
+
+        table = [[int(occurs.sum()), int((~occurs).sum())] for occurs in in_others]
+        if fisher_exact(table, alternative="greater").pvalue <= FALSE_ALARM_RATE:
+            suspicions.append("more often in images wrongly taken for this class than in others")
     return tuple(suspicions)
-
-
-def _is_more_frequent(in_wrong: NDArray[np.bool_], in_right: NDArray[np.bool_]) -> bool:
-    """Test whether a cluster occurs more often in images wrongly predicted as the class (Fisher's
-    exact test)."""
-    # scipy.stats takes half a second to import
-    from scipy.stats import fisher_exact
-
-    table = [[int(occurs.sum()), int((~occurs).sum())] for occurs in (in_wrong, in_right)]
-    return bool(fisher_exact(table, alternative="greater").pvalue <= FALSE_ALARM_RATE)
 
 
 def measure_removal(
@@ -87,33 +80,25 @@ def measure_removal(
     logits = passes.leave_out(
         indices[np.tile(rows, 3)], np.concatenate([nothing, removed, at_random])
     )
-    probabilities, log_odds = _read_class(logits, class_index)
-    unchanged, without, without_random = probabilities.reshape(3, -1)
-    odds = log_odds.reshape(3, -1)
+    # log-odds, because the probability hardly falls where the model is nearly certain
+    others = logits.clone()
+    others[:, class_index] = -torch.inf
+    log_odds = logits[:, class_index] - others.logsumexp(dim=1)
+    unchanged, without, without_random = log_odds.sigmoid().cpu().numpy().reshape(3, -1)
+    _, odds, random_odds = log_odds.cpu().numpy().reshape(3, -1)
     # how much more the odds fall than without random patches
-    differences = odds[2] - odds[1]
-    answers = logits.argmax(dim=1).cpu().numpy().reshape(3, -1)
+    differences = random_odds - odds
+    _, answers, random_answers = logits.argmax(dim=1).cpu().numpy().reshape(3, -1)
     num_worse = int((differences > 0).sum())
     return Removal(
         num_images=len(rows),
-        flips=int((answers[1] != class_index).sum()),
-        random_flips=int((answers[2] != class_index).sum()),
+        flips=int((answers != class_index).sum()),
+        random_flips=int((random_answers != class_index).sum()),
         fall=float((unchanged - without).mean()),
         random_fall=float((unchanged - without_random).mean()),
         log_odds=float(np.median(differences)),
         p_value=float(bdtrc(num_worse - 1, len(rows), 0.5)),
     )
-
-
-def _read_class(
-    logits: Float[Tensor, "R C"], class_index: int
-) -> tuple[Float[np.ndarray, " R"], Float[np.ndarray, " R"]]:
-    """Return the probability and the log-odds of a class."""
-    class_logits = logits[:, class_index]
-    others = logits.clone()
-    others[:, class_index] = -torch.inf
-    log_odds = class_logits - others.logsumexp(dim=1)
-    return log_odds.sigmoid().cpu().numpy(), log_odds.cpu().numpy()
 
 
 def flag_shortcuts(clusters: list[PatchCluster]) -> int:

@@ -13,37 +13,29 @@ together have the stated rate of false alarms (Bonferroni).
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
 
 from vit.analysis.class_summary.clusters import fit_clusters, measure_overlap
 from vit.analysis.class_summary.images import SummaryImages, read_summary_images
-from vit.analysis.class_summary.marks import MAX_IMAGES_A_CLASS, MIN_PATCHES, Pictures
 from vit.analysis.class_summary.page import build_summary_page
 from vit.analysis.class_summary.passes import Explained, Passes, PatchMask, Relevance
-from vit.analysis.class_summary.records import (
-    ClassSummary,
-    MaskSummary,
-    PatchCluster,
-    Summary,
-)
-from vit.analysis.class_summary.regions import (
+from vit.analysis.class_summary.places import (
+    MAX_IMAGES_A_CLASS,
+    MIN_PATCHES,
+    Pictures,
     average_patches,
     find_regions,
     measure_region,
     shift_maps,
 )
-from vit.analysis.class_summary.shortcuts import (
-    find_suspicions,
-    flag_shortcuts,
-    measure_removal,
-)
+from vit.analysis.class_summary.records import ClassSummary, MaskSummary, PatchCluster, Summary
+from vit.analysis.class_summary.shortcuts import find_suspicions, flag_shortcuts, measure_removal
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.listing import ImageInputs
 from vit.explanation.best_method import replace_best
@@ -71,8 +63,11 @@ class SummaryResult(Result):
         return repr(self.summary)
 
     def build_files(self) -> dict[str, FileContent]:
-        content = json.dumps(self.summary.to_dict(), indent=1, ensure_ascii=False)
-        return {"summary.html": build_summary_page(self.summary), "summary.json": content + "\n"}
+        content = asdict(self.summary)
+        # they are for the page alone
+        del content["pictures"]
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        return {"summary.html": build_summary_page(self.summary), "summary.json": text + "\n"}
 
 
 @check_arguments(batch_size=(1, None))
@@ -158,24 +153,20 @@ def summarize_images(
     images_a_class = max(min(images_in_memory, MAX_IMAGES_A_CLASS), MIN_IMAGES_A_CLASS)
     chosen = np.flatnonzero(is_present).tolist()
     total = int(np.minimum(counts[chosen], images_a_class).sum())
+    summarizer = _Summarizer(images, labels, passes, pictures)
     classes = []
     shown = {}
     with show_progress("summarising", total) as advance:
         for index in chosen:
             indices = pictures.random.permutation(np.flatnonzero(labels == index))[:images_a_class]
-            classes.append(
-                _summarize_class(index, indices, labels, images, passes, pictures, advance)
-            )
+            classes.append(summarizer.summarize(index, indices, advance))
             mean_image = images.pixels[indices].mean(axis=0)
             shown[f"mean of {names[index]}"] = mean_image.round().astype(np.uint8)
 
     clusters = [cluster for row in classes for cluster in row.clusters]
-    place_of_path = {path: place for place, path in enumerate(images.paths)}
-    shown |= {
-        path: images.pixels[place_of_path[path]]
-        for cluster in clusters
-        for path, _ in cluster.strip
-    }
+    # the page shows few of the images, so the summary doesn't keep the others in memory
+    pixels_by_path = dict(zip(images.paths, images.pixels, strict=True))
+    shown |= {path: pixels_by_path[path] for cluster in clusters for path, _ in cluster.strip}
     return Summary(
         classes=classes,
         left_out=[names[index] for index in np.flatnonzero(~is_present & (counts > 0))],
@@ -189,165 +180,158 @@ def summarize_images(
     )
 
 
-def _summarize_class(
-    class_index: int,
-    indices: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    images: SummaryImages,
-    passes: Passes,
-    pictures: Pictures,
-    advance: Callable[[float], object],
-) -> ClassSummary:
-    """Summarise one class on the images at `indices`."""
-    explained = passes.explain(indices, class_index, advance)
-    clusters = _find_clusters(class_index, explained, labels, images.paths, passes, pictures)
-    maps = explained.relevance.reshape(-1, *passes.grid)
-    border, centre = find_regions(passes.grid)
-    return ClassSummary(
-        name=passes.bundle.class_names[class_index],
-        num_images=len(indices),
-        recall=float((passes.predicted[indices] == class_index).mean()),
-        mean_map=(maps.mean(axis=0) * pictures.num_patches).tolist(),
-        null_map=(shift_maps(maps, pictures.random).mean(axis=0) * pictures.num_patches).tolist(),
-        border=measure_region(maps, border, pictures.random),
-        centre=measure_region(maps, centre, pictures.random),
-        clusters=clusters,
-        masks=_measure_masks(images.masks, explained, passes, class_index),
-    )
+@dataclass(frozen=True)
+class _Summarizer:
+    """Summarises the classes one after the other.
 
-
-def _find_clusters(
-    class_index: int,
-    explained: Explained,
-    labels: NDArray[np.int64],
-    paths: Sequence[str],
-    passes: Passes,
-    pictures: Pictures,
-) -> list[PatchCluster]:
-    """Cluster the patches in the first half of the images of a class, and test each cluster on the
-    second half."""
-    half = len(explained.indices) // 2
-    seen = Explained(*(part[:half] for part in explained))
-    held_out = Explained(*(part[half:] for part in explained))
-
-    clusters = fit_clusters(seen, seed=int(pictures.random.integers(1 << 31)))
-    num_clusters = len(clusters.centres)
-    assigned, distances = clusters.find(seen.tokens)
-    held_out_assigned, _ = clusters.find(held_out.tokens)
-    others = [
-        clusters.find(passes.find_tokens(indices))[0]
-        for indices in _choose_others(class_index, labels, passes, pictures.random)
-    ]
-    num_marks = pictures.separate_marks(
-        seen.indices, assigned, [held_out_assigned, *others], num_clusters
-    )
-    rows = []
-    for number in range(num_clusters + num_marks):
-        members = assigned == number
-        # a cluster whose patches were all marks is empty now
-        if not members.any():
-            continue
-        in_others = [(other_assigned == number).any(axis=1) for other_assigned in others]
-        row = _describe(members, in_others, seen, pictures, is_mark=number >= num_clusters)
-        strip = _choose_strip(seen, np.where(members, distances, np.inf))
-        row.strip = [(paths[image], patch) for image, patch in strip]
-
-        removed = held_out_assigned == number
-        # a mark that is left out in part may be recognised by the rest
-        removed[np.ix_(removed.any(axis=1), row.extent)] = True
-        row.removal = measure_removal(
-            removed, held_out.indices, class_index, passes, pictures.random
-        )
-        rows.append(row)
-    return sorted(rows, key=lambda row: -row.evidence)
-
-
-def _choose_others(
-    class_index: int, labels: NDArray[np.int64], passes: Passes, random: np.random.Generator
-) -> list[NDArray[np.int64]]:
-    """Choose images of other classes: wrongly predicted as this class, and others; none without
-    errors, so that there are none without labels."""
-    is_other = labels != class_index
-    is_predicted = passes.predicted == class_index
-    wrong = np.flatnonzero(is_other & is_predicted)
-    right = np.flatnonzero(is_other & ~is_predicted)
-    if not (len(wrong) and len(right)):
-        return []
-    return [random.permutation(indices)[:_MAX_OTHERS] for indices in (wrong, right)]
-
-
-def _describe(
-    members: PatchMask,
-    in_others: list[NDArray[np.bool_]],
-    seen: Explained,
-    pictures: Pictures,
-    *,
-    is_mark: bool,
-) -> PatchCluster:
-    """Describe a cluster on the first half of the images of a class.
-
-    Args:
-        members: Its patches.
-        in_others: Images of other classes in which it occurs, see `_choose_others`.
-        seen: The images.
-        pictures: Their pixels.
-        is_mark: True for a mark that was separated from another cluster.
+    All draw from the random numbers of `pictures`, so that their order matters.
     """
-    occurs = members.any(axis=1)
-    in_images = members[occurs]
-    _, centre = find_regions(pictures.grid)
-    cluster = PatchCluster(
-        evidence=float(seen.relevance[members].sum() / seen.relevance.sum()),
-        patches=float(in_images.mean()),
-        images=float(occurs.mean()),
-        overlap=measure_overlap(in_images),
-        centre=float(in_images[:, centre.ravel()].sum() / in_images.sum()),
-        likeness=pictures.measure_likeness(seen.indices[occurs], in_images),
-        in_errors=None,
-    )
-    if in_others:
-        in_wrong, in_right = in_others
-        cluster.in_errors = (float(in_wrong.mean()), float(in_right.mean()))
-    if pictures.num_patches >= MIN_PATCHES:
-        cluster.suspicions = find_suspicions(cluster, in_others, is_mark=is_mark)
-    if cluster.suspicions:
-        extent = pictures.find_extent(seen.indices[occurs])
-        cluster.extent = np.flatnonzero(extent).tolist()
-    return cluster
 
+    images: SummaryImages
+    labels: NDArray[np.int64]
+    passes: Passes
+    pictures: Pictures
 
-def _choose_strip(seen: Explained, distances: Relevance) -> list[tuple[int, int]]:
-    """Choose image and patch of the members nearest to the centre of a cluster, one an image."""
-    nearest = distances.argmin(axis=1)
-    least = distances.min(axis=1)
-    order = np.argsort(least, kind="stable")
-    chosen = order[np.isfinite(least[order])][:_STRIP]
-    return [(int(seen.indices[row]), int(nearest[row])) for row in chosen]
+    def summarize(
+        self, class_index: int, indices: NDArray[np.int64], advance: Callable[[float], object]
+    ) -> ClassSummary:
+        """Summarise one class on the images at `indices`."""
+        random = self.pictures.random
+        explained = self.passes.explain(indices, class_index, advance)
+        clusters = self._find_clusters(class_index, explained)
+        maps = explained.relevance.reshape(-1, *self.passes.grid)
+        border, centre = find_regions(self.passes.grid)
+        # relevance sums to one in each image; times P it is a multiple of the average patch
+        num_patches = self.pictures.num_patches
+        return ClassSummary(
+            name=self.passes.bundle.class_names[class_index],
+            num_images=len(indices),
+            recall=float((self.passes.predicted[indices] == class_index).mean()),
+            mean_map=(maps.mean(axis=0) * num_patches).tolist(),
+            null_map=(shift_maps(maps, random).mean(axis=0) * num_patches).tolist(),
+            border=measure_region(maps, border, random),
+            centre=measure_region(maps, centre, random),
+            clusters=clusters,
+            masks=self._measure_masks(class_index, explained),
+        )
 
+    def _find_clusters(self, class_index: int, explained: Explained) -> list[PatchCluster]:
+        """Cluster the patches in the first half of the images of a class, and test each cluster on
+        the second half."""
+        random = self.pictures.random
+        half = len(explained.indices) // 2
+        # a cluster that was picked for its effect on these images would need no shortcut to have
+        # it here, so that it is tested on others
+        seen = Explained(*(part[:half] for part in explained))
+        held_out = Explained(*(part[half:] for part in explained))
 
-def _measure_masks(
-    masks: Float[np.ndarray, "n H W"] | None,
-    explained: Explained,
-    passes: Passes,
-    class_index: int,
-) -> MaskSummary | None:
-    """Measure how far the model looks at, and needs, what lies inside the masks."""
-    if masks is None:
-        return None
-    inside = average_patches(masks[explained.indices], passes.grid)
-    # images without a mask, and masks outside the crop that the model sees, say nothing
-    rows = np.flatnonzero(np.nan_to_num(inside).sum(axis=1) > 0)
-    if not len(rows):
-        return None
-    inside = inside[rows]
-    indices = explained.indices[rows]
-    # at least the patch that a small object fills most stays
-    removed = inside < np.minimum(0.5, inside.max(axis=1, keepdims=True))
-    answers = passes.leave_out(indices, removed).argmax(dim=1).cpu().numpy()
-    return MaskSummary(
-        num_images=len(rows),
-        inside=float((explained.relevance[rows] * inside).sum(axis=1).mean()),
-        area=float(inside.mean()),
-        accuracy=float((passes.predicted[indices] == class_index).mean()),
-        accuracy_inside=float((answers == class_index).mean()),
-    )
+        clusters = fit_clusters(seen, seed=int(random.integers(1 << 31)))
+        num_clusters = len(clusters.centres)
+        assigned, distances = clusters.find(seen.tokens)
+        held_out_assigned, _ = clusters.find(held_out.tokens)
+        others = [
+            clusters.find(self.passes.find_tokens(indices))[0]
+            for indices in self._choose_others(class_index)
+        ]
+        num_marks = self.pictures.separate_marks(
+            seen.indices, assigned, [held_out_assigned, *others], num_clusters
+        )
+        rows = []
+        for number in range(num_clusters + num_marks):
+            members = assigned == number
+            # a cluster whose patches were all marks is empty now
+            if not members.any():
+                continue
+            in_others = [(other_assigned == number).any(axis=1) for other_assigned in others]
+            row = self._describe(members, in_others, seen, is_mark=number >= num_clusters)
+            row.strip = self._choose_strip(seen, np.where(members, distances, np.inf))
+
+            removed = held_out_assigned == number
+            # a mark that is left out in part may be recognised by the rest
+            removed[np.ix_(removed.any(axis=1), row.extent)] = True
+            row.removal = measure_removal(
+                removed, held_out.indices, class_index, self.passes, random
+            )
+            rows.append(row)
+        return sorted(rows, key=lambda row: -row.evidence)
+
+    def _choose_others(self, class_index: int) -> list[NDArray[np.int64]]:
+        """Choose images of other classes: wrongly predicted as this class, and others; none without
+        errors, so that there are none without labels."""
+        is_other = self.labels != class_index
+        is_predicted = self.passes.predicted == class_index
+        wrong = np.flatnonzero(is_other & is_predicted)
+        right = np.flatnonzero(is_other & ~is_predicted)
+        if not (len(wrong) and len(right)):
+            return []
+        random = self.pictures.random
+        return [random.permutation(indices)[:_MAX_OTHERS] for indices in (wrong, right)]
+
+    def _describe(
+        self,
+        members: PatchMask,
+        in_others: list[NDArray[np.bool_]],
+        seen: Explained,
+        *,
+        is_mark: bool,
+    ) -> PatchCluster:
+        """Describe a cluster on the first half of the images of a class.
+
+        Args:
+            members: Its patches.
+            in_others: Images of other classes in which it occurs, see `_choose_others`.
+            seen: The images.
+            is_mark: True for a mark that was separated from another cluster.
+        """
+        occurs = members.any(axis=1)
+        in_images = members[occurs]
+        indices = seen.indices[occurs]
+        _, centre = find_regions(self.pictures.grid)
+        cluster = PatchCluster(
+            evidence=float(seen.relevance[members].sum() / seen.relevance.sum()),
+            patches=float(in_images.mean()),
+            images=float(occurs.mean()),
+            overlap=measure_overlap(in_images),
+            centre=float(in_images[:, centre.ravel()].sum() / in_images.sum()),
+            likeness=self.pictures.measure_likeness(indices, in_images),
+        )
+        if in_others:
+            in_wrong, in_right = in_others
+            cluster.in_errors = (float(in_wrong.mean()), float(in_right.mean()))
+        if self.pictures.num_patches >= MIN_PATCHES:
+            cluster.suspicions = find_suspicions(cluster, in_others, is_mark=is_mark)
+        if cluster.suspicions:
+            cluster.extent = np.flatnonzero(self.pictures.find_extent(indices)).tolist()
+        return cluster
+
+    def _choose_strip(self, seen: Explained, distances: Relevance) -> list[tuple[str, int]]:
+        """Choose image and patch of the members nearest to the centre of a cluster, one an image."""
+        least = distances.min(axis=1)
+        order = np.argsort(least, kind="stable")
+        chosen = order[np.isfinite(least[order])][:_STRIP]
+        return [
+            (self.images.paths[seen.indices[row]], int(distances[row].argmin())) for row in chosen
+        ]
+
+    def _measure_masks(self, class_index: int, explained: Explained) -> MaskSummary | None:
+        """Measure how far the model looks at, and needs, what lies inside the masks."""
+        masks = self.images.masks
+        if masks is None:
+            return None
+        inside = average_patches(masks[explained.indices], self.passes.grid)
+        # images without a mask, and masks outside the crop that the model sees, say nothing
+        rows = np.flatnonzero(np.nan_to_num(inside).sum(axis=1) > 0)
+        if not len(rows):
+            return None
+        inside = inside[rows]
+        indices = explained.indices[rows]
+        # at least the patch that a small object fills most stays
+        removed = inside < np.minimum(0.5, inside.max(axis=1, keepdims=True))
+        answers = self.passes.leave_out(indices, removed).argmax(dim=1).cpu().numpy()
+        return MaskSummary(
+            num_images=len(rows),
+            inside=float((explained.relevance[rows] * inside).sum(axis=1).mean()),
+            area=float(inside.mean()),
+            accuracy=float((self.passes.predicted[indices] == class_index).mean()),
+            accuracy_inside=float((answers == class_index).mean()),
+        )

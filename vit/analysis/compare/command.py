@@ -1,31 +1,23 @@
 """`vit compare`: differences between evaluations, with the classes and images behind them."""
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vit.runtime.arguments import check_arguments
-from vit.runtime.command import Command
+from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
-from vit.runtime.files import check_output
+from vit.runtime.files import compute_and_save
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
-    from rich.table import Table
 
-    from vit.analysis.compare.comparison import Comparison, Group, Pair
+    from vit.analysis.compare.comparison import Pair
 
 
 @check_arguments(examples=(0, None))
 def compare(
-    find: "partial[Comparison]",
-    *,
-    output: Path | None = None,
-    examples: int = 5,
-    overwrite: bool = False,
+    find: Call, *, output: Path | None = None, examples: int = 5, overwrite: bool = False
 ) -> None:
     """Compare evaluations of the same images.
 
@@ -38,30 +30,12 @@ def compare(
         examples: Classes and images to show.
         overwrite: Replace an earlier result.
     """
-    if output is not None:
-        check_output(output, overwrite=overwrite)
-    comparison = find()
-    console = build_console()
-    console.print(_build_groups_table(comparison.groups))
-    for note in comparison.notes:
-        console.print(note, style="yellow")
-    for pair in comparison.pairs:
-        _show_pair(console, pair, examples=examples)
-    if output is not None:
-        comparison.save(output, overwrite=overwrite)
-        console.print(f"written to {output}")
-
-
-COMMAND = Command(
-    run=compare,
-    function="compare",
-    help={"evaluations": "Two or more directories of vit evaluate."},
-)
-
-
-def _build_groups_table(groups: "Sequence[Group]") -> "Table":
+    if output is None:
+        comparison = find()
+    else:
+        comparison = compute_and_save(find, output, overwrite=overwrite)
     rows = []
-    for group in groups:
+    for group in comparison.groups:
         # With one seed the interval covers the choice of images, with several the seeds differ.
         if group.deviation is None:
             low, high = group.evaluations[0].evaluation.intervals["top1"]
@@ -71,12 +45,27 @@ def _build_groups_table(groups: "Sequence[Group]") -> "Table":
         top1 = f"{group.top1.mean():.4f}"
         loss = f"{group.loss:.4f}" if math.isfinite(group.loss) else "–"
         rows.append((group.name, len(group.evaluations), top1, spread, loss))
-    evaluation = groups[0].evaluations[0].evaluation
-    return build_table(
+    evaluation = comparison.groups[0].evaluations[0].evaluation
+    table = build_table(
         rows,
         ("evaluation", "seeds", "top-1", "± sd or 95 % interval", "loss"),
         title=f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})",
     )
+    console = build_console()
+    console.print(table)
+    for note in comparison.notes:
+        console.print(note, style="yellow")
+    for pair in comparison.pairs:
+        _show_pair(console, pair, examples=examples)
+    if output is not None:
+        console.print(f"written to {output}")
+
+
+COMMAND = Command(
+    run=compare,
+    function="compare",
+    help={"evaluations": "Two or more directories of vit evaluate."},
+)
 
 
 def _show_pair(console: "Console", pair: "Pair", *, examples: int) -> None:

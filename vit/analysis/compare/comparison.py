@@ -173,11 +173,23 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
     members = load_evaluations(evaluations)
     groups = group_seeds(members)
     compared = groups
+    # with one recipe there is nothing to compare but its seeds
     if len(groups) == 1:
         compared = [Group([member]) for member in members]
         groups = groups + compared
     pairs = [compare_groups(compared[0], other) for other in compared[1:]]
-    return Comparison(groups, pairs, _list_notes(members))
+    notes = [
+        f"{first.name} and {second.name} are evaluations of one model file"
+        for first, second in combinations(members, 2)
+        # A model in memory has no file.
+        if first.evaluation.model_sha256 == second.evaluation.model_sha256 != ""
+    ]
+    notes += [
+        f"{member.name} has no loss: the model's outputs are not all finite numbers"
+        for member in members
+        if not math.isfinite(member.evaluation.loss)
+    ]
+    return Comparison(groups, pairs, notes)
 
 
 def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> list[NamedEvaluation]:
@@ -222,6 +234,7 @@ def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
     by_origin: dict[tuple[object, ...], list[NamedEvaluation]] = defaultdict(list)
     for member in evaluations:
         evaluation = member.evaluation
+        # these change the predictions of one model, so that they are no difference between seeds
         origin = (
             evaluation.recipe or member.name,
             evaluation.training_fingerprint,
@@ -233,6 +246,7 @@ def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
     groups = []
     for members in by_origin.values():
         seeds = {member.evaluation.seed for member in members}
+        # a seed that occurs twice, or that isn't known, is no independent repetition
         if len(seeds) == len(members) and None not in seeds:
             groups.append(Group(members))
         else:
@@ -244,6 +258,7 @@ def compare_groups(a: Group, b: Group) -> Pair:
     """Compare B with A, image by image."""
     mean_a = a.correct.mean(axis=0)
     mean_b = b.correct.mean(axis=0)
+    # with one model each the images are the sample, with several the seeds are
     if len(a.evaluations) == len(b.evaluations) == 1:
         test = "McNemar's exact test"
         only_a = int((mean_a > mean_b).sum())
@@ -269,30 +284,17 @@ def compare_groups(a: Group, b: Group) -> Pair:
     )
 
 
-def _list_notes(evaluations: Sequence[NamedEvaluation]) -> list[str]:
-    notes = [
-        f"{first.name} and {second.name} are evaluations of one model file"
-        for first, second in combinations(evaluations, 2)
-        # A model in memory has no file.
-        if first.evaluation.model_sha256 == second.evaluation.model_sha256 != ""
-    ]
-    notes += [
-        f"{member.name} has no loss: the model's outputs are not all finite numbers"
-        for member in evaluations
-        if not math.isfinite(member.evaluation.loss)
-    ]
-    return notes
-
-
 def _load(directory: Path, name: str) -> NamedEvaluation:
     if not (directory / EVALUATION_FILE).is_file():
         raise FileNotFoundError(f"{directory} has no {EVALUATION_FILE}; run vit evaluate first")
     evaluation = load_evaluation(directory / EVALUATION_FILE)
+    # the file may be edited or damaged, and nan would spread to all differences
     if not all(map(math.isfinite, (evaluation.top1, *evaluation.intervals["top1"]))):
         raise ValueError(f"{directory / EVALUATION_FILE}: top1 is not a number; evaluate again")
     path = directory / PREDICTIONS_FILE
     columns = load_predictions(path)
     ids = columns["path"]
+    # both files are of one evaluation only if nobody replaced one of them
     if len(ids) != evaluation.num_images:
         raise ValueError(
             f"{path} has {len(ids)} predictions of {evaluation.num_images} images; evaluate again"
@@ -320,6 +322,7 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
             f"the same images have different names in {first.name} and {other.name}; evaluate both"
             " on the same copy of the images"
         )
+    # image by image, because tests of pairs are sharper than those of means
     order = [position[name] for name in first.ids]
     return replace(other, ids=first.ids, labels=first.labels, correct=other.correct[order])
 

@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from vit.analysis.faithfulness.baselines import RANDOM_MAPS, baseline_maps
-from vit.analysis.faithfulness.images import MIN_IMAGES
 from vit.analysis.faithfulness.map_metrics import PerImage, find_order
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import Grid, PatchMaps
@@ -35,6 +34,8 @@ from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, choose_precision, copy_to_host
 from vit.runtime.tensors import Images
 
+# an interval over fewer images says nothing
+MIN_IMAGES = 8
 # occlusion of each patch: a reference, not an upper bound
 LEAVE_ONE_OUT = "leave-one-out"
 # methods are compared with these
@@ -104,12 +105,11 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         self.model = self.bundle.model
-        self.device = next(self.model.parameters()).device
-        self.images = self.images.to(self.device)
-        self.classes = self.classes.to(self.device)
+        self.images = self.images.to(self.bundle.device)
+        self.classes = self.classes.to(self.bundle.device)
         self.grid: Grid = (0, 0)
         self.result = Measurement()
-        self.precision = choose_precision("auto", self.device)
+        self.precision = choose_precision("auto", self.bundle.device)
         self.curve_step = 1
         self.num_timed = self.few // 2
         # cost of the maps of one image by all methods, in forward passes
@@ -288,6 +288,7 @@ class Benchmark:
 
         kept = self._kept_fractions
         removed_first = [1 - fraction for fraction in kept]
+        # insertion is deletion in the opposite order: the most relevant patches are removed last
         insertion_curves = deletion_curve(predict, order.flip(1), fractions=removed_first)
         return (
             area_under(deletion_curves, fractions=removed),

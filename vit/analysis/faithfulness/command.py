@@ -1,15 +1,10 @@
 """The command `vit faithfulness`."""
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from vit.runtime.command import Command
+from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
-from vit.runtime.files import check_output
-
-if TYPE_CHECKING:
-    from vit.analysis.faithfulness.result import FaithfulnessResult
+from vit.runtime.files import compute_and_save
 
 _GAINS = {
     "srg": "with tokens dropped",
@@ -18,9 +13,7 @@ _GAINS = {
 }
 
 
-def faithfulness(
-    measure: "partial[FaithfulnessResult]", *, output: Path, overwrite: bool = False
-) -> None:
+def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure which map methods are most faithful to a model.
 
     Patches are removed in the order of a map while the probability of the class is measured. Maps
@@ -33,30 +26,11 @@ def faithfulness(
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """
-    # before minutes of work
-    check_output(output, overwrite=overwrite)
-    result = measure()
-    result.save(output, overwrite=overwrite)
-    _show(result, output)
-
-
-COMMAND = Command(
-    run=faithfulness,
-    function="measure_faithfulness",
-    python_only=("dataset", "class_names"),
-    flags={"target": "--class", "count": "--images"},
-    help={
-        "methods": "all, or names separated by commas.",
-        "target": "Class to explain: auto (the true class of images predicted correctly), or one of"
-        " vit explain --class.",
-    },
-)
-
-
-def _show(result: "FaithfulnessResult", output: Path) -> None:
-    """Print the columns that fit into 80 characters; faithfulness.md has all."""
+    # torch, which `vit --help` does without
     from vit.analysis.faithfulness.result import format_estimate
 
+    result = compute_and_save(measure, output, overwrite=overwrite)
+    # these columns fit into 80 characters; faithfulness.md has all
     rows = []
     milliseconds = result.summary["milliseconds_per_image"]
     for name in result.names:
@@ -83,3 +57,16 @@ def _show(result: "FaithfulnessResult", output: Path) -> None:
     for note in result.measurement.notes:
         console.print(note)
     console.print(f"every metric: {output / 'faithfulness.md'}")
+
+
+COMMAND = Command(
+    run=faithfulness,
+    function="measure_faithfulness",
+    python_only=("dataset", "class_names"),
+    flags={"target": "--class", "count": "--images"},
+    help={
+        "methods": "all, or names separated by commas.",
+        "target": "Class to explain: auto (the true class of images predicted correctly), or one of"
+        " vit explain --class.",
+    },
+)

@@ -54,6 +54,7 @@ def find_best(values: Mapping[str, PerImage]) -> list[str]:
     The 95 % interval of their paired difference to the highest mean includes 0. It is not corrected
     for the number of methods.
     """
+    # the paired difference to the highest: intervals of means overlap too easily
     ordered = sorted(values, key=lambda name: -values[name].mean())
     differences = {name: values[name] - values[ordered[0]] for name in ordered}
     estimates = estimate(differences)

@@ -1,19 +1,21 @@
 """`vit.measure_faithfulness`: the images, the benchmark on them, and its conditions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from vit.analysis.faithfulness.benchmark import Benchmark
-from vit.analysis.faithfulness.images import select_correct_images, select_images
+from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark
 from vit.analysis.faithfulness.result import FaithfulnessResult, write_best_method
 from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
-from vit.evaluation.images import check_data, open_data
+from vit.evaluation.images import check_data, match_classes, open_data
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.registry import find_methods, list_methods
 from vit.explanation.targets import (
@@ -25,6 +27,7 @@ from vit.explanation.targets import (
     find_output_kind,
 )
 from vit.model.logits import compute_logits
+from vit.prediction.predictor import Pixels, Predictor, read_from
 from vit.runtime.arguments import as_tuple, check_arguments
 from vit.runtime.device import describe_device
 from vit.runtime.progress import show_progress
@@ -107,6 +110,7 @@ def measure_faithfulness(
 
     if minutes is not None:
         benchmark.fit(60 * minutes)
+        # the limit may have left out the last images
         ids = ids[: len(benchmark.images)]
     work, _ = benchmark.plan
     with show_progress("faithfulness", round(work)) as benchmark.advance:
@@ -161,7 +165,8 @@ def _choose_images(
         )
         return *correct, CLASS
     measured = build_target(target, bundle.class_names, kind)
-    images, ids = select_images(bundle, source, count=count, seed=seed)
+    chosen = dict(islice(_read_shuffled(bundle, source, seed), count))
+    images, ids = _prepare(bundle, source, chosen, "can be read")
     classes = torch.cat(
         [
             measured.choose(compute_logits(bundle.model, batch.to(bundle.device)))
@@ -174,3 +179,63 @@ def _choose_images(
             " name one, or auto"
         )
     return images, classes[:, 0], ids, measured
+
+
+def select_correct_images(
+    bundle: Bundle, dataset: ImageDataset, *, count: int, batch_size: int = 32, seed: int = 0
+) -> tuple[Images, Int[Tensor, " n"], list[str]]:
+    """Choose images that the model predicts correctly: no map can point at evidence for a wrong
+    prediction.
+
+    Args:
+        bundle: The model.
+        dataset: The images; unreadable ones are skipped.
+        count: Number of images: the first ones in a random order.
+        batch_size: Images at a time.
+        seed: Seed of that order.
+
+    Returns:
+        Model inputs, classes and ids.
+
+    Raises:
+        ValueError: Fewer than `MIN_IMAGES` are predicted correctly.
+    """
+    class_indices = match_classes(
+        dataset.labels, source_classes=dataset.class_names, model_classes=bundle.class_names
+    )
+    labels = class_indices[dataset.labels]
+    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
+    images = _read_shuffled(bundle, dataset, seed)
+    correct: dict[int, Pixels] = {}
+    while len(correct) < count and (batch := dict(islice(images, batch_size))):
+        read = read_from(list(batch.values()))
+        predicted = predictor.predict(read, count=len(batch)).argmax(axis=1)
+        for index, class_index in zip(batch, predicted, strict=True):
+            if class_index == labels[index]:
+                correct[index] = batch[index]
+
+    chosen = dict(islice(correct.items(), count))
+    inputs, ids = _prepare(bundle, dataset, chosen, "are predicted correctly")
+    return inputs, torch.from_numpy(labels[list(chosen)]), ids
+
+
+def _read_shuffled(
+    bundle: Bundle, dataset: ImageDataset, seed: int
+) -> Iterator[tuple[int, Pixels]]:
+    """Read images in a random order; yield index and pixels of those that can be read."""
+    for index in np.random.default_rng(seed).permutation(len(dataset)).tolist():
+        # unreadable images are skipped
+        with suppress(ValueError, OSError):
+            yield index, bundle.preprocess.to_uint8(dataset.image(index))
+
+
+def _prepare(
+    bundle: Bundle, dataset: ImageDataset, chosen: dict[int, Pixels], condition: str
+) -> tuple[Images, list[str]]:
+    """Return model inputs and ids. Raises ValueError for too few images, with their condition."""
+    if len(chosen) < MIN_IMAGES:
+        raise ValueError(
+            f"{len(chosen)} of {len(dataset)} images {condition}; {MIN_IMAGES} are needed"
+        )
+    pixels = torch.from_numpy(np.stack(list(chosen.values())))
+    return bundle.preprocess.normalize(pixels), [dataset.ids[index] for index in chosen]

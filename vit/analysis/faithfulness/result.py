@@ -134,6 +134,7 @@ def write_best_method(bundle: Bundle, result: FaithfulnessResult) -> str:
     Returns:
         A sentence that says where it is, or why it was not written.
     """
+    # a model in memory or of a library has no folder of its own
     path = find_record(bundle)
     if path is None:
         return f"{bundle.name} is not a model file, so nothing is kept for --method best"
@@ -148,6 +149,7 @@ def write_best_method(bundle: Bundle, result: FaithfulnessResult) -> str:
     }
     try:
         write_text(path, json.dumps(content, indent=1) + "\n")
+    # the numbers are measured, and a folder that can't be written is no reason to lose them
     except OSError as error:
         return f"nothing is kept for --method best: {path}: {error.strerror}"
     return f"--method best now uses {best_method}: {path}"
@@ -190,4 +192,5 @@ def draw_plot(path: Path, metrics: Mapping[str, Any]) -> None:
         panel.set_yticks(range(len(names)), names if panel is panels[0] else [""] * len(names))
         panel.set_title(f"{COLUMNS[metric]}  (95 % interval)", fontsize=10)
     FigureCanvasAgg(figure)
+    # without the version of matplotlib equal numbers give equal bytes
     figure.savefig(path, format="png", dpi=110, metadata={"Software": None})

@@ -217,21 +217,17 @@ def measure_learning_curve(
     values = as_array(features, probe.readout)
     # in regressions on all images of the other folds
     max_fits = max_values / (values.size * len(class_names) * (1 - 1 / num_folds))
+    # one fold is measured at least, with as many fractions as fit into the limit
     totals = np.cumsum(FRACTIONS)
     fractions = FRACTIONS[: int((totals <= max_fits).sum())]
     num_measured = min(max(int(max_fits / totals[-1]), 1), num_folds)
     if len(fractions) < _MIN_POINTS:
         return curve.give_up(f"measuring it with {len(labels):,} photos would take too long")
     folds = np.where(folds < num_measured, folds, -1)
+    # in many small regressions several threads would wait for one another
     with threadpool_limits(1):
         sizes, correct = _fit_parts(
-            values,
-            labels,
-            folds,
-            clusters,
-            fractions=fractions,
-            strength=probe.strength,
-            balanced=balanced,
+            values, labels, folds, clusters, fractions, strength=probe.strength, balanced=balanced
         )
     is_out = folds >= 0
     correct, clusters = correct[is_out], clusters[is_out]
@@ -296,7 +292,9 @@ def forecast_twice(sizes: Floats, correct: Bools, clusters: Ints, *, num_images:
     errors = num_errors.sum(axis=0) / len(correct)
     deviations = num_errors - np.outer(counts, errors)
     covariance = deviations.T @ deviations / len(correct) ** 2
+    # the groups are a sample, too: the factor of an unbiased variance
     covariance *= len(counts) / max(len(counts) - 1, 1)
+    # inverse variances; without a bound an error of 0 would have all of the weight
     weights = 1 / np.maximum(errors * (1 - errors), 1 / len(correct))
 
     rng = np.random.default_rng(0)
@@ -304,6 +302,7 @@ def forecast_twice(sizes: Floats, correct: Bools, clusters: Ints, *, num_images:
     a, b, c = _fit_power_law(sizes, np.stack([errors, *draws.clip(0, 1)]), weights)
     top1 = 1 - a - b * (2.0 * num_images) ** -c
     is_half = sizes <= _HALF_SLACK * sizes[-1]
+    # the law itself may be wrong, which the spread of the images doesn't show
     if is_half.sum() >= _MIN_BACKTEST_POINTS:
         half = _fit_power_law(sizes[is_half], errors[None, is_half], weights[is_half])
         miss = half[0] + half[1] * sizes[-1] ** -half[2] - errors[-1]
@@ -321,7 +320,7 @@ def forecast_twice(sizes: Floats, correct: Bools, clusters: Ints, *, num_images:
     )
 
 
-def _fit_power_law(sizes: Floats, errors: Floats, weights: Floats) -> tuple[Floats, Floats, Floats]:
+def _fit_power_law(sizes: Floats, errors: Floats, weights: Floats) -> Floats:
     """Fit a + b·n^−c with a ≥ 0 and b ≥ 0 by weighted least squares.
 
     For each c of a grid, a and b are known in closed form. scipy's curve_fit finds the same law and
@@ -333,7 +332,7 @@ def _fit_power_law(sizes: Floats, errors: Floats, weights: Floats) -> tuple[Floa
         weights: Weights of the sizes, [P].
 
     Returns:
-        a, b and c of each row, [R].
+        a, b and c of each row, [3, R].
     """
     roots = np.sqrt(weights)
     least = np.full(len(errors), np.inf)
@@ -351,8 +350,7 @@ def _fit_power_law(sizes: Floats, errors: Floats, weights: Floats) -> tuple[Floa
             least[is_better] = loss[is_better]
             law = np.stack([a, b * sizes[-1] ** c, np.full_like(a, c)])
             fitted[:, is_better] = law[:, is_better]
-    a, b, c = fitted
-    return a, b, c
+    return fitted
 
 
 def _fit_parts(
@@ -360,8 +358,8 @@ def _fit_parts(
     labels: Ints,
     folds: Ints,
     clusters: Ints,
-    *,
     fractions: Sequence[float],
+    *,
     strength: float,
     balanced: bool,
 ) -> tuple[Floats, Bools]:
@@ -404,6 +402,7 @@ def _compute_places(labels: Ints, clusters: Ints, rng: np.random.Generator) -> F
         shuffled = rng.permutation(np.flatnonzero(cluster_labels == label))
         sizes = cluster_sizes[shuffled]
         places[shuffled] = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+        # no sample lacks a class, however small its fraction is
         places[shuffled[0]] = 0
     return places[members]
 

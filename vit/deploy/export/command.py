@@ -1,14 +1,11 @@
 """The command `vit export`."""
 
-from functools import partial
-from pathlib import Path
-
 import typer
 
-from vit.runtime.command import Command
+from vit.runtime.command import Call, Command
 
 
-def export(write: "partial[Path]") -> None:
+def export(write: Call) -> None:
     """Write a model for other programs, with a model card.
 
     onnx: model.onnx takes RGB pixels of any size to probabilities; python predict.py PHOTO prints

@@ -1,13 +1,14 @@
 """`vit.export_model`: a model, images on which it is measured, and its card."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
-from vit.data.dataset import ImageDataset
 from vit.data.open import open_for_model
-from vit.deploy.export.card import write_card
 from vit.deploy.export.onnx_file import check_packages, export_onnx
 from vit.deploy.export.python_formats import export_huggingface, export_timm
 from vit.evaluation.images import load_images
@@ -18,7 +19,12 @@ from vit.explanation.render.overlay import save_overlay
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_arguments
-from vit.runtime.files import prepare_output
+from vit.runtime.documents import read_json
+from vit.runtime.files import prepare_output, write_text
+
+_METRICS = ("top1", "top5", "macro_f1", "ece")
+# classes that the card lists
+_MAX_CLASSES = 100
 
 
 @check_arguments()
@@ -64,9 +70,20 @@ def export_model(
     if to != "onnx" and (precision != "float32" or attention):
         raise ValueError(f"--precision and --attention are options of --to onnx, not of {to}")
     bundle = open_model(model, device="cpu")
+    # the exporters know the layers of this project alone
     if not isinstance(bundle.model, VisionTransformer):
         bundle = replace(bundle, model=load_timm(bundle.model))
-    images = _load_images(bundle, data, root, split) if precision == "int8" else None
+    images = None
+    if precision == "int8":
+        # quantised weights may be less accurate, which is measured
+        decoded = load_images(
+            open_for_model(data, root=root, trained_on=bundle.config.get("data", {})),
+            split,
+            preprocess=bundle.preprocess,
+            class_names=bundle.class_names,
+            progress=True,
+        )
+        images = replace(decoded.dataset, labels=decoded.labels)
 
     # before an earlier export is replaced
     if to == "onnx":
@@ -79,30 +96,9 @@ def export_model(
     else:
         path = {"timm": export_timm, "huggingface": export_huggingface}[to](bundle, directory)
 
-    evaluation = find_evaluation(bundle.name, bundle.sha256)
-    write_card(
-        directory,
-        bundle,
-        to,
-        map_verdict=_write_map(bundle, directory / "map.png"),
-        evaluation=evaluation.model_dump(mode="json") if evaluation else None,
-        warnings=evaluation.list_warnings() if evaluation else (),
-    )
+    # after the other files, some of which the card describes
+    _write_card(directory, bundle, to)
     return path
-
-
-def _load_images(
-    bundle: Bundle, data: str | Path | None, root: str | Path | None, split: str | None
-) -> ImageDataset:
-    """Decode the images on which the accuracy is measured."""
-    decoded = load_images(
-        open_for_model(data, root=root, trained_on=bundle.config.get("data", {})),
-        split,
-        preprocess=bundle.preprocess,
-        class_names=bundle.class_names,
-        progress=True,
-    )
-    return replace(decoded.dataset, labels=decoded.labels)
 
 
 def _write_map(bundle: Bundle, path: Path) -> str | None:
@@ -113,6 +109,7 @@ def _write_map(bundle: Bundle, path: Path) -> str | None:
     """
     try:
         (item,) = find_items(None, trained_on=bundle.config.get("data", {}), count=1)
+    # the data may be on another machine: the card has no picture then
     except (OSError, ValueError):
         return None
     explainer = Explainer(bundle, ["rollout"], sanity_checks=True)
@@ -122,3 +119,54 @@ def _write_map(bundle: Bundle, path: Path) -> str | None:
     image, _ = item.read()
     save_overlay(path, image, values, preprocess=bundle.preprocess)
     return str(check)
+
+
+def _write_card(directory: Path, bundle: Bundle, to: str) -> None:
+    """Write README.md in Markdown with the YAML header of the Hub."""
+    map_verdict = _write_map(bundle, directory / "map.png")
+    evaluation = find_evaluation(bundle.name, bundle.sha256)
+    # text that came with a model or its data may hold markup: it is quoted
+    class_names = [_quote(name) for name in bundle.class_names]
+    metrics = []
+    if evaluation is not None:
+        metrics = [
+            (name, getattr(evaluation, name), *evaluation.intervals[name])
+            for name in _METRICS
+            # with few classes top-5 says nothing
+            if name != "top5" or len(class_names) >= 10
+        ]
+    environment = Environment(
+        loader=PackageLoader("vit", "deploy/export/templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["quote"] = _quote
+    environment.filters["plain"] = _plain
+    text = environment.get_template("README.md.jinja").render(
+        to=to,
+        # the Hub's names
+        library={"onnx": "onnx", "timm": "timm", "huggingface": "transformers"}[to],
+        onnx=read_json(directory / "model.json") if to == "onnx" else None,
+        image_size=bundle.preprocess.image_size,
+        has_code=(directory / "timm_vit.py").exists(),
+        map_verdict=map_verdict,
+        parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
+        class_names=class_names[:_MAX_CLASSES],
+        bundle=bundle,
+        evaluation=evaluation,
+        metrics=metrics,
+        warnings=evaluation.list_warnings() if evaluation else (),
+    )
+    write_text(directory / "README.md", text)
+
+
+def _plain(text: object) -> str:
+    """Return one line of Markdown in which nothing is a tag, a link or a heading."""
+    one_line = " ".join(str(text).split())
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", one_line)
+
+
+def _quote(text: object) -> str:
+    """Return one line of code in Markdown."""
+    return "`" + " ".join(str(text).replace("`", "'").split()) + "`"

@@ -5,27 +5,91 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Self
 
 import numpy as np
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
-from vit.deploy.export.answers import COVERAGE, Answers, LogitsAndFeatures
 from vit.deploy.export.photo_model import PhotoModel
 from vit.explanation.methods.rollout import LogitsAndRollout
+from vit.model.model_file import NUM_NEIGHBOURS
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import write_atomically, write_text
 from vit.runtime.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
+# coverage of the prediction sets
+COVERAGE = 0.95
 # to measure the accuracy
 _BATCH_SIZE = 64
+
+
+class LogitsAndFeatures(nn.Module):
+    """A model that gives its logits and the pooled features that its head reads."""
+
+    def __init__(self, model: VisionTransformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Float[Tensor, "B 3 H W"]) -> tuple[Tensor, Tensor]:
+        """Compute logits [B, C] and features [B, D]."""
+        tokens = self.model.forward_features(images)
+        return self.model.forward_head(tokens), self.model.pool(tokens, self.model.global_pool)
+
+
+class Answers(nn.Module):
+    """The prediction sets and p-values of `vit.prediction.conformal`, made of operations that every
+    runtime has.
+
+    Args:
+        threshold: Smallest probability, without a temperature, of a class in the set.
+        training_features: Features [m, D] of training images, of length one.
+        distances: Distances [n] of images that were not trained on, ascending.
+    """
+
+    training_features: Tensor
+    distances: Tensor
+
+    def __init__(self, threshold: float, training_features: Tensor, distances: Tensor) -> None:
+        super().__init__()
+        self.threshold = threshold
+        self.register_buffer("training_features", training_features)
+        self.register_buffer("distances", distances)
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> Self | None:
+        """Build it from a model file; None where the file lacks thresholds or features."""
+        thresholds = bundle.metadata.get("conformal", {}).get("thresholds", {})
+        threshold = thresholds.get(str(COVERAGE))
+        if threshold is None or bundle.likeness is None:
+            return None
+        training_features = torch.from_numpy(bundle.likeness.training_features).float()
+        return cls(
+            threshold,
+            # their lengths were rounded in float16
+            nn.functional.normalize(training_features),
+            torch.from_numpy(bundle.likeness.distances),
+        )
+
+    def forward(
+        self, logits: Float[Tensor, "B C"], features: Float[Tensor, "B D"]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute which classes are in the set, bool [B, C], and p-values [B]."""
+        sets = logits.softmax(dim=-1) >= self.threshold
+        units = features / features.norm(dim=1, keepdim=True).clamp(min=1e-12)
+        cosines = units @ self.training_features.T  # [B, m]
+        k = min(NUM_NEIGHBOURS, len(self.training_features))
+        nearest = cosines.topk(k, dim=1).values[:, -1:]
+        distances = (2 - 2 * nearest).clamp(min=0).sqrt()  # [B, 1]
+        num_as_far = (self.distances >= distances).sum(dim=1)
+        return sets, (num_as_far + 1).float() / (len(self.distances) + 1)
 
 
 def check_packages() -> None:
@@ -64,6 +128,8 @@ def export_onnx(
     Returns:
         The path of model.onnx.
     """
+    import onnx
+
     path = directory / "model.onnx"
     accuracy = None
     answers = None
@@ -71,11 +137,22 @@ def export_onnx(
         answers = Answers.from_bundle(bundle)
         _write_onnx(path, bundle, answers, attention=attention)
     else:
+        # hidden, because it is deleted when it was quantised and measured
         float_path = directory / ".float32.onnx"
         _write_onnx(float_path, bundle, None, attention=attention)
         _quantise(float_path, path)
         if images is not None:
-            accuracy = _compare_accuracy(float_path, path, images)
+            # in the runtime that will run the files
+            accuracy = {
+                "top1": {
+                    "float32": _measure_top1(float_path, images),
+                    "int8": _measure_top1(path, images),
+                },
+                "data": images.name,
+                "split": images.split,
+                "num_images": len(images),
+                "fingerprint": images.fingerprint,
+            }
         float_path.unlink()
 
     facts = {
@@ -90,7 +167,13 @@ def export_onnx(
         "accuracy": accuracy,
         "coverage": None if answers is None else COVERAGE,
     }
-    _write_metadata(path, facts)
+    texts = {
+        name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()
+    }
+    # the file alone says how to use it, because files of an export get separated
+    proto = onnx.load(path)
+    onnx.helper.set_model_props(proto, texts)
+    write_atomically(path, lambda temporary: onnx.save(proto, temporary))
     write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
     shutil.copyfile(TEMPLATES / "predict.py", directory / "predict.py")
     return path
@@ -152,32 +235,6 @@ def _quantise(source: Path, path: Path) -> None:
         write_atomically(path, write)
 
 
-def _write_metadata(path: Path, facts: Mapping[str, Any]) -> None:
-    """Write `facts` into the file, as text or JSON."""
-    import onnx
-
-    model = onnx.load(path)
-    texts = {
-        name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()
-    }
-    onnx.helper.set_model_props(model, texts)
-    write_atomically(path, lambda temporary: onnx.save(model, temporary))
-
-
-def _compare_accuracy(float_path: Path, path: Path, images: ImageDataset) -> dict[str, Any]:
-    """Measure both files, in the runtime that will run them: a smaller one may be less accurate."""
-    return {
-        "top1": {
-            "float32": _measure_top1(float_path, images),
-            "int8": _measure_top1(path, images),
-        },
-        "data": images.name,
-        "split": images.split,
-        "num_images": len(images),
-        "fingerprint": images.fingerprint,
-    }
-
-
 def _measure_top1(path: Path, images: ImageDataset) -> float:
     """Measure the share of `images`, decoded to `resize_size`, that a file predicts correctly."""
     import onnxruntime
@@ -196,6 +253,7 @@ def _measure_top1(path: Path, images: ImageDataset) -> float:
 @contextmanager
 def _silence() -> Iterator[None]:
     """Suppress the log messages and warnings of the exporter and the quantiser."""
+    # their messages are about the graph, which a user can't change
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

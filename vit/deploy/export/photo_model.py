@@ -60,15 +60,11 @@ class PhotoModel(nn.Module):
         normalised = torch.addcmul(self.shift, self._resize(pixels), self.scale)
         outputs = self.model(normalised)
         if not isinstance(outputs, tuple):
-            return (self._compute_probabilities(outputs),)
+            outputs = (outputs, None)
         logits, *others, features = outputs
-        probabilities = self._compute_probabilities(logits)
-        if self.answers is None:
-            return probabilities, *others
-        return probabilities, *others, *self.answers(logits, features)
-
-    def _compute_probabilities(self, logits: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
-        return (logits / self.temperature).softmax(dim=-1)
+        probabilities = (logits / self.temperature).softmax(dim=-1)
+        answers = () if self.answers is None else self.answers(logits, features)
+        return probabilities, *others, *answers
 
     def _resize(self, pixels: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B 3 H W"]:
         """Compute `Preprocess.to_uint8` of each image: the largest central box with the right aspect

@@ -48,10 +48,48 @@ def export_timm(bundle: Bundle, directory: Path) -> Path:
 
 def export_huggingface(bundle: Bundle, directory: Path) -> Path:
     """Write the folder that transformers opens with `trust_remote_code=True`."""
+    # transformers runs the code of the folder, and never that of this project
     _write_code(directory)
     shutil.copyfile(TEMPLATES / "modeling_vit.py", directory / "modeling_vit.py")
     _write_weights(bundle, directory / MODEL_FILE, prefix="vit.")
-    _write_transformers_configs(bundle, directory)
+    model = bundle.model
+    assert isinstance(model, VisionTransformer)
+    # timm_vit.py takes these also where timm has an architecture of its own
+    variant = {name: model.architecture[name] for name in _VARIANT}
+    config = {
+        "model_type": _OURS,
+        "architectures": ["ViTForImageClassification"],
+        "arguments": variant | _describe_for_timm(bundle)["model_args"],
+        "logit_temperature": bundle.temperature,
+        "dtype": "float32",
+        "problem_type": "single_label_classification",
+        "id2label": dict(enumerate(bundle.class_names)),
+        "label2id": {name: index for index, name in enumerate(bundle.class_names)},
+        "auto_map": {
+            "AutoConfig": "modeling_vit.ViTConfig",
+            "AutoModelForImageClassification": "modeling_vit.ViTForImageClassification",
+        },
+        "custom_pipelines": {
+            "image-classification": {
+                "impl": "modeling_vit.ViTPipeline",
+                "pt": ["AutoModelForImageClassification"],
+                "type": "image",
+            }
+        },
+    }
+    _write_json(directory / "config.json", config)
+
+    preprocess = bundle.preprocess
+    processor = {
+        "image_processor_type": "ViTProcessor",
+        "auto_map": {"AutoImageProcessor": "modeling_vit.ViTProcessor"},
+        "image_size": preprocess.image_size,
+        "resize_size": preprocess.resize_size,
+        "resample": {"bilinear": 2, "bicubic": 3}[preprocess.interpolation],  # Pillow's numbers
+        "image_mean": preprocess.mean,
+        "image_std": preprocess.std,
+    }
+    _write_json(directory / "preprocessor_config.json", processor)
     return directory
 
 
@@ -101,47 +139,6 @@ def _describe_for_timm(bundle: Bundle) -> dict[str, Any]:
             "classifier": ["head", "head_dist"] if architecture["distilled"] else "head",
         },
     }
-
-
-def _write_transformers_configs(bundle: Bundle, directory: Path) -> None:
-    """Write config.json and preprocessor_config.json of modeling_vit.py."""
-    model = bundle.model
-    assert isinstance(model, VisionTransformer)
-    variant = {name: model.architecture[name] for name in _VARIANT}
-    config = {
-        "model_type": _OURS,
-        "architectures": ["ViTForImageClassification"],
-        "arguments": variant | _describe_for_timm(bundle)["model_args"],
-        "logit_temperature": bundle.temperature,
-        "dtype": "float32",
-        "problem_type": "single_label_classification",
-        "id2label": dict(enumerate(bundle.class_names)),
-        "label2id": {name: index for index, name in enumerate(bundle.class_names)},
-        "auto_map": {
-            "AutoConfig": "modeling_vit.ViTConfig",
-            "AutoModelForImageClassification": "modeling_vit.ViTForImageClassification",
-        },
-        "custom_pipelines": {
-            "image-classification": {
-                "impl": "modeling_vit.ViTPipeline",
-                "pt": ["AutoModelForImageClassification"],
-                "type": "image",
-            }
-        },
-    }
-    _write_json(directory / "config.json", config)
-
-    preprocess = bundle.preprocess
-    processor = {
-        "image_processor_type": "ViTProcessor",
-        "auto_map": {"AutoImageProcessor": "modeling_vit.ViTProcessor"},
-        "image_size": preprocess.image_size,
-        "resize_size": preprocess.resize_size,
-        "resample": {"bilinear": 2, "bicubic": 3}[preprocess.interpolation],  # Pillow's numbers
-        "image_mean": preprocess.mean,
-        "image_std": preprocess.std,
-    }
-    _write_json(directory / "preprocessor_config.json", processor)
 
 
 def _write_weights(bundle: Bundle, path: Path, *, prefix: str) -> None:

@@ -4,7 +4,7 @@ A client's upload is an image or is refused with one sentence; no name in it is 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,11 +18,12 @@ from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 
 from vit.bundle import Bundle
 from vit.data.images import read_image
-from vit.deploy.serve.upload import HINT, MAX_BYTES, receive_photo
 from vit.explanation.best_method import replace_best
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
@@ -36,6 +37,9 @@ from vit.runtime.documents import explain_error
 
 _TEMPLATE = Path(__file__).with_name("serve.html.jinja")
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
+MAX_BYTES = 20 * 2**20
+# to receive a photo
+RECEIVING_SECONDS = 60.0
 # until the model is free
 WAITING_SECONDS = 60.0
 # requests that are received or wait for the model
@@ -52,6 +56,7 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
+_HINT = "send one photo as a form: curl -F image=@photo.jpg http://…/predict"
 _RETRY = {"Retry-After": "10"}
 Json = Mapping[str, Any]
 
@@ -92,6 +97,7 @@ def build_app(
         ValueError: The method is unknown.
     """
     service = _Service(bundle, method=method, num_similar=num_similar)
+    # the framework's own pages load scripts from another site
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
     app.get("/")(service.show_page)
@@ -105,7 +111,7 @@ def build_app(
 class _Service:
     """Answers requests with one model, a photo at a time.
 
-    `predict` takes a request, `_answer_in_turn` waits for the model, `_answer` is its answer.
+    `predict` takes a request and waits for the model, `_answer` is its answer.
     """
 
     def __init__(self, bundle: Bundle, *, method: str, num_similar: int) -> None:
@@ -129,6 +135,7 @@ class _Service:
             "has_map": self.explainer is not None,
             "num_similar": 0 if self.no_similar else num_similar,
         }
+        # it is the same for every request
         self.page = render_page(_TEMPLATE, context)
         self.model_is_free = asyncio.Lock()
         # requests are limited, not connections: one that asks for nothing costs next to nothing
@@ -151,20 +158,20 @@ class _Service:
         async with self.places:
             upload = await receive_photo(request)
             try:
-                return await self._answer_in_turn(upload, options)
+                await self._wait_for_model()
+                try:
+                    return await run_in_threadpool(self._answer, upload, options)
+                finally:
+                    self.model_is_free.release()
             finally:
                 await upload.close()
 
-    async def _answer_in_turn(self, upload: UploadFile, options: AnswerOptions) -> Json:
+    async def _wait_for_model(self) -> None:
         try:
             async with asyncio.timeout(WAITING_SECONDS):
                 await self.model_is_free.acquire()
         except TimeoutError:
             raise HTTPException(503, "the model is busy; try again", _RETRY) from None
-        try:
-            return await run_in_threadpool(self._answer, upload, options)
-        finally:
-            self.model_is_free.release()
 
     def _answer(self, upload: UploadFile, options: AnswerOptions) -> Json:
         try:
@@ -191,6 +198,56 @@ class _Service:
         return facts
 
 
+async def receive_photo(request: Request) -> UploadFile:
+    """Receive the photo of a form; its name is never used.
+
+    Raises:
+        HTTPException: The request has no photo, more than one, or is over a limit.
+    """
+    # a browser names the site that asks; programs send no such header
+    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        raise HTTPException(403, "the page of another site may not use this model")
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise HTTPException(415, _HINT)
+    # before anything is received
+    if int(request.headers.get("content-length", 0)) > MAX_BYTES:
+        raise _refuse_size()
+
+    parser = MultiPartParser(request.headers, _read_chunks(request), max_files=1, max_fields=1)
+    try:
+        async with asyncio.timeout(RECEIVING_SECONDS):
+            form = await parser.parse()
+    except TimeoutError:
+        raise HTTPException(
+            408, f"the photo took more than {RECEIVING_SECONDS:.0f} s to arrive"
+        ) from None
+    except (MultiPartException, ClientDisconnect) as error:
+        raise HTTPException(
+            400, f"the form is damaged or holds more than a photo; {_HINT}"
+        ) from error
+
+    uploads = [value for value in form.values() if isinstance(value, UploadFile)]
+    if uploads and uploads[0].size:
+        return uploads[0]
+    await form.close()
+    problem = "the photo is empty" if uploads else "the form has no file"
+    raise HTTPException(400, f"{problem}; {_HINT}")
+
+
+async def _read_chunks(request: Request) -> AsyncGenerator[bytes, None]:
+    # a request in chunks doesn't say its size, and one that does may lie
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BYTES:
+            raise _refuse_size()
+        yield chunk
+
+
+def _refuse_size() -> HTTPException:
+    return HTTPException(413, f"the upload is larger than {MAX_BYTES / 2**20:.0f} MB")
+
+
 def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> Json:
     """Return the map of a photo: a picture of it over the photo, or its values."""
     (explained,) = explainer.explain(items_from_images([photo])).images
@@ -210,10 +267,11 @@ def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> J
 
 def _refuse(request: Request, error: HTTPException) -> JSONResponse:
     message = error.detail
+    # the framework's own words don't say what to do
     if error.status_code == 404:
         message = "there is /, /predict and /health, nothing else"
     elif error.status_code == 405:
-        message = f"/predict takes POST, / takes GET; {HINT}"
+        message = f"/predict takes POST, / takes GET; {_HINT}"
     headers = {**_HEADERS, **(error.headers or {})}
     return JSONResponse({"error": message}, error.status_code, headers)
 

@@ -47,6 +47,7 @@ def serve(
         ) from error
 
     bundle = load_bundle(model, device=choose_device(device))
+    # the names under which this machine is reached: see `build_app`
     hosts = [*LOCAL_HOSTS, host, *list_addresses(host), *(allow_host or [])]
     run_server(
         build_app(bundle, method=method, hosts=hosts, num_similar=similar),
