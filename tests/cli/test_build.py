@@ -109,6 +109,18 @@ def test_a_wrong_option_is_one_sentence(
     assert message in cli.fail("explain", "imagenette", "-o", tmp_path / "out", *arguments)
 
 
+def test_a_rare_option_has_the_type_of_its_parameter(
+    cli: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    def explain(*_: object, random_weights: object, **__: object) -> None:
+        raise ValueError(f"random_weights is {random_weights!r}")
+
+    monkeypatch.setattr("vit.explanation.explain.explain", explain)
+    option = ("--option", "random_weights=false")
+    message = cli.fail("explain", "imagenette", "-o", tmp_path / "out", *option)
+    assert message == "vit: error: random_weights is False"
+
+
 # --- arguments from Python
 # -------------------------------------------------------------------------------------------------
 

@@ -29,19 +29,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from vit.runtime.arguments import shorten
+from vit.runtime.arguments import check_value, shorten
 from vit.runtime.command import Command
 from vit.runtime.files import expand_home
 from vit.runtime.signatures import (
     REQUIRED,
     Names,
     Parameter,
-    read_public_signature,
+    list_public_names,
     read_signature,
 )
 
 # Types as the help shows them.
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", list[str]: "TEXT"}
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 # A hyphen at which Click starts no new line. The help shows a plain one instead.
 _HYPHEN = "\N{NON-BREAKING HYPHEN}"
 
@@ -50,7 +51,10 @@ def add_command(app: typer.Typer, command: Command) -> None:
     """Add a command, and its alias, to the command line."""
     builder = CommandBuilder(command)
     run = builder.build()
-    kind = builder.build_class()
+    rare = [(name, builder.describe(parameter)) for name, parameter in builder.rare.items()]
+    # Typer makes the object from a class.
+    sections = staticmethod(command.sections)
+    kind = type("VitCommand", (VitCommand,), {"rare": rare, "sections": sections})
     title = (inspect.getdoc(command.run) or "").partition("\n")[0]
     app.command(command.run.__name__, cls=kind, short_help=title)(run)
     if command.alias:
@@ -117,7 +121,8 @@ class CommandBuilder:
             return
         # the public function itself
         del self.own[next(iter(self.own))]
-        for name, parameter in read_public_signature(command.function).items():
+        module = list_public_names()[command.function]
+        for name, parameter in read_signature(module, command.function).items():
             if name in command.rare:
                 self.rare[name] = parameter
             elif name != command.rare_into and name not in command.python_only:
@@ -128,37 +133,40 @@ class CommandBuilder:
 
         def run(**values: Any) -> None:
             texts = values.pop("rare", None) or []
-            own_values = {name: _expand_home(values.pop(name)) for name in self.own}
+            arguments = {name: _expand_home(value) for name, value in values.items()}
+            own_values = {name: arguments.pop(name) for name in self.own}
             if not self.command.function:
                 self.command.run(**own_values)
                 return
-            arguments = self._read_values(values) | self._read_rare(texts)
+            for name, value in arguments.items():
+                if self.passed[name].kind == Names:
+                    names = value.split(",")
+                    arguments[name] = tuple(part.strip() for part in names if part)
+            arguments |= self._read_rare(texts)
             function = getattr(import_module("vit"), self.command.function)
             self.command.run(partial(function, **arguments), **own_values)
 
         parameters = [self._build_parameter(parameter) for parameter in self._sort()]
         if self.rare or self.command.rare_into:
-            parameters.append(self._build_rare())
+            text = "Set one of the options below. May be repeated."
+            info = typer.Option("--option", metavar="NAME=VALUE", help=text)
+            kind = Annotated[list[str] | None, info]
+            parameters.append(
+                inspect.Parameter("rare", _KEYWORD_ONLY, default=None, annotation=kind)
+            )
         run.__doc__ = (inspect.getdoc(self.command.run) or "").partition("Args:\n")[0]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # PEP 362
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
-
-    def build_class(self) -> type[VitCommand]:
-        """Return a class of commands whose help has this one's rare options and more sections."""
-        rare = [(name, self._describe(parameter)) for name, parameter in self.rare.items()]
-        sections = staticmethod(self.command.sections)
-        return type("VitCommand", (VitCommand,), {"rare": rare, "sections": sections})
 
     def _sort(self) -> list[Parameter]:
         """Return the parameters: arguments, required options, the others; the public function's
         before the command's own."""
         merged = {name: self.own.get(name, each) for name, each in self.passed.items()} | self.own
 
-        def rank(parameter: Parameter) -> tuple[bool, bool]:
-            return parameter.is_keyword, parameter.is_keyword and parameter.default is not REQUIRED
-
-        return sorted(merged.values(), key=rank)
+        arguments = [each for each in merged.values() if not each.is_keyword]
+        options = [each for each in merged.values() if each.is_keyword]
+        return arguments + sorted(options, key=lambda option: option.default is not REQUIRED)
 
     def _build_parameter(self, parameter: Parameter) -> inspect.Parameter:
         name, kind, default = parameter.name, parameter.kind, parameter.default
@@ -170,28 +178,19 @@ class CommandBuilder:
             info = typer.Option(
                 self._find_flag(parameter),
                 *(["-o"] if name == "output" else []),
-                help=self._describe(parameter),
+                help=self.describe(parameter),
                 min=minimum,
                 max=maximum,
                 metavar=_METAVARS.get(kind),
             )
         else:
-            info = typer.Argument(
-                help=self._describe(parameter), metavar=self._find_flag(parameter)
-            )
+            flag = self._find_flag(parameter)
+            info = typer.Argument(help=self.describe(parameter), metavar=flag)
         return inspect.Parameter(
             name,
-            inspect.Parameter.KEYWORD_ONLY,
+            _KEYWORD_ONLY,
             default=inspect.Parameter.empty if default is REQUIRED else default,
             annotation=Annotated[kind | None if default is None else kind, info],
-        )
-
-    def _build_rare(self) -> inspect.Parameter:
-        text = "Set one of the options below. May be repeated."
-        info = typer.Option("--option", metavar="NAME=VALUE", help=text)
-        annotation = Annotated[list[str] | None, info]
-        return inspect.Parameter(
-            "rare", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
 
     def _find_flag(self, parameter: Parameter) -> str:
@@ -201,12 +200,9 @@ class CommandBuilder:
             return flag.upper()
         return flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
 
-    def _describe(self, parameter: Parameter) -> str:
+    def describe(self, parameter: Parameter) -> str:
         """Return the help of a parameter, in which others are named as on the command line."""
-        text = self.command.help.get(parameter.name)
-        if text is None:
-            default = f" Default: {parameter.none}." if parameter.none else ""
-            text = parameter.help + default
+        text = self.command.help.get(parameter.name, parameter.help)
 
         def name_flag(match: re.Match[str]) -> str:
             meant = self.own.get(match[1]) or self.passed.get(match[1])
@@ -214,33 +210,24 @@ class CommandBuilder:
 
         return re.sub(r"`([^`]+)`", name_flag, text)
 
-    def _read_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the public function's arguments."""
-        arguments = {name: _expand_home(value) for name, value in values.items()}
-        for name, parameter in self.passed.items():
-            if parameter.kind == Names and name in arguments:
-                names = arguments[name].split(",")
-                arguments[name] = tuple(part.strip() for part in names if part)
-        return arguments
-
     def _read_rare(self, texts: list[str]) -> dict[str, Any]:
-        """Return the values of --option NAME=VALUE, which the public function converts.
+        """Return the values of --option NAME=VALUE.
 
         Raises:
-            ValueError: A text is not NAME=VALUE, or there is no such option.
+            ValueError: A text is not NAME=VALUE, there is no such option, or its value is wrong.
         """
         values: dict[str, Any] = {}
         others = values.setdefault(self.command.rare_into, {}) if self.command.rare_into else None
         for text in texts:
             name, equals, value = text.partition("=")
-            if equals and others is not None and name not in self.rare:
+            if equals and name in self.rare:
+                values[name] = check_value(name, value, self.rare[name].kind)
+            elif equals and others is not None:
                 others[name] = value
-                continue
-            if not equals or name not in self.rare:
+            else:
                 raise ValueError(
                     f"--option {shorten(text)!r} is not NAME=VALUE with one of {', '.join(self.rare)}"
                 )
-            values[name] = value
         return values
 
 

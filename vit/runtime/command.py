@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,3 @@ class Command:
     alias: str = ""
     rare_into: str = ""
     sections: Callable[[], Mapping[str, Sequence[tuple[str, str]]]] = dict
-
-
-# the function of a command, with the values of its options
-Call = Callable[..., Any]

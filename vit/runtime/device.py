@@ -201,22 +201,19 @@ def run_in_memory(
     Raises:
         torch.OutOfMemoryError: A single image doesn't fit.
     """
-    first = start
-    while first < stop:
-        end = min(first + part_size, stop)
-        has_failed = False
+    while start < stop:
+        end = min(start + part_size, stop)
         try:
-            run(first, end)
+            run(start, end)
         except torch.OutOfMemoryError:
-            if end - first == 1:
+            if end - start == 1:
                 raise
-            has_failed = True
-        # Freed here, because inside `except` the error still holds the tensors of the failed pass.
-        if has_failed:
-            part_size = (end - first) // 2
-            free_cached_memory(device)
+        else:
+            start = end
             continue
-        first = end
+        # Freed here, because inside `except` the error still holds the tensors of the failed pass.
+        part_size = (end - start) // 2
+        free_cached_memory(device)
     return part_size
 
 

@@ -20,15 +20,6 @@ _MAX_YAML_CHARACTERS = 2**20
 # Levels of nested lists and mappings. The parser's time grows with the square of their number.
 _MAX_YAML_DEPTH = 100
 
-# Tokens that begin and end a list or a mapping.
-_OPENING = (
-    yaml.BlockMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.FlowSequenceStartToken,
-)
-_CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
-
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -60,14 +51,16 @@ def parse_yaml(text: str, *, origin: str) -> Any:
     try:
         # Aliases multiply values and tags call constructors; configurations need neither.
         depth = 0
-        for token in yaml.scan(text):
-            depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+        for event in yaml.parse(text):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            problem = ""
             if depth > _MAX_YAML_DEPTH:
                 problem = f"lists and mappings are nested more than {_MAX_YAML_DEPTH} deep"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=token.start_mark)
-            if isinstance(token, yaml.AliasToken | yaml.AnchorToken | yaml.TagToken):
+            if getattr(event, "anchor", None) or getattr(event, "tag", None):
                 problem = "anchors, aliases and tags are not read; write the values out"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=token.start_mark)
+            if problem:
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return yaml.load(text, _UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
         line = ""

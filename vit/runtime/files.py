@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _MAX_BYTES = 2**30
 # Bytes. File systems allow 255, but a method, a class and a temporary suffix are added.
 _MAX_NAME = 120
-# Suffix of a file that is being written.
-_TEMPORARY_SUFFIX = ".tmp"
+# Names of files that are being written.
+_TEMPORARIES = ".*.tmp"
 # Name of a file that marks a directory made by vit, which vit may therefore clear.
 _MARK = ".vit-output"
 
@@ -146,7 +146,7 @@ def write_atomically(
             directory has been written.
     """
     # Hidden, and in the same directory, so that renaming is one step of the file system.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_TEMPORARY_SUFFIX}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
@@ -163,12 +163,8 @@ def write_atomically(
 def remove_temporaries(directory: Path) -> None:
     """Remove the temporary files of a writer that was killed. No other process may write to the
     directory meanwhile."""
-    for temporary in filter(_is_temporary, directory.iterdir()):
+    for temporary in directory.glob(_TEMPORARIES):
         temporary.unlink(missing_ok=True)
-
-
-def _is_temporary(path: Path) -> bool:
-    return path.name.startswith(".") and path.name.endswith(_TEMPORARY_SUFFIX)
 
 
 def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> None:
@@ -262,11 +258,12 @@ def check_output(path: str | Path, *, overwrite: bool = False) -> None:
     path = expand_home(path)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
-    if not path.is_dir() or not any(path.iterdir()):
+    if not path.is_dir():
         return
     is_ours = (path / _MARK).exists()
-    if is_ours and all(entry.name == _MARK or _is_temporary(entry) for entry in path.iterdir()):
-        # A writer was killed before its first file was complete.
+    # Temporary files alone: a writer was killed before its first file was complete.
+    files = set(path.iterdir()) - {path / _MARK}
+    if not files or (is_ours and files.issubset(path.glob(_TEMPORARIES))):
         return
     if not overwrite:
         raise FileExistsError(

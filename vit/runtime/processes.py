@@ -114,7 +114,8 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
     try:
         yield process, device
     except RuntimeError as error:
-        if not is_lost(error):
+        # gloo's errors have no class of their own
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         raise ProcessLostError(_describe_loss(process, store, error)) from error
     finally:
@@ -140,13 +141,6 @@ def _open_store(process: Process) -> Any:
         prefix = f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}"
         return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     return dist.PrefixStore("vit", store)  # type: ignore[attr-defined]
-
-
-def is_lost(error: BaseException) -> bool:
-    """Return True for the errors that torch raises if another process does not answer."""
-    # gloo's errors have no class of their own
-    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
-    return isinstance(error, dist.DistError) or is_gloo
 
 
 def _describe_loss(process: Process, store: Any, error: RuntimeError) -> str:

@@ -4,7 +4,7 @@ The core imports no product (`vit/analysis`, `vit/deploy`), so that each can be 
 """
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 # purpose → "module:function"
@@ -17,11 +17,11 @@ _FUNCTIONS = {
 
 def find_product(purpose: str) -> Callable[..., Any] | None:
     """Return a product's function for a purpose; None where the product's folder was deleted."""
-    module, _, function = _FUNCTIONS[purpose].partition(":")
+    name = _FUNCTIONS[purpose]
     try:
-        found: Callable[..., Any] = getattr(import_module(module), function)
+        function: Callable[..., Any] = resolve_name(name)
     except ModuleNotFoundError as error:
-        if not module.startswith(error.name or "-"):
+        if not name.startswith(error.name or "-"):
             raise
         return None
-    return found
+    return function

@@ -4,7 +4,6 @@ The functions of `vit.api` import torch, which takes seconds; the help of their 
 """
 
 import ast
-import inspect
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -26,8 +25,7 @@ class Parameter(NamedTuple):
             Literal, list[str], list[Path], or `Names`.
         default: Its default, or `REQUIRED`.
         is_keyword: True if it follows the `*`.
-        help: First sentence of its entry under `Args:`.
-        none: Meaning of None, from a sentence "None: …".
+        help: First sentence of its entry under `Args:`, and the default from a sentence "None: …".
         bounds: Smallest and largest value, given to `check_arguments`; None for no bound.
     """
 
@@ -36,7 +34,6 @@ class Parameter(NamedTuple):
     default: Any
     is_keyword: bool
     help: str
-    none: str
     bounds: tuple[float | None, float | None]
 
 
@@ -51,21 +48,8 @@ def list_public_names() -> Mapping[str, str]:
     }
 
 
-def read_public_signature(name: str) -> dict[str, Parameter]:
-    """Return the parameters of a function of `vit.api`, by name, in order."""
-    return read_signature(list_public_names()[name], name)
-
-
 def read_signature(module: str, name: str) -> dict[str, Parameter]:
-    """Return the parameters of a function, by name, in order.
-
-    Args:
-        module: Name of the module that defines it.
-        name: Name of the function.
-
-    Raises:
-        LookupError: The module has no such function, or `Args:` lacks a parameter.
-    """
+    """Return the parameters of a function of a module, by name, in order."""
     function = _find_function(module, name)
     arguments = function.args
     positional = arguments.args
@@ -77,24 +61,23 @@ def read_signature(module: str, name: str) -> dict[str, Parameter]:
     parameters = {}
     for argument, default in pairs:
         text = _find_text(function, argument.arg)
-        none = re.search(r"\bNone: (.+?)(?:\.\s|\.?$)", text)
+        sentence = re.split(r"(?<=[.?])\s", text)[0]
+        if none := re.search(r"\bNone: (.+?)(?:\.\s|\.?$)", text):
+            sentence += f" Default: {none[1]}."
         parameters[argument.arg] = Parameter(
             argument.arg,
             kind=_read_kind(argument.annotation),
             default=REQUIRED if default is None else ast.literal_eval(default),
             is_keyword=argument in arguments.kwonlyargs,
-            help=re.split(r"(?<=[.?])\s", text)[0],
-            none=none[1] if none else "",
+            help=sentence,
             bounds=bounds.get(argument.arg, (None, None)),
         )
     return parameters
 
 
 def _find_function(module: str, name: str) -> ast.FunctionDef:
-    for node in _parse(module).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return node
-    raise LookupError(f"{module} has no function {name}")
+    functions = (node for node in _parse(module).body if isinstance(node, ast.FunctionDef))
+    return next(function for function in functions if function.name == name)
 
 
 @lru_cache
@@ -103,16 +86,13 @@ def _parse(module: str) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _read_texts(function: ast.FunctionDef) -> dict[str, str]:
-    """Return the entries of the section `Args:`, each on one line."""
-    docstring = inspect.cleandoc(ast.get_docstring(function) or "")
-    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", docstring, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
 def _find_text(function: ast.FunctionDef, name: str) -> str:
-    """Return the entry of a parameter, or the one of another function that it refers to."""
-    text = _read_texts(function).get(name, "")
+    """Return the entry of a parameter under `Args:`, or the one of another function that it refers
+    to, on one line."""
+    entry = re.search(
+        rf"^ {{4}}{name}: (.+(?:\n {{8}}.+)*)", ast.get_docstring(function) or "", re.MULTILINE
+    )
+    text = " ".join(entry[1].split()) if entry else ""
     reference = re.match(r"See `vit\.(\w+)`", text)
     if not reference:
         return text
@@ -132,24 +112,13 @@ def _read_bounds(function: ast.FunctionDef) -> dict[str, tuple[float | None, flo
 
 def _read_kind(annotation: ast.expr | None) -> Any:
     """Return the type that a text on the command line is read as."""
-    members = {ast.unparse(member): member for member in _split_union(annotation)}
-    members.pop("None", None)
-    if "str" in members:
-        return Names if "Sequence[str]" in members else str
+    kind = ast.unparse(annotation).removesuffix(" | None") if annotation else ""
+    if kind == "str | Sequence[str]":
+        return Names
+    if kind.startswith("Literal"):
+        choices = ast.literal_eval(kind.removeprefix("Literal"))
+        return cast(Any, Literal)[tuple(choices)]
+    if kind.startswith(("list[", "Sequence[")):
+        return list[Path] if "Path" in kind else list[str]
     # Other values, such as a model, are named by a text.
-    if len(members) != 1:
-        return str
-    ((name, member),) = members.items()
-    if isinstance(member, ast.Subscript):
-        outer = ast.unparse(member.value)
-        if outer == "Literal":
-            return cast(Any, Literal)[ast.literal_eval(member.slice)]
-        if outer in ("Sequence", "list"):
-            return list[Path] if "Path" in name else list[str]
-    return {"int": int, "float": float, "bool": bool, "Path": Path}.get(name, str)
-
-
-def _split_union(annotation: ast.expr | None) -> list[ast.expr]:
-    if isinstance(annotation, ast.BinOp):
-        return _split_union(annotation.left) + _split_union(annotation.right)
-    return [annotation] if annotation else []
+    return {"int": int, "float": float, "bool": bool, "Path": Path}.get(kind, str)
