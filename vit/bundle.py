@@ -42,7 +42,6 @@ from vit.runtime.version import __version__
 # Models that come with the package, as NAME.safetensors.
 PRETRAINED_FOLDER = Path(__file__).parent / "pretrained"
 
-Device = str | torch.device
 Values = Mapping[str, Any]  # values that JSON can hold
 Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -197,7 +196,7 @@ def load_bundle(
     source: str | Path,
     *,
     model: nn.Module | None = None,
-    device: Device = "cpu",
+    device: str | torch.device = "cpu",
     random_weights: bool = False,
 ) -> Bundle:
     """Load a model with all metadata of its file.
@@ -367,12 +366,9 @@ def _build_to_fit(content: ModelFile, *, origin: str) -> nn.Module:
         return build_to_fit(metadata["architecture"], content.weights, origin=origin)
     from vit.model.timm_weights import build_module  # timm takes a second to import
 
-    check_fit(
-        build_module(metadata["module"], num_classes=num_classes, device="meta"),
-        content.weights,
-        origin=origin,
-    )
-    return build_module(metadata["module"], num_classes=num_classes)
+    build = partial(build_module, metadata["module"], num_classes=num_classes)
+    check_fit(build(device="meta"), content.weights, origin=origin)
+    return build()
 
 
 def _check_class_names(names: Sequence[str], count: int | None) -> None:

@@ -54,7 +54,9 @@ def explain(
         raise ValueError("--masks is an option of --summary; add that")
     result = find(images=paths, output=output)
 
-    _show(output, has_gallery="html" in options["formats"])
+    _show(output)
+    if "html" in options["formats"]:
+        typer.echo(f"open {output / 'gallery.html'} in a browser")
     best = describe_best_method(result.bundle)
     if best and not options.get("random_weights"):
         typer.echo(best)
@@ -90,7 +92,6 @@ COMMAND = Command(
         "count": "--images",
         "sanity_checks": "--checks/--no-checks",
     },
-    help={"count": "Number of images if no IMAGES are given."},
     rare=("scale", "max_side", "precision", "random_weights"),
     rare_into="map_options",
     sections=_list_methods,
@@ -103,9 +104,8 @@ def _summarize(
 ) -> None:
     import vit
     from vit.analysis.class_summary.command import write_summary
-    from vit.runtime.arguments import as_tuple
 
-    methods = as_tuple(options["methods"])
+    methods = options["methods"]
     if len(methods) != 1:
         raise ValueError(f"--summary takes one --method, not {', '.join(methods)}")
     summarize = partial(
@@ -117,10 +117,10 @@ def _summarize(
         batch_size=options["batch_size"],
         device=options["device"],
     )
-    write_summary(summarize, output=output, overwrite=bool(options["overwrite"]))
+    write_summary(summarize, output=output, overwrite=options["overwrite"])
 
 
-def _show(output: Path, *, has_gallery: bool) -> None:
+def _show(output: Path) -> None:
     # torch takes seconds to import, and `vit --help` does without
     from vit.explanation.checks.sanity_checks import count_confirmed
     from vit.explanation.methods.sinks import count_sinks
@@ -131,9 +131,10 @@ def _show(output: Path, *, has_gallery: bool) -> None:
     verdicts: dict[str, list[str]] = {}
     sink_fractions: dict[str, list[float]] = {}
     for entry in (entry for image in manifest["images"] for entry in image["maps"]):
-        if entry["sanity_check"]:
-            verdicts.setdefault(entry["method"], []).append(entry["sanity_check"]["verdict"])
-        sink_fractions.setdefault(entry["method"], []).append(entry["sink_fraction"])
+        method = entry["method"]
+        if check := entry["sanity_check"]:
+            verdicts.setdefault(method, []).append(check["verdict"])
+        sink_fractions.setdefault(method, []).append(entry["sink_fraction"])
     for line in count_confirmed(verdicts) + count_sinks(sink_fractions):
         typer.echo(line)
 
@@ -145,5 +146,3 @@ def _show(output: Path, *, has_gallery: bool) -> None:
 
     if (output / SHEET_FILE).is_file():
         typer.echo(f"open {output / SHEET_FILE} first: photos and maps side by side")
-    if has_gallery:
-        typer.echo(f"open {output / 'gallery.html'} in a browser")

@@ -53,10 +53,10 @@ def _describe_model(source: str) -> dict[str, object]:
     conformal = bundle.metadata.get("conformal") or {}
     if bundle.likeness is not None:
         features = bundle.likeness.training_features
-        names = "with the names" if conformal.get("training_images") else "without the names"
+        names = "with" if conformal.get("training_images") else "without"
         shown["training features"] = (
             f"{len(features):,} of {features.shape[1]} values, {features.nbytes / 1000:,.1f} kB,"
-            f" {names} of their images"
+            f" {names} the names of their images"
         )
     elif conformal.get("no_likeness"):
         shown["training features"] = f"none: {conformal['no_likeness']}"

@@ -16,12 +16,7 @@ import typer
 
 import vit
 from vit.cli.build import add_command
-from vit.runtime.arguments import (
-    first_line,
-    hide_tokens,
-    replace_control_characters,
-    shorten,
-)
+from vit.runtime.arguments import first_line, hide_tokens, replace_control_characters, shorten
 
 # Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -141,10 +136,11 @@ def _prepare_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         continue
     os.close(descriptor)
-    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:
-        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115 (for good)
-    if "stdout" in closed:
+    is_lost = sys.stdout is None
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for good)
+    if is_lost:
         print("warning: standard output is closed; what is printed is lost", file=sys.stderr)
 
     # Rich would show nothing at width 0.
@@ -183,14 +179,12 @@ def _report(error: Exception, arguments: list[str]) -> int:
         error.show()  # type: ignore[attr-defined]  # of Typer's copy of Click
         return 2
 
-    text = _describe_user_error(error, arguments)
     code = 2
+    text = _describe_user_error(error, arguments)
     if text is None:
-        report = _save_report(error)
-        text = (
-            f"internal error, a bug in vit: {type(error).__name__}: {first_line(error)}; {report}"
-        )
         code = 70
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        text = f"internal error, a bug in vit: {problem}; {_save_report(error)}"
     text = hide_tokens(" ".join(text.split()))
     one_line = replace_control_characters(shorten(text, 2000))
     print(f"vit: error: {one_line}", file=sys.stderr)
@@ -202,17 +196,15 @@ def _describe_user_error(error: Exception, arguments: list[str]) -> str | None:
     if isinstance(error, _USAGE_ERROR):
         command = error.ctx.command_path if error.ctx else "vit"
         option = getattr(error, "option_name", None)
-        suggestion = None
-        if command == "vit train" and option:
-            suggestion = _suggest_override(option, arguments)
-        return suggestion or f"{error.format_message()} ({command} --help lists the options)"
+        if command == "vit train" and option and (hint := _suggest_override(option, arguments)):
+            return hint
+        return f"{error.format_message()} ({command} --help lists the options)"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     if isinstance(error, ValueError | OSError):
         return str(error) or type(error).__name__
     # torch has several errors for too little memory.
-    is_out_of_memory = re.search(_OUT_OF_MEMORY, repr(error))
-    if isinstance(error, MemoryError) or is_out_of_memory:
+    if isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, repr(error)):
         hint = "try a smaller batch size, image size or model"
         return f"not enough memory ({first_line(error)}); {hint}"
     return None

@@ -79,7 +79,7 @@ def explain(
         interpolation: "smooth", or "patches" for one colour in each patch.
         sanity_checks: Test every map: are its patches important for the
             prediction? None: for up to 64 images.
-        count: Number of images if `images` is not given.
+        count: Number of images if no `images` are given.
         batch_size: Images at a time. None: 64 for images of up to 64 pixels a
             side, otherwise 16.
         device: See `vit.evaluate`.

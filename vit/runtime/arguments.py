@@ -59,17 +59,14 @@ def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:
     Raises:
         ValueError: The value is neither, or too large.
     """
-    pair: tuple[int, ...] = ()
-    if isinstance(value, int):
-        pair = (value, value)
-    elif isinstance(value, list | tuple):
-        pair = tuple(value)
-    if len(pair) != 2 or not all(isinstance(side, int) and side > 0 for side in pair):
-        expected = "a positive number nor two of them (height, width)"
-        raise ValueError(f"{name} {shorten(str(value))} is neither {expected}")
-    if max(pair) > MAX_SIDE:
+    match (value, value) if isinstance(value, int) else value:
+        case int(height), int(width) if height > 0 and width > 0:
+            pass
+        case _:
+            expected = "a positive number nor two of them (height, width)"
+            raise ValueError(f"{name} {shorten(str(value))} is neither {expected}")
+    if max(height, width) > MAX_SIDE:
         raise ValueError(f"{name} {shorten(str(value))} is more than {MAX_SIDE:,} pixels a side")
-    height, width = pair
     return height, width
 
 
@@ -175,8 +172,12 @@ def check_arguments(**bounds: tuple[float | None, float | None]) -> Callable[[Fu
         def checked(*args: Any, **kwargs: Any) -> Any:
             kinds = _list_plain_kinds(function)
             for name in kinds.keys() & kwargs.keys():
-                kwargs[name] = check_value(name, kwargs[name], kinds[name])
-                _check_bounds(name, kwargs[name], *bounds.get(name, (None, None)))
+                value = kwargs[name] = check_value(name, kwargs[name], kinds[name])
+                minimum, maximum = bounds.get(name, (None, None))
+                if value is not None and minimum is not None and value < minimum:
+                    raise ValueError(f"{name} {value} must be at least {minimum}")
+                if value is not None and maximum is not None and value > maximum:
+                    raise ValueError(f"{name} {value} must be at most {maximum}")
             return function(*args, **kwargs)
 
         return cast(Function, checked)
@@ -212,10 +213,3 @@ def check_value(name: str, value: Any, kind: Any) -> Any:
         messages = [item["msg"] for item in error.errors()]
         problem = " or ".join(message[:1].lower() + message[1:] for message in messages)
         raise ValueError(f"{name} {shorten(repr(value))}: {problem}") from None
-
-
-def _check_bounds(name: str, value: Any, minimum: float | None, maximum: float | None) -> None:
-    if value is not None and minimum is not None and value < minimum:
-        raise ValueError(f"{name} {value} must be at least {minimum}")
-    if value is not None and maximum is not None and value > maximum:
-        raise ValueError(f"{name} {value} must be at most {maximum}")

@@ -222,19 +222,19 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     # The platform module only knows the architecture.
-    names = _read_cpuinfo("model name")
     description = platform.processor() or platform.machine()
-    if names:
+    if names := _read_cpuinfo("model name"):
         description = f"{names[0]}, {len(names)} cores"
-    extensions = [flag for flag in _BFLOAT16_FLAGS if flag in cpu_flags()]
-    details = ", ".join([description, *extensions[:1]])
-    return f"{device.type} ({details})"
+    for flag in _BFLOAT16_FLAGS:
+        if flag in cpu_flags():
+            return f"{device.type} ({description}, {flag})"
+    return f"{device.type} ({description})"
 
 
 def cpu_multiplies_bfloat16() -> bool:
     """Return True if the processor has instructions for bfloat16. Without them it is slower than
     float32."""
-    return any(flag in cpu_flags() for flag in _BFLOAT16_FLAGS)
+    return not cpu_flags().isdisjoint(_BFLOAT16_FLAGS)
 
 
 @lru_cache

@@ -60,7 +60,8 @@ def parse_yaml(text: str, *, origin: str) -> Any:
             if getattr(event, "anchor", None) or getattr(event, "tag", None):
                 problem = "anchors, aliases and tags are not read; write the values out"
             if problem:
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+                mark: Any = event.start_mark  # the stub allows a mark of libyaml, too
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         return yaml.load(text, _UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
         line = ""

@@ -19,12 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vit.runtime.arguments import first_line
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # Largest file that is read as a whole.
 _MAX_BYTES = 2**30
@@ -61,8 +58,7 @@ def read_bytes(path: Path) -> bytes:
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > _MAX_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-        content: bytes = file.read()
-        return content
+        return bytes(file.read())
 
 
 def read_text(path: Path) -> str:
@@ -73,7 +69,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} is not valid UTF-8: {error}") from error
 
 
-def read_arrays(path: Path) -> "dict[str, np.ndarray]":
+def read_arrays(path: Path) -> dict[str, Any]:
     """Return the arrays that `write_arrays` wrote. Raises ValueError for a damaged file."""
     # numpy takes longer to import than `vit --help` may take
     import numpy as np
@@ -205,12 +201,12 @@ def format_json(values: Any) -> str:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def write_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
+def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write named arrays to `path`, an .npz file, atomically. Equal arrays give equal bytes."""
     write_atomically(path, partial(save_arrays, arrays=arrays))
 
 
-def save_arrays(path: Path, arrays: "Mapping[str, np.ndarray]") -> None:
+def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write named arrays to `path`, whatever its name. Equal arrays give equal bytes."""
     # numpy takes longer to import than `vit --help` may take
     import numpy as np

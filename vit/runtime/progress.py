@@ -38,8 +38,4 @@ def show_progress(title: str, total: int | None, *, shown: bool = True) -> Itera
     is_hidden = not (shown and console.is_terminal)
     with progress.Progress(*columns, console=console, disable=is_hidden, transient=True) as bar:
         task = bar.add_task(title, total=total)
-
-        def advance(count: float, title: str | None = None) -> None:
-            bar.update(task, advance=count, description=title)
-
-        yield advance
+        yield lambda count, title=None: bar.update(task, advance=count, description=title)
