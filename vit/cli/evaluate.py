@@ -1,22 +1,14 @@
 """`vit evaluate`: metrics with confidence intervals, errors and their attention maps."""
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from vit.runtime.command import Command
+from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
 from vit.runtime.files import check_output
 from vit.runtime.numbers import format_percent
 
-if TYPE_CHECKING:
-    from vit.evaluation.result import EvaluationResult
-    from vit.evaluation.schema import Evaluation
 
-
-def evaluate(
-    measure: "partial[EvaluationResult]", *, output: Path, overwrite: bool = False
-) -> None:
+def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure a model on held-out images, with intervals.
 
     Writes evaluation.json and .md, predictions.csv, confusion.png and report.html.
@@ -28,9 +20,23 @@ def evaluate(
     # before minutes of work
     check_output(output, overwrite=overwrite)
     result = measure()
-    if result.is_main:
-        result.save(output, overwrite=overwrite)
-        _show(result.evaluation, output)
+    if not result.is_main:
+        return
+    result.save(output, overwrite=overwrite)
+
+    evaluation = result.evaluation
+    rows = [(row.title, row.value, row.interval) for row in evaluation.list_rows()]
+    if evaluation.mean_corruption_error is not None:
+        error = format_percent(evaluation.mean_corruption_error, evaluation.num_images)
+        rows.append(("Mean corruption error", error, ""))
+    title = f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})"
+    table = build_table(rows, ("metric", "value", "95 % interval"), title=title)
+    console = build_console()
+    console.print(table)
+    console.print(evaluation.describe_accuracy())
+    for sentence in evaluation.list_warnings():
+        console.print(sentence, style="yellow")
+    console.print(f"open {output / 'report.html'} in a browser")
 
 
 COMMAND = Command(
@@ -39,19 +45,3 @@ COMMAND = Command(
     python_only=("dataset", "class_names"),
     flags={"num_examples": "--pictures"},
 )
-
-
-def _show(evaluation: "Evaluation", output: Path) -> None:
-    rows = [(row.title, row.value, row.interval) for row in evaluation.list_rows()]
-    if evaluation.mean_corruption_error is not None:
-        error = format_percent(evaluation.mean_corruption_error, evaluation.num_images)
-        rows.append(("Mean corruption error", error, ""))
-    title = f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})"
-    table = build_table(rows, ("metric", "value", "95 % interval"), title=title)
-
-    console = build_console()
-    console.print(table)
-    console.print(evaluation.describe_accuracy(), highlight=False)
-    for sentence in evaluation.list_warnings():
-        console.print(sentence, style="yellow")
-    console.print(f"open {output / 'report.html'} in a browser")

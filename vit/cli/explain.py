@@ -3,19 +3,16 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from vit.cli.common import list_names
-from vit.runtime.command import Command
-
-if TYPE_CHECKING:
-    from vit.explanation.records import Explanations
+from vit.runtime.command import Call, Command
 
 
 def explain(
-    find: "partial[Explanations]",
+    find: Call,
     images: list[str] | None = None,
     *,
     output: Path,

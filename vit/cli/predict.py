@@ -1,21 +1,17 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
 import sys
-from functools import partial
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import typer
 
 from vit.cli.common import list_names
-from vit.runtime.command import Command
-
-if TYPE_CHECKING:
-    from vit.prediction.records import PredictionResult
+from vit.runtime.command import Call, Command
 
 
 def predict(
-    call: "partial[PredictionResult]",
+    call: Call,
     images: list[str],
     *,
     output_format: Literal["jsonl", "csv"] = "jsonl",

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,3 +34,7 @@ class Command:
     alias: str = ""
     rare_into: str = ""
     sections: Callable[[], Mapping[str, Sequence[tuple[str, str]]]] = dict
+
+
+# the function of a command, with the values of its options
+Call = partial[Any]
