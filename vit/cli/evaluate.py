@@ -4,7 +4,7 @@ from pathlib import Path
 
 from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
-from vit.runtime.files import check_output
+from vit.runtime.files import compute_and_save
 from vit.runtime.numbers import format_percent
 
 
@@ -17,13 +17,9 @@ def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """
-    # before minutes of work
-    check_output(output, overwrite=overwrite)
-    result = measure()
+    result = compute_and_save(measure, output, overwrite=overwrite)
     if not result.is_main:
         return
-    result.save(output, overwrite=overwrite)
-
     evaluation = result.evaluation
     rows = [(row.title, row.value, row.interval) for row in evaluation.list_rows()]
     if evaluation.mean_corruption_error is not None:
