@@ -349,7 +349,7 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     assert read(browser, "facts") == ""  # folded
     browser.find_element("css selector", ".numbers summary").click()
     facts = read(browser, "facts")
-    assert "correlation with what leaving patches out does" in facts
+    assert "correlation with the loss without each patch" in facts
     assert "in prefix tokens" in facts
 
 
@@ -582,7 +582,8 @@ def test_everything_can_be_done_by_keyboard(browser, page: tuple) -> None:
             break
     # selectors with a single choice are passed over
     assert "class" not in seen
-    assert seen[-2:] == ["sort", "canvas"]
+    # the views of tokens are behind "More"
+    assert seen[-3:] == ["sort", "summary", "canvas"]
     press(browser, Keys.ARROW_RIGHT)
     assert about(browser) == "what patch (row 2, column 2) attends to: rollout"
     press(browser, Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ARROW_LEFT)

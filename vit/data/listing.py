@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
@@ -10,7 +11,16 @@ from PIL import ExifTags, Image, ImageOps
 from vit.data.images import is_image_name, to_rgb
 from vit.runtime.arguments import check_kind
 
-ImageInput = str | Path | Image.Image | np.ndarray
+
+@runtime_checkable
+class PixelArray(Protocol):
+    """An array of pixels that numpy can read, such as an array or a torch tensor."""
+
+    # not torch's type, because files are also listed where torch isn't imported
+    def __array__(self) -> np.ndarray: ...
+
+
+ImageInput = str | Path | Image.Image | PixelArray
 ImageInputs = ImageInput | Iterable[ImageInput]
 
 
@@ -40,7 +50,7 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
         is_upright = images.getexif().get(ExifTags.Base.Orientation, 1) == 1
         yield to_rgb(images if is_upright else ImageOps.exif_transpose(images))
     # before sequences: arrays and tensors are iterable, too
-    elif hasattr(images, "__array__"):
+    elif isinstance(images, PixelArray):
         yield from _list_array(np.asarray(images))
     else:
         expected = "a path, an image, an array or a list of them"

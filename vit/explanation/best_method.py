@@ -114,7 +114,7 @@ def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -
     reader = bundle.find_once(ModelReader)
     chosen = ["rollout"]
     if not reader.has_attention:
-        chosen = sorted(list_methods(reader), key=lambda name: name != "grad-cam")
+        chosen = list_methods(reader)
     elif num_images <= MAX_IMAGES_OF_TWO_METHODS:
         try:
             chosen.append(read_best_method(bundle).method)

@@ -247,6 +247,13 @@ _OWN_METHODS = (
         compute=f"{_MODULES}.gradients:compute_attention_gradcam",
     ),
     Method(name="legrad", title="LeGrad", compute=f"{_MODULES}.gradients:compute_legrad"),
+    # the first choice for models without attention
+    Method(
+        name="grad-cam",
+        title="Grad-CAM of the last feature map",
+        compute=f"{_MODULES}.gradients:compute_grad_cam",
+        models="feature map",
+    ),
     # input or tokens times gradient, signed
     Method(
         name="cdam",
@@ -297,12 +304,6 @@ _OWN_METHODS = (
         parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
         signed=True,
         uses_removal=True,
-    ),
-    Method(
-        name="grad-cam",
-        title="Grad-CAM of the last feature map",
-        compute=f"{_MODULES}.gradients:compute_grad_cam",
-        models="feature map",
     ),
 )
 for _method in _OWN_METHODS:

@@ -77,7 +77,8 @@ def quantise(
 def palette(*, signed: bool) -> UInt8[np.ndarray, "256 3"]:
     """Return the colours of 0 to 255."""
     with Image.open(_PALETTES) as picture:
-        return np.asarray(picture.convert("RGB"))[int(signed)]
+        colours: np.ndarray = np.asarray(picture.convert("RGB"))[int(signed)]
+    return colours
 
 
 def draw_heat(values: Float[np.ndarray, "height width"], scale: ColourScale) -> Image.Image:
