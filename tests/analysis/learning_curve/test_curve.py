@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from vit.analysis.learning_curve import curve as curve_module
 from vit.analysis.learning_curve.curve import (
     LEARNING_CURVE_FILE,
     LearningCurve,
@@ -25,7 +26,6 @@ def measure(
     values: np.ndarray,
     labels: np.ndarray,
     groups: list[str] | None = None,
-    **settings: int,
 ) -> LearningCurve:
     num_classes = labels.max() + 1
     empty = np.zeros((num_classes, values.shape[1]))
@@ -35,7 +35,6 @@ def measure(
         LinearProbe(READOUT, STRENGTH, empty, empty[:, 0], None),
         class_names=[f"class {label}" for label in range(num_classes)],
         groups=groups,
-        **settings,
     )
 
 
@@ -162,17 +161,22 @@ def test_where_it_cannot_tell_it_says_so() -> None:
     assert "0 errors in 160 photos are too few" in measure(easy, labels).describe()
 
 
-def test_what_would_take_long_is_measured_in_part_or_not_at_all() -> None:
+def test_what_would_take_long_is_measured_in_part_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values, labels = GaussianClasses(0).draw(100)
     size = 0.8 * values.size * 4
-    fewer_folds = measure(values, labels, max_values=int(8 * size))
+    monkeypatch.setattr(curve_module, "_MAX_VALUES", 8 * size)
+    fewer_folds = measure(values, labels)
     assert fewer_folds.note == "only 2 of 5 folds were left out, to save time"
     assert fewer_folds.forecast is not None
-    fewer_points = measure(values, labels, max_values=int(1.3 * size))
+    monkeypatch.setattr(curve_module, "_MAX_VALUES", 1.3 * size)
+    fewer_points = measure(values, labels)
     assert [point.fraction for point in fewer_points.points] == [0.1, 0.2, 0.4, 0.5]
     assert "at most 50% of the other photos" in (fewer_points.note or "")
     assert not fewer_points.gains
-    nothing = measure(values, labels, max_values=int(size))
+    monkeypatch.setattr(curve_module, "_MAX_VALUES", size)
+    nothing = measure(values, labels)
     assert nothing.points == []
     assert "take too long" in nothing.describe()
 

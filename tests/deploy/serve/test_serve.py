@@ -31,7 +31,6 @@ from fastapi.testclient import TestClient
 from starlette.exceptions import HTTPException
 
 from vit.deploy.serve import app as serve
-from vit.deploy.serve import server
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 PART = b'--x\r\nContent-Disposition: form-data; name="image"'
@@ -445,7 +444,7 @@ def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
         port = free.getsockname()[1]
     started = threading.Event()
     servers: list[Any] = []
-    make = server.uvicorn.Server
+    make = serve.uvicorn.Server
 
     def remember(config: Any) -> Any:
         logging.getLogger("uvicorn.access").addHandler(handler)
@@ -454,9 +453,9 @@ def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
 
     app = serve.build_app(bundle)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.uvicorn, "Server", remember)
+        patch.setattr(serve.uvicorn, "Server", remember)
         options = {"host": "127.0.0.1", "port": port, "on_start": lambda _: started.set()}
-        thread = threading.Thread(target=partial(server.run_server, app, **options))
+        thread = threading.Thread(target=partial(serve.run_server, app, **options))
         thread.start()
         started.wait(10)
         try:
@@ -481,7 +480,7 @@ def test_idle_connections_take_no_place_and_each_request_is_a_line(bundle: Bundl
 
 
 def test_every_address_of_this_machine_is_allowed_and_named() -> None:
-    assert server.list_addresses("127.0.0.1") == ["127.0.0.1"]
-    addresses = server.list_addresses("0.0.0.0")
+    assert serve.list_addresses("127.0.0.1") == ["127.0.0.1"]
+    addresses = serve.list_addresses("0.0.0.0")
     assert addresses[0] == "127.0.0.1"
     assert all(re.fullmatch(r"[\d.]+", address) for address in addresses)

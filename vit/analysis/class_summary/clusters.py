@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from numpy.typing import NDArray
 
 from vit.analysis.class_summary.passes import Explained, PatchMask, PatchTokens, Relevance
+from vit.prediction.probabilities import Ints
 
 _NUM_CLUSTERS = 12
 # the members of a cluster are those nearest to its centre that hold this share of its relevance
@@ -20,7 +20,7 @@ class Clusters(NamedTuple):
     centres: Float[np.ndarray, "K SD"]
     reach: Float[np.ndarray, " K"]
 
-    def find(self, tokens: PatchTokens) -> tuple[NDArray[np.int64], Relevance]:
+    def find(self, tokens: PatchTokens) -> tuple[Ints, Relevance]:
         """Find the cluster of each patch, [n, P], -1 for patches far from all, and the distance to
         the nearest centre."""
         units = _center(tokens, self.mean)

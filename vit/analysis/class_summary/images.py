@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from vit.analysis.class_summary.places import MAX_IMAGES_A_CLASS
@@ -25,6 +24,7 @@ from vit.data.listing import ImageInputs, list_files, list_images
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import match_classes, open_data
 from vit.explanation.items import ImageItem, items_from_dataset, items_from_images
+from vit.prediction.probabilities import Ints
 from vit.runtime.documents import read_json
 from vit.runtime.progress import show_progress
 
@@ -48,7 +48,7 @@ class SummaryImages:
     """
 
     pixels: UInt8[np.ndarray, "n H W 3"]
-    classes: NDArray[np.int64] | None
+    classes: Ints | None
     paths: Sequence[str]
     masks: Float[np.ndarray, "n H W"] | None = None
 
@@ -60,7 +60,7 @@ def read_summary_images(
     items, labels = _find_images(bundle, images)
     max_images = int(_MAX_BYTES // (3 * np.prod(bundle.preprocess.image_size)))
     chosen = _sample(labels, len(items), max_images=max_images)
-    masks_by_name = None if masks is None else find_masks(Path(masks))
+    masks_by_name = {} if masks is None else find_masks(Path(masks))
 
     pixels = []
     mask_pixels = []
@@ -81,7 +81,7 @@ def read_summary_images(
             advance(1)
     if not pixels:
         raise ValueError("there are no images to summarise; name files or folders of images")
-    if masks_by_name is not None and np.isnan(mask_pixels).all():
+    if masks is not None and np.isnan(mask_pixels).all():
         raise ValueError(
             f"no mask in {masks} has the name of an image; give each mask its image's name"
         )
@@ -89,13 +89,11 @@ def read_summary_images(
         pixels=np.stack(pixels),
         classes=None if labels is None else labels[readable],
         paths=[printable(items[index].path) for index in readable],
-        masks=None if masks_by_name is None else np.stack(mask_pixels),
+        masks=None if masks is None else np.stack(mask_pixels),
     )
 
 
-def _find_images(
-    bundle: Bundle, images: ImageInputs | None
-) -> tuple[list[ImageItem], NDArray[np.int64] | None]:
+def _find_images(bundle: Bundle, images: ImageInputs | None) -> tuple[list[ImageItem], Ints | None]:
     """List the images, with their labels where they have any: those of a data set, or the names of
     the folders that they lie in."""
     names = bundle.class_names
@@ -114,7 +112,7 @@ def _find_images(
     return items, np.array([names.index(folder) for folder in folders], dtype=np.int64)
 
 
-def _sample(labels: NDArray[np.int64] | None, count: int, *, max_images: int) -> list[int]:
+def _sample(labels: Ints | None, count: int, *, max_images: int) -> list[int]:
     """Randomly sample as many images of each class as are used, and in total no more than fit into
     memory."""
     # the same images at each call, so that a summary can be repeated
@@ -130,7 +128,7 @@ def _sample(labels: NDArray[np.int64] | None, count: int, *, max_images: int) ->
 
 
 def _read(
-    item: ImageItem, preprocess: Preprocess, masks: Masks | None
+    item: ImageItem, preprocess: Preprocess, masks: Masks
 ) -> tuple[UInt8[np.ndarray, "H W 3"], Float[np.ndarray, "H W"]]:
     """Read an image and its mask as the model sees them; the mask is NaN where there is none.
 
@@ -141,7 +139,7 @@ def _read(
     try:
         photo, _ = item.read()
         pixels = preprocess.to_uint8(photo)
-        read_mask = None if masks is None else find_mask(masks, item.path)
+        read_mask = find_mask(masks, item.path)
         if read_mask is None:
             return pixels, np.full(pixels.shape[:2], np.nan, np.float32)
         mask = read_mask()

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, UInt8
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vit.bundle import Bundle
@@ -18,6 +17,7 @@ from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import CLASS
 from vit.model.logits import at_least_float32, compute_logits
+from vit.prediction.probabilities import Ints
 from vit.runtime.device import copy_to_device
 from vit.runtime.tensors import Images
 
@@ -30,7 +30,7 @@ PatchMask = Bool[np.ndarray, "n P"]
 class Explained(NamedTuple):
     """Images of a class with the relevance and the tokens of their patches."""
 
-    indices: NDArray[np.int64]
+    indices: Ints
     relevance: Relevance
     tokens: PatchTokens
 
@@ -63,14 +63,14 @@ class Passes:
                 compute_logits(bundle.model, images).argmax(dim=1).cpu()
                 for images in self._read(everything)
             ]
-        self.predicted: NDArray[np.int64] = torch.cat(classes).numpy()
+        self.predicted: Ints = torch.cat(classes).numpy()
 
         first = self._run(self._normalize(everything[:1]))
         self.grid: Grid = first.grid
         self.token_bytes = _take_tokens(first).nbytes
 
     def explain(
-        self, indices: NDArray[np.int64], class_index: int, advance: Callable[[float], object]
+        self, indices: Ints, class_index: int, advance: Callable[[float], object]
     ) -> Explained:
         """Compute the relevance of each patch for a class, whose sum is one in each image."""
         relevance = []
@@ -95,11 +95,11 @@ class Passes:
             advance(len(images))
         return Explained(indices, torch.cat(relevance).numpy(), np.concatenate(tokens))
 
-    def find_tokens(self, indices: NDArray[np.int64]) -> PatchTokens:
+    def find_tokens(self, indices: Ints) -> PatchTokens:
         """Compute the tokens of images without their maps."""
         return np.concatenate([_take_tokens(self._run(images)) for images in self._read(indices)])
 
-    def leave_out(self, indices: NDArray[np.int64], removed: PatchMask) -> Float[Tensor, "R C"]:
+    def leave_out(self, indices: Ints, removed: PatchMask) -> Float[Tensor, "R C"]:
         """Compute the logits of the images at `indices` without the patches `removed`, divided by
         the temperature of the model file."""
         unique, places = np.unique(indices, return_inverse=True)
@@ -117,11 +117,11 @@ class Passes:
         )
         return logits / self.bundle.temperature
 
-    def _normalize(self, indices: NDArray[np.int64]) -> Images:
+    def _normalize(self, indices: Ints) -> Images:
         pixels = copy_to_device(self.pixels[indices], self.bundle.device)
         return self.bundle.preprocess.normalize(pixels)
 
-    def _read(self, indices: NDArray[np.int64]) -> Iterator[Images]:
+    def _read(self, indices: Ints) -> Iterator[Images]:
         for start in range(0, len(indices), self.batch_size):
             yield self._normalize(indices[start : start + self.batch_size])
 

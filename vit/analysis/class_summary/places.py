@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, UInt8
-from numpy.typing import NDArray
 
 from vit.analysis.class_summary.passes import PatchMask
 from vit.analysis.class_summary.records import RegionShare
 from vit.explanation.capture.tokens import Grid
+from vit.prediction.probabilities import Ints
 
 MAX_IMAGES_A_CLASS = 200
 # on fewer patches nothing is off the centre: every object is at the same place
@@ -45,7 +45,7 @@ class Pictures:
         """Patches of an image."""
         return self.grid[0] * self.grid[1]
 
-    def measure_likeness(self, indices: NDArray[np.int64], members: PatchMask) -> float:
+    def measure_likeness(self, indices: Ints, members: PatchMask) -> float:
         """Mean correlation between the pixels of a random member in each image; 0 for one image."""
         if len(indices) < 2:
             return 0.0
@@ -60,7 +60,7 @@ class Pictures:
         correlations = units @ units.T
         return float(correlations[np.triu_indices(len(units), k=1)].mean())
 
-    def find_place(self, indices: NDArray[np.int64], members: PatchMask) -> int | None:
+    def find_place(self, indices: Ints, members: PatchMask) -> int | None:
         """Find the patch off the centre at which most images have a cluster, if they show the same
         picture there."""
         _, centre = find_regions(self.grid)
@@ -74,7 +74,7 @@ class Pictures:
         likeness = self.measure_likeness(indices[chosen], at_place)
         return place if likeness >= SAME_PICTURE else None
 
-    def find_extent(self, indices: NDArray[np.int64]) -> Bool[np.ndarray, " P"]:
+    def find_extent(self, indices: Ints) -> Bool[np.ndarray, " P"]:
         """Find the patches whose pixels vary little between these images, compared with others of
         any class."""
         others = np.delete(np.arange(len(self.pixels)), indices)
@@ -89,9 +89,9 @@ class Pictures:
 
     def separate_marks(
         self,
-        indices: NDArray[np.int64],
-        assigned: NDArray[np.int64],
-        other_assigned: Sequence[NDArray[np.int64]],
+        indices: Ints,
+        assigned: Ints,
+        other_assigned: Sequence[Ints],
         num_clusters: int,
     ) -> int:
         """Give marks clusters of their own, numbered from `num_clusters` on, and count them.

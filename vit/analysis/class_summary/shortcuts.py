@@ -11,6 +11,7 @@ from scipy.special import bdtrc
 from vit.analysis.class_summary.passes import Passes, PatchMask
 from vit.analysis.class_summary.places import SAME_PICTURE
 from vit.analysis.class_summary.records import FALSE_ALARM_RATE, PatchCluster, Removal
+from vit.prediction.probabilities import Ints
 
 # images of each cluster that are tested without it
 _MAX_REMOVALS = 48
@@ -49,7 +50,7 @@ def find_suspicions(
 
 def measure_removal(
     members: PatchMask,
-    indices: NDArray[np.int64],
+    indices: Ints,
     class_index: int,
     passes: Passes,
     random: np.random.Generator,

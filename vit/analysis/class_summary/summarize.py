@@ -40,6 +40,7 @@ from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.listing import ImageInputs
 from vit.explanation.best_method import replace_best
 from vit.explanation.explainer import choose_explain_batch_size
+from vit.prediction.probabilities import Ints
 from vit.runtime.arguments import check_arguments
 from vit.runtime.files import FileContent, Result
 from vit.runtime.progress import show_progress
@@ -188,12 +189,12 @@ class _Summarizer:
     """
 
     images: SummaryImages
-    labels: NDArray[np.int64]
+    labels: Ints
     passes: Passes
     pictures: Pictures
 
     def summarize(
-        self, class_index: int, indices: NDArray[np.int64], advance: Callable[[float], object]
+        self, class_index: int, indices: Ints, advance: Callable[[float], object]
     ) -> ClassSummary:
         """Summarise one class on the images at `indices`."""
         random = self.pictures.random
@@ -255,7 +256,7 @@ class _Summarizer:
             rows.append(row)
         return sorted(rows, key=lambda row: -row.evidence)
 
-    def _choose_others(self, class_index: int) -> list[NDArray[np.int64]]:
+    def _choose_others(self, class_index: int) -> list[Ints]:
         """Choose images of other classes: wrongly predicted as this class, and others; none without
         errors, so that there are none without labels."""
         is_other = self.labels != class_index

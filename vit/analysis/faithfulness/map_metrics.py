@@ -31,11 +31,11 @@ def find_order(maps: PatchMaps) -> Int[Tensor, "B P"]:
     return maps.flatten(1).argsort(dim=1, descending=True, stable=True)
 
 
-def estimate(values: Mapping[str, PerImage], *, seed: int = 0) -> dict[str, Estimate]:
+def estimate(values: Mapping[str, PerImage]) -> dict[str, Estimate]:
     """Compute the mean of each map's values with a percentile bootstrap interval. All maps use the
     same resamples of the images."""
     table = np.stack([column.astype(np.float64) for column in values.values()], axis=1)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     count = len(table)
     # how often each image was drawn in each resample
     counts = [
@@ -56,15 +56,13 @@ def find_best(values: Mapping[str, PerImage]) -> list[str]:
     """
     # the paired difference to the highest: intervals of means overlap too easily
     ordered = sorted(values, key=lambda name: -values[name].mean())
-    differences = {name: values[name] - values[ordered[0]] for name in ordered}
-    estimates = estimate(differences)
+    estimates = estimate({name: values[name] - values[ordered[0]] for name in ordered})
     return [name for name in ordered if estimates[name].high >= 0]
 
 
 def find_lower(values: Mapping[str, PerImage], other: PerImage) -> list[str]:
     """Find the methods whose paired difference to `other` is below 0, with its 95 % interval."""
-    differences = {name: column - other for name, column in values.items()}
-    estimates = estimate(differences)
+    estimates = estimate({name: column - other for name, column in values.items()})
     return [name for name in values if estimates[name].high < 0]
 
 

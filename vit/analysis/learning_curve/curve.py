@@ -30,8 +30,8 @@ LEARNING_CURVE_FILE = "learning_curve.json"
 # Fractions of the training images. Classes that gain are found by comparing half with all.
 FRACTIONS = (0.1, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0)
 _HALF = FRACTIONS.index(0.5)
-# features × classes × images of all regressions: about ten seconds of one core, at 20 to 80
-# nanoseconds a value
+# Features × classes × images of all regressions: about ten seconds of one core, at 20 to 80
+# nanoseconds a value. Above it folds are skipped, and then the largest parts.
 _MAX_VALUES = 300_000_000
 # With less the fit is not determined.
 _MIN_POINTS = 4
@@ -183,7 +183,6 @@ def measure_learning_curve(
     class_names: Sequence[str],
     groups: Sequence[str] | None = None,
     balanced: bool = False,
-    max_values: int = _MAX_VALUES,
 ) -> LearningCurve:
     """Fit a probe again on parts of its images, and measure it on images that were left out.
 
@@ -195,8 +194,6 @@ def measure_learning_curve(
         groups: Group of each image; a group is left out, or added, as a whole. None: each image is
             its own group.
         balanced: See `fit_probe`.
-        max_values: Limit of features × classes × images of all regressions. Above it folds are
-            skipped, and then the largest parts.
 
     Returns:
         The curve; without points if no image can be left out or it would take too long, and
@@ -216,7 +213,7 @@ def measure_learning_curve(
 
     values = as_array(features, probe.readout)
     # in regressions on all images of the other folds
-    max_fits = max_values / (values.size * len(class_names) * (1 - 1 / num_folds))
+    max_fits = _MAX_VALUES / (values.size * len(class_names) * (1 - 1 / num_folds))
     # one fold is measured at least, with as many fractions as fit into the limit
     totals = np.cumsum(FRACTIONS)
     fractions = FRACTIONS[: int((totals <= max_fits).sum())]

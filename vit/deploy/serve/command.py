@@ -39,8 +39,7 @@ def serve(
     from vit.runtime.device import choose_device
 
     try:
-        from vit.deploy.serve.app import LOCAL_HOSTS, build_app
-        from vit.deploy.serve.server import list_addresses, run_server
+        from vit.deploy.serve.app import LOCAL_HOSTS, build_app, list_addresses, run_server
     except ImportError as error:
         raise ValueError(
             "vit serve needs FastAPI and uvicorn: pip install 'vit-pipeline[serve]'"
