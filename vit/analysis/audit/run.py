@@ -98,7 +98,7 @@ def audit(
     )
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = compute_features(predictor, images, cache_dir=splits.cache_dir)
-    # what the head of the model reads
+    # the features that the head of the model reads
     readout = PRE_LOGITS
     if isinstance(bundle.model, VisionTransformer):
         readout = (len(bundle.model.blocks), bundle.model.global_pool)

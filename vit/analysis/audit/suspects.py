@@ -168,7 +168,7 @@ def audit_images(
         score = 1 - float(probabilities[index, labels[index]])
         name = dataset.class_names[suggested]
         label_errors.append(LabelError(path, classes[index], name, score))
-        # a wrong label is seen best beside similar images
+        # a wrong label is seen best next to similar images
         neighbours[path] = [(paths[other], classes[other]) for other in nearest[index]]
 
     near_duplicates = [
@@ -234,7 +234,6 @@ def predict_out_of_fold(
     # the strengths of regularisation are meant for features of this scale
     inputs = StandardScaler().fit_transform(features.astype(np.float64))
     folds = np.zeros(len(first), dtype=np.int64)
-    candidates = []
     # Small classes aren't in all folds, which scikit-learn warns of. One thread, because several
     # wait for one another: with 10,000 images two took 20 times as long.
     with warnings.catch_warnings(), threadpool_limits(1):
@@ -243,11 +242,16 @@ def predict_out_of_fold(
         for fold, (_, is_out) in enumerate(splitter.split(first, labels[first])):
             folds[is_out] = fold
         split = PredefinedSplit(folds[copies])
-        for strength in _STRENGTHS:
-            classifier = LogisticRegression(C=strength, max_iter=500)
-            candidates.append(
-                cross_val_predict(classifier, inputs, labels, cv=split, method="predict_proba")
+        candidates = [
+            cross_val_predict(
+                LogisticRegression(C=strength, max_iter=500),
+                inputs,
+                labels,
+                cv=split,
+                method="predict_proba",
             )
+            for strength in _STRENGTHS
+        ]
     probabilities = np.zeros((len(labels), num_classes))
     probabilities[:, np.unique(labels)] = min(
         candidates, key=lambda candidate: log_loss(labels, candidate)

@@ -22,7 +22,6 @@ from vit.runtime.arguments import check_arguments
 from vit.runtime.documents import read_json
 from vit.runtime.files import prepare_output, write_text
 
-_METRICS = ("top1", "top5", "macro_f1", "ece")
 # classes that the card lists
 _MAX_CLASSES = 100
 
@@ -131,7 +130,7 @@ def _write_card(directory: Path, bundle: Bundle, to: str) -> None:
     if evaluation is not None:
         metrics = [
             (name, getattr(evaluation, name), *evaluation.intervals[name])
-            for name in _METRICS
+            for name in ("top1", "top5", "macro_f1", "ece")
             # with few classes top-5 says nothing
             if name != "top5" or len(class_names) >= 10
         ]
