@@ -221,8 +221,8 @@ class _Summarizer:
         the second half."""
         random = self.pictures.random
         half = len(explained.indices) // 2
-        # a cluster that was picked for its effect on these images would need no shortcut to have
-        # it here, so that it is tested on others
+        # clusters are tested on images that had no part in choosing them, because a test on the same
+        # images would find more shortcuts than there are
         seen = Explained(*(part[:half] for part in explained))
         held_out = Explained(*(part[half:] for part in explained))
 
