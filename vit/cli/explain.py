@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from vit.cli.common import list_names
+from vit.cli.predict import list_names
 from vit.runtime.command import Call, Command
 
 

@@ -1,12 +1,12 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
 import sys
+from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
 from typing import Literal
 
 import typer
 
-from vit.cli.common import list_names
 from vit.runtime.command import Call, Command
 
 
@@ -59,6 +59,18 @@ def predict(
         typer.echo(message, err=True)
     if num_unreadable == count:
         raise typer.Exit(1)
+
+
+def list_names(names: Iterable[str]) -> Iterator[str]:
+    """Yield `names`, with the lines of standard input instead of -."""
+    # File names may hold any bytes.
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for name in names:
+        if name == "-":
+            yield from (line.rstrip("\r\n") for line in sys.stdin if line.strip())
+        else:
+            yield name
 
 
 COMMAND = Command(run=predict, function="predict", flags={"output_format": "--format"})

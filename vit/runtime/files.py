@@ -240,7 +240,7 @@ def expand_home(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def check_output(path: str | Path, *, overwrite: bool = False) -> None:
+def check_output(path: Path, *, overwrite: bool) -> None:
     """Check an output directory before the work whose result is written there.
 
     Args:
@@ -251,11 +251,10 @@ def check_output(path: str | Path, *, overwrite: bool = False) -> None:
         FileExistsError: It holds files that may not be deleted.
         NotADirectoryError: It is a file.
     """
-    path = expand_home(path)
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file; --output takes a directory")
-    if not path.is_dir():
+    if not path.exists():
         return
+    if not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     is_ours = (path / _MARK).exists()
     # Temporary files alone: a writer was killed before its first file was complete.
     files = set(path.iterdir()) - {path / _MARK}
