@@ -259,7 +259,7 @@ def _read_content(path: Path) -> _Content | None:
     if not path.is_file():
         return None
     content = read_weights(path)
-    architecture = content.metadata.get("architecture")
-    if architecture is None:
-        architecture = infer_architecture(content.weights, origin=str(path))
-    return _Content(architecture, content.weights, content.metadata.get("preprocess"), str(path))
+    known = content.metadata.get("architecture")
+    if known is None:
+        known = infer_architecture(content.weights, origin=str(path))
+    return _Content(known, content.weights, content.metadata.get("preprocess"), str(path))
