@@ -80,6 +80,7 @@ def read_best_method(bundle: Bundle) -> BestMethod:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged; {hint} again") from error
+    # a file of this name may have been replaced by another model
     if content.get("model_sha256") != bundle.sha256:
         raise ValueError(f"{path} was measured with other weights; {hint} again")
     return best
@@ -100,6 +101,7 @@ def describe_best_method(bundle: Bundle) -> str:
 def replace_best(methods: Sequence[str], bundle: Bundle) -> tuple[str, ...]:
     """Return `methods` with the one that measured best instead of "best", each once."""
     names = [read_best_method(bundle).method if name == BEST else name for name in methods]
+    # the best method may also be named itself
     return tuple(dict.fromkeys(names))
 
 

@@ -157,12 +157,14 @@ def explain(
     if map_writer is None:
         explanations = explainer.explain(items, scale=scale)
     else:
+        # not before everything was checked
         if not resume:
             prepare_output(map_writer.output, overwrite=overwrite)
         gallery = None
         if "html" in as_tuple(formats):
             gallery = _build_gallery(explainer, num_images=len(items), smooth=smooth)
         explanations = _write(explainer, items, map_writer, gallery, scale=scale)
+    # for pictures that a notebook draws later
     explanations.smooth = smooth
     return explanations
 
@@ -203,6 +205,7 @@ def _write(
     observers: list[Callable[[Sequence[ImageResult]], object]] = [map_writer.add]
     if gallery is not None:
         observers.append(gallery.add)
+    # closing it writes the manifest, also after an interruption
     with map_writer:
         explanations = explainer.explain(
             items,

@@ -25,7 +25,13 @@ from vit.explanation.checks.sanity_checks import (
 )
 from vit.explanation.heads import compute_head_effects
 from vit.explanation.items import ImageItem
-from vit.explanation.methods.maps import Keep, Maps, check_ranges, compute_maps
+from vit.explanation.methods.maps import (
+    ROLLOUT_OPTIONS,
+    Keep,
+    Maps,
+    check_ranges,
+    compute_maps,
+)
 from vit.explanation.methods.registry import Method, check_options, find_methods
 from vit.explanation.records import Explanations, ImageResult, MapResult, Sink
 from vit.explanation.render.scale import FIXED_END, SCALES, ColourScale, PatchMap, fit_scale
@@ -52,7 +58,6 @@ from vit.runtime.tensors import Images
 from vit.runtime.threads import BatchThreads
 
 _MAX_KEPT_PIXELS = 100_000_000  # in all images that wait to be explained and drawn
-_ROLLOUT_OPTIONS = ("head_fusion", "discard_ratio", "residual", "start_layer")
 
 
 def choose_explain_batch_size(image_size: tuple[int, int], device: torch.device) -> int:
@@ -108,6 +113,7 @@ class Explainer:
         # everything that can be wrong is checked before an image is read
         self._reader = bundle.find_once(ModelReader)
         self._methods = find_methods(methods, self._reader)
+        # a wrong option is reported before the first image is read
         self.map_options = check_options(self._methods, map_options or {})
         check_ranges(self.map_options, self._reader)
         self.bundle = bundle
@@ -199,6 +205,7 @@ class Explainer:
                     ]
                 advance(num_items)
 
+        # an observer reports unreadable images itself, after it has saved the others
         if not observers:
             _check_read(explanations)
         return explanations
@@ -208,6 +215,7 @@ class Explainer:
         return ImageResult(
             item=item,
             sha256=sha256,
+            # boxes are in pixels of the original, because maps are drawn on it
             geometry=self.bundle.preprocess.geometry(photo.size),
             image=photo if photo.width * photo.height <= max_pixels else None,
             pixels=self.bundle.preprocess.to_uint8(photo),
@@ -219,6 +227,7 @@ class Explainer:
         if self.sanity_checks and self._group_size is None:
             # before the batch is divided, so that it doesn't depend on the number of threads
             self._group_size = self._choose_group_size(results[:RELIABILITY_IMAGES])
+        # rounded up, so that there are at most as many parts as threads
         part_size = -(-len(results) // self._threads.count)
 
         def explain_part(start: int) -> None:
@@ -248,6 +257,7 @@ class Explainer:
         self, results: Sequence[ImageResult], reader: ModelReader, token_bytes: int
     ) -> None:
         """Add to each image its maps, the model's outputs and the details of its tokens."""
+        # the gallery shows the tokens of each block; other callers do without that memory
         keep: Keep = "block tokens" if token_bytes else "nothing"
         with autocast(self.bundle.device, self.precision):
             forward, targets, maps = compute_maps(
@@ -323,7 +333,7 @@ class Explainer:
             score = self._target.score(forward.logits, targets[:, 0])
             effects = list(compute_head_effects(forward, score))
         options = {
-            name: self.map_options[name] for name in _ROLLOUT_OPTIONS if name in self.map_options
+            name: self.map_options[name] for name in ROLLOUT_OPTIONS if name in self.map_options
         }
         measure = partial(
             measure_tokens,

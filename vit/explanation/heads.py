@@ -54,6 +54,7 @@ class HeadEffects:
     def find_most_important(self, index: int, count: int = 5) -> list[tuple[int, int]]:
         """Find the heads that a class depends on most, as (layer, head) from 0, first to last."""
         importance = self.importance(index)
+        # stable, so that equal heads have the same order on every machine
         order = importance.flatten().argsort(descending=True, stable=True)[:count].tolist()
         return [divmod(place, importance.shape[1]) for place in order]
 
@@ -131,8 +132,10 @@ def measure_heads(
         batch = bundle.preprocess.normalize(batch)
         # one verified batch is enough
         forward = run_forward(reader, batch, gradients=True, verify=start == 0)
+        # an effect is the loss of one score, so each image has one class
         classes = explained.choose(forward.logits.detach())[:, 0]
         score = explained.score(forward.logits, classes)
+        # on the host, so that the device holds the graph of one batch
         effects.append(compute_head_effects(forward, score).cpu())
         targets.append(classes.cpu())
     return HeadEffects(torch.cat(effects), torch.cat(targets), bundle.class_names)

@@ -95,10 +95,12 @@ def items_from_images(
 
 def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
     """Choose `count` images evenly from a data set's split, named by their ids."""
+    # evenly, because data sets are often sorted by class
     positions = np.linspace(0, len(dataset) - 1, min(count, len(dataset)))
     items = []
     for index in positions.round().astype(int).tolist():
         image_id = dataset.ids[index]
+        # ids are paths with a suffix, and the files get their own
         name = re.sub(r"\.\w+$", "", image_id).replace("/", "-")
         items.append(ImageItem(image_id, clean_name(name), partial(_read_sample, dataset, index)))
     return items
@@ -119,6 +121,7 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
     ]
     with_hashes = []
     for path, stem in zip(paths, stems, strict=True):
+        # file names on Linux may be no valid UTF-8
         digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()
         with_hashes.append(f"{stem}-{digest[:12]}")
     names = _unique_or(stems, _unique_or(with_folders, with_hashes, taken), taken)

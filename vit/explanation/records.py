@@ -94,6 +94,7 @@ class MapResult:
         """Fraction of the map on attention sinks, 0 to 1."""
         if not self.sinks:
             return 0.0
+        # in absolute values, because signed maps have negative patches
         held = sum(float(abs(self.values[sink.row, sink.column])) for sink in self.sinks)
         return held / float(np.abs(self.values).sum())
 
@@ -119,10 +120,12 @@ class MapResult:
             against = f" (red) and against {name} (blue)" if self.method.signed else ""
             text = f"evidence for {name}{against}"
         elif name is not None:
+            # a number that is not about a class has no evidence, only patches that change it
             against = " (red) and lower it (blue)" if self.method.signed else ""
             text = f"patches that raise {name}{against}"
         else:
             text = f"{self.method.title} (the same for every class)"
+        # differences that are not drawn have to be named
         is_flat = self.scale is not None and self.scale.is_flat
         return f"{text}; nearly even" if is_flat else text
 
@@ -222,6 +225,7 @@ class Explanations:
         file = io.BytesIO()
         self.draw_sheet().save(file, "PNG")
         data = base64.b64encode(file.getvalue()).decode()
+        # names of methods may come from another package
         text = html.escape(repr(self))
         return f'<img alt="{text}" style="max-width:100%" src="data:image/png;base64,{data}">'
 
@@ -235,6 +239,7 @@ class Explanations:
         rows = []
         for image in self.images[:MAX_SHEET_IMAGES]:
             photo = image.read_image()
+            # reduced once, and every map is drawn over the same small photo
             photo = photo.resize(panel_size(photo.size), Image.Resampling.LANCZOS)
             pictures = [photo]
             texts = [[image.item.title, image.describe_prediction(class_names)]]
@@ -265,6 +270,7 @@ class Explanations:
                 [result.values for result in image.maps if result.method.name == name]
                 for image in self.images
             ]
+            # one class is the usual case, and it has no axis
             stacked = torch.from_numpy(np.array(values))  # [n, T, …]
             maps[name] = stacked[:, 0] if stacked.shape[1] == 1 else stacked
         return maps

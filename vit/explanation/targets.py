@@ -141,6 +141,7 @@ def build_target(
         index = 0 if target == "auto" else _find_class(target, class_names)
         return Target(_logit, _logit, class_names[index], _choose_one(index))
 
+    # a class may be called "A - B" or "sigmoid:A" itself
     is_named = text in class_names
     if text.startswith(_SIGMOID) and not is_named:
         name = text.removeprefix(_SIGMOID)
@@ -195,6 +196,7 @@ LABEL = Target(_logit, _sigmoid)
 def _build_function(function: Callable[[Tensor], Tensor]) -> Target:
     def compute(logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
         values = function(logits)
+        # a result that keeps an axis would be broadcast over the images without an error
         if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
@@ -257,6 +259,7 @@ def _find_class(target: int | str, class_names: Sequence[str]) -> int:
     name = str(target)
     if name in class_names:
         return list(class_names).index(name)
+    # names come first, because a class may be called 7
     if name.isdigit() and int(name) < len(class_names):
         return int(name)
 

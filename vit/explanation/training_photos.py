@@ -119,6 +119,7 @@ class TrainingPhotos:
         with suppress(ValueError, OSError):
             if self._splits is not None:
                 dataset = self._splits.split("train")
+                # a page must not wait for a network
                 return None if dataset.reader.is_remote else dataset
             trained_on = self.bundle.config.get("data", {})
             if is_here(trained_on.get("name"), trained_on.get("root")):

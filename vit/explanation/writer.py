@@ -52,19 +52,22 @@ _MAX_WAITING_BATCHES = 2
 _Side = Annotated[int, Field(gt=0, strict=True)]
 
 
-class _Class(BaseModel):
+class _Part(BaseModel):
+    """A part of the manifest, with the keys that are read; others are kept."""
+
     model_config = ConfigDict(extra="allow")
+
+
+class _Class(_Part):
     name: str
     probability: float | None
 
 
-class _SanityCheck(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class _SanityCheck(_Part):
     verdict: str
 
 
-class _Map(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class _Map(_Part):
     method: str
     map_key: str
     overlay: str | None
@@ -73,8 +76,7 @@ class _Map(BaseModel):
     sink_fraction: float
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class _Entry(_Part):
     path: str
     name: str
     title: str
@@ -233,6 +235,7 @@ class MapWriter:
     def _save(self) -> None:
         self._wait(0)
         start = monotonic()
+        # so that a continued export has the same bytes as an uninterrupted one
         self.entries.sort(key=lambda entry: entry["path"])
         if self._has_arrays:
             write_arrays(self.output / ARRAYS_FILE, dict(sorted(self.arrays.items())))
@@ -251,6 +254,7 @@ class MapWriter:
         write_text(self.output / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
         self._last_saved = monotonic()
         seconds = self._last_saved - start
+        # for many images, saving must not take longer than explaining
         self._save_after = max(_SAVE_EVERY_SECONDS, seconds / _MAX_SAVING_FRACTION)
 
     def _describe(self, image: ImageResult) -> dict[str, Any]:

@@ -88,6 +88,7 @@ def check_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]
         compute_logits(model, image)
     feature_map = order_channels(model, outputs.last, image)
 
+    # with the graph cut at the feature map, logits that still have a gradient read something else
     with record_outputs(model, cut=outputs.count):
         logits = compute_logits(model, image)
     if logits.requires_grad:
@@ -97,6 +98,7 @@ def check_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]
         )
 
     # find the centre of the pixels that each corner of the feature map reads, as (y, x)
+    # a random mixture of channels, because single channels may be zero at a place
     projection = torch.randn(feature_map.shape[1], generator=generator).to(image)
     sides = [torch.arange(side).to(image) for side in image.shape[2:]]
 
@@ -111,6 +113,7 @@ def check_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]
     down = find_centre(-1, 0) - corner
     across = find_centre(0, -1) - corner
     rows, columns = feature_map.shape[2:]
+    # a step down the feature map has to be a step down the image, more than to its side
     lies_down = rows == 1 or bool(down[0] > down[1].abs())
     lies_across = columns == 1 or bool(across[1] > across[0].abs())
     if not (lies_down and lies_across):

@@ -115,6 +115,7 @@ class AttentionRecord:
                 "nothing to differentiate: use capture_attention(model, gradients=True) with "
                 "gradients enabled, on parameters or images that require them"
             )
+        # several classes and methods are differentiated one after another
         gradients = torch.autograd.grad(score.sum(), heads, retain_graph=True)
         return list(zip(layers, gradients, strict=True))
 
@@ -346,6 +347,7 @@ def _run_without_attention(
 
     feature_map = outputs.last
     channels_first = order_channels(model, feature_map, images)
+    # the places take the role of patches
     tokens = channels_first.flatten(2).mT
     rows, columns = channels_first.shape[2:]
     return Forward(
@@ -353,6 +355,7 @@ def _run_without_attention(
         images=images,
         logits=logits,
         record=AttentionRecord([]),
+        # the mean over all places, as in global average pooling
         pool_weights=torch.full_like(tokens[..., 0].detach(), 1 / (rows * columns)),
         num_prefix_tokens=0,
         grid=(rows, columns),
@@ -363,6 +366,7 @@ def _run_without_attention(
 
 def check_differentiable(model: nn.Module) -> None:
     """Raise ValueError if no gradient can go through the model."""
+    # torch would fail later, with a message about saved tensors
     if next(model.parameters()).is_inference():
         raise ValueError(
             f"{type(model).__name__} was made within torch.inference_mode; load it outside of it"
@@ -408,6 +412,7 @@ def _find_places(
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Keep the model in evaluation mode, with no parameter that requires a gradient."""
+    # a caller may train the model afterwards
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         with keep_mode(model):

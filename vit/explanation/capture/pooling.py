@@ -30,6 +30,7 @@ _KNOWN_POOLING = ("VisionTransformer", "VisionTransformerDistilled", "Eva", "Bei
 def has_known_pooling(model: nn.Module) -> bool:
     """Return whether the model's own attributes give its pooling. Derived classes and wrappers may
     do anything."""
+    # by name, because a wrapper or a class of another library may have the same attributes
     library = type(model).__module__.partition(".")[0]
     return library in ("vit", "timm") and type(model).__name__ in _KNOWN_POOLING
 
@@ -126,6 +127,7 @@ def measure_pool_weights(
         ValueError: The logits don't depend on the tokens, or tokens are mixed after the last block.
     """
     generator = torch.Generator().manual_seed(0)
+    # a plain sum may be constant, if the weights of the classes cancel
     signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
     score = (logits * signs.to(logits)).sum()
     gradients = torch.autograd.grad(score, last_tokens, retain_graph=True, allow_unused=True)
@@ -184,6 +186,7 @@ def capture_last_tokens(model: nn.Module, blocks: list[nn.Module]) -> Iterator[l
         if result.shape[:-1] == last_tokens[0].shape[:-1]:
             last_tokens.append(result)
 
+    # only what follows the last block can be the pooling
     inside_blocks = {id(module) for block in blocks for module in block.modules()}
     handles = [blocks[-1].register_forward_hook(on_block)]
     for module in model.modules():

@@ -46,6 +46,7 @@ def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
     handles = []
     for module in model.modules():
         is_convolution = isinstance(module, nn.Conv2d) and module.in_channels == 3
+        # patches do not overlap, so each token has one place on the grid
         if is_convolution and module.kernel_size == module.stride:
             handles.append(module.register_forward_hook(keep_grid))
     try:
@@ -58,6 +59,7 @@ def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
 @contextmanager
 def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Tensor]) -> Iterator[None]:
     """Let `forward` compute instead of each of `blocks`, as long as the context lasts."""
+    # another library may have set a forward of its own on the instance
     instance_forwards = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:
@@ -79,6 +81,7 @@ def change_tokens(reader: ModelReader, change: Callable[[Tensor], Tensor]) -> It
     def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (change(args[0]), *args[1:])
 
+    # the position embedding is added before the first block
     handle = reader.places[0].block.register_forward_pre_hook(replace)
     try:
         yield

@@ -55,6 +55,7 @@ def check_places(
     width = image.shape[3] // columns
     generator = torch.Generator().manual_seed(0)
     inner = torch.randperm(rows * columns, generator=generator)[:_INNER_PATCHES].tolist()
+    # corners find an image that is mirrored or turned within the model
     places = list(itertools.product((0, rows - 1), (0, columns - 1)))
     places += [divmod(patch, columns) for patch in inner]
 
@@ -66,6 +67,7 @@ def check_places(
     # for each convolution whose patches don't overlap, whether its input is the image
     reads_pixels: list[bool] = []
 
+    # blocks are skipped, because the tokens that enter the first one are enough
     def record_and_pass(tokens: Tensor, *args: Any, **options: Any) -> Tensor:
         entering.append(tokens)
         return tokens
@@ -222,6 +224,7 @@ def _follow_change(
         if number == len(layers) - 1:
             keep_change(len(layers), left[number])
 
+    # without attention, nothing in a block may mix tokens
     def give_back(layer: AttentionLayer, *inputs: Any, **options: Any) -> Any:
         tokens = inputs[0] if inputs else options["hidden_states"]
         return (tokens, None) if layer.returns_tuple else tokens

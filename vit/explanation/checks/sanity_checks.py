@@ -219,6 +219,7 @@ def check_map(maps: PatchMaps, evidence: Evidence) -> MapChecks:
     compared = _compare_groups(grid, group_members(evidence.groups), maps.device)
     # double precision, because p-values count ties
     drops = evidence.drops.double()
+    # ranks, because the scales of maps and losses differ
     ranks = _centred_ranks(maps.flatten(1).float()).double()
     correlations = [_correlate_alternatives(ranks, drops, compared)]
     if len(evidence.groups) >= MIN_GROUPS:
@@ -486,6 +487,7 @@ def randomise_weights(model: nn.Module, *, seed: int = 0) -> nn.Module:
     The check is from Adebayo et al. (2018). Shuffled weights make it harder than new ones, whose
     small numbers make attention uniform and any map different.
     """
+    # the caller keeps the trained model
     randomised = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

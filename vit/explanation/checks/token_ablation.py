@@ -192,6 +192,7 @@ def compute_without(
         places: Place of each row's image among its images.
         removed: Patches that each row leaves out; at least one stays.
     """
+    # a batch needs rows of one length
     num_kept = (~removed).sum(dim=1)
     order = num_kept.argsort(stable=True)
     logits = []
@@ -250,6 +251,7 @@ def leave_one_out(
         predict(others.expand(batch, -1))
         for others in _patches_outside(group_members(groups), num_patches, device)
     ]
+    # no forward pass: the logits of whole images are known
     unchanged = predict(torch.arange(num_patches, device=device).expand(batch, -1))
     return unchanged[:, None] - torch.stack(probabilities, dim=1)
 

@@ -15,6 +15,7 @@ from vit.data.dataset import printable
 from vit.explanation.checks.sanity_checks import VERDICTS, count_confirmed
 from vit.explanation.methods.sinks import count_sinks
 from vit.explanation.records import ClassValues, ImageResult, MapResult
+from vit.explanation.render.overlay import fit_size
 from vit.explanation.render.page import encode_picture, render_page
 from vit.explanation.render.scale import palette, quantise
 from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
@@ -90,6 +91,7 @@ class Gallery:
         for image, neighbours in zip(shown, nearest, strict=True):
             described = self._describe(image)
             described["neighbours"] = [asdict(row) for row in _fit_pictures(neighbours)]
+            # text at once, so that the arrays of the batch can be freed
             self._images.append(htmlsafe_json_dumps(described))
             summary = self._summarise(image)
             self._summaries.append(summary)
@@ -102,6 +104,7 @@ class Gallery:
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
             "classes": list(self._bundle.class_names),
             "verdicts": VERDICTS,
+            # the sort is stable, so the others keep their order
             "methods": sorted(self._methods, key=lambda name: name != self._best_method),
             "best": self._best_method,
             "smooth": self._smooth,
@@ -152,10 +155,10 @@ class Gallery:
         photo = image.read_image()
         # small ones are not enlarged
         if max(photo.size) > _PHOTO_SIDE:
-            photo = photo.resize(_shown_size(photo.size), Image.Resampling.LANCZOS)
+            photo = photo.resize(fit_size(photo.size, _PHOTO_SIDE), Image.Resampling.LANCZOS)
         return {
             "photo": encode_picture(photo),
-            "size": _shown_size(image.geometry.original_size),
+            "size": fit_size(image.geometry.original_size, _PHOTO_SIDE),
             "box": [left / width, top / height, right / width, bottom / height],
             "input": self._bundle.preprocess.image_size[::-1],
             "grid": image.grid,
@@ -255,11 +258,6 @@ def _describe_features(features: TokenFeatures) -> dict[str, Any]:
         "coordinates": None if coordinates is None else _encode(coordinates.numpy()),
         "scales": None if scales is None else scales.tolist(),
     }
-
-
-def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
-    scale = _PHOTO_SIDE / max(size)
-    return max(round(size[0] * scale), 1), max(round(size[1] * scale), 1)
 
 
 def _encode(values: np.ndarray) -> str:

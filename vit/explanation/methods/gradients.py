@@ -40,6 +40,8 @@ def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> 
     def roll_up(images: slice) -> TokenWeights:
         row = at_least_float32(forward.pool_weights)[images]
         without_identity = torch.zeros_like(row)
+        # from the last layer on, so that a row is multiplied by matrices, and no matrices by each
+        # other
         for layer, heads_gradient in reversed(layers):
             moved = _multiply_gae(row, layer, heads_gradient, images)
             row = row + moved
@@ -73,6 +75,7 @@ def compute_gradient_rollout(
         row = at_least_float32(forward.pool_weights)[images, None]
         for layer, gradient in reversed(layers):
             weighted = layer.attention(images) * layer.attention_gradient(gradient, images)
+            # after the mean, so that evidence for and against the class cancels between heads
             mixing = normalise_rows(weighted.mean(dim=1).clamp_min(0))
             row = residual * row + (1 - residual) * (row @ mixing)
         return row[:, 0]
@@ -102,6 +105,7 @@ def compute_legrad(forward: Forward, classes: Classes, *, start_layer: int = 0) 
     def explain_layer(layer: AttentionLayer) -> TokenWeights:
         assert layer.block_tokens is not None
         assert layer.heads is not None
+        # the prediction as if this layer were the last
         logits = classify_token(forward, layer.block_tokens.mean(dim=1))
         score = forward.target.score(logits, classes).sum()
         (gradient,) = torch.autograd.grad(score, layer.heads, retain_graph=True)
@@ -145,6 +149,7 @@ def _multiply_pixels(forward: Forward, classes: Classes, pixels: Images) -> Toke
 
     # a place of a feature map may not be a whole number of pixels wide
     patches = F.adaptive_avg_pool2d(product, forward.grid)
+    # a mean times the number of pixels, which may be a fraction, is a sum
     patches = patches * (product[0].numel() / (forward.grid[0] * forward.grid[1]))
     prefix = product.new_zeros(len(product), forward.num_prefix_tokens)
     return torch.cat([prefix, patches.flatten(1)], dim=1)
@@ -155,6 +160,7 @@ def compute_fullgrad_plus(forward: Forward, classes: Classes) -> TokenWeights:
     before each block l. Signed. In a pass within `LibraGradients`, the sum over the tokens of each
     block is the logit without later biases."""
     inputs = [layer.block_input for layer in forward.record.layers if layer.block_input is not None]
+    # one backward pass differentiates by the inputs of all blocks
     gradients = torch.autograd.grad(forward.score(classes).sum(), inputs, retain_graph=True)
     products = [
         _sum_over_channels(tokens, gradient)
@@ -169,6 +175,7 @@ def compute_grad_cam(forward: Forward, classes: Classes) -> TokenWeights:
     features = forward.feature_map
     assert features is not None
     gradient = differentiate(forward.score(classes), features)
+    # the places of the gradient are averaged, its channels are kept
     weights = order_channels(forward.model, gradient, forward.images).mean(dim=(2, 3))
     # [B, N, C] · [B, C, 1]
     relevance = at_least_float32(forward.tokens.detach()) @ weights[..., None]

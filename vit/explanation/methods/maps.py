@@ -20,7 +20,7 @@ from vit.runtime.tensors import Images
 Relevance = Float[Tensor, "B _ N"]  # for one class of each image, or for each class asked for
 # what a caller needs of the forward pass besides the maps
 Keep = Literal["nothing", "block tokens", "gradients"]
-_ROLLOUT_OPTIONS = ("head_fusion", "discard_ratio", "residual", "start_layer")
+ROLLOUT_OPTIONS = ("head_fusion", "discard_ratio", "residual", "start_layer")
 
 
 class Maps(NamedTuple):
@@ -120,7 +120,7 @@ def check_ranges(values: Mapping[str, Any], reader: ModelReader) -> None:
         return
     layers = reader.build_layers()
     num_layers = len(layers)
-    rollout = {name: values[name] for name in _ROLLOUT_OPTIONS if name in values}
+    rollout = {name: values[name] for name in ROLLOUT_OPTIONS if name in values}
     check_rollout_options(num_layers, **rollout)
     if "layer" in values:
         check_range("layer", values["layer"], -num_layers, num_layers - 1)

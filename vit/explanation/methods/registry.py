@@ -107,12 +107,14 @@ class _Methods(Mapping[str, Method]):
         self._has_plugins = False
 
     def add(self, method: Method) -> None:
+        # the same method again, from a module that is imported twice, is no mistake
         known = self._methods.setdefault(method.name, method)
         if known != method:
             raise ValueError(f"a map method is called {method.name!r} already; give another name")
 
     def _load(self) -> dict[str, Method]:
         if not self._has_plugins:
+            # set first, because a plug-in may look up methods while it is loaded
             self._has_plugins = True
             load_plugins(_GROUP, register_method)
         return self._methods
@@ -177,6 +179,7 @@ def find_methods(names: Sequence[str], reader: "ModelReader | None" = None) -> l
             continue
         if reader is not None and name in METHODS and not reader.has_attention:
             try:
+                # its message says why the attention cannot be read
                 reader.build_layers()
             except ValueError as error:
                 raise ValueError(f"{name} needs attention: {error}") from error

@@ -73,6 +73,7 @@ def _differentiate_gates(
     attention: Float[Tensor, "B H Nq N"], gradient: Float[Tensor, "B H Nq N"]
 ) -> TokenWeights:
     """Compute Σ A_ij (G_ij - Σ_k A_ik G_ik) over heads and queries i."""
+    # the second term: without a token, the others share its weight
     product = attention * gradient
     return (product - attention * product.sum(dim=-1, keepdim=True)).sum(dim=(1, 2))
 
@@ -92,6 +93,7 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
             first = find_first_pooled(model)
             result[:, first:] = _differentiate_mean(forward, score, first)
         case "map":
+            # the formula of a layer, with the latent vectors as queries
             attention = compute_latent_attention(
                 at_least_float32(forward.pooling["q_norm"].detach()),
                 at_least_float32(forward.pooling["k_norm"].detach()),
@@ -102,6 +104,7 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
             heads_gradient = differentiate(score, forward.pooling["heads"])
             heads_gradient = torch.unflatten(heads_gradient, -1, (num_heads, -1)).transpose(1, 2)
             gates = _differentiate_gates(attention, heads_gradient @ value.permute(0, 2, 3, 1))
+            # prefix tokens that the pooling does not read keep 0
             result[:, -gates.shape[1] :] = gates
     return result
 

@@ -238,6 +238,7 @@ class LogitsAndRollout(nn.Module):
         """Compute logits [B, C], maps [B, rows, columns] and features [B, D]."""
         model = self.model
         tokens, attentions = model.forward_features_with_attention(images)
+        # the poolings of this project need no captured tensors
         pool_weights = compute_pool_weights(model, tokens, {})
         relevance = attention_rollout(attentions, pool_weights=pool_weights)
         maps, _ = split_prefix(

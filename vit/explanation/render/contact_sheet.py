@@ -25,10 +25,12 @@ class SheetRow(NamedTuple):
 def draw_contact_sheet(rows: Sequence[SheetRow]) -> Image.Image:
     """Draw rows of pictures with their texts; rows of few pictures are side by side."""
     tiles = max(len(row.pictures) for row in rows)
+    # rows have the width of the widest one, so that they are aligned
     columns = min(max(_MAX_TILES_ACROSS // tiles, 1), len(rows))
     with ThreadPoolExecutor() as pool:
         drawn = list(pool.map(_draw_row, rows, repeat(tiles)))
     lines = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
+    # rows next to each other have different numbers of lines below them
     heights = [max(row.height for row in line) for line in lines]
 
     sheet = Image.new("RGB", (columns * drawn[0].width + MARGIN, sum(heights) + MARGIN), "white")

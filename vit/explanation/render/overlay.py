@@ -88,6 +88,7 @@ def save_overlay(
     if isinstance(photo, str):
         photo = read_image(Path(photo))
     if preprocess is None:
+        # without a preprocessing, the model is taken to have seen the whole image
         geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
     else:
         geometry = preprocess.geometry(photo.size)
@@ -101,6 +102,7 @@ def save_overlay(
         scale=fit_scale([array], signed=signed),
         caption=[caption] if caption else [],
     )
+    # the temporary file has another suffix, so the format is named
     kind = Image.registered_extensions().get(Path(path).suffix.lower(), "PNG")
     write_atomically(Path(path), lambda temporary: picture.save(temporary, format=kind))
 
@@ -128,8 +130,13 @@ def draw_overlay(
 
 def panel_size(size: tuple[int, int], max_side: int = MAX_SIDE) -> tuple[int, int]:
     """Return the (width, height) of a photo of this size in pictures."""
-    longest = max(size)
-    scaling = min(max(longest, _MIN_SIDE), max_side or math.inf) / longest
+    # small photos are enlarged to _MIN_SIDE, and large ones reduced to max_side
+    return fit_size(size, min(max(*size, _MIN_SIDE), max_side or math.inf))
+
+
+def fit_size(size: tuple[int, int], longer: int | float) -> tuple[int, int]:
+    """Return a (width, height) of the same shape whose longer side has `longer` pixels."""
+    scaling = longer / max(size)
     width, height = (max(round(side * scaling), 1) for side in size)
     return width, height
 
@@ -166,6 +173,7 @@ def blend(
         blended = Image.composite(Image.new("RGB", photo.size, "white"), blended, edges)
     if coverage.all():
         return blended
+    # paler than the photo, so that they are not taken for patches without evidence
     unseen = Image.blend(grey, Image.new("RGB", photo.size, (192, 192, 192)), 0.5)
     return Image.composite(blended, unseen, Image.fromarray((coverage * 255).astype(np.uint8)))
 
@@ -242,6 +250,7 @@ def _axis_weights(
 ) -> Float[np.ndarray, "pixels cells"]:
     """Return how much of each cell a pixel shows along one axis; zeros for a pixel outside of start
     to stop."""
+    # the centre of each pixel, in pixels of the original
     in_original = (np.arange(pixels) + 0.5) * original / pixels
     position = (in_original - start) / (stop - start) * cells  # cell i: i to i + 1
     is_inside = (position >= 0) & (position < cells)

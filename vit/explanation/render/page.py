@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit.bundle import MODEL_FILE
 from vit.data.preprocess import Geometry
-from vit.explanation.render.overlay import blend
+from vit.explanation.render.overlay import blend, fit_size
 from vit.explanation.render.scale import ColourScale, fit_scale, relative_to_uniform
 
 # the base of all pages, and scripts that several include
@@ -37,6 +37,7 @@ def render_page(template: Path, context: Mapping[str, object]) -> str:
     environment = Environment(
         loader=FileSystemLoader([template.parent, _SHARED_TEMPLATES]),
         autoescape=select_autoescape(("html.jinja",)),
+        # a misspelt name is an error instead of an empty text
         undefined=StrictUndefined,
         trim_blocks=True,
     )
@@ -46,6 +47,7 @@ def render_page(template: Path, context: Mapping[str, object]) -> str:
 def name_model(source: str) -> str:
     """Return the model's name on pages: that of its run directory, or of its file."""
     path = Path(source).absolute()
+    # all runs have the same file name, so the folder tells them apart
     return path.parent.name if path.name == MODEL_FILE else path.name
 
 
@@ -53,10 +55,8 @@ def resize_picture(
     picture: Image.Image, *, min_side: int = 160, max_side: int = 256
 ) -> Image.Image:
     """Enlarge or reduce a picture so that its longer side is in this range, in pixels."""
-    longer = max(picture.size)
-    scale = min(max(longer, min_side), max_side) / longer
-    width, height = (max(round(side * scale), 1) for side in picture.size)
-    return picture.resize((width, height), Image.Resampling.LANCZOS)
+    longer = min(max(*picture.size, min_side), max_side)
+    return picture.resize(fit_size(picture.size, longer), Image.Resampling.LANCZOS)
 
 
 def encode_photo(photo: Image.Image, *, side: int) -> str:
@@ -69,6 +69,7 @@ def encode_map(
 ) -> str:
     """Encode a map over the whole photo as a data address, see `encode_photo`."""
     shown = resize_picture(photo, min_side=side, max_side=side)
+    # the box of the model's input is the whole photo
     geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
     return encode_picture(blend(shown, values, geometry, scale=scale))
 

@@ -41,6 +41,7 @@ def wrap(text: str, width: int) -> list[str]:
     a %."""
     lines = []
     while measure_text(text) > width:
+        # the font is proportional, so widths are measured
         fitting = [n for n in range(1, len(text)) if measure_text(text[:n]) <= width]
         end = max(fitting, default=1)
         spaces = [space for space in re.finditer(r" +(?!%)", text) if 0 < space.start() <= end]

@@ -102,6 +102,7 @@ def measure_tokens(
     layers = forward.record.layers
     targets = targets[:MAX_LENS_TARGETS]
     sizes = _measure_sizes(forward, num_targets=len(targets), max_bytes=max_bytes)
+    # the most important parts first, until the bytes are spent
     totals = zip(sizes, accumulate(sizes.values()), strict=True)
     parts = {name for name, total in totals if total <= max_bytes}
 
@@ -216,6 +217,7 @@ def _name_prefix_tokens(forward: Forward) -> tuple[str, ...]:
         names.append("class token")
     if getattr(forward.model, "dist_token", None) is not None:
         names.append("distillation token")
+    # prompts are the prefix tokens that no model counts
     num_registers = count_prefix_tokens(forward.model) - len(names)
     names += [f"register {number + 1}" for number in range(num_registers)]
     num_prompts = forward.num_prefix_tokens - len(names)
@@ -225,6 +227,7 @@ def _name_prefix_tokens(forward: Forward) -> tuple[str, ...]:
 
 def _quantise(rows: Float[Tensor, "rows N"], forward: Forward) -> QuantisedRows:
     """Convert rows to 8-bit fractions of their maxima over prefix tokens and over patches."""
+    # a register may draw so much that patches would have few of the 256 levels
     parts = [rows[:, : forward.num_prefix_tokens], rows[:, forward.num_prefix_tokens :]]
     # padded, because a model may have no prefix token
     maxima = torch.stack([F.pad(part, (0, 1)).amax(dim=1) for part in parts], dim=1)

@@ -69,9 +69,11 @@ def measure_features(forward: Forward, image: int, *, max_bytes: int) -> TokenFe
     for layer in layers:
         assert layer.block_tokens is not None
         tokens = at_least_float32(layer.block_tokens[image].detach())  # [N, D]
+        # only those of patches, which are drawn on the photo
         colours.append(_colour_patches(tokens[forward.num_prefix_tokens :]))
         norms.append(tokens.norm(dim=1))
         if num_directions >= _MIN_DIRECTIONS:
+            # tokens of length one, so that products of their coordinates are cosines
             coordinates.append(_find_coordinates(F.normalize(tokens, dim=1), num_directions))
 
     all_norms = torch.stack(norms)
@@ -81,6 +83,8 @@ def measure_features(forward: Forward, image: int, *, max_bytes: int) -> TokenFe
     quantised = scales = None
     if coordinates:
         stacked = torch.stack(coordinates)  # [L, N, K]
+        # one scale for each layer, because 8 bits of a common one would leave a quiet layer few
+        # levels
         scales = stacked.abs().amax(dim=(1, 2)).clamp_min(tiny) / _MAX_INT8
         quantised = (stacked / scales[:, None, None]).round().to(torch.int8)
         scales = scales.float()
@@ -104,10 +108,13 @@ def _colour_patches(patches: Float[Tensor, "P D"]) -> UInt8[Tensor, "P 3"]:
 def _find_coordinates(rows: Float[Tensor, "N D"], count: int) -> Float[Tensor, "N count"]:
     """Compute the rows' coordinates in the first directions of their singular value decomposition;
     zero in directions that they don't have. The largest entry of each direction is positive."""
+    # the eigenvectors of N × N products are enough; an SVD of the rows computes directions too
     eigenvalues, eigenvectors = torch.linalg.eigh(rows @ rows.T)  # ascending
     rank = min(count, len(eigenvalues))
     coordinates = eigenvectors[:, -rank:] * eigenvalues[-rank:].clamp_min(0).sqrt()
+    # the direction with the largest eigenvalue comes first
     coordinates = coordinates.flip(1)
+    # the sign of an eigenvector is arbitrary, and colours must not depend on it
     largest = coordinates.abs().argmax(dim=0, keepdim=True)
     coordinates = coordinates * coordinates.gather(0, largest).sign()
     return F.pad(coordinates, (0, count - rank))
