@@ -38,7 +38,7 @@ from torchvision.transforms.v2.functional import normalize, pil_to_tensor
 import vit
 from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.bundle import Bundle, open_model
-from vit.data.listing import list_images
+from vit.data.images import list_images
 from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
 

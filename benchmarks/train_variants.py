@@ -233,9 +233,8 @@ def build_resident_loader(root: Path, device: Any, *, cache: Path) -> Any:
     from vit.data.augment import Augmentation
     from vit.data.cache import decode_dataset
     from vit.data.crop import Crop
-    from vit.data.loader import TrainLoader
+    from vit.data.loader import BatchOrder, TrainLoader
     from vit.data.open import open_dataset
-    from vit.data.order import BatchOrder
     from vit.data.preprocess import Preprocess
 
     preprocess = Preprocess(image_size=(IMAGE_SIZE, IMAGE_SIZE), crop_pct=1.0)

@@ -9,8 +9,8 @@ from vit.analysis.compare.comparison import compare as compare
 from vit.analysis.faithfulness.measure import measure_faithfulness as measure_faithfulness
 from vit.bundle import Bundle as Bundle
 from vit.bundle import load_bundle as load_bundle
+from vit.data.dataset import Source as Source
 from vit.data.sources.registry import register_source as register_source
-from vit.data.sources.source import Source as Source
 from vit.deploy.export.export_model import export_model as export_model
 from vit.evaluation.evaluate import evaluate as evaluate
 from vit.explanation.capture.forward import capture_attention as capture_attention

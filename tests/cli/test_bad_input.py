@@ -32,8 +32,7 @@ from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.images import read_image
-from vit.data.listing import list_images
+from vit.data.images import list_images, read_image
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.model.model_file import compute_checksum

@@ -6,12 +6,10 @@ process, and CUDA's backward passes then fail.
 
 from typing import Any
 
-from vit.data.augment import Augmentation
+from vit.data.augment import Augmentation, Mixing
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
-from vit.data.loader import TrainLoader
-from vit.data.mixing import Mixing
-from vit.data.order import BatchOrder
+from vit.data.loader import BatchOrder, TrainLoader
 from vit.data.preprocess import Preprocess
 from vit.data.workers import Decoding
 from vit.runtime.processes import Process

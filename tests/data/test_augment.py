@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, autoaugment
 
-from vit.data.augment import Augmentation, AugmentParams, color_and_normalize
+from vit.data.augment import (
+    Augmentation,
+    AugmentParams,
+    Mixing,
+    color_and_normalize,
+    mix_batch,
+    sample_beta,
+)
 from vit.data.color import OPERATIONS, apply_operations, sample_operations
 from vit.data.crop import Crop, crop_and_flip
-from vit.data.mixing import Mixing, mix_batch, sample_beta
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 

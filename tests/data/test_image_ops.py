@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional as reference
 
-from vit.data import boxes as boxes_of
 from vit.data import color, crop
 
 
@@ -75,7 +74,7 @@ def test_resized_crop_equals_torchvisions_antialiased_bilinear(size: tuple[int, 
 
 def test_outside_boxes_is_the_complement_of_the_box_even_over_the_edge() -> None:
     boxes = torch.tensor([[1, 2, 4, 3], [-2, -1, 2, 2], [5, 3, 9, 9], [3, 3, 3, 3]])
-    got = boxes_of.outside_boxes(boxes, (5, 7))
+    got = crop.outside_boxes(boxes, (5, 7))
     for b, (left, top, right, bottom) in enumerate(boxes.tolist()):
         for y in range(5):
             for x in range(7):

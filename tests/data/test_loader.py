@@ -18,12 +18,11 @@ import pytest
 import torch
 
 from tests.data.augments import build_loader
-from vit.data.augment import Augmentation
+from vit.data.augment import Augmentation, Mixing
 from vit.data.cache import decode_dataset
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
 from vit.data.loader import Batch, TrainLoader, choose_pipeline
-from vit.data.mixing import Mixing
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom

@@ -6,9 +6,8 @@ import numpy as np
 from PIL import Image
 
 import vit
-from vit.data.dataset import ImageDataset, SourceSplits
+from vit.data.dataset import ImageDataset, Request, SourceSplits
 from vit.data.sources.base import FileReader
-from vit.data.sources.source import Request
 
 
 def write_images(root: Path, count: int = 24) -> None:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.data.listing import ImageInputs
+from vit.data.images import ImageInputs
 from vit.prediction.predict import predict_images
 from vit.prediction.records import Prediction, PredictionResult, write_csv, write_jsonl
 

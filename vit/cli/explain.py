@@ -37,7 +37,7 @@ def explain(
             object, or a COCO file.
     """
     # torch takes seconds to import, and `vit --help` does without
-    from vit.data.listing import list_images
+    from vit.data.images import list_images
     from vit.explanation.best_method import describe_best_method
 
     paths = None

@@ -128,7 +128,13 @@ def _build(
 
         # unreadable images have no place in the file, only in the index
         readable = np.delete(np.arange(len(dataset)), list(failures))
-        _close_gaps(pixels, readable, image_bytes)
+        if image_bytes and len(readable):
+            images = np.memmap(pixels, dtype=np.uint8, mode="r+").reshape(-1, image_bytes)
+            # the places ascend, so no image is written over one that is still needed
+            for place, index in enumerate(readable):
+                if place != index:
+                    images[place] = images[index]
+        os.truncate(pixels, len(readable) * image_bytes)
 
         # each block has a checksum, so that a part of a large file can be checked
         num_blocks = math.ceil(pixels.stat().st_size / _BLOCK)
@@ -217,19 +223,6 @@ def _decode_chunk(
         except (ValueError, OSError) as error:
             failures[start + index] = str(error)
     return start, hashes, failures
-
-
-def _close_gaps(pixels: Path, readable: np.ndarray, image_bytes: int) -> None:
-    """Move the readable images together, and cut off the rest of the file.
-
-    `readable` ascends, so no image is written over one that is still needed.
-    """
-    if image_bytes and len(readable):
-        images = np.memmap(pixels, dtype=np.uint8, mode="r+").reshape(-1, image_bytes)
-        for place, index in enumerate(readable):
-            if place != index:
-                images[place] = images[index]
-    os.truncate(pixels, len(readable) * image_bytes)
 
 
 def _open_decoded(

@@ -1,4 +1,4 @@
-"""Labelled images of one split: the one type of images from a source to the loader."""
+"""Labelled images of one split, the splits of a data set, and the kinds of data sets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.class_names import ClassChoice, choose_classes
-from vit.data.sources.base import ImageReader
+from vit.data.sources.base import ImageReader, Root
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,8 +108,8 @@ class ImageDataset:
         names or split; found without decoding any image."""
         texts = ("\n".join(self.class_names), self.split, "\n".join(self.ids))
         names = "".join(text + "\0" for text in texts).encode(errors="surrogateescape")
-        labels = self.labels.tobytes()
-        return hashlib.sha256(names + labels + self.reader.cache_key()).hexdigest()
+        facts = self.labels.tobytes() + self.reader.cache_key()
+        return hashlib.sha256(names + facts).hexdigest()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageDataset:
         """The images at `indices`, in that order."""
@@ -170,9 +171,10 @@ def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
     if len(datasets) == 1:
         return replace(first, split="all")
 
-    # for each image the number of its reader, and its index there
-    parts = np.repeat(np.arange(len(datasets)), [len(dataset) for dataset in datasets])
-    indices = np.concatenate([np.arange(len(dataset)) for dataset in datasets])
+    places = [
+        np.stack([np.full(len(dataset), number), np.arange(len(dataset))], axis=1)
+        for number, dataset in enumerate(datasets)
+    ]
     readers = [dataset.reader for dataset in datasets]
     notes = [note for dataset in datasets for note in dataset.notes]
     return replace(
@@ -180,7 +182,7 @@ def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
         split="all",
         labels=np.concatenate([dataset.labels for dataset in datasets]),
         ids=[name for dataset in datasets for name in dataset.ids],
-        reader=_JoinedReader(readers, parts, indices),
+        reader=_JoinedReader(readers, np.concatenate(places)),
         # the joined images are not split again
         groups=None,
         notes=tuple(dict.fromkeys(notes)),
@@ -190,39 +192,35 @@ def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
 @dataclass(frozen=True, eq=False)
 class _JoinedReader(ImageReader):
     readers: Sequence[ImageReader]
-    # int64 [n], number of each image's reader
-    parts: np.ndarray
-    # int64 [n], each image's index there
-    indices: np.ndarray
+    # int64 [n, 2], the number of each image's reader and its index there
+    places: np.ndarray
 
     def image(self, index: int) -> Image.Image:
-        reader = self.readers[int(self.parts[index])]
-        return reader.image(int(self.indices[index]))
+        number, place = self.places[index].tolist()
+        return self.readers[number].image(place)
 
     def thumbnail(self, index: int, *, side: int) -> Image.Image:
-        reader = self.readers[int(self.parts[index])]
-        return reader.thumbnail(int(self.indices[index]), side=side)
+        number, place = self.places[index].tolist()
+        return self.readers[number].thumbnail(place, side=side)
 
     def fetch(self, indices: Iterable[int]) -> None:
-        chosen = np.array(list(indices), dtype=np.int64)
+        places = self.places[list(indices)]
         for number, reader in enumerate(self.readers):
-            reader.fetch(self.indices[chosen[self.parts[chosen] == number]].tolist())
+            reader.fetch(places[places[:, 0] == number, 1].tolist())
 
     def cache_key(self) -> bytes:
         keys = [reader.cache_key() for reader in self.readers]
-        places = np.stack([self.parts, self.indices], axis=1)
-        return b"".join(keys) + places.tobytes()
+        return b"".join(keys) + self.places.tobytes()
 
     def subset(self, indices: np.ndarray) -> _JoinedReader:
         # each reader is cut to its own images, which are then counted from 0
-        parts = self.parts[indices]
-        new_indices = np.zeros(len(parts), dtype=np.int64)
+        places = self.places[indices]
         readers = []
         for number, reader in enumerate(self.readers):
-            chosen = parts == number
-            readers.append(reader.subset(self.indices[indices][chosen]))
-            new_indices[chosen] = np.arange(chosen.sum())
-        return _JoinedReader(readers, parts, new_indices)
+            chosen = places[:, 0] == number
+            readers.append(reader.subset(places[chosen, 1]))
+            places[chosen, 1] = np.arange(chosen.sum())
+        return _JoinedReader(readers, places)
 
 
 def printable(name: str) -> str:
@@ -245,3 +243,55 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
         raise ValueError(
             f"{text}, more than the allowed fraction of {fraction}; the first is {first}"
         )
+
+
+class Request(NamedTuple):
+    """The images that a source is asked for.
+
+    Attributes:
+        root: Place of the images, `data.root`.
+        classes: Classes to keep, by name; None keeps all.
+        cache_dir: Folder for downloads and for what is read once.
+        allow_outside: A table may name images outside its folder.
+    """
+
+    root: Root
+    classes: ClassChoice
+    cache_dir: Path
+    allow_outside: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kind of data set, for `vit.register_source`.
+
+    Args:
+        name: The `data.name` of the data set.
+        find: Function that finds the splits of a request: `request.root` is the
+            place of the images, `request.classes` are the classes to keep, and
+            it returns a `vit.data.dataset.SourceSplits`.
+        recognizes: Function that is true for a path, pattern or address of such
+            images: users then name their images by it. None for a data set that
+            is known only by its name.
+        needs_root: The data set can't be found without `data.root`.
+        is_here: Function that is true if the images at a root can be read
+            without a download.
+        unit: Word for the images in messages, "files" or "rows"; empty for a
+            published data set, whose images aren't counted.
+
+    Example:
+        >>> source = vit.Source("colours", find_colours, needs_root=True)
+        >>> vit.register_source(source)
+    """
+
+    name: str
+    find: Callable[[Request], SourceSplits]
+    recognizes: Callable[[str], bool] | None = None
+    needs_root: bool = False
+    is_here: Callable[[Root], bool] = lambda root: False
+    unit: str = ""
+
+
+def root_exists(root: Root) -> bool:
+    """Return true if there is something at a root on this machine."""
+    return root is not None and Path(root).exists()

@@ -2,7 +2,6 @@
 hashes."""
 
 import hashlib
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -10,7 +9,7 @@ from PIL import Image
 from vit.data.images import divide
 
 # bits of 64 by which near-duplicates may differ
-NEAR = 6
+_NEAR = 6
 # hashes with fewer bits set or unset belong to flat images, which are all similar
 _FLAT = 8
 # pixels; many smaller images of one class have equal hashes
@@ -47,21 +46,9 @@ def compute_dhash(image: Image.Image) -> int:
     return int.from_bytes(np.packbits(bits).tobytes(), "big")
 
 
-class Duplicates(NamedTuple):
-    """Pairs [m, 2] of (index among the queries, index in the training set), at most one a query.
-
-    Attributes:
-        exact: Pairs with the same pixels.
-        near: Pairs with other pixels and the closest perceptual hash.
-    """
-
-    exact: np.ndarray
-    near: np.ndarray
-
-
 def find_duplicates(
-    hashes: np.ndarray, training_hashes: np.ndarray, *, max_distance: int = NEAR
-) -> Duplicates:
+    hashes: np.ndarray, training_hashes: np.ndarray, *, max_distance: int = _NEAR
+) -> tuple[np.ndarray, np.ndarray]:
     """Find images that were in training, also mirrored.
 
     Exact pairs are certain, near ones are suspects; docs/data.md says how many planted copies are
@@ -71,6 +58,11 @@ def find_duplicates(
         hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is searched.
         training_hashes: uint64 [2, m], the same of the training images.
         max_distance: Bits by which the perceptual hashes of a near pair may differ.
+
+    Returns:
+        Pairs with the same pixels, and pairs with other pixels and the closest perceptual hash;
+        each int64 [m, 2] of (index among `hashes`, index among `training_hashes`), at most one for
+        an image that is searched.
     """
     digests, dhashes = hashes
     training_digests, training_dhashes = training_hashes
@@ -88,17 +80,17 @@ def find_duplicates(
     # in the order of the training images, so that the first of equally close ones is found
     candidates = np.sort(np.unique(training_dhashes, return_index=True)[1])
     candidates = candidates[_is_distinctive(training_dhashes[candidates])]
-    closest, distances = _find_closest(query_dhashes, training_dhashes[candidates])
-    # the mirror image may be more similar
-    mirror_closest, mirror_distances = _find_closest(
-        _mirror(query_dhashes), training_dhashes[candidates]
+    mirrored = _mirror(query_dhashes)
+    closest, distances = _find_closest(
+        np.concatenate([query_dhashes, mirrored]), training_dhashes[candidates]
     )
-    is_mirrored = mirror_distances < distances
-    closest[is_mirrored] = mirror_closest[is_mirrored]
-    distances = np.minimum(distances, mirror_distances)
-    is_near = distances[inverse] <= max_distance
+    # the mirror image may be more similar
+    closest = closest.reshape(2, -1)
+    distances = distances.reshape(2, -1)
+    closest = np.where(distances[1] < distances[0], closest[1], closest[0])
+    is_near = distances.min(axis=0)[inverse] <= max_distance
     near_pairs = np.stack([queries[is_near], candidates[closest[inverse][is_near]]], axis=1)
-    return Duplicates(exact_pairs, near_pairs)
+    return exact_pairs, near_pairs
 
 
 def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
@@ -119,7 +111,7 @@ def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
         is_exact = digests[rest] == digests[index]
         straight = np.bitwise_count(dhashes[rest] ^ dhashes[index])
         flipped = np.bitwise_count(dhashes[rest] ^ mirrored[index])
-        is_near = np.minimum(straight, flipped) <= NEAR
+        is_near = np.minimum(straight, flipped) <= _NEAR
         is_near &= is_distinctive[rest] & is_distinctive[index]
         for other in np.flatnonzero(is_exact | is_near).tolist():
             pairs.append((index, index + 1 + other, bool(is_exact[other])))

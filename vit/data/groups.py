@@ -38,7 +38,17 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
         folders = [PurePosixPath(image_id).parts[:-1] for image_id in dataset.ids]
         names = [parts[-group_by] if 1 <= group_by <= len(parts) else None for parts in folders]
     else:
-        names = _match(dataset.ids, group_by, origin)
+        try:
+            expression = re.compile(group_by)
+        except re.error as error:
+            raise ValueError(f"{origin} is not a regular expression: {error}") from None
+        if expression.groups != 1:
+            raise ValueError(
+                f"{origin} has {expression.groups} groups in brackets; give it one, such as"
+                r" '(site\d+)', or a folder's level such as 1"
+            )
+        matches = [expression.search(image_id) for image_id in dataset.ids]
+        names = [match[1] if match else None for match in matches]
     if not any(names):
         path = shorten(dataset.ids[0])
         raise ValueError(f"{origin} finds no group in paths such as {path!r}; try another one")
@@ -52,20 +62,6 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
                 f" {shorten(class_groups.pop())!r}, which can't be split; try another one"
             )
     return tuple(groups)
-
-
-def _match(ids: Sequence[str], pattern: str, origin: str) -> list[str | None]:
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{origin} is not a regular expression: {error}") from None
-    if expression.groups != 1:
-        raise ValueError(
-            f"{origin} has {expression.groups} groups in brackets; give it one, such as"
-            r" '(site\d+)', or a folder's level such as 1"
-        )
-    matches = [expression.search(image_id) for image_id in ids]
-    return [match[1] if match else None for match in matches]
 
 
 def hash_quickly(dataset: ImageDataset) -> np.ndarray:

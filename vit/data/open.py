@@ -8,6 +8,7 @@ from typing import Any
 
 from vit.data.class_names import read_words
 from vit.data.corrections import read_corrections
+from vit.data.dataset import Request
 from vit.data.sources.base import Root
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.registry import (
@@ -17,7 +18,6 @@ from vit.data.sources.registry import (
     known_sources,
     list_named_sets,
 )
-from vit.data.sources.source import Request
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir

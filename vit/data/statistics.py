@@ -1,10 +1,11 @@
 """Statistics of the images before a run: their size, the mean and standard deviation of their
 pixels, and the sizes of their classes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import numpy as np
+from PIL import Image
 
 from vit.data.dataset import ImageDataset
 
@@ -30,10 +31,9 @@ def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
     Raises:
         ValueError: None of them can be read.
     """
-    indices = np.random.default_rng(0).permutation(len(dataset))[:count]
     sides = []
     num_pixels = 0
-    for image in dataset.read_sample(indices):
+    for image in _read_random(dataset, count):
         sides.append(min(image.size))
         num_pixels += image.width * image.height
         if num_pixels > _MAX_PIXELS:
@@ -44,12 +44,15 @@ def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
 def are_grey(dataset: ImageDataset, *, count: int) -> bool:
     """Return true if `count` random images have no colours. Raises ValueError if none of them can
     be read."""
-    indices = np.random.default_rng(0).permutation(len(dataset))[:count]
-    for image in dataset.read_sample(indices):
-        red, green, blue = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-        if not (np.array_equal(red, green) and np.array_equal(red, blue)):
+    for image in _read_random(dataset, count):
+        pixels = np.asarray(image)
+        if (pixels != pixels[..., :1]).any():
             return False
     return True
+
+
+def _read_random(dataset: ImageDataset, count: int) -> Iterator[Image.Image]:
+    return dataset.read_sample(np.random.default_rng(0).permutation(len(dataset))[:count])
 
 
 def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:

@@ -47,13 +47,13 @@ def find_overlap(
     if training_hashes is None:
         return None
     assert images.dataset.hashes is not None
-    duplicates = find_duplicates(images.dataset.hashes, training_hashes)
-    indices = [*duplicates.exact[:, 0].tolist(), *duplicates.near[:, 0].tolist()]
+    exact, near = find_duplicates(images.dataset.hashes, training_hashes)
+    indices = [*exact[:, 0].tolist(), *near[:, 0].tolist()]
     # the accuracy on images that the model has not seen
     others = np.delete(is_correct, indices)
     return TrainTestOverlap(
-        exact=len(duplicates.exact),
-        near=len(duplicates.near),
+        exact=len(exact),
+        near=len(near),
         examples=[images.ids[index] for index in indices[:_MAX_DUPLICATE_NAMES]],
         top1_without=float(others.mean()) if len(others) else None,
     )

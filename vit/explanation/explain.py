@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vit.bundle import ModelLike, keeps_mode, open_model
-from vit.data.listing import ImageInputs, list_images
+from vit.data.images import ImageInputs, list_images
 from vit.explanation.best_method import choose_methods, read_best_method
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, find_items

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vit.bundle import Bundle
-from vit.data.listing import ImageInputs, list_images
+from vit.data.images import ImageInputs, list_images
 from vit.explanation.capture.forward import Forward, run_forward
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.items import items_from_images

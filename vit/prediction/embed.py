@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.bundle import ModelLike, keeps_mode, open_model
-from vit.data.listing import ImageInputs
+from vit.data.images import ImageInputs
 from vit.model.logits import count_features
 from vit.prediction.predict import predict_images
 from vit.runtime.arguments import check_arguments

@@ -10,8 +10,7 @@ from PIL import Image
 from scipy.special import softmax
 
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
-from vit.data.images import read_image
-from vit.data.listing import ImageInputs, list_images
+from vit.data.images import ImageInputs, list_images, read_image
 from vit.data.preprocess import Preprocess
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
 from vit.prediction.embeddings import check_embeddings_file, save_embeddings

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vit.bundle import Bundle
-from vit.data.listing import ImageInputs
+from vit.data.images import ImageInputs
 from vit.prediction.conformal import explain_missing, read_threshold
 from vit.prediction.records import Prediction
 from vit.runtime.files import clean_name, open_regular, remove

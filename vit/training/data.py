@@ -12,21 +12,18 @@ from PIL import Image
 from torch import Tensor
 
 from vit.config import Config
-from vit.data.augment import Augmentation
+from vit.data.augment import Augmentation, Mixing
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
-from vit.data.loader import Pipeline, TokenLoader, TrainLoader, choose_pipeline
-from vit.data.mixing import Mixing
+from vit.data.loader import BatchOrder, Pipeline, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.open import open_dataset
-from vit.data.order import BatchOrder
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.data.statistics import ClassBalance, choose_class_balance, measure_mean_and_std
-from vit.data.transforms import Transform, apply_transform
-from vit.data.workers import Decoding
+from vit.data.workers import Decoding, Transform, apply_transform
 from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import Process
 

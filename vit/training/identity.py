@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch import nn
 
 from vit.config import Config, plain_values
-from vit.data.transforms import Transform
+from vit.data.workers import Transform
 from vit.model.checkpoint import IdentityRecord
 from vit.runtime.arguments import shorten
 

@@ -16,7 +16,7 @@ from vit.data.loader import TrainLoader
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
-from vit.data.transforms import Transform
+from vit.data.workers import Transform
 from vit.model.checkpoint import CheckpointStore
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer

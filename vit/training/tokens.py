@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.data.loader import choose_pipeline
-from vit.data.transforms import Transform
+from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_tokens, count_token_bytes
 from vit.runtime.processes import current_process

@@ -19,7 +19,7 @@ from vit.config import (
 )
 from vit.data.sources.folders import check_not_inside
 from vit.data.sources.python_objects import FROM_PYTHON
-from vit.data.transforms import Transform
+from vit.data.workers import Transform
 from vit.model.model_file import MODEL_FILE
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console

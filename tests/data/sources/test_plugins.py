@@ -10,9 +10,8 @@ import pytest
 
 import vit
 from tests.conftest import TINY_RUN
-from vit.data.dataset import SourceSplits
+from vit.data.dataset import Request, SourceSplits
 from vit.data.sources import registry
-from vit.data.sources.source import Request
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 

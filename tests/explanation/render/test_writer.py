@@ -14,7 +14,7 @@ from PIL import Image
 from tests.explanation.collector import build_writer, explain_with
 from vit.api import explain
 from vit.bundle import Bundle
-from vit.data.listing import list_images
+from vit.data.images import list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, items_from_images

@@ -19,8 +19,7 @@ from PIL import Image, ImageDraw
 from vit.analysis.class_summary.places import MAX_IMAGES_A_CLASS
 from vit.bundle import Bundle
 from vit.data.dataset import printable
-from vit.data.images import is_image_name, read_image
-from vit.data.listing import ImageInputs, list_files, list_images
+from vit.data.images import ImageInputs, is_image_name, list_files, list_images, read_image
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import match_classes, open_data
 from vit.explanation.items import ImageItem, items_from_dataset, items_from_images

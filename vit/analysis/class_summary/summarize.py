@@ -37,7 +37,7 @@ from vit.analysis.class_summary.places import (
 from vit.analysis.class_summary.records import ClassSummary, MaskSummary, PatchCluster, Summary
 from vit.analysis.class_summary.shortcuts import find_suspicions, flag_shortcuts, measure_removal
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
-from vit.data.listing import ImageInputs
+from vit.data.images import ImageInputs
 from vit.explanation.best_method import replace_best
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.prediction.probabilities import Ints

@@ -19,7 +19,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from PIL import Image
 
-from vit.data.transforms import import_albumentations
+from vit.data.workers import import_albumentations
 from vit.evaluation.images import EvaluationSet
 from vit.prediction.predictor import Pixels, Predictor
 from vit.runtime.processes import current_process

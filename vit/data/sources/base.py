@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, read_image
+from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, is_image_name, read_image
 
 # split → names that its folder, its shards or its value in a table may have
 SPLIT_NAMES = {
@@ -157,16 +157,22 @@ def find_split_folders(root: Path) -> dict[str, Path]:
     return folders
 
 
-def count_suffixes(paths: Iterable[str]) -> Counter[str]:
-    """Count the files of each suffix, in small letters: ".heic" → 9."""
+def count_suffixes(paths: Iterable[str], *, images: str | None = None) -> Counter[str]:
+    """Count the files of each suffix, in small letters: ".heic" → 9.
+
+    Args:
+        paths: The files.
+        images: Name under which images are counted; None counts them by their suffixes, too.
+    """
     counts: Counter[str] = Counter()
     for path in paths:
         name = os.path.basename(path)
-        suffix = os.path.splitext(name)[1].lower()
-        if name.startswith("."):
-            counts["hidden"] += 1
-        else:
-            counts[suffix or "suffixless"] += 1
+        suffix = os.path.splitext(name)[1].lower() or "suffixless"
+        if images is not None and is_image_name(name):
+            suffix = images
+        elif name.startswith("."):
+            suffix = "hidden"
+        counts[suffix] += 1
     return counts
 
 

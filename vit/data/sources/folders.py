@@ -1,8 +1,6 @@
 """Image folders: root/<split>/<class>/* or root/<class>/*, unless there is a table of the
 images, or idx files."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,12 +15,10 @@ from vit.data.class_names import (
     choose_classes,
     find_wordnet_names,
 )
-from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.images import is_image_name
-from vit.data.listing import list_files
+from vit.data.dataset import ImageDataset, Request, Source, SourceSplits, root_exists
+from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import FileReader, count_suffixes, describe_counts, find_split_folders
 from vit.data.sources.idx import find_idx, list_idx
-from vit.data.sources.source import Request, Source, root_exists
 from vit.data.sources.tables import find_tables, is_table, list_tables
 from vit.runtime.arguments import shorten
 
@@ -102,15 +98,28 @@ def find_class_folders(
         [folder / class_folder for folder in folders.values() for class_folder in class_folders]
     )
 
+    readable = aliases or {}
+    class_names = tuple(readable.get(folder, folder) for folder in class_folders)
+
     def load(split: str) -> ImageDataset:
-        return _list_images(
-            name,
-            root,
-            folders[split],
-            class_folders,
-            aliases=aliases or {},
-            needs_every_class=folders[split] == first,
-            check_link=check_link,
+        folder = folders[split]
+        directories = [folder / class_folder for class_folder in class_folders]
+        paths, counts, unused = _list_images(
+            directories, root, needs_every_class=folder == first, check_link=check_link
+        )
+        if not paths:
+            raise ValueError(f"{folder} holds no images; check the path")
+        notes: tuple[str, ...] = ()
+        if unused:
+            notes = (f"not images in {folder.absolute().name}/: {describe_counts(unused)}",)
+        return ImageDataset(
+            name=name,
+            class_names=class_names,
+            labels=np.repeat(np.arange(len(counts)), counts),
+            ids=paths,
+            reader=FileReader(root, paths),
+            notes=notes,
+            unused=unused,
         )
 
     origins = {split: f"{folder.absolute().name}/" for split, folder in folders.items()}
@@ -188,18 +197,13 @@ def _count_unused(root: Path, folders: Collection[Path]) -> Counter[str]:
     unused: Counter[str] = Counter()
     for folder in {root, *folders}:
         files = [entry.name for entry in folder.iterdir() if entry.is_file()]
-        images = [file for file in files if is_image_name(file)]
-        unused += count_suffixes(set(files) - set(images))
-        if images:
-            unused[f"images in {folder.absolute().name}/ itself"] = len(images)
+        unused += count_suffixes(files, images=f"images in {folder.absolute().name}/ itself")
 
         class_folders = list_classes(folder) if folder in folders else []
         for entry in _list_folders(folder):
-            if entry in folders or entry.name in class_folders:
-                continue
-            count = sum(1 for _ in _find_images(entry))
-            if count:
-                unused[f"images in {entry.relative_to(root)}/"] = count
+            if entry not in folders and entry.name not in class_folders:
+                images = f"images in {entry.relative_to(root)}/"
+                unused.update(images for _ in _find_images(entry))
     return unused
 
 
@@ -247,21 +251,22 @@ def _make_link_check(class_folders: Sequence[Path]) -> Callable[[str], None]:
 
 
 def _list_images(
-    name: str,
+    class_folders: Sequence[Path],
     root: Path,
-    folder: Path,
-    class_folders: Sequence[str],
     *,
-    aliases: Aliases,
     needs_every_class: bool,
     check_link: Callable[[str], None],
-) -> ImageDataset:
-    """List every image below folder/<class>, in sorted order; count other files."""
+) -> tuple[list[str], list[int], Counter[str]]:
+    """List every image below the folders of the classes, in sorted order.
+
+    Returns:
+        Paths relative to the root, the number of images of each class, and the number of other
+        files by suffix.
+    """
     paths: list[str] = []
     counts: list[int] = []
     unused: Counter[str] = Counter()
-    for class_folder in class_folders:
-        directory = folder / class_folder
+    for directory in class_folders:
         # a split may lack a class
         files = list(list_files(directory, hidden=False, check_link=check_link))
         images = [file for file in files if is_image_name(file)]
@@ -277,18 +282,4 @@ def _list_images(
         paths.extend(relative + image[start:] for image in images)
         counts.append(len(images))
         unused += others
-
-    if not paths:
-        raise ValueError(f"{folder} holds no images; check the path")
-    notes: tuple[str, ...] = ()
-    if unused:
-        notes = (f"not images in {folder.absolute().name}/: {describe_counts(unused)}",)
-    return ImageDataset(
-        name=name,
-        class_names=tuple(aliases.get(name, name) for name in class_folders),
-        labels=np.repeat(np.arange(len(counts)), counts),
-        ids=paths,
-        reader=FileReader(root, paths),
-        notes=notes,
-        unused=unused,
-    )
+    return paths, counts, unused

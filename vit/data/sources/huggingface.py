@@ -15,12 +15,11 @@ import numpy as np
 from PIL import Image
 
 from vit.data.class_names import check_label, check_labels
-from vit.data.dataset import ImageDataset, SourceSplits
+from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import read_image
 from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
-from vit.data.sources.source import Request, Source
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.hub import offline_if_unreachable
 
@@ -100,12 +99,23 @@ def find_huggingface(request: Request) -> SourceSplits:
     image_column = _find_column(features, ("image", "img"), origin)
     label_column = _find_column(features, ("label", "labels", "class"), origin)
 
-    # the library's name of a split → its labels
+    # split → the library's name of it → its labels
+    name_of: dict[str, str] = {}
     labels: dict[str, list[Any]] = {}
     for name, table in tables.items():
-        if name.lower() in SPLIT_OF:
-            labels[name] = _read_labels(table, label_column, f"{origin} {name}")
-    name_of = _name_splits(labels, tables, origin)
+        split = SPLIT_OF.get(name.lower())
+        values = _read_labels(table, label_column, f"{origin} {name}") if split else []
+        if split is None or not values:
+            continue
+        if split in name_of:
+            text = f"{origin} has the splits {name_of[split]!r} and {name!r}"
+            raise ValueError(f"{text}, both names of the {split} split; rename one")
+        name_of[split] = name
+        labels[name] = values
+    if not name_of:
+        known = ", ".join(SPLIT_OF)
+        names = ", ".join(tables)
+        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
 
     # labels are numbers whose names the features have, or the names themselves
     class_names = getattr(features[label_column], "names", None)
@@ -172,26 +182,6 @@ def _select_images(table: Any, column: str, origin: str) -> Any:
         kind = shorten(str(table.features[column]))
         text = f"{origin}: the column {column} holds {kind}, not images"
         raise ValueError(f"{text}; name the column of the images image or img") from error
-
-
-def _name_splits(
-    labels: Mapping[str, Sequence[Any]], tables: Mapping[str, Any], origin: str
-) -> dict[str, str]:
-    """Find the library's name of each split that has labels. Raises ValueError if a split has two
-    names, or none has labels."""
-    name_of: dict[str, str] = {}
-    for name, values in labels.items():
-        split = SPLIT_OF[name.lower()]
-        if values and split in name_of:
-            text = f"{origin} has the splits {name_of[split]!r} and {name!r}"
-            raise ValueError(f"{text}, both names of the {split} split; rename one")
-        if values:
-            name_of[split] = name
-    if not name_of:
-        known = ", ".join(SPLIT_OF)
-        names = ", ".join(tables)
-        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
-    return name_of
 
 
 def _list_parquet(path: Path) -> dict[str, list[str]]:

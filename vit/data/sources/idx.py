@@ -1,7 +1,5 @@
 """idx files, the format of MNIST and its successors: train-images-idx3-ubyte.gz and so on."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import re

@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.duplicates import hash_pixels
-from vit.data.listing import list_images
+from vit.data.images import list_images
 from vit.data.sources.base import ImageReader
 from vit.runtime.arguments import as_tuple, describe_kind, shorten
 

@@ -3,15 +3,9 @@
 from collections.abc import Mapping
 from functools import cache
 
-from vit.data.sources import (
-    folders,
-    huggingface,
-    named,
-    shards,
-    torchvision_sets,
-)
+from vit.data.dataset import Source
+from vit.data.sources import folders, huggingface, named, shards
 from vit.data.sources.base import Root
-from vit.data.sources.source import Source
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.plugins import load_plugins
 
@@ -43,7 +37,6 @@ def register_source(source: Source) -> None:
 # if several recognise the same folder, the last one is taken
 for _source in (
     *named.SOURCES,
-    *torchvision_sets.SOURCES,
     folders.SOURCE,
     shards.SOURCE,
     huggingface.SOURCE,
@@ -52,13 +45,9 @@ for _source in (
 
 
 @cache
-def _load_plugins() -> None:
-    load_plugins("vit.register_source", register_source)
-
-
 def known_sources() -> dict[str, Source]:
-    """All kinds of data sets by name."""
-    _load_plugins()
+    """All kinds of data sets by name, also those that are registered later."""
+    load_plugins("vit.register_source", register_source)
     return _sources
 
 
@@ -106,5 +95,5 @@ def find_kind(data: object) -> str | None:
 
 def is_here(name: str | None, root: Root) -> bool:
     """Return true if the images of a data set can be read without a download."""
-    source = known_sources().get(name or "")
-    return source is not None and source.is_here(root)
+    sources = known_sources()
+    return name in sources and sources[name].is_here(root)

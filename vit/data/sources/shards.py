@@ -28,12 +28,11 @@ from braceexpand import braceexpand
 from PIL import Image
 
 from vit.data.class_names import check_labels
-from vit.data.dataset import ImageDataset, SourceSplits
+from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
 from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes
 from vit.data.sources.remote import StoredFile
-from vit.data.sources.source import Request, Source
 from vit.runtime.arguments import hide_tokens, shorten
 from vit.runtime.documents import read_json
 from vit.runtime.files import write_text

@@ -1,8 +1,6 @@
 """Tables of image files and their classes: labels.csv, any CSV or JSON Lines file, Hugging Face's
 metadata files."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +11,6 @@ import numpy as np
 
 from vit.data.class_names import ClassChoice, check_label, check_labels
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.images import is_image_name
 from vit.data.sources.base import (
     SPLIT_NAMES,
     SPLIT_OF,
@@ -142,12 +139,10 @@ def _count_unlisted(root: Path, paths: set[str], tables: Sequence[Path]) -> Coun
     for folder in {os.path.dirname(path) for path in paths}:
         with os.scandir(root / folder) as entries:
             names = [entry.name for entry in entries if entry.is_file()]
-        others = [os.path.join(folder, name) for name in names]
-        others = [path for path in others if path not in paths and root / path not in tables]
-        images = [path for path in others if is_image_name(path)]
-        unused += count_suffixes(set(others) - set(images))
-        unused["images in no row of the table"] += len(images)
-    return +unused
+        files = [os.path.join(folder, name) for name in names]
+        others = [path for path in files if path not in paths and root / path not in tables]
+        unused += count_suffixes(others, images="images in no row of the table")
+    return unused
 
 
 def _choose_split(row: Mapping[str, Any], path: str, table: Path, line: str) -> tuple[str, str]:

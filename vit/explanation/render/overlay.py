@@ -16,8 +16,7 @@ from jaxtyping import Float
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from vit.data.images import read_image
-from vit.data.listing import ImageInput, list_images
+from vit.data.images import ImageInput, list_images, read_image
 from vit.data.preprocess import Geometry, Preprocess
 from vit.explanation.render.scale import (
     ColourScale,
