@@ -204,7 +204,7 @@ def color_and_normalize(
 
     # in place: the pixels are a copy of the stored ones by now
     scale, shift = preprocess.scale_and_shift(pixels.device)
-    images = pixels.mul_(scale.view(3, 1, 1)).add_(shift.view(3, 1, 1))
+    images = pixels.mul_(scale).add_(shift)
     # 0 is the mean colour once pixels are normalised
     for boxes in params.erased_boxes:
         images *= outside_boxes(boxes, size)

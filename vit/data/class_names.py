@@ -142,7 +142,7 @@ def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     for name in class_names:
         with suppress(KeyError):
             words[name] = table.label_name_to_description(name).split(",")[0].strip()
-    return dict(zip(words, deduplicate(words), strict=True))
+    return deduplicate(words)
 
 
 def resolve_class_names(
@@ -160,30 +160,35 @@ def resolve_class_names(
         ValueError: The file doesn't fit the classes.
     """
     if isinstance(source, Mapping):
-        return deduplicate({name: source.get(name, name) for name in class_names})
+        names = [source.get(name, name) for name in class_names]
+    else:
+        names = _read_names(class_names, source)
+    return tuple(deduplicate(dict(zip(class_names, names, strict=True))).values())
 
+
+def _read_names(class_names: Sequence[str], file: Path) -> list[str]:
     # a class and its name a line, perhaps of more classes than there are here
-    words = read_words(source)
+    words = read_words(file)
     if all(name in words for name in class_names):
-        return deduplicate({name: words[name] for name in class_names})
+        return [words[name] for name in class_names]
 
     # or the names alone, in the order of the classes
-    lines = [line.strip() for line in read_text(source).splitlines() if line.strip()]
+    lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
     are_numbers = all(name.isdecimal() for name in class_names)
     if are_numbers and max(map(int, class_names)) < len(lines):
-        return deduplicate({name: lines[int(name)] for name in class_names})
+        return [lines[int(name)] for name in class_names]
 
     if len(lines) != len(class_names):
         missing = next(name for name in class_names if name not in words)
         counts = f"{len(lines)} lines for {len(class_names)} classes and none for {missing!r}"
-        raise ValueError(f"data.class_names {source} has {counts}; write a line for each class")
-    return deduplicate(dict(zip(class_names, lines, strict=True)))
+        raise ValueError(f"data.class_names {file} has {counts}; write a line for each class")
+    return lines
 
 
-def deduplicate(names: Mapping[str, str]) -> tuple[str, ...]:
+def deduplicate(names: Mapping[str, str]) -> dict[str, str]:
     """Make names unique: the class is put behind a name that several classes have, as "crane"."""
     counts = Counter(names.values())
-    return tuple(
-        name if counts[name] == 1 else f"{name} ({class_name})"
+    return {
+        class_name: name if counts[name] == 1 else f"{name} ({class_name})"
         for class_name, name in names.items()
-    )
+    }

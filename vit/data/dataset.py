@@ -223,6 +223,12 @@ class _JoinedReader(ImageReader):
         return _JoinedReader(readers, places)
 
 
+def choose_evenly(count: int, num_chosen: int) -> list[int]:
+    """Return at most `num_chosen` evenly spaced indices of `count`."""
+    num_chosen = min(num_chosen, count)
+    return [place * count // num_chosen for place in range(num_chosen)]
+
+
 def printable(name: str) -> str:
     """A file name as valid Unicode: bytes that are not UTF-8 become replacement characters."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

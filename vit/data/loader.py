@@ -293,13 +293,11 @@ def choose_pipeline(
         The pipeline, and the reason in words.
     """
     free = _free_host_memory() if device.type == "cpu" else count_free_bytes(device)
-    pipeline: Pipeline = "resident"
-    verb = "fit"
-    if num_bytes > MAX_MEMORY_FRACTION * free:
-        pipeline = "workers"
-        verb = "do not fit"
+    fits = num_bytes <= MAX_MEMORY_FRACTION * free
+    verb = "fit" if fits else "do not fit"
     share = f"{MAX_MEMORY_FRACTION:.0%} of the {free / 2**20:,.0f} MiB free on {device.type}"
-    return pipeline, f"{num_bytes / 2**20:,.0f} MiB of {what} {verb} in {share}"
+    reason = f"{num_bytes / 2**20:,.0f} MiB of {what} {verb} in {share}"
+    return "resident" if fits else "workers", reason
 
 
 def _free_host_memory() -> int:

@@ -116,11 +116,10 @@ class Preprocess:
         import torch
 
         scale, shift = self.scale_and_shift(pixels.device)
-        channels_first = pixels.permute(0, 3, 1, 2).float()  # [B, 3, H, W]
-        return torch.addcmul(shift.view(3, 1, 1), channels_first, scale.view(3, 1, 1))
+        return torch.addcmul(shift, pixels.permute(0, 3, 1, 2).float(), scale)
 
     def scale_and_shift(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return two tensors [3], scale and shift, for pixels of 0..255."""
+        """Return two tensors [3, 1, 1], scale and shift, for pixels of 0..255."""
         return _scale_and_shift(tuple(self.mean), tuple(self.std), str(device))
 
     def __call__(self, images: Sequence[Image.Image]) -> Float[Tensor, "B 3 H W"]:
@@ -173,7 +172,7 @@ def _scale_and_shift(
 
     # gradients can't flow through tensors that are made in inference mode
     with torch.inference_mode(False):
-        means, stds = torch.tensor([mean, std], dtype=torch.float64)
+        means, stds = torch.tensor([mean, std], dtype=torch.float64).view(2, 3, 1, 1)
         scale = 1 / (255 * stds)
         shift = -means / stds
         return scale.float().to(device), shift.float().to(device)

@@ -16,7 +16,7 @@ from vit.data.augment import Augmentation, Mixing
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, choose_evenly
 from vit.data.loader import BatchOrder, Pipeline, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
@@ -253,9 +253,3 @@ def _decode(
         workers=config.data.workers,
         max_unreadable_fraction=config.data.max_unreadable_fraction,
     )
-
-
-def choose_evenly(count: int, num_chosen: int) -> list[int]:
-    """Return at most `num_chosen` evenly spaced indices of `count`."""
-    num_chosen = min(num_chosen, count)
-    return [place * count // num_chosen for place in range(num_chosen)]

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
-from vit.data.dataset import printable
+from vit.data.dataset import choose_evenly, printable
 from vit.evaluation.calibration import cross_fit_temperature
 from vit.model.logits import has_features
 from vit.model.model_file import Likeness
@@ -20,7 +20,7 @@ from vit.prediction.features import compute_features, compute_readable_features
 from vit.prediction.neighbours import compute_distances, normalize_rows
 from vit.runtime.arguments import first_line
 from vit.runtime.processes import Process
-from vit.training.data import TrainingData, choose_evenly
+from vit.training.data import TrainingData
 from vit.training.run import Run
 from vit.training.validation import build_predictor
 

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from vit.data.dataset import choose_evenly
 from vit.evaluation.metrics import Scores, compute_metrics, score_logits
 from vit.prediction.predictor import LogitArray, Predictor, choose_batch_size
 from vit.prediction.probabilities import Floats
 from vit.runtime.device import choose_precision
-from vit.training.data import TrainingData, choose_evenly
+from vit.training.data import TrainingData
 from vit.training.plan import NO_VALIDATION, SelectBy, Validation
 
 # Largest number of logits that outlast the epochs: 8 MiB in each checkpoint.

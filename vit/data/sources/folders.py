@@ -159,7 +159,7 @@ def _find_splits(root: Path) -> dict[str, Path]:
     others_with_images = [folder.name for folder in others if any(_find_images(folder))]
 
     if not splits:
-        if named and len(others_with_images) == len(named):
+        if len(others_with_images) == len(named):
             folder = next(iter(named.values()))
             text = f"{folder} holds images in no folder of a class"
             raise ValueError(f"{text}; move them into {folder.name}/<class>/")

@@ -47,8 +47,7 @@ class RowReader(ImageReader):
     def sizes(self) -> np.ndarray:
         import pyarrow.compute as pc  # type: ignore[import-untyped]  # of the extra "datasets"
 
-        (column,) = self.rows.with_format("arrow")[:].columns
-        lengths = pc.binary_length(pc.struct_field(column, "bytes"))
+        lengths = pc.binary_length(self._read_field("bytes"))
         sizes: np.ndarray = pc.fill_null(lengths, -1).to_numpy()[self.indices]
         return sizes
 
@@ -59,13 +58,17 @@ class RowReader(ImageReader):
 
     def _list_paths(self) -> list[str]:
         """List the files of the rows that hold a path alone."""
+        is_path_alone = self._read_field("bytes").is_null().take(self.indices)
+        paths = self._read_field("path").take(self.indices)
+        listed: list[str] = paths.filter(is_path_alone).drop_null().to_pylist()
+        return listed
+
+    def _read_field(self, name: str) -> Any:
+        """Read the bytes or the paths of all rows, as an array of Arrow."""
         import pyarrow.compute as pc
 
         (column,) = self.rows.with_format("arrow")[:].columns
-        paths = pc.struct_field(column, "path").take(self.indices)
-        is_path_alone = pc.is_null(pc.struct_field(column, "bytes").take(self.indices))
-        listed: list[str] = paths.filter(is_path_alone).drop_null().to_pylist()
-        return listed
+        return pc.struct_field(column, name)
 
     def subset(self, indices: np.ndarray) -> RowReader:
         ids = [self.ids[index] for index in indices]

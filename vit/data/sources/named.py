@@ -174,8 +174,7 @@ def find_imagenet(request: Request) -> SourceSplits:
         from torchvision.models import ResNet18_Weights
 
         words = dict(zip(wnids, ResNet18_Weights.IMAGENET1K_V1.meta["categories"], strict=True))
-    aliases = dict(zip(words, deduplicate(words), strict=True))
-    return find_class_folders("imagenet", folder, request.classes, aliases=aliases)
+    return find_class_folders("imagenet", folder, request.classes, aliases=deduplicate(words))
 
 
 def _make_dataset(

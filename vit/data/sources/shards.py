@@ -53,13 +53,6 @@ class _Sample(NamedTuple):
     size: int
 
 
-class _Shard(NamedTuple):
-    file: StoredFile
-    samples: list[_Sample]
-    # suffix → number of other files in it
-    unused: dict[str, int]
-
-
 @dataclass(frozen=True, eq=False)
 class ShardReader(ImageReader):
     """Images inside tar files on this disk."""
@@ -75,8 +68,7 @@ class ShardReader(ImageReader):
 
     def _read(self, index: int) -> bytes:
         shard, offset, size = self.places[index].tolist()
-        file: StoredFile = self.shards[shard]
-        return file.read(offset, offset + size)
+        return self.shards[shard].read(offset, offset + size)
 
     def sizes(self) -> np.ndarray:
         return self.places[:, 2]
@@ -124,8 +116,7 @@ class RemoteShardReader(ShardReader):
 
     def _path(self, index: int) -> Path:
         shard, offset, size = self.places[index].tolist()
-        file: StoredFile = self.shards[shard]
-        return self.folder / file.digest / f"{offset}-{offset + size}"
+        return self.folder / self.shards[shard].digest / f"{offset}-{offset + size}"
 
     def _delete_oldest(self) -> None:
         """Delete the images that were used longest ago, if there are too many bytes for the cache
@@ -160,7 +151,6 @@ def find_shards(request: Request) -> SourceSplits:
         RemoteError: Object storage can't be read.
     """
     assert request.root is not None
-    cache_dir = request.cache_dir
     path = os.path.expanduser(request.root).rstrip("/")
     splits, unused = _find_splits(path)
     if not splits:
@@ -172,12 +162,12 @@ def find_shards(request: Request) -> SourceSplits:
 
     # all splits are indexed together, because they have the same classes
     paths = [path for shards in splits.values() for path in shards]
-    shards = remote.map_parallel(partial(_index_cached, cache_dir / "shards"), paths)
-    shard_at = dict(zip(paths, shards, strict=True))
-    for shard in shards:
-        unused.update(shard.unused)
+    index = partial(_index_cached, request.cache_dir / "shards")
+    shard_at = dict(zip(paths, remote.map_parallel(index, paths), strict=True))
+    for _, _, unused_files in shard_at.values():
+        unused.update(unused_files)
     labels = {
-        split: [sample.label for path in splits[split] for sample in shard_at[path].samples]
+        split: [sample.label for path in splits[split] for sample in shard_at[path][1]]
         for split in splits
     }
     class_names = sorted({label for names in labels.values() for label in names})
@@ -189,15 +179,15 @@ def find_shards(request: Request) -> SourceSplits:
 
     def load(split: str) -> ImageDataset:
         shards = [shard_at[path] for path in splits[split]]
-        files = [shard.file for shard in shards]
-        samples = [(n, sample) for n, shard in enumerate(shards) for sample in shard.samples]
+        files = [file for file, _, _ in shards]
+        samples = [(n, sample) for n, (_, each, _) in enumerate(shards) for sample in each]
         names = [f"{files[n].name}/{sample.key}" for n, sample in samples]
         places = np.array([(n, sample.offset, sample.size) for n, sample in samples])
 
         reader = ShardReader(files, names, places)
         # in object storage, images are kept when they were read
         if remote.is_remote(paths[0]):
-            reader = RemoteShardReader(files, names, places, cache_dir / "remote")
+            reader = RemoteShardReader(files, names, places, request.cache_dir / "remote")
         dataset = ImageDataset(
             name="webdataset",
             class_names=tuple(class_names),
@@ -308,8 +298,11 @@ def _count_names(pattern: str) -> int:
     return count
 
 
-def _index_cached(cache_folder: Path, path: str) -> _Shard:
-    """Read the samples of a shard, and keep them for the next time."""
+def _index_cached(
+    cache_folder: Path, path: str
+) -> tuple[StoredFile, list[_Sample], dict[str, int]]:
+    """Find a shard, its samples and the number of its other files by suffix; keep the two for the
+    next time."""
     file = remote.find_file(path)
     cached = cache_folder / f"{file.digest}.json"
     try:
@@ -321,7 +314,7 @@ def _index_cached(cache_folder: Path, path: str) -> _Shard:
         samples, unused = _index(file)
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_text(cached, json.dumps([samples, unused]))
-    return _Shard(file, samples, unused)
+    return file, samples, unused
 
 
 def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
@@ -331,6 +324,7 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
         ValueError: It is not a complete tar file, an image has no label, or a key has two images or
             labels.
     """
+    name = hide_tokens(file.path)
     # key → offset, size
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, str] = {}
@@ -361,18 +355,16 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
                 else:
                     unused += count_suffixes([member.name])
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
-        raise ValueError(f"{hide_tokens(file.path)} is not a complete tar file: {error}") from error
+        raise ValueError(f"{name} is not a complete tar file: {error}") from error
 
     if not images:
-        raise ValueError(
-            f"{hide_tokens(file.path)} holds no images; a sample is <key>.jpg and <key>.cls"
-        )
+        raise ValueError(f"{name} holds no images; a sample is <key>.jpg and <key>.cls")
     # empty labels count as missing
     for key in images:
         if not labels.get(key):
-            raise ValueError(f"{hide_tokens(file.path)} has no label {key}.cls for the image {key}")
+            raise ValueError(f"{name} has no label {key}.cls for the image {key}")
     if repeated:
-        text = f"{hide_tokens(file.path)} has two images or labels of the key {min(repeated)}"
+        text = f"{name} has two images or labels of the key {min(repeated)}"
         raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
     if without_image := len(labels.keys() - images.keys()):
         unused["labels without an image"] = without_image

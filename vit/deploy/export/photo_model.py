@@ -50,8 +50,8 @@ class PhotoModel(nn.Module):
         self.preprocess = preprocess
         self.temperature = temperature
         scale, shift = preprocess.scale_and_shift()
-        self.register_buffer("scale", scale.view(3, 1, 1))
-        self.register_buffer("shift", shift.view(3, 1, 1))
+        self.register_buffer("scale", scale)
+        self.register_buffer("shift", shift)
 
     def forward(self, images: UInt8[Tensor, "B height width 3"]) -> tuple[Tensor, ...]:
         """Compute the probabilities [B, C] of RGB images, the outputs of `model` between its logits
