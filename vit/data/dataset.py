@@ -196,12 +196,16 @@ class _JoinedReader(ImageReader):
     places: np.ndarray
 
     def image(self, index: int) -> Image.Image:
-        number, place = self.places[index].tolist()
-        return self.readers[number].image(place)
+        reader, place = self._find(index)
+        return reader.image(place)
 
     def thumbnail(self, index: int, *, side: int) -> Image.Image:
+        reader, place = self._find(index)
+        return reader.thumbnail(place, side=side)
+
+    def _find(self, index: int) -> tuple[ImageReader, int]:
         number, place = self.places[index].tolist()
-        return self.readers[number].thumbnail(place, side=side)
+        return self.readers[number], place
 
     def fetch(self, indices: Iterable[int]) -> None:
         places = self.places[list(indices)]

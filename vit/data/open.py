@@ -118,7 +118,7 @@ def open_for_model(
         # an address is saved without its token
         if data is not None and HIDDEN in str(trained_on.get("root")):
             root = root or data
-        rule_keys = [field.name for field in fields(SplitRule) if field.name in trained_on]
+        rule_keys = trained_on.keys() & {field.name for field in fields(SplitRule)}
         splits = open_named(
             trained_on["name"],
             root=root or trained_on.get("root"),

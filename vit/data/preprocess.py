@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from PIL import Image
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Interpolation = Literal["bicubic", "bilinear"]
-_RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Preprocess:
             raise ValueError(f"mean {self.mean} must be within ±1000")
         if not all(1e-6 <= value <= 1e6 for value in self.std):
             raise ValueError(f"std {self.std} must be from 1e-6 to 1e6")
-        check_choice(self.interpolation, _RESAMPLING, name="interpolation")
+        check_choice(self.interpolation, get_args(Interpolation), name="interpolation")
 
     @property
     def resize_size(self) -> tuple[int, int]:
@@ -90,7 +89,7 @@ class Preprocess:
             image = to_rgb(image)
         height, width = self.resize_size
         if image.size != (width, height):
-            resampling = _RESAMPLING[self.interpolation]
+            resampling = Image.Resampling[self.interpolation.upper()]
             image = image.resize((width, height), resampling, box=self._cover(image.size))
         return self.crop(np.asarray(image))
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -26,6 +26,7 @@ SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in name
 Root = Path | str | None
 
 
+@runtime_checkable
 class ImageReader(Protocol):
     """Decodes the images of a dataset one by one.
 

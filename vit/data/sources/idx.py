@@ -100,11 +100,10 @@ def read_idx(path: Path, *, dimensions: int) -> np.ndarray:
             is_idx = header[:4] == bytes([0, 0, 8, dimensions]) and len(shape) == dimensions
             # a byte more shows that the header is of another file
             content = file.read(math.prod(shape) + 1) if is_idx else b""
+        if not is_idx or len(content) != math.prod(shape):
+            raise ValueError(f"it does not hold unsigned bytes in {dimensions} dimensions")
     except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is not a complete idx file: {error}; download it again"
         ) from error
-    if not is_idx or len(content) != math.prod(shape):
-        text = f"is not a complete idx file of unsigned bytes in {dimensions} dimensions"
-        raise ValueError(f"{path} {text}; download it again")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)

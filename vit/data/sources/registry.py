@@ -45,9 +45,13 @@ for _source in (
 
 
 @cache
-def known_sources() -> dict[str, Source]:
-    """All kinds of data sets by name, also those that are registered later."""
+def _load_plugins() -> None:
     load_plugins("vit.register_source", register_source)
+
+
+def known_sources() -> dict[str, Source]:
+    """All kinds of data sets by name."""
+    _load_plugins()
     return _sources
 
 

@@ -67,8 +67,13 @@ class ShardReader(ImageReader):
         return read_image(io.BytesIO(self._read(index)), name=self.names[index])
 
     def _read(self, index: int) -> bytes:
+        shard, start, end = self._find(index)
+        return shard.read(start, end)
+
+    def _find(self, index: int) -> tuple[StoredFile, int, int]:
+        """Find the shard of an image, and where its bytes start and end there."""
         shard, offset, size = self.places[index].tolist()
-        return self.shards[shard].read(offset, offset + size)
+        return self.shards[shard], offset, offset + size
 
     def sizes(self) -> np.ndarray:
         return self.places[:, 2]
@@ -115,8 +120,8 @@ class RemoteShardReader(ShardReader):
         return content
 
     def _path(self, index: int) -> Path:
-        shard, offset, size = self.places[index].tolist()
-        return self.folder / self.shards[shard].digest / f"{offset}-{offset + size}"
+        shard, start, end = self._find(index)
+        return self.folder / shard.digest / f"{start}-{end}"
 
     def _delete_oldest(self) -> None:
         """Delete the images that were used longest ago, if there are too many bytes for the cache
