@@ -6,6 +6,7 @@ The operations and the ranges of their magnitudes are torchvision's.
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64, UInt8
@@ -36,8 +37,12 @@ OPERATIONS = (
 )
 
 
-# one of `OPERATIONS`, the samples of a batch that get it, and its strength from -1 to 1
-Operation = tuple[str, Int64[Tensor, " n"], float]
+class Operation(NamedTuple):
+    """One of `OPERATIONS`, the samples of a batch that get it, and its strength from -1 to 1."""
+
+    name: str
+    samples: Int64[Tensor, " n"]
+    strength: float
 
 
 def jitter_colors(images: Images, factors: Float[Tensor, "3 B"]) -> Images:
@@ -75,7 +80,7 @@ def sample_operations(rng: StatelessRandom, stream: str, magnitude: float) -> li
             is_chosen = (chosen == number) & (is_negative == (strength < 0))
             samples = torch.nonzero(is_chosen).flatten()
             if len(samples):
-                operations.append((name, samples, strength))
+                operations.append(Operation(name, samples, strength))
     return operations
 
 
