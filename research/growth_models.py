@@ -24,7 +24,7 @@ from vit.explanation.records import ImageResult
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.processes import Process
-from vit.training.distributed import wrap_model
+from vit.training.run import wrap_model
 
 # what is measured; an int that it returns is the bytes of the largest file that it wrote, a float
 # the seconds to count
@@ -135,11 +135,7 @@ def describe_tokens(side: int, folder: Path) -> Run:
 def _train_together(rank: int, world_size: int, store: str, sender: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    model = wrap_model(
-        make_model(256),
-        process=Process(rank, world_size),
-        device=torch.device("cpu"),
-    )
+    model = wrap_model(make_model(256), Process(rank, world_size))
     run = train(model, torch.randn(16 // world_size, 3, 256, 256))
     start = time.process_time()
     for _ in range(STEPS):

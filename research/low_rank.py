@@ -169,7 +169,7 @@ def train(photos: Path, weights: Path, directory: Path, *, minutes: float, seed:
         measured = measure(score_logits(logits, images.labels))
         elapsed = time.perf_counter() - started_at
         metrics.append({"val_top1": measured.top1, "elapsed_seconds": elapsed})
-        return measured.rank(plan.select_by)
+        return measured.rank(plan.settings.select_by)
 
     # the probe is the first best one
     best_rank = validate()

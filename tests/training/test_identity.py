@@ -356,7 +356,7 @@ def test_model_checkpoint_and_evaluation_name_their_run(
 def test_another_value_of_a_key_that_changes_numbers_is_another_run() -> None:
     def identify(*overrides: str) -> str:
         config = load_config(None, overrides)
-        return RunIdentity.from_config(config, data_fingerprint="0" * 64).run_id
+        return RunIdentity.from_config(config, data_fingerprint="0" * 64, conditions={}).run_id
 
     assert identify() == identify("data.workers=3")
     assert len({identify(), identify("train.seed=1"), identify("train.select_by=loss")}) == 3

@@ -23,7 +23,9 @@ def poison(run: Run, *, step: int) -> list[Tensor]:
             return output * float("nan")
         # the search for the first bad module runs when the step has been counted
         return (
-            output * float("nan") if before and run.trainer.plan.on_nonfinite == "stop" else output
+            output * float("nan")
+            if before and run.trainer.plan.settings.on_nonfinite == "stop"
+            else output
         )
 
     run.trainer.train_step.module.blocks[1].mlp.register_forward_hook(spoil)

@@ -122,6 +122,11 @@ class _Task:
         return load_config(sections, self.overrides)
 
     @property
+    def time_limit(self) -> str:
+        """The minutes, for a reason."""
+        return f"{self.minutes:g} minutes (--minutes) on this {self.device.type.upper()}"
+
+    @property
     def has_length(self) -> bool:
         """True if the user says how long to train."""
         return bool(self.user["train"].keys() & {"epochs", "max_steps"})
@@ -235,7 +240,13 @@ def choose_config(
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes {minutes} must be more than 0")
     user = _read_overrides(overrides)
-    source = _describe_source(data)
+    kind = find_kind(data)
+    source: dict[str, Any] = {"name": kind}
+    # A user's photos often are bursts, or were saved twice.
+    if kind == "folder":
+        source["group_duplicates"] = True
+    if kind != str(data):
+        source["root"] = str(data)
     # Listing the images takes no size, which is yet to be chosen.
     splits = build_dataset(load_config({"data": source | user["data"] | {"image_size": 32}}))
     images = splits.split("train")
@@ -286,18 +297,6 @@ def _read_overrides(overrides: Sequence[str]) -> Sections:
     return {name: known.get(name, {}) for name in (*Config.model_fields, *known)}
 
 
-def _describe_source(data: str | Path) -> dict[str, Any]:
-    """Return the keys of the section `data` that name the images."""
-    kind = find_kind(data)
-    source: dict[str, Any] = {"name": kind}
-    # A user's photos often are bursts, or were saved twice.
-    if kind == "folder":
-        source["group_duplicates"] = True
-    if kind != str(data):
-        source["root"] = str(data)
-    return source
-
-
 def _choose_by_speed(
     rows: Sequence[_Row],
     task: _Task,
@@ -331,8 +330,7 @@ def _choose_by_speed(
 
     config = task.load(sections)
     set_up_training(config, model)
-    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
-    length += f", {images_per_second:,.0f} images/s"
+    length = f"{task.time_limit}, {images_per_second:,.0f} images/s"
     if config.train.epochs < int(epochs):
         length = f"enough for {task.num_images:,} images; {length}, hold {epochs:,.0f}"
     return sections, model, _explain_choices(config, task, row, length)
@@ -550,7 +548,11 @@ def _plan_epochs(
         if "freeze" in task.user["model"]:
             num_frozen = config.model.freeze if isinstance(config.model.freeze, int) else 0
         if num_frozen:
-            _train_upper_blocks(sections, num_frozen)
+            # The frozen blocks' tokens are the same in each epoch. Dropping random patches takes the
+            # place of crops, and saves a third of the time.
+            sections["model"]["freeze"] = num_frozen
+            sections["augment"] = {"flip": sections["augment"]["flip"]}
+            sections["train"]["patch_drop_rates"] = [[1.0, _DROP_RATE]]
             config = task.load(sections)
             set_up_training(config, model)
             data, tokens = keep_tokens(model, replace(data, config=config), device=task.device)
@@ -560,7 +562,7 @@ def _plan_epochs(
         epochs = _FINE_TUNING_FRACTION * seconds_left * rate / task.num_images
     train = sections["train"]
     train["epochs"] = min(max(int(epochs), 1), train["epochs"])
-    length = f"{task.minutes:g} minutes (--minutes) on this {task.device.type.upper()}"
+    length = task.time_limit
     if task.has_length:
         return data, tokens, length
     if epochs < _MIN_FINE_TUNING_EPOCHS:
@@ -589,29 +591,17 @@ def _choose_num_frozen(
     Returns:
         The number of blocks, and the number of epochs that the time holds.
     """
-    num_frozen = 0
-    epochs = 0.0
     for fraction, min_epochs in _FROZEN_FRACTIONS.items():
         num_frozen = int(fraction * depth)
         share = num_frozen / depth
         # The images and their mirror images pass through the frozen blocks once.
         token_seconds = 2 / 3 * share * num_images * image_seconds
-        trained_share = 1 - share
-        if num_frozen:
-            trained_share *= _DROPPED_COST
-        epoch_seconds = trained_share * num_images * image_seconds
+        cost = _DROPPED_COST if num_frozen else 1
+        epoch_seconds = (1 - share) * cost * num_images * image_seconds
         epochs = max(seconds - token_seconds, 0.0) / epoch_seconds
         if epochs >= min_epochs:
             break
     return num_frozen, epochs
-
-
-def _train_upper_blocks(sections: Sections, num_frozen: int) -> None:
-    """Train the other blocks on the frozen blocks' tokens, which are the same in each epoch.
-    Dropping random patches takes the place of crops, and saves a third of the time."""
-    sections["model"]["freeze"] = num_frozen
-    sections["augment"] = {"flip": sections["augment"]["flip"]}
-    sections["train"]["patch_drop_rates"] = [[1.0, _DROP_RATE]]
 
 
 def _explain_choices(config: Config, task: _Task, row: _Row, length: str) -> dict[str, str]:
@@ -627,22 +617,19 @@ def _explain_choices(config: Config, task: _Task, row: _Row, length: str) -> dic
     if row.changes:
         regularisation = f"more than in the recipe for so few as {task.num_images:,} images"
     batch = f"near √(2 × {task.num_images:,} images)"
-    size_keys: tuple[str, ...] = ("data.image_size", "model.patch_size")
+    size_keys = ["data.image_size", "model.patch_size"]
     if task.pretrained_size is not None:
         batch = "as in the recipe"
         # The patches are those of the weights.
-        size_keys = ("data.image_size",)
+        size_keys = ["data.image_size"]
     size = row.reason.format(side=task.side, num_images=task.num_images)
-    regularisation_keys = ("augment.cutmix", "optimizer.weight_decay", "model.drop_path_rate")
-    chosen = {
-        "image size": (size_keys, size),
-        "length": (("train.epochs",), length),
-        "batch": (("train.batch_size",), batch),
-        "regularisation": (regularisation_keys, regularisation),
-    }
+    chosen = {"image size": (size_keys, size)}
     # No step follows the probe.
-    if is_probe_alone(config):
-        chosen = {"image size": chosen["image size"]}
+    if not is_probe_alone(config):
+        chosen["length"] = (["train.epochs"], length)
+        chosen["batch"] = (["train.batch_size"], batch)
+        keys = ["augment.cutmix", "optimizer.weight_decay", "model.drop_path_rate"]
+        chosen["regularisation"] = (keys, regularisation)
 
     choices = {
         "recipe": f"{row.recipe}; set augment.flip=none where left and right matter, as in letters"

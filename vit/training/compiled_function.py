@@ -4,14 +4,11 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from vit.runtime.arguments import first_line
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # FLOPs at one image size from which compiling for that size pays. CPU: the step gains 8 to 13 % and
 # compiling takes 32 s (2-core Zen 5), even after 6 minutes at 0.45 TFLOP/s. CUDA: assumed, 30 % and
@@ -33,7 +30,7 @@ def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) 
     return pays and any(shutil.which(compiler) for compiler in compilers)
 
 
-class CompiledFunction(Generic[P, T]):
+class CompiledFunction:
     """A function compiled by torch, or unchanged if torch can't compile it: without a C++ compiler,
     without Python's headers, or for an operation that its compiler doesn't know.
 
@@ -41,7 +38,7 @@ class CompiledFunction(Generic[P, T]):
         function: Function whose result is differentiated. Its backward pass is compiled with it.
     """
 
-    def __init__(self, function: Callable[P, T]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._original = function
         # Products of float32 matrices keep their precision on purpose.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -49,13 +46,13 @@ class CompiledFunction(Generic[P, T]):
         # have.
         self._function = torch.compile(function, dynamic=False)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+    def __call__(self, *args: Any) -> Any:
         if self._function is self._original:
-            return self._original(*args, **kwargs)
+            return self._original(*args)
         try:
             # Otherwise the backward pass is compiled when it runs, too late to do without it.
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-                return self._function(*args, **kwargs)
+                return self._function(*args)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -66,4 +63,4 @@ class CompiledFunction(Generic[P, T]):
                 "training goes on without it",
                 stacklevel=2,
             )
-            return self._original(*args, **kwargs)
+            return self._original(*args)

@@ -2,8 +2,7 @@
 nor another image of its group."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,12 +12,10 @@ from vit.evaluation.intervals import compute_clustered_interval
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.prediction.features import Features, compute_features
 from vit.prediction.probabilities import Ints
-from vit.runtime.files import write_json
 from vit.training.folds import assign_folds, number_groups
 from vit.training.linear_probe import fit_probe
 from vit.training.probe import is_probe_alone
 from vit.training.run import Run
-from vit.training.run_directory import CROSS_VALIDATION_FILE
 from vit.training.validation import build_predictor
 
 # With --folds the probe is fitted on all images.
@@ -75,10 +72,6 @@ class CrossValidation:
             f" {self.macro_f1:.1%}; always the most frequent class: {self.majority:.1%}; chance:"
             f" {self.chance:.1%}"
         )
-
-    def save(self, directory: Path) -> None:
-        """Write `cross_validation.json` into the directory of a run."""
-        write_json(directory / CROSS_VALIDATION_FILE, asdict(self))
 
 
 def check_folds(config: Config) -> None:

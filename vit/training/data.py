@@ -1,7 +1,7 @@
 """Config → the images of a run: its splits, their normalisation, and the loader of batches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -40,6 +40,7 @@ class TrainingData:
     Attributes:
         config: Configuration of the run, as it was given.
         train, validation: Images; not decoded in the pipeline "workers".
+        decode: Returns images of the run with their pixels; decoded images as they are.
         pipeline: Chosen pipeline, where `config.data.pipeline` may say "auto".
     """
 
@@ -48,6 +49,7 @@ class TrainingData:
     train: ImageDataset
     validation: ImageDataset | None
     preprocess: Preprocess
+    decode: Callable[[ImageDataset], ImageDataset]
     pipeline: Pipeline
     pipeline_reason: str
     class_balance: ClassBalance
@@ -58,10 +60,6 @@ class TrainingData:
         """The validation images with their pixels, decoded when they are first needed."""
         assert self.validation is not None
         return self.decode(self.validation)
-
-    def decode(self, dataset: ImageDataset) -> ImageDataset:
-        """Return images of the run with their pixels; decoded images as they are."""
-        return _decode(self.config, self.splits, dataset, self.preprocess)
 
 
 def build_dataset(
@@ -153,11 +151,18 @@ def build_data(
             num_images * math.prod(preprocess.resize_size) * 3, device=device
         )
 
+    decode = partial(
+        decode_dataset,
+        size=preprocess.resize_size,
+        interpolation=preprocess.interpolation,
+        cache_dir=splits.cache_dir,
+        workers=config.data.workers,
+        max_unreadable_fraction=config.data.max_unreadable_fraction,
+    )
     # Otherwise training images are decoded while training, and validation images when needed.
     if pipeline != "workers":
-        train = _decode(config, splits, train, preprocess)
-        if validation is not None:
-            validation = _decode(config, splits, validation, preprocess)
+        train = decode(train)
+        validation = decode(validation) if validation is not None else None
 
     # Pretrained weights keep the normalisation that they were trained with.
     mean = preprocess.mean
@@ -177,6 +182,7 @@ def build_data(
         train=train,
         validation=validation,
         preprocess=preprocess,
+        decode=decode,
         pipeline=pipeline,
         pipeline_reason=reason,
         class_balance=balance,
@@ -239,17 +245,4 @@ def build_train_loader(
             workers=config.data.workers,
             max_unreadable_fraction=config.data.max_unreadable_fraction,
         ),
-    )
-
-
-def _decode(
-    config: Config, splits: DatasetSplits, dataset: ImageDataset, preprocess: Preprocess
-) -> ImageDataset:
-    return decode_dataset(
-        dataset,
-        size=preprocess.resize_size,
-        interpolation=preprocess.interpolation,
-        cache_dir=splits.cache_dir,
-        workers=config.data.workers,
-        max_unreadable_fraction=config.data.max_unreadable_fraction,
     )

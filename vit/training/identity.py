@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
@@ -43,24 +43,26 @@ class RunIdentity:
 
     settings: Mapping[str, Any]
     data_fingerprint: str
-    conditions: Mapping[str, str] = field(default_factory=dict)
+    conditions: Mapping[str, str]
 
     @classmethod
     def from_config(
         cls,
         config: Config,
-        user_objects: Mapping[str, str | None] | None = None,
         *,
         data_fingerprint: str,
-        conditions: Mapping[str, str] | None = None,
+        conditions: Mapping[str, str],
+        transform: Transform | None = None,
+        model: nn.Module | None = None,
     ) -> Self:
         """Return the identity of a run.
 
         Args:
             config: Configuration of the run.
-            user_objects: Descriptions of objects passed from Python. See `describe_objects`.
             data_fingerprint: Fingerprint of the training images.
             conditions: Conditions under which the run computes.
+            transform, model: Objects passed from Python, which tell a run from others. Images have
+                a fingerprint of their own.
         """
         settings = {
             f"{section}.{key}": value
@@ -68,8 +70,14 @@ class RunIdentity:
             for key, value in values.items()
             if f"{section}.{key}" not in _NEUTRAL_KEYS
         }
-        settings |= user_objects or {}
-        return cls(settings, data_fingerprint, conditions or {})
+        description = None
+        if transform is not None:
+            # An object's address in memory is another one in each process.
+            text = re.sub(" at 0x[0-9a-f]+", "", repr(transform))
+            description = " ".join(text.split())
+        settings["the argument transform"] = description
+        settings["the argument model"] = None if model is None else type(model).__qualname__
+        return cls(settings, data_fingerprint, conditions)
 
     @cached_property
     def run_id(self) -> str:
@@ -128,17 +136,3 @@ class RunIdentity:
         if not changes:
             return None
         return f"{'; '.join(changes)}: the run goes on, but not to the same last bits"
-
-
-def describe_objects(transform: Transform | None, model: nn.Module | None) -> dict[str, str | None]:
-    """Describe objects passed from Python, which tell a run from others. Images have a fingerprint
-    of their own."""
-    description = None
-    if transform is not None:
-        # An object's address in memory is another one in each process.
-        text = re.sub(" at 0x[0-9a-f]+", "", repr(transform))
-        description = " ".join(text.split())
-    return {
-        "the argument transform": description,
-        "the argument model": None if model is None else type(model).__qualname__,
-    }

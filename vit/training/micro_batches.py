@@ -46,26 +46,16 @@ def choose_grad_accum_steps(
     Raises:
         torch.OutOfMemoryError: One image doesn't fit.
     """
-    if device.type != "cpu":
-        return _fit_memory(model, batch_size, image_size, device, precision)
-    if not isinstance(model, VisionTransformer):
-        return 1
-    patch_height, patch_width = model.patch_embed.patch_size
-    tokens = (image_size[0] // patch_height) * (image_size[1] // patch_width)
-    widths = [m.out_features for m in model.blocks[0].modules() if isinstance(m, nn.Linear)]
-    image_bytes = _BYTES_PER_VALUE * tokens * max(widths)
-    micro_batch_size = max(_CACHE_BYTES * torch.get_num_threads() // image_bytes, 1)
-    return -(-batch_size // micro_batch_size)
+    if device.type == "cpu":
+        if not isinstance(model, VisionTransformer):
+            return 1
+        patch_height, patch_width = model.patch_embed.patch_size
+        tokens = (image_size[0] // patch_height) * (image_size[1] // patch_width)
+        widths = [m.out_features for m in model.blocks[0].modules() if isinstance(m, nn.Linear)]
+        image_bytes = _BYTES_PER_VALUE * tokens * max(widths)
+        micro_batch_size = max(_CACHE_BYTES * torch.get_num_threads() // image_bytes, 1)
+        return -(-batch_size // micro_batch_size)
 
-
-def _fit_memory(
-    model: nn.Module,
-    batch_size: int,
-    image_size: tuple[int, int],
-    device: torch.device,
-    precision: Precision,
-) -> int:
-    """`choose_grad_accum_steps` on a GPU."""
     measure = partial(_measure_peak_bytes, model, image_size, device, precision)
     num_images = min(_MEASURED_IMAGES, batch_size)
     half = num_images // 2

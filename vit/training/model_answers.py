@@ -4,7 +4,6 @@ thresholds of prediction sets, a temperature, and features by which unusual imag
 import copy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -41,8 +40,16 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
     # A copy of the run's own module takes the best weights, so that none is built again.
     bundle = load_bundle(path, model=copy.deepcopy(train_step.module), device=train_step.device)
     probabilities = np.zeros(0)
-    if run.held_aside is not None:
-        probabilities = run.held_aside.probabilities
+    temperature = None
+    if run.trainer.validator is not None:
+        held_aside = run.trainer.validator.held_aside
+        probabilities = held_aside.probabilities
+        # Each image at an epoch that it did not choose.
+        validation = run.data.decoded_validation
+        indices = held_aside.indices
+        temperature = cross_fit_temperature(
+            held_aside.logits, validation.labels[indices], validation.digests[indices]
+        )
     thresholds = {}
     for coverage in LEVELS:
         threshold = find_threshold(probabilities, coverage=coverage)
@@ -69,7 +76,8 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
         conformal["num_distances"] = len(likeness.distances)
         conformal["training_images"] = training_images
     if process.is_main:
-        values = {"conformal": conformal, "out_of_fold_temperature": _fit_temperature(run)}
+        out_of_fold = None if temperature is None else asdict(temperature)
+        values = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
         update_metadata(path, values, likeness=likeness)
     process.wait()
 
@@ -86,18 +94,6 @@ def _find_probed_features(run: Run, bundle: Bundle) -> Float[np.ndarray, "n D"] 
     predictor = build_predictor(run.data, model, device=run.trainer.train_step.device)
     features = compute_features(predictor, run.data.train, cache_dir=run.data.splits.cache_dir)
     return features[len(model.blocks), model.global_pool].numpy()
-
-
-def _fit_temperature(run: Run) -> dict[str, Any] | None:
-    """Fit a temperature on the validation images, each at an epoch that it did not choose."""
-    if run.held_aside is None:
-        return None
-    validation = run.data.decoded_validation
-    indices = run.held_aside.indices
-    fit = cross_fit_temperature(
-        run.held_aside.logits, validation.labels[indices], validation.digests[indices]
-    )
-    return None if fit is None else asdict(fit)
 
 
 def compute_likeness(

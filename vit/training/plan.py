@@ -9,6 +9,8 @@ from pydantic import ConfigDict, Field, NonNegativeInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from vit.config import TrainConfig
+
 SelectBy = Literal["top1", "macro_f1", "loss"]
 
 # Fraction of a step's time that is proportional to the patches that are kept, measured with
@@ -21,41 +23,24 @@ class TrainingPlan:
     """How long a run is, and what happens when.
 
     Args:
+        settings: Settings of the training loop. What follows is computed from them.
         epochs: Epochs; the last one may be cut short by `total_steps`.
         steps_per_epoch: Batches of an epoch.
         total_steps: Step after which the run ends.
-        seed: Seed of all random numbers.
         batch_size: Images of a step, over all processes.
-        evaluate_every_epochs: Epochs from one evaluation to the next; the last step has one, too.
-        checkpoint_every_steps: Steps from one checkpoint to the next, in addition to the checkpoint
-            after each evaluation.
         image_sizes: Pairs (end, (height, width)), where `end` is a fraction of the run; empty for
             the data's own size.
-        patch_drop_rates: Pairs (end, fraction of the patches that are dropped).
         mix_until: Fraction of the run after which mixup and cutmix stop.
-        on_nonfinite: "stop" or "skip" after a step that is not finite.
-        select_by: Measure of the best model, on the validation images.
-        max_seconds: Time limit of the loop. If it is too slow, fewer steps are run.
-        early_stopping_patience: Evaluations without a better model after which the run ends; None
-            for no end before `total_steps`.
-        timeout_seconds: Seconds without an answer after which another process counts as lost.
     """
 
+    settings: TrainConfig
+    _: dataclasses.KW_ONLY
     epochs: int
     steps_per_epoch: int
     total_steps: int
-    seed: int
     batch_size: int
-    evaluate_every_epochs: int = 1
-    checkpoint_every_steps: int | None = None
     image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()
-    patch_drop_rates: tuple[tuple[float, float], ...] = ()
     mix_until: float = 1.0
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    select_by: SelectBy = "top1"
-    max_seconds: float | None = None
-    early_stopping_patience: int | None = None
-    timeout_seconds: float = 600
 
     def with_steps(self, total_steps: int) -> Self:
         """Return the plan with another length."""
@@ -70,8 +55,8 @@ class TrainingPlan:
 
     def patch_drop_rate(self, epoch: int) -> float:
         """Return the fraction of the patches that the steps of epoch number `epoch` drop."""
-        rates = (rate for until, rate in self.patch_drop_rates if epoch < until * self.epochs)
-        return next(rates, 0.0)
+        rates = self.settings.patch_drop_rates or ()
+        return next((rate for until, rate in rates if epoch < until * self.epochs), 0.0)
 
     def count_full_steps(self, image_size: tuple[int, int]) -> float:
         """Return the number of steps with whole images of `image_size` that take the time of the
@@ -143,7 +128,7 @@ class Progress:
 
     def is_done(self, plan: TrainingPlan) -> bool:
         """Return whether nothing is left to do."""
-        patience = plan.early_stopping_patience
+        patience = plan.settings.early_stopping_patience
         has_stopped = patience is not None and self.evaluations_since_best >= patience
         return self.step >= plan.total_steps or has_stopped
 

@@ -49,11 +49,10 @@ def summarize_run(run: Run) -> dict[str, str]:
     num_steps = plan.steps_per_epoch
 
     images = f"{len(data.train):,} training"
+    num_unreadable = len(data.train.unreadable)
     if data.validation is not None:
         images += f", {len(data.validation):,} validation"
-    decoded = [dataset for dataset in (data.train, data.validation) if dataset is not None]
-    num_unreadable = sum(len(dataset.unreadable) for dataset in decoded)
-
+        num_unreadable += len(data.validation.unreadable)
     num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
     device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
     compiled = "compiled" if train_step.compile else "not compiled"

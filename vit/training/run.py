@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
 from vit.data.loader import TrainLoader
@@ -30,8 +31,7 @@ from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
 from vit.training.compiled_function import should_compile
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
-from vit.training.distributed import wrap_model
-from vit.training.identity import RunIdentity, describe_objects
+from vit.training.identity import RunIdentity
 from vit.training.micro_batches import choose_grad_accum_steps
 from vit.training.model import build_model, check_user_model
 from vit.training.model_writer import BundleWriter
@@ -51,6 +51,10 @@ from vit.training.tokens import keep_tokens
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
 from vit.training.validation import HeldAside, ImageValidator
+
+# Buckets of gradients; each is exchanged as soon as it is full. The largest size is torch's own.
+_MIN_BUCKETS = 8
+_MAX_BUCKET_MB = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,6 @@ class Run:
         config: Configuration with the pipeline that was chosen. Whoever resumes the run takes the
             same pipeline, whatever memory is free then.
         image_loader: Loader of pictures, where the batches of the trainer hold tokens.
-        held_aside: None without validation images.
         probe: Probe that the model starts from, if it was fitted for this run now.
         uncut_model: See `RunParts`.
     """
@@ -98,9 +101,8 @@ class Run:
     data: TrainingData
     trainer: Trainer
     image_loader: TrainLoader
-    held_aside: HeldAside | None
-    probe: FittedProbe | None = None
-    uncut_model: nn.Module | None = None
+    probe: FittedProbe | None
+    uncut_model: nn.Module | None
 
 
 def build_run(
@@ -109,7 +111,7 @@ def build_run(
     directory: Path,
     process: Process,
     device_name: str,
-    parts: RunParts | None = None,
+    parts: RunParts = RunParts(),
     observers: Sequence[Observer] | None = None,
     resume: bool = False,
 ) -> Run:
@@ -128,7 +130,6 @@ def build_run(
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
     keep_freed_memory()
 
-    parts = parts or RunParts()
     model, data = _build_model_and_data(config, parts, device)
     probe = parts.probe
     uncut_model = parts.uncut_model
@@ -148,21 +149,23 @@ def build_run(
     plan = build_plan(
         config, model, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size
     )
+    class_weights = None
+    if data.class_balance == "weights":
+        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
+        class_weights = torch.from_numpy(weights).to(device)
     train_step = build_train_step(
         config,
         model,
         plan=plan,
         process=process,
         device=device,
-        class_weights=_build_class_weights(data, device),
+        class_weights=class_weights,
         compile=choose_compile(config, model, plan, device),
     )
 
     validator = None
-    held_aside = None
     if data.validation is not None:
-        held_aside = HeldAside(config.train.select_by)
-        validator = ImageValidator(data, device, held_aside)
+        validator = ImageValidator(data, device, HeldAside(config.train.select_by))
     writer = BackgroundWriter()
     if observers is None:
         tensorboard = TensorBoard(directory, image_loader, validator)
@@ -170,7 +173,17 @@ def build_run(
 
     section = config.data.model_copy(update={"pipeline": data.pipeline})
     config = config.model_copy(update={"data": section})
-    identity = _identify(config, parts, data, train_step)
+    identity = RunIdentity.from_config(
+        config,
+        data_fingerprint=data.train.fingerprint,
+        conditions={
+            "the kind of device": device.type,
+            "the precision": train_step.precision,
+            "torch's version": str(torch.__version__),
+        },
+        transform=parts.transform,
+        model=parts.user_model,
+    )
     trainer = Trainer(
         train_step=train_step,
         plan=plan,
@@ -184,7 +197,7 @@ def build_run(
         writer=writer,
         keeps_first_model=uses_probe(config),
     )
-    return Run(config, data, trainer, image_loader, held_aside, probe, uncut_model)
+    return Run(config, data, trainer, image_loader, probe, uncut_model)
 
 
 def _build_model_and_data(
@@ -220,28 +233,6 @@ def _start_from_probe(
     return build_probed_model(config, model, probe.probe), probe
 
 
-def _build_class_weights(data: TrainingData, device: torch.device) -> Float[Tensor, " C"] | None:
-    if data.class_balance != "weights":
-        return None
-    weights = compute_class_weights(data.train.labels, len(data.train.class_names))
-    return torch.from_numpy(weights).to(device)
-
-
-def _identify(
-    config: Config, parts: RunParts, data: TrainingData, train_step: TrainStep
-) -> RunIdentity:
-    return RunIdentity.from_config(
-        config,
-        describe_objects(parts.transform, parts.user_model),
-        data_fingerprint=data.train.fingerprint,
-        conditions={
-            "the kind of device": train_step.device.type,
-            "the precision": train_step.precision,
-            "torch's version": str(torch.__version__),
-        },
-    )
-
-
 def build_plan(
     config: Config, model: nn.Module, *, steps_per_epoch: int, batch_size: int
 ) -> TrainingPlan:
@@ -261,23 +252,15 @@ def build_plan(
     if isinstance(model, VisionTransformer):
         patch_size = model.patch_embed.patch_size
     return TrainingPlan(
+        train,
         epochs=train.epochs,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
-        seed=train.seed,
         batch_size=batch_size,
-        evaluate_every_epochs=train.evaluate_every_epochs,
-        checkpoint_every_steps=train.checkpoint_every_steps,
         image_sizes=resolve_image_sizes(
             train.image_sizes, image_size=config.data.image_size, patch_size=patch_size
         ),
-        patch_drop_rates=tuple(train.patch_drop_rates or ()),
         mix_until=config.augment.mix_until,
-        on_nonfinite=train.on_nonfinite,
-        select_by=train.select_by,
-        max_seconds=None if train.max_minutes is None else 60 * train.max_minutes,
-        early_stopping_patience=train.early_stopping_patience,
-        timeout_seconds=train.timeout_seconds,
     )
 
 
@@ -305,7 +288,7 @@ def build_train_step(
     """
     train = config.train
     precision = choose_precision(train.precision, device)
-    parallel_model = wrap_model(model, process=process, device=device)
+    parallel_model = wrap_model(model.to(device), process)
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -354,6 +337,18 @@ def build_train_step(
         compile=compile,
         threads=threads,
     )
+
+
+def wrap_model(model: nn.Module, process: Process) -> nn.Module:
+    """In a run of several processes, average the model's gradients over them. The gradients of the
+    last layers are exchanged during the backward pass of the first."""
+    if process.world_size == 1:
+        return model
+    num_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+    # One bucket of torch's size would hold a small model whole, and its exchange would begin only
+    # when the backward pass has ended.
+    bucket_mb = min(max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0), _MAX_BUCKET_MB)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
 
 
 def choose_compile(

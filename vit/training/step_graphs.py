@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,14 +54,6 @@ class StepGraph:
         self._graph.replay()
         # The next replay overwrites the results.
         return self._result._make([value.clone() for value in self._result])
-
-
-class _Seconds(NamedTuple):
-    """Seconds of a step until the host has started all kernels, and until the device has run
-    them."""
-
-    launch: float
-    total: float
 
 
 @dataclass
@@ -114,9 +106,8 @@ class StepGraphs:
             return self._run(images, targets)
 
         if kind.eager_seconds is None:
-            result, seconds = self._measure(self._run, images, targets)
-            kind.eager_seconds = seconds.total
-            kind.stays_eager = seconds.launch < _LAUNCH_FRACTION * seconds.total
+            result, launch_seconds, kind.eager_seconds = self._measure(self._run, images, targets)
+            kind.stays_eager = launch_seconds < _LAUNCH_FRACTION * kind.eager_seconds
             return result
 
         if kind.graph is None:
@@ -124,8 +115,8 @@ class StepGraphs:
             return self._capture(kind, images, targets)
 
         if kind.num_steps == _WARM_UP_STEPS + 3:
-            result, seconds = self._measure(kind.graph.replay, images, targets)
-            if seconds.total >= kind.eager_seconds:
+            result, _, seconds = self._measure(kind.graph.replay, images, targets)
+            if seconds >= kind.eager_seconds:
                 kind.graph = None
                 kind.stays_eager = True
             return result
@@ -149,14 +140,15 @@ class StepGraphs:
         torch.manual_seed(torch.initial_seed())
         return self._run(images, targets)
 
-    def _measure(self, run: RunStep, images: Tensor, targets: Tensor) -> tuple[Any, _Seconds]:
-        """Return the result of a step and its time, for which the host waits."""
+    def _measure(self, run: RunStep, images: Tensor, targets: Tensor) -> tuple[Any, float, float]:
+        """Return the result of a step, and the seconds until the host has started all kernels and
+        until the device has run them. The host waits for it."""
         torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         result = run(images, targets)
         launched = time.perf_counter()
         torch.cuda.synchronize(self._device)
-        return result, _Seconds(launched - start, time.perf_counter() - start)
+        return result, launched - start, time.perf_counter() - start
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from vit.data.workers import Transform
 from vit.model.model_file import MODEL_FILE
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console
-from vit.runtime.files import expand_home, write_text
+from vit.runtime.files import expand_home, write_json, write_text
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config, find_device
 from vit.training.cross_validation import OVERRIDES, check_folds, cross_validate_run
@@ -34,7 +34,11 @@ from vit.training.print_plan import print_plan
 from vit.training.recipe import ConfigLike, find_recipe, names_images
 from vit.training.result import TrainingResult
 from vit.training.run import Run, RunParts, build_run
-from vit.training.run_directory import CONFIG_FILE, open_run_directory
+from vit.training.run_directory import (
+    CONFIG_FILE,
+    CROSS_VALIDATION_FILE,
+    open_run_directory,
+)
 from vit.training.tensorboard import save_first_images
 from vit.training.timing import time_steps
 
@@ -171,7 +175,9 @@ def train(
             trainer.observers += callbacks
         is_resumed = resume and trainer.resume()
         if process.is_main and not dry_run and not is_resumed:
-            _save_start(run, directory)
+            write_text(directory / CONFIG_FILE, dump_config(run.config))
+            if run.probe is not None and run.probe.curve is not None:
+                run.probe.curve.save(directory)
         if show_plan and dry_run:
             choices["estimate"] = _estimate_time(run)
         if show_plan and process.is_main:
@@ -185,7 +191,7 @@ def train(
         if folds is not None:
             cross_validation = cross_validate_run(run, num_folds=folds)
             if process.is_main:
-                cross_validation.save(directory)
+                write_json(directory / CROSS_VALIDATION_FILE, asdict(cross_validation))
                 build_console(stderr=True).print(cross_validation.describe(), soft_wrap=True)
 
     return TrainingResult(
@@ -199,12 +205,7 @@ def train(
 
 
 def _check_arguments(
-    config: Any,
-    output: Any,
-    overrides: Any,
-    transform: Any,
-    model: Any,
-    callbacks: Any,
+    config: Any, output: Any, overrides: Any, transform: Any, model: Any, callbacks: Any
 ) -> None:
     """Raise ValueError for an argument of another kind."""
     if config is not None:
@@ -246,13 +247,6 @@ def _check_directory(directory: Path, source: ConfigLike | None, config: Config 
     root = source if config is None else config.data.root
     if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
         check_not_inside(directory, Path(root).expanduser())
-
-
-def _save_start(run: Run, directory: Path) -> None:
-    """Write what is known before the first step: the configuration, and the learning curve."""
-    write_text(directory / CONFIG_FILE, dump_config(run.config))
-    if run.probe is not None and run.probe.curve is not None:
-        run.probe.curve.save(directory)
 
 
 def _estimate_time(run: Run) -> str:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,7 @@ class TrainStep:
             self._values = _floating_values(self.module)
             self._average_values = _floating_values(self.average)
 
-        self._forward = self._compute_loss
+        self._forward: Callable[..., Any] = self._compute_loss
         if self.compile:
             self._forward = CompiledFunction(self._compute_loss)
 

@@ -99,7 +99,7 @@ class Trainer:
             ValueError: A loss or gradient is not finite, and the plan says to stop there.
         """
         self._started_at = time.perf_counter() - self.progress.elapsed_seconds
-        self.process.set_timeout(self.plan.timeout_seconds)
+        self.process.set_timeout(self.plan.settings.timeout_seconds)
         with stop_on_signals(self._request_stop):
             try:
                 self._notify(
@@ -152,11 +152,11 @@ class Trainer:
                 f" {validation.macro_f1:.2%}; kept until a better model is found  {seconds:.0f} s"
             )
         best = validation
-        if best is not None and self.plan.select_by != "loss":
+        if best is not None and self.plan.settings.select_by != "loss":
             # If a trained model is equally accurate it replaces the probe: with few images, and
             # with a loss that label smoothing has raised, the two can't be told apart.
             best = best._replace(loss=math.inf)
-        self.progress.record_best(best, select_by=self.plan.select_by)
+        self.progress.record_best(best, select_by=self.plan.settings.select_by)
         self.model_writer.write(model)
         self._save()
 
@@ -165,7 +165,7 @@ class Trainer:
         progress = self.progress
         plan = self.plan
         self.train_step.model.train()
-        if plan.patch_drop_rates:
+        if plan.settings.patch_drop_rates:
             # Only our models have it, as was checked when the run was built.
             model = cast(Any, self.train_step.module)
             model.patch_drop_rate = plan.patch_drop_rate(progress.epoch)
@@ -174,7 +174,7 @@ class Trainer:
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
         for batch in self._batches(start_step=progress.step_in_epoch):
             self._fit_length()
-            seed_step(plan.seed, progress.step, self.process.rank)
+            seed_step(plan.settings.seed, progress.step, self.process.rank)
             result = self.train_step(batch.images, batch.targets)
 
             progress.step += 1
@@ -203,11 +203,12 @@ class Trainer:
         step = self.progress.step
         started_at, start_step = self._speed_start
         is_due = step % max(full_plan.total_steps // _NUM_SPEED_CHECKS, 1) == 0
-        if full_plan.max_seconds is None or not is_due or step == start_step:
+        max_minutes = full_plan.settings.max_minutes
+        if max_minutes is None or not is_due or step == start_step:
             return
         now = time.perf_counter()
         step_seconds = (now - started_at) / (step - start_step)
-        seconds_left = full_plan.max_seconds - (now - self._started_at)
+        seconds_left = 60 * max_minutes - (now - self._started_at)
         total_steps = step + max(int(seconds_left / step_seconds), 1)
         total_steps = self.process.broadcast(min(total_steps, full_plan.total_steps))
         change = abs(total_steps - self.plan.total_steps) / self.plan.total_steps
@@ -215,7 +216,7 @@ class Trainer:
             self._set_length(total_steps)
             self._message(
                 f"{total_steps} of {full_plan.total_steps} steps fit in the"
-                f" {full_plan.max_seconds / 60:.2g} minutes of train.max_minutes"
+                f" {max_minutes:.2g} minutes of train.max_minutes"
             )
             self._save()
 
@@ -234,7 +235,7 @@ class Trainer:
         self._check_finite()
 
         is_last = progress.step >= plan.total_steps
-        is_due = is_last or (progress.epoch + 1) % plan.evaluate_every_epochs == 0
+        is_due = is_last or (progress.epoch + 1) % plan.settings.evaluate_every_epochs == 0
         model = self.train_step.averaged_model.eval()
         validation = None
         if is_due and self.validator is not None:
@@ -256,12 +257,12 @@ class Trainer:
         image_size = plan.image_size(progress.epoch)
         if image_size is not None:
             metrics["train_image_height"], metrics["train_image_width"] = image_size
-        if is_due and progress.record_best(validation, select_by=plan.select_by):
+        if is_due and progress.record_best(validation, select_by=plan.settings.select_by):
             self.model_writer.write(model)
         self._notify(lambda observer: observer.on_epoch(metrics, model))
         if progress.is_done(plan) and not is_last:
             self._message(
-                f"stopped early: {plan.select_by.replace('_', ' ')} was best at step"
+                f"stopped early: {plan.settings.select_by.replace('_', ' ')} was best at step"
                 f" {progress.best_step}, {progress.evaluations_since_best} evaluations ago"
             )
 
@@ -282,7 +283,7 @@ class Trainer:
         )
 
     def _is_checkpoint_due(self) -> bool:
-        every = self.plan.checkpoint_every_steps
+        every = self.plan.settings.checkpoint_every_steps
         return every is not None and self.progress.step % every == 0
 
     def _save(self) -> None:
@@ -415,7 +416,7 @@ class Trainer:
         for step, is_finite in zip(steps, flags, strict=True):
             if is_finite:
                 continue
-            if self.plan.on_nonfinite == "stop":
+            if self.plan.settings.on_nonfinite == "stop":
                 raise ValueError(self._diagnose(step))
             self._message(f"step {step}: loss or gradient not finite; skipped")
 
@@ -424,7 +425,7 @@ class Trainer:
         steps_ago = self.progress.step - step
         start_step = self.progress.step_in_epoch - steps_ago - 1
         batch = next(self._batches(start_step=start_step))
-        seed_step(self.plan.seed, step - 1, self.process.rank)
+        seed_step(self.plan.settings.seed, step - 1, self.process.rank)
         with autocast(self.train_step.device, self.train_step.precision):
             module = find_nonfinite(self.train_step.module, batch.images, batch.targets)
 
