@@ -135,11 +135,9 @@ def add_likeness(content: ModelFile, bundle: Bundle, *, root: Path) -> ModelFile
     """The content with features of training images, so many as the file has room for."""
     config = load_config(bundle.config, [f"data.root={root}"])
     data = build_data(config, build_dataset(config), device=torch.device("cpu"))
-    likeness, training_images, problem = compute_likeness(
+    likeness, training_images = compute_likeness(
         data, bundle, max_training_features=NUM_TRAINING_FEATURES
     )
-    if likeness is None:
-        raise SystemExit(f"no features of training images: {problem}")
     conformal = {
         **content.metadata["conformal"],
         "num_training_features": len(likeness.training_features),

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +90,9 @@ class _Task:
         is_grey: True for images of at most `_MAX_SMALL_SIDE` pixels without colours.
         pretrained_size: Image size of the weights to start from, pixels; None without any.
         overrides: `key.path=value` of the user.
+        user: The same, by section and key.
+        source: Keys of the section `data` that name the images.
+        started_at: When the minutes began, by `time.perf_counter`.
     """
 
     num_images: int
@@ -101,11 +103,9 @@ class _Task:
     minutes: float
     pretrained_size: tuple[int, int] | None
     overrides: Sequence[str]
-
-    @cached_property
-    def user(self) -> Sections:
-        """The keys that the user sets."""
-        return _read_overrides(self.overrides)
+    user: Sections
+    source: Mapping[str, Any]
+    started_at: float
 
     @property
     def is_small(self) -> bool:
@@ -268,18 +268,21 @@ def choose_config(
         minutes=minutes or DEFAULT_MINUTES[device.type],
         pretrained_size=None if loaded is None else loaded.patch_embed.img_size,
         overrides=overrides,
+        user=user,
+        source=source,
+        started_at=started_at,
     )
     rows = [row for row in _ROWS if row.condition(task)]
     if loaded is not None:
-        sections = _adapt_recipe(rows[0], task, source)
+        sections = _adapt_recipe(rows[0], task)
         config = task.load(sections)
         # A probe takes all processes of a run, and the others wait for this choice.
         if uses_probe(config) and current_process().world_size == 1:
             resize_model(config, loaded)
             decoded = build_data(config, splits, device=device, pretrained=pretrained)
             loaded.to(device)
-            return _choose_fine_tuning(rows[0], sections, task, decoded, loaded, started_at)
-    sections, model, reasons = _choose_by_speed(rows, task, source, loaded, started_at)
+            return _choose_fine_tuning(rows[0], sections, task, decoded, loaded)
+    sections, model, reasons = _choose_by_speed(rows, task, loaded)
     parts = RunParts(splits=splits, model=model, pretrained=pretrained)
     return Choice(task.load(sections), reasons, parts)
 
@@ -298,11 +301,7 @@ def _read_overrides(overrides: Sequence[str]) -> Sections:
 
 
 def _choose_by_speed(
-    rows: Sequence[_Row],
-    task: _Task,
-    source: dict[str, Any],
-    loaded: VisionTransformer | None,
-    started_at: float,
+    rows: Sequence[_Row], task: _Task, loaded: VisionTransformer | None
 ) -> tuple[Sections, VisionTransformer, dict[str, str]]:
     """Choose the first row whose epochs fit into the minutes, or the last one.
 
@@ -310,7 +309,7 @@ def _choose_by_speed(
         The sections of the configuration, the model whose speed was measured, and the reasons.
     """
     for row in rows:
-        sections = _adapt_recipe(row, task, source)
+        sections = _adapt_recipe(row, task)
         config = task.load(sections)
         if loaded is not None:
             model = loaded
@@ -324,7 +323,7 @@ def _choose_by_speed(
             break
     _set_length(sections, task, epochs)
     if not task.has_length:
-        minutes_left = task.minutes - (time.perf_counter() - started_at) / 60
+        minutes_left = task.minutes - (time.perf_counter() - task.started_at) / 60
         minutes_left = max(minutes_left, _TRAINING_FRACTION * task.minutes)
         sections["train"]["max_minutes"] = float(f"{minutes_left:.3g}")
 
@@ -336,7 +335,7 @@ def _choose_by_speed(
     return sections, model, _explain_choices(config, task, row, length)
 
 
-def _adapt_recipe(row: _Row, task: _Task, source: dict[str, Any]) -> Sections:
+def _adapt_recipe(row: _Row, task: _Task) -> Sections:
     """Return the row's recipe, with a size, patch, batch and regularisation that fit the images and
     what the user sets."""
     sections: Sections = read_sections(find_recipe(row.recipe))
@@ -359,7 +358,7 @@ def _adapt_recipe(row: _Row, task: _Task, source: dict[str, Any]) -> Sections:
         train["batch_size"] = min(max(near_a_tenth, 8), train["batch_size"])
         # The weights have a crop of their own.
         del data["crop_pct"]
-        data |= source
+        data |= task.source
         return sections
 
     # The power of two near √(2n), as in the recipes: 32 for 576 images, 256 for 45,000. Four times
@@ -376,7 +375,7 @@ def _adapt_recipe(row: _Row, task: _Task, source: dict[str, Any]) -> Sections:
     smallest = min((fraction for _, fraction in train.get("image_sizes") or ()), default=1)
     if smallest * min(as_pair(data["image_size"], name="data.image_size")) < _MIN_REDUCED_SIDE:
         train["image_sizes"] = None
-    data |= source
+    data |= task.source
     return sections
 
 
@@ -448,12 +447,7 @@ def _set_length(sections: Sections, task: _Task, epochs: float) -> None:
 
 
 def _choose_fine_tuning(
-    row: _Row,
-    sections: Sections,
-    task: _Task,
-    data: TrainingData,
-    model: VisionTransformer,
-    started_at: float,
+    row: _Row, sections: Sections, task: _Task, data: TrainingData, model: VisionTransformer
 ) -> Choice:
     """Fit a probe, and train as many of its blocks, for as long, as the rest of the minutes allows.
 
@@ -463,7 +457,6 @@ def _choose_fine_tuning(
         task: The images, the device and the minutes.
         data: The images.
         model: The model with the pretrained weights.
-        started_at: When the minutes began, by `time.perf_counter`.
     """
     device = task.device
     forward_rate = measure_forward_rate(model, device=device)
@@ -492,7 +485,7 @@ def _choose_fine_tuning(
         # With few validation images the best of many models would be best by chance.
         num_evaluations = max(num_validation // _IMAGES_AN_EVALUATION, 1)
         num_passed = num_described + num_evaluations * num_validation
-        deadline = started_at + 60 * task.minutes - num_passed / forward_rate
+        deadline = task.started_at + 60 * task.minutes - num_passed / forward_rate
         data, tokens, length = _plan_epochs(sections, task, data, probed, forward_rate, deadline)
         train = sections["train"]
         train["evaluate_every_epochs"] = math.ceil(train["epochs"] / num_evaluations)

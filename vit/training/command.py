@@ -3,22 +3,19 @@
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import typer
 
 from vit.runtime.command import Command
 from vit.runtime.plugins import list_plugins
 
-if TYPE_CHECKING:
-    from vit.training.result import TrainingResult
-
 # EX_TEMPFAIL: stopped by a signal, or another process was lost; a scheduler may start the run again
 REQUEUE = 75
 
 
 def train(
-    start: "partial[TrainingResult]",
+    start: partial[Any],
     config: str | None = None,
     overrides: list[str] | None = None,
     *,

@@ -26,9 +26,20 @@ def assign_folds(
         num_folds: Folds at most; there are fewer where a class has fewer images or groups. The only
             image of a class is never left out. If a class has one group, no image is left out.
     """
-    if groups is not None:
-        return _assign_groups(labels, groups, num_folds=num_folds)
     folds = np.full(len(labels), -1, dtype=np.int64)
+    if groups is not None:
+        # scikit-learn takes a second to import
+        from sklearn.model_selection import StratifiedGroupKFold
+
+        clusters = number_groups(groups, len(labels))
+        groups_a_class = [len(set(clusters[labels == label])) for label in np.unique(labels)]
+        num_folds = min(num_folds, *groups_a_class)
+        if num_folds > 1:
+            splitter = StratifiedGroupKFold(num_folds, shuffle=True, random_state=0)
+            for fold, (_, out) in enumerate(splitter.split(clusters, labels, clusters)):
+                folds[out] = fold
+        return folds
+
     counts = np.bincount(labels)
     several = counts[counts > 1]
     if not len(several):
@@ -41,24 +52,6 @@ def assign_folds(
         # Each class begins where the one before ended, so that all folds have the same size.
         folds[indices] = (start + np.arange(len(indices))) % num_folds
         start += len(indices)
-    return folds
-
-
-def _assign_groups(
-    labels: Int[np.ndarray, " n"], groups: Sequence[str], *, num_folds: int
-) -> NDArray[np.int64]:
-    # scikit-learn takes a second to import
-    from sklearn.model_selection import StratifiedGroupKFold
-
-    clusters = number_groups(groups, len(labels))
-    groups_a_class = [len(set(clusters[labels == label])) for label in np.unique(labels)]
-    num_folds = min(num_folds, *groups_a_class)
-    folds = np.full(len(labels), -1, dtype=np.int64)
-    if num_folds < 2:
-        return folds
-    splitter = StratifiedGroupKFold(num_folds, shuffle=True, random_state=0)
-    for fold, (_, out) in enumerate(splitter.split(clusters, labels, clusters)):
-        folds[out] = fold
     return folds
 
 

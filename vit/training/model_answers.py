@@ -57,24 +57,24 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
             thresholds[str(coverage)] = threshold
 
     # A run that has ended must not fail because of them.
+    conformal: dict[str, object] = {
+        "num_images": len(probabilities),
+        "thresholds": thresholds,
+        "no_likeness": "",
+    }
+    likeness = None
     try:
-        likeness, training_images, problem = compute_likeness(
+        likeness, training_images = compute_likeness(
             run.data,
             bundle,
             max_training_features=run.config.train.max_training_features,
             probed_features=_find_probed_features(run, bundle),
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        likeness, training_images, problem = None, [], first_line(error)
-    conformal: dict[str, object] = {
-        "num_images": len(probabilities),
-        "thresholds": thresholds,
-        "no_likeness": problem,
-    }
-    if likeness is not None:
         conformal["num_training_features"] = len(likeness.training_features)
         conformal["num_distances"] = len(likeness.distances)
         conformal["training_images"] = training_images
+    except (OSError, ValueError, RuntimeError) as error:
+        conformal["no_likeness"] = first_line(error)
     if process.is_main:
         out_of_fold = None if temperature is None else asdict(temperature)
         values = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
@@ -102,7 +102,7 @@ def compute_likeness(
     *,
     max_training_features: int,
     probed_features: Float[np.ndarray, "n D"] | None = None,
-) -> tuple[Likeness | None, list[tuple[str, int]], str]:
+) -> tuple[Likeness, list[tuple[str, int]]]:
     """Compute the features by which unusual images and the nearest training images are found.
 
     Args:
@@ -114,16 +114,19 @@ def compute_likeness(
             them. None: they are computed.
 
     Returns:
-        The features, with the name and the class of each training image; or None with the reason.
+        The features, with the name and the class of each training image.
+
+    Raises:
+        ValueError: There are none; the message is the reason.
     """
     if not max_training_features:
-        return None, [], "train.max_training_features is 0"
+        raise ValueError("train.max_training_features is 0")
     if data.validation is None:
-        return None, [], "there are no validation images"
+        raise ValueError("there are no validation images")
     if not has_features(bundle.model):
-        return None, [], f"a {type(bundle.model).__name__} gives no features"
+        raise ValueError(f"a {type(bundle.model).__name__} gives no features")
     if data.train.reader.is_remote and data.train.pixels is None:
-        return None, [], "the training images are in object storage"
+        raise ValueError("the training images are in object storage")
 
     # Evenly spaced among the images by class, so that each class has its share.
     by_class = np.argsort(data.train.labels, kind="stable")
@@ -138,8 +141,8 @@ def compute_likeness(
     held_out = choose_evenly(len(validation), _MAX_DISTANCES)
     features, _ = compute_readable_features(bundle, validation.subset(held_out))
     if not len(training_features):
-        return None, [], "the training images can't be read again"
+        raise ValueError("the training images can't be read again")
     units = normalize_rows(training_features).astype(np.float16)
     likeness = Likeness(units, compute_distances(features, units).astype(np.float32))
     names = [printable(training.ids[index]) for index in readable]
-    return likeness, list(zip(names, training.labels[readable].tolist(), strict=True)), ""
+    return likeness, list(zip(names, training.labels[readable].tolist(), strict=True))

@@ -46,7 +46,6 @@ def summarize_run(run: Run) -> dict[str, str]:
     plan = run.trainer.plan
     train_step = run.trainer.train_step
     data = run.data
-    num_steps = plan.steps_per_epoch
 
     images = f"{len(data.train):,} training"
     num_unreadable = len(data.train.unreadable)
@@ -56,7 +55,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
     device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
     compiled = "compiled" if train_step.compile else "not compiled"
-    length = f"{plan.epochs} epochs of {num_steps} steps of {plan.batch_size} images"
+    length = f"{plan.epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images"
     length += f", {plan.total_steps:,} steps in all"
     if not plan.total_steps:
         length = "the probe alone"

@@ -45,7 +45,7 @@ def find_recipe(name: str | Path) -> Path:
     # A path comes before a recipe of the same name.
     path = Path(name)
     folder = _recipe_folder()
-    if path.is_file() or path.suffix in (".yaml", ".yml") or not folder.is_dir():
+    if path.is_file() or path.suffix in (".yaml", ".yml"):
         return path
     recipe = folder / f"{name}.yaml"
     if not recipe.is_file():

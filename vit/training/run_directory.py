@@ -25,9 +25,7 @@ _RUN_FILES = (
 
 
 @contextmanager
-def open_run_directory(
-    path: Path, *, resume: bool, overwrite: bool, is_main: bool = True
-) -> Iterator[None]:
+def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
     """Create and lock a directory for one run, for as long as the context lasts. The lock is the
     kernel's (flock): it goes with the process, however that ends.
 
@@ -35,7 +33,6 @@ def open_run_directory(
         path: The directory.
         resume: A run that is there may be continued.
         overwrite: A run that is there is removed.
-        is_main: This is the main process, which opens the directory for all.
 
     Raises:
         NotADirectoryError: `path` is a file.
@@ -43,9 +40,6 @@ def open_run_directory(
             and neither `resume` nor `overwrite` is set.
         ValueError: Another process trains into it.
     """
-    if not is_main:
-        yield
-        return
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     path.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 import copy
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import repeat
 
 import torch
@@ -45,15 +44,16 @@ def measure_training_rate(
     model = copy.deepcopy(model).to(device).train()
     image_size = config.data.size
     process = Process()
-    plan = build_plan(config, model, steps_per_epoch=10, batch_size=config.train.batch_size)
     loader = None
+    batch_size = config.train.batch_size
     if data is not None:
         loader = build_train_loader(data, device=device, process=process, tokens=tokens)
-        plan = replace(plan, batch_size=loader.batch_size)
+        batch_size = loader.batch_size
+    plan = build_plan(config, model, steps_per_epoch=10, batch_size=batch_size)
     train_step = build_train_step(config, model, plan=plan, process=process, device=device)
     if loader is None:
-        images = torch.zeros(plan.batch_size, 3, *image_size, device=device)
-        labels = torch.zeros(plan.batch_size, dtype=torch.int64, device=device)
+        images = torch.zeros(batch_size, 3, *image_size, device=device)
+        labels = torch.zeros(batch_size, dtype=torch.int64, device=device)
         step_seconds = _time(train_step, repeat(Batch(images, labels, labels, labels)))
     else:
         step_seconds = time_steps(train_step, loader)
@@ -62,7 +62,7 @@ def measure_training_rate(
     # The memory that is free decides how the images of the run are kept.
     del train_step, model
     free_cached_memory(device)
-    return plan.batch_size * plan.total_steps / seconds
+    return batch_size * plan.total_steps / seconds
 
 
 def measure_forward_rate(model: VisionTransformer, *, device: torch.device) -> float:

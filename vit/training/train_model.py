@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -140,15 +142,11 @@ def train(
     device = find_device(overrides) if resolved is None else resolved.train.device
     # A dry run leaves a run that is there alone.
     resume = resume and not dry_run
-    with (
-        join_processes(device) as (process, device_name),
-        open_run_directory(
-            directory,
-            resume=resume,
-            overwrite=overwrite,
-            is_main=process.is_main and not dry_run,
-        ),
-    ):
+    with ExitStack() as stack:
+        process, device_name = stack.enter_context(join_processes(device))
+        if process.is_main and not dry_run:
+            opened = open_run_directory(directory, resume=resume, overwrite=overwrite)
+            stack.enter_context(opened)
         choices: dict[str, str] = {}
         parts = RunParts()
         if resolved is None and process.is_main:
@@ -208,18 +206,18 @@ def _check_arguments(
     config: Any, output: Any, overrides: Any, transform: Any, model: Any, callbacks: Any
 ) -> None:
     """Raise ValueError for an argument of another kind."""
-    if config is not None:
-        expected = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
-        check_kind(config, (str, Path, Mapping, Config), name="config", expected=expected)
-    check_kind(output, (str, Path), name="output", expected="the path of a directory")
-    expected = 'a list of texts, such as ["train.epochs=20"]'
-    check_kind(overrides, (list, tuple), name="overrides", expected=expected)
+    sources = (str, Path, Mapping, Config, NoneType)
+    passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
+    for name, value, kinds, expected in (
+        ("config", config, sources, passing),
+        ("output", output, (str, Path), "the path of a directory"),
+        ("overrides", overrides, (list, tuple), 'a list of texts, such as ["train.epochs=20"]'),
+        ("model", model, (nn.Module, NoneType), "an object of an nn.Module"),
+        ("callbacks", callbacks, (list, tuple), "a list of objects of vit.Observer's subclasses"),
+    ):
+        check_kind(value, kinds, name=name, expected=expected)
     if transform is not None and not callable(transform):
         raise ValueError(f"transform is {describe_kind(transform)}, not a function of an image")
-    if model is not None:
-        check_kind(model, nn.Module, name="model", expected="an object of an nn.Module")
-    expected = "a list of objects of vit.Observer's subclasses"
-    check_kind(callbacks, (list, tuple), name="callbacks", expected=expected)
     for callback in callbacks:
         expected = "an object of a subclass of vit.Observer"
         check_kind(callback, Observer, name="a callback", expected=expected)
