@@ -17,26 +17,30 @@ from tests.explanation.collector import explain_with
 from vit.bundle import Bundle
 from vit.config import AugmentConfig
 from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.preprocess import Preprocess
 from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.sources.base import ArrayReader
+from vit.evaluation.confusion import plot_confusion
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
-from vit.evaluation.result import EvaluationResult
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import Scores, compute_metrics, compute_reliability, score_logits
-from vit.evaluation.per_class import compute_per_class
-from vit.evaluation.confusion import plot_confusion
+from vit.evaluation.metrics import (
+    Scores,
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
+from vit.evaluation.report.report import build_report
+from vit.evaluation.result import EvaluationResult
 from vit.evaluation.schema import Evaluation, format_predictions
+from vit.explanation.gallery.gallery import Gallery
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult
 from vit.explanation.writer import MapWriter
-from vit.explanation.gallery.gallery import Gallery
-from vit.evaluation.report.report import build_report
-from vit.runtime.processes import Process
 
 GALLERY = 6_000  # images, at most
 

@@ -27,8 +27,12 @@ from scipy.special import softmax
 from scipy.stats import binom, norm
 
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import Scores, compute_metrics, score_logits
-from vit.evaluation.per_class import compute_proportion_interval
+from vit.evaluation.metrics import (
+    Scores,
+    compute_metrics,
+    compute_proportion_interval,
+    score_logits,
+)
 from vit.evaluation.significance import SIGNIFICANCE, compare_seeds, compute_mcnemar
 
 NAME = "intervals"

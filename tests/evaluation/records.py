@@ -7,15 +7,19 @@ import numpy as np
 
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
-from vit.evaluation.metrics import compute_metrics, compute_reliability, score_logits
-from vit.evaluation.per_class import compute_per_class
+from vit.evaluation.metrics import (
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
 from vit.evaluation.schema import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,
     format_predictions,
-    save_evaluation,
 )
+from vit.runtime.files import write_json
 
 
 def write_evaluation(
@@ -75,5 +79,5 @@ def write_evaluation(
         seed=seed,
         conditions={"precision": "float32", "device": "none", "tta": tta},
     )
-    save_evaluation(directory / EVALUATION_FILE, evaluation)
+    write_json(directory / EVALUATION_FILE, evaluation.model_dump(mode="json"))
     return directory

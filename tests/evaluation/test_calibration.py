@@ -1,6 +1,6 @@
 """Temperature scaling finds the temperature that the logits were spoilt by."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,7 +94,7 @@ def test_images_that_chose_the_epoch_take_the_temperature_of_other_epochs(
     fit = cross_fit_temperature(4 * logits, labels, validation.dataset.digests)
     assert fit is not None
     assert fit.helps
-    metadata = {**bundle.metadata, "out_of_fold_temperature": asdict(fit)}
+    metadata = {**bundle.metadata, "out_of_fold_temperature": fit.model_dump()}
     calibrated, sentence = calibrate_bundle(replace(chooser, metadata=metadata), validation)
     assert calibrated.temperature == fit.temperature == pytest.approx(4, rel=0.3)
     assert "fitted on 200 images (validation, out of fold)" in sentence

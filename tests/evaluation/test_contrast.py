@@ -10,7 +10,7 @@ import vit
 from tests.explanation.keep_tokens import keep_tokens
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
-from vit.evaluation.report.contrast_maps import CONTRAST_METHODS, _list_counts, contrast_errors
+from vit.evaluation.report.contrast import CONTRAST_METHODS, _list_counts, contrast_errors
 from vit.model.vision_transformer import VisionTransformer
 
 GRID, PATCH = 4, 6

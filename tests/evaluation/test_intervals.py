@@ -8,8 +8,12 @@ from scipy.stats import binom, binomtest
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import Scores, compute_metrics, score_logits
-from vit.evaluation.per_class import compute_proportion_interval
+from vit.evaluation.metrics import (
+    Scores,
+    compute_metrics,
+    compute_proportion_interval,
+    score_logits,
+)
 
 
 def test_interval_of_accuracy_has_the_binomial_width(make_predictions: MakePredictions) -> None:

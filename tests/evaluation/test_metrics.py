@@ -7,8 +7,12 @@ from sklearn import metrics as sklearn_metrics
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.confusion import compute_confusion
-from vit.evaluation.metrics import compute_metrics, compute_reliability, score_logits
-from vit.evaluation.per_class import compute_per_class
+from vit.evaluation.metrics import (
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])
@@ -113,14 +117,6 @@ def test_of_equal_logits_the_first_class_is_ahead() -> None:
     assert scores.predicted.tolist() == [0, 0, 0]
     assert scores.rank.tolist() == [0, 1, 3]
     assert scores.correct.tolist() == [True, False, False]
-
-
-def test_a_weight_counts_like_as_many_images(make_predictions: MakePredictions) -> None:
-    logits, labels = make_predictions(50, 5)
-    weights = np.random.default_rng(1).integers(0, 4, 50)
-    repeated = compute_metrics(score_logits(logits.repeat(weights, axis=0), labels.repeat(weights)))
-    weighted = compute_metrics(score_logits(logits, labels), weights.astype(np.float64))
-    assert weighted == pytest.approx(repeated, abs=1e-12)
 
 
 def test_logits_that_are_not_numbers_are_no_hits() -> None:

@@ -24,15 +24,19 @@ from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.calibration import Calibration
-from vit.evaluation.confusion import ConfusedPair, compute_confusion
+from vit.evaluation.confusion import compute_confusion
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Example, Examples
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import compute_metrics, compute_reliability, score_logits
+from vit.evaluation.metrics import (
+    ConfusedPair,
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
 from vit.evaluation.overlap import TrainTestOverlap
-from vit.evaluation.per_class import compute_per_class
-from vit.evaluation.prediction_sets import SetMetrics
 from vit.evaluation.report.contrast import ExplainedPair, explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.report.report import (
@@ -45,6 +49,7 @@ from vit.evaluation.schema import Evaluation
 from vit.explanation.records import Explanations
 from vit.explanation.render.page import encode_picture
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
+from vit.prediction.conformal import SetMetrics
 from vit.prediction.predictor import Pixels
 from vit.prediction.records import Prediction, PredictionResult
 
@@ -152,9 +157,7 @@ def build(
     sentences = [f"{case.evaluation.describe_accuracy()}.", *SENTENCES]
     with (
         patch("vit.evaluation.report.report.load_history", return_value=history or []),
-        patch(
-            "vit.evaluation.report.report.explain_confusions", lambda *_: (contrasts or [], None)
-        ),
+        patch("vit.evaluation.report.report.explain_confusions", lambda *_: contrasts or []),
         patch("vit.evaluation.report.report.describe_in_plain_words", return_value=sentences),
         patch("vit.evaluation.report.report.draw_maps", lambda bundle, pictures: explain(pictures)),
     ):
@@ -293,7 +296,7 @@ def make_pair(label: int, predicted: int) -> ExplainedPair:
             Neighbour(NASTY, NAMES[predicted], 0.8, None),
         ],
     }
-    return ExplainedPair(ConfusedPair(label, predicted, 5), [error])
+    return ConfusedPair(label, predicted, 5), [error]
 
 
 def test_pairs_are_those_that_are_confused_more_than_chance(case: EvaluationResult) -> None:
@@ -315,15 +318,13 @@ def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) ->
     cost = replace(result.evaluation.cost, images_per_second=1e4)
     result = replace(result, evaluation=result.evaluation.model_copy(update={"cost": cost}))
     training_photos = TrainingPhotos(tiny_bundle, side=64, splits=result.images.splits)
-    pairs, problem = explain_confusions(result, training_photos)
-    assert problem is None
+    pairs = explain_confusions(result, training_photos)
     assert pairs
     confusion = compute_confusion(result.scores)
-    for explained in pairs:
-        pair = explained.pair
+    for pair, explained_errors in pairs:
         assert confusion[pair.label, pair.predicted] == pair.count
-        assert 1 <= len(explained.errors) <= 3
-        for error in explained.errors:
+        assert 1 <= len(explained_errors) <= 3
+        for error in explained_errors:
             assert (error["removed"] is None) == (error["num_removed"] == 0)
             # its training photos are at hand
             classes = [tiny_bundle.class_names[index] for index in (pair.label, pair.predicted)]
@@ -336,7 +337,7 @@ def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) ->
     # each training photo is drawn once, and written wherever it is near
     assert page.count('<ul class="neighbours"') == len(errors) == 4
     assert page.count('alt="training photo digits/') == 3 * 4 + 2 * sum(
-        len(pair.errors) for pair in pairs
+        len(explained_errors) for _, explained_errors in pairs
     )
     sentences = describe_in_plain_words(result)
     assert sentences[0] == f"{result.evaluation.describe_accuracy()}."

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
-from vit.evaluation.schema import Evaluation, load_evaluation, load_predictions, save_evaluation
+from vit.evaluation.schema import Evaluation, load_evaluation, load_predictions
+from vit.runtime.files import write_json
 
 RANKS = np.array([0, 1, 0, 3])
 
 
 def test_an_evaluation_survives_the_file(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:
     evaluation = load_evaluation(make_evaluation("a", RANKS) / "evaluation.json")
-    save_evaluation(tmp_path / "again.json", evaluation)
+    write_json(tmp_path / "again.json", evaluation.model_dump(mode="json"))
     assert load_evaluation(tmp_path / "again.json") == evaluation
 
 

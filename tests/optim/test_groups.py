@@ -5,7 +5,7 @@ from torch import nn
 
 from vit.model.patch_embed import STEMS
 from vit.model.vision_transformer import VisionTransformer
-from vit.optim.groups import parameter_groups
+from vit.optim.optimizer import parameter_groups
 
 
 def build_model(**arguments):

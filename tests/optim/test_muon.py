@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from vit.optim.groups import parameter_groups
 from vit.optim.muon import Muon, orthogonalize
+from vit.optim.optimizer import parameter_groups
 
 
 def quintic(values: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Calibration: a temperature with which probabilities agree with accuracies."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ from scipy.special import log_softmax
 from vit.bundle import MODEL_FILE, Bundle, update_metadata
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.model.model_file import TemperatureFit
 from vit.prediction.predictor import LogitArray
 from vit.prediction.probabilities import Ints, chunk_rows
 from vit.runtime.files import compute_sha256
@@ -35,20 +36,6 @@ class Calibration:
     fitted_on: dict[str, str | int | float]
     before: dict[str, float]
     after: dict[str, float]
-
-
-@dataclass(frozen=True)
-class TemperatureFit:
-    """A temperature, and its effect on images that it was not fitted on."""
-
-    temperature: float
-    num_images: int
-    loss_before: float
-    loss_after: float
-    ece_before: float
-    ece_after: float
-    # True if the loss falls by more than noise
-    helps: bool
 
 
 def cross_fit_temperature(
@@ -137,16 +124,14 @@ def calibrate_bundle(
     if not fit.helps:
         return bundle, f"not calibrated, the loss doesn't fall by more than noise: {sentence}"
 
-    measured = asdict(fit)
-    del measured["helps"]
     metadata = {
         **bundle.metadata,
-        "temperature": measured.pop("temperature"),
+        "temperature": fit.temperature,
         "temperature_fitted_on": {
             "split": dataset.split,
             "fingerprint": dataset.fingerprint,
             "out_of_fold": logits is None,
-            **measured,
+            **fit.model_dump(exclude={"temperature", "helps"}),
         },
     }
     return replace(bundle, metadata=metadata), f"calibrated: {sentence}"
@@ -158,8 +143,7 @@ def save_temperature(bundle: Bundle, target: Path) -> str:
     Returns:
         The SHA-256 of the file.
     """
-    names = ("temperature", "temperature_fitted_on")
-    values = {name: bundle.metadata[name] for name in names}
+    values = {name: bundle.metadata[name] for name in ("temperature", "temperature_fitted_on")}
     update_metadata(find_model_file(bundle), values, target=target)
     return compute_sha256(target)
 

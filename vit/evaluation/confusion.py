@@ -1,54 +1,16 @@
-"""Confusion of classes: the matrix, its picture, and the pairs of classes."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+"""The confusion matrix and its picture."""
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from vit.evaluation.metrics import Scores
 from vit.prediction.probabilities import Ints
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # With more classes, counts don't fit into the cells, and names don't fit at the axes.
 _MAX_NUMBERS = 20
 _MAX_NAMES = 40
 # With more classes, several share a row: the picture has about 1,400 pixels.
 _MAX_ROWS = 1000
-
-
-@dataclass(frozen=True)
-class ConfusedPair:
-    """Images of one class that are predicted as another.
-
-    Attributes:
-        label: Index of their class.
-        predicted: Index of the predicted class.
-        count: Number of images.
-    """
-
-    label: int
-    predicted: int
-    count: int
-
-
-def count_confusions(labels: Ints, predicted: Ints, *, num_classes: int) -> list[ConfusedPair]:
-    """Count the wrong predictions of each pair of classes, the most frequent pair first.
-
-    With many classes the whole matrix would not fit into memory.
-    """
-    is_wrong = labels != predicted
-    cells, counts = np.unique(
-        labels[is_wrong] * num_classes + predicted[is_wrong], return_counts=True
-    )
-    pairs = [
-        ConfusedPair(cell // num_classes, cell % num_classes, count)
-        for cell, count in zip(cells.tolist(), counts.tolist(), strict=True)
-    ]
-    return sorted(pairs, key=lambda pair: -pair.count)
 
 
 def compute_confusion(scores: Scores, *, group: int = 1) -> Ints:
@@ -69,9 +31,6 @@ def compute_confusion(scores: Scores, *, group: int = 1) -> Ints:
 
 def plot_confusion(scores: Scores, *, class_names: tuple[str, ...]) -> Figure:
     """Draw the fraction of each true class (row) that was predicted as each class (column)."""
-    # half a second to import
-    from matplotlib.figure import Figure
-
     num_classes = len(class_names)
     group = -(-num_classes // _MAX_ROWS)
     confusion = compute_confusion(scores, group=group)

@@ -1,6 +1,11 @@
 """Metrics of a model on labelled images: `vit.evaluate`."""
 
-from collections.abc import Sequence
+import datetime
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
+from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.dataset import printable
 from vit.evaluation.calibration import (
     calibrate_bundle,
@@ -17,24 +22,34 @@ from vit.evaluation.calibration import (
     save_temperature,
     was_used_for_epoch,
 )
-from vit.evaluation.conditions import describe_conditions, hash_recipe
-from vit.evaluation.cost import Cost, measure_cost
+from vit.evaluation.cost import measure_cost
 from vit.evaluation.examples import choose_examples
 from vit.evaluation.images import EvaluationSet, check_data, load_images, open_data
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.metrics import compute_metrics, compute_reliability, score_logits
+from vit.evaluation.metrics import (
+    compute_metrics,
+    compute_per_class,
+    compute_reliability,
+    score_logits,
+)
 from vit.evaluation.overlap import find_overlap
-from vit.evaluation.per_class import compute_per_class
-from vit.evaluation.prediction_sets import measure_sets
 from vit.evaluation.result import EvaluationResult
 from vit.evaluation.schema import Evaluation
+from vit.prediction.conformal import measure_sets
 from vit.prediction.predictor import TTA, LogitArray, Predictor
 from vit.runtime.arguments import check_arguments, check_choice
+from vit.runtime.device import describe_device
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.products import find_product
 from vit.runtime.progress import show_progress
 
 _CALIBRATION_HINT = "--calibrate needs a model file to keep the temperature in, and --split test"
+# Keys of the configuration that don't change the recipe: where the data lies, the machine, the
+# seed, and how many images the model file keeps. Older model files also have data.check_cache.
+_MACHINE_KEYS = {
+    "data": ("root", "workers", "cache_dir", "check_cache"),
+    "train": ("seed", "device", "max_training_features"),
+}
 
 
 @keeps_mode
@@ -104,8 +119,7 @@ def evaluate(
     check_data(data, dataset)
     check_choice(tta, TTA, name="tta")
     # The temperature is fitted on the validation images, so they can't be measured on as well.
-    has_no_file = str(model).startswith("timm:")
-    if calibrate and (has_no_file or split in ("validation", "all")):
+    if calibrate and (str(model).startswith("timm:") or split in ("validation", "all")):
         raise ValueError(_CALIBRATION_HINT)
     # in a process group all processes share the images
     with join_processes(device) as (process, device_name):
@@ -206,9 +220,23 @@ def measure_model(
     """
     process = current_process()
     logits = _predict(predictor, images, title="evaluating")
-    accuracies, corruption_error = _measure_corruptions(predictor, images, wanted=corruptions)
+    accuracies = None
+    corruption_error = None
+    if corruptions:
+        measure_corruptions = find_product("corruptions")
+        if measure_corruptions is None:
+            raise ValueError("this installation of vit can't measure corruptions; leave them out")
+        accuracies = measure_corruptions(predictor, images)
+        # not divided by the error of a baseline model
+        errors = [1 - top1 for severities in accuracies.values() for top1 in severities]
+        corruption_error = sum(errors) / len(errors)
+    cost = None
     # the other processes wait, because their work would slow what is timed
-    cost = process.broadcast(_measure_cost(predictor, images) if process.is_main else None)
+    if process.is_main:
+        pixels = torch.from_numpy(np.array(images.read(0, predictor.batch_size)))
+        inputs = predictor.preprocess.normalize(pixels.to(predictor.device))
+        cost = measure_cost(predictor.model, inputs, precision=predictor.precision)
+    cost = process.broadcast(cost)
     assert cost is not None
 
     scores = score_logits(logits, images.labels, temperature=bundle.temperature)
@@ -237,9 +265,9 @@ def measure_model(
         model_sha256=bundle.sha256,
         run_id=bundle.metadata.get("run_id"),
         training_fingerprint=bundle.data.get("fingerprint"),
-        recipe=hash_recipe(bundle.config),
+        recipe=_hash_recipe(bundle.config),
         seed=bundle.config.get("train", {}).get("seed"),
-        conditions=describe_conditions(predictor),
+        conditions=_describe_conditions(predictor),
     )
     return EvaluationResult(evaluation, scores, images, bundle, is_main=process.is_main)
 
@@ -249,22 +277,32 @@ def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> Logi
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 
 
-def _measure_corruptions(
-    predictor: Predictor, images: EvaluationSet, *, wanted: bool
-) -> tuple[dict[str, list[float]] | None, float | None]:
-    """Return the accuracy by corruption and severity, and the mean error."""
-    if not wanted:
-        return None, None
-    measure_corruptions = find_product("corruptions")
-    if measure_corruptions is None:
-        raise ValueError("this installation of vit can't measure corruptions; leave them out")
-    accuracies = measure_corruptions(predictor, images)
-    # not divided by the error of a baseline model
-    errors = [1 - top1 for severities in accuracies.values() for top1 in severities]
-    return accuracies, sum(errors) / len(errors)
+def _hash_recipe(config: Mapping[str, Any]) -> str | None:
+    """Return a hash that is equal for training configurations that differ only in the seed or the
+    machine; None without a configuration."""
+    if not config:
+        return None
+    recipe = {
+        section: {
+            key: value for key, value in values.items() if key not in _MACHINE_KEYS.get(section, ())
+        }
+        for section, values in config.items()
+    }
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
-def _measure_cost(predictor: Predictor, images: EvaluationSet) -> Cost:
-    pixels = torch.from_numpy(np.array(images.read(0, predictor.batch_size)))
-    inputs = predictor.preprocess.normalize(pixels.to(predictor.device))
-    return measure_cost(predictor.model, inputs, precision=predictor.precision)
+def _describe_conditions(predictor: Predictor) -> dict[str, str | None]:
+    """Return the conditions that an evaluation records, by name."""
+    program = Path(sys.argv[0]).name
+    if program == "__main__.py":
+        program = "vit"
+    return {
+        "device": describe_device(predictor.device),
+        "processes": str(current_process().world_size),
+        "precision": predictor.precision,
+        "batch size": str(predictor.batch_size),
+        "tta": None if predictor.tta == "none" else predictor.tta,
+        "command": shlex.join([program, *sys.argv[1:]]),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **collect_versions(),
+    }

@@ -1,21 +1,18 @@
-"""Metrics from logits and labels, in float64.
-
-Each metric is a function of the images' weights: weights of one give the metric itself, the weights
-of a resample give one bootstrap replicate.
-"""
+"""Metrics from logits and labels, in float64: of all images, of each class and each pair of
+classes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import betaincinv
 
 from vit.prediction.probabilities import Floats, Ints, chunk_rows, compute_log_probabilities
 
 NUM_BINS = 15
-# makes a ratio with denominator 0 equal to 0
-_TINY = np.finfo(float).tiny
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,12 @@ class Scores:
 
     def subset(self, chosen: NDArray[np.bool_]) -> Scores:
         """Return the scores of the images for which `chosen` is true, [n]."""
-        columns = {
+        columns: dict[str, Any] = {
             name: values[chosen]
             for name, values in vars(self).items()
             if isinstance(values, np.ndarray)
         }
-        return Scores(num_classes=self.num_classes, temperature=self.temperature, **columns)
+        return replace(self, **columns)
 
 
 @dataclass(frozen=True)
@@ -111,47 +108,40 @@ def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: floa
     return Scores(labels=labels, num_classes=logits.shape[1], temperature=temperature, **columns)
 
 
-def compute_metrics(scores: Scores, weights: Floats | None = None) -> dict[str, float]:
-    """Compute the metrics of `Evaluation`.
+def compute_metrics(scores: Scores) -> dict[str, float]:
+    """Compute the metrics of `Evaluation` by name.
 
     Macro averages are over the classes that occur as a label or a prediction, with 0 for an
-    undefined ratio, as in scikit-learn, which takes 20 times as long for a bootstrap. ECE is Guo et
-    al. (2017), equation 3.
-
-    Args:
-        scores: Scores of n images.
-        weights: How many times each image counts, [n]; None: once.
-
-    Returns:
-        The metrics by name.
+    undefined ratio, as in scikit-learn. ECE is Guo et al. (2017), equation 3.
     """
-    if weights is None:
-        weights = np.ones(len(scores))
-    total = weights.sum()
-    correct_weights = weights * scores.correct
+    count = len(scores)
+    # a dot product rounds in another way than a mean, and recorded metrics stay equal
+    ones = np.ones(count)
 
     # for each class that occurs: how many images have it as label, as prediction, and as both
-    num_classes = scores.num_classes
-    support = np.bincount(scores.labels, weights, minlength=num_classes)
-    predicted = np.bincount(scores.predicted, weights, minlength=num_classes)
-    correct = np.bincount(scores.labels, correct_weights, minlength=num_classes)
-    occurs = support + predicted > 0
-    support, predicted, correct = (counts[occurs] for counts in (support, predicted, correct))
+    class_counts = count_classes(scores)
+    support, predicted, correct = class_counts[:, class_counts[:2].any(axis=0)]
 
     # |mean confidence - accuracy| of a bin times its fraction of the images; its count cancels
-    gaps = weights * (scores.confidence - scores.correct)
+    gaps = scores.confidence - scores.correct
     bin_gaps = np.bincount(find_bins(scores.confidence), gaps, minlength=NUM_BINS)
     return {
-        "top1": float(correct_weights.sum() / total),
-        "top5": float(weights @ (scores.rank < 5) / total),
-        "loss": float(weights @ scores.loss / total),
+        "top1": float(scores.correct.mean()),
+        "top5": float((scores.rank < 5).mean()),
+        "loss": float(ones @ scores.loss / count),
         "macro_f1": float((2 * correct / (support + predicted)).mean()),
-        "macro_precision": float((correct / np.maximum(predicted, _TINY)).mean()),
-        "macro_recall": float((correct / np.maximum(support, _TINY)).mean()),
-        "ece": float(np.abs(bin_gaps).sum() / total),
-        "brier": float(weights @ scores.brier / total),
-        "nll": float(weights @ scores.nll / total),
+        "macro_precision": float((correct / np.maximum(predicted, 1)).mean()),
+        "macro_recall": float((correct / np.maximum(support, 1)).mean()),
+        "ece": float(np.abs(bin_gaps).sum() / count),
+        "brier": float(ones @ scores.brier / count),
+        "nll": float(ones @ scores.nll / count),
     }
+
+
+def count_classes(scores: Scores) -> Ints:
+    """Count the images of each class, [3, C]: by label, by prediction, and by both at once."""
+    columns = (scores.labels, scores.predicted, scores.labels[scores.correct])
+    return np.array([np.bincount(column, minlength=scores.num_classes) for column in columns])
 
 
 def compute_reliability(scores: Scores) -> list[Bin]:
@@ -170,3 +160,97 @@ def compute_reliability(scores: Scores) -> list[Bin]:
 def find_bins(confidence: Floats) -> Ints:
     """Return the bin of each confidence, out of 15 of equal width."""
     return np.minimum((confidence * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+
+
+@dataclass(frozen=True)
+class ClassMetrics:
+    """Metrics of one class, 0 to 1, with 95 % intervals.
+
+    Attributes:
+        support: Number of images with this label.
+        predicted: Number of images predicted as this class.
+    """
+
+    name: str
+    precision: float
+    recall: float
+    f1: float
+    support: int
+    predicted: int
+    precision_interval: tuple[float, float]
+    recall_interval: tuple[float, float]
+
+
+def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:
+    """Compute the metrics of every class of the model, including classes without an image."""
+    support, predicted, correct = count_classes(scores)
+    columns = (
+        correct / np.maximum(predicted, 1),
+        correct / np.maximum(support, 1),
+        2 * correct / np.maximum(support + predicted, 1),
+        support,
+        predicted,
+    )
+    # precision is a proportion of the predicted images, recall of the labelled ones
+    rows = zip(
+        class_names,
+        *(column.tolist() for column in columns),
+        zip(*compute_proportion_interval(correct, predicted), strict=True),
+        zip(*compute_proportion_interval(correct, support), strict=True),
+        strict=True,
+    )
+    return [ClassMetrics(*row) for row in rows]
+
+
+def compute_proportion_interval(successes: Ints, counts: Ints) -> tuple[list[float], list[float]]:
+    """Compute exact 95 % intervals of proportions (Clopper & Pearson 1934).
+
+    Whatever the true proportion, at least 95 % of samples have an interval that includes it.
+
+    Args:
+        successes: Successes in each sample, [k].
+        counts: Sizes of the samples, [k]; for 0 the interval is 0…1.
+
+    Returns:
+        The lower and the upper ends, k each.
+    """
+    tail = (1 - 0.95) / 2
+    failures = counts - successes
+    # the quantile is defined only for positive parameters
+    low = betaincinv(np.maximum(successes, 1), failures + 1, tail)
+    high = betaincinv(successes + 1, np.maximum(failures, 1), 1 - tail)
+    return (
+        np.where(successes > 0, low, 0.0).tolist(),
+        np.where(failures > 0, high, 1.0).tolist(),
+    )
+
+
+@dataclass(frozen=True)
+class ConfusedPair:
+    """Images of one class that are predicted as another.
+
+    Attributes:
+        label: Index of their class.
+        predicted: Index of the predicted class.
+        count: Number of images.
+    """
+
+    label: int
+    predicted: int
+    count: int
+
+
+def count_confusions(labels: Ints, predicted: Ints, *, num_classes: int) -> list[ConfusedPair]:
+    """Count the wrong predictions of each pair of classes, the most frequent pair first.
+
+    With many classes the whole matrix would not fit into memory.
+    """
+    is_wrong = labels != predicted
+    cells, counts = np.unique(
+        labels[is_wrong] * num_classes + predicted[is_wrong], return_counts=True
+    )
+    pairs = [
+        ConfusedPair(cell // num_classes, cell % num_classes, count)
+        for cell, count in zip(cells.tolist(), counts.tolist(), strict=True)
+    ]
+    return sorted(pairs, key=lambda pair: -pair.count)

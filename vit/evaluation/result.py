@@ -6,7 +6,6 @@ from pathlib import Path
 
 from vit.bundle import MODEL_FILE, Bundle
 from vit.evaluation.calibration import save_temperature
-from vit.evaluation.confusion import plot_confusion
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import Scores
 from vit.evaluation.schema import (
@@ -14,9 +13,8 @@ from vit.evaluation.schema import (
     PREDICTIONS_FILE,
     Evaluation,
     format_predictions,
-    save_evaluation,
 )
-from vit.runtime.files import FileContent, Result, expand_home
+from vit.runtime.files import FileContent, Result, expand_home, write_json
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,6 +46,7 @@ class EvaluationResult(Result):
 
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs
+        from vit.evaluation.confusion import plot_confusion
         from vit.evaluation.report.report import build_report, render_markdown
 
         names = self.bundle.class_names
@@ -85,4 +84,4 @@ class EvaluationResult(Result):
             # the evaluation is of this file
             sha256 = save_temperature(self.bundle, output / MODEL_FILE)
             evaluation = evaluation.model_copy(update={"model_sha256": sha256})
-        save_evaluation(output / EVALUATION_FILE, evaluation)
+        write_json(output / EVALUATION_FILE, evaluation.model_dump(mode="json"))

@@ -17,13 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from vit.evaluation.calibration import Calibration
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
-from vit.evaluation.metrics import Bin, Scores
+from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.evaluation.overlap import TrainTestOverlap
-from vit.evaluation.per_class import ClassMetrics
-from vit.evaluation.prediction_sets import SetMetrics
+from vit.prediction.conformal import SetMetrics
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import check_schema, read_json, read_table
-from vit.runtime.files import write_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"
@@ -200,11 +198,6 @@ class Evaluation(BaseModel):
                 )
             warnings.append(text)
         return warnings
-
-
-def save_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Write an evaluation as JSON, atomically."""
-    write_json(path, evaluation.model_dump(mode="json"))
 
 
 def load_evaluation(path: Path) -> Evaluation:

@@ -30,16 +30,19 @@ def compute_logits(
     if not (hasattr(net, "forward_features") and hasattr(net, "forward_head")):
         return at_least_float32(_find_logits(net, _call(net, images)))
 
-    num_out_tokens = getattr(net, "num_out_tokens", None)
-    if num_out_tokens is None:
-        features = net.forward_features(images)
-    else:  # The last block of our models can skip the other tokens.
-        features = net.forward_features(images, num_out_tokens=num_out_tokens)
+    features = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
-        if isinstance(features, Tensor):
-            features = at_least_float32(features)
         head_logits: Tensor = net.forward_head(features)
     return head_logits
+
+
+def _forward_features(net: Any, images: Tensor) -> Any:
+    """Compute the input of a model's head, in float32."""
+    if getattr(net, "num_out_tokens", None) is None:
+        features = net.forward_features(images)
+    else:  # The last block of our models can skip the other tokens.
+        features = net.forward_features(images, num_out_tokens=net.num_out_tokens)
+    return at_least_float32(features) if isinstance(features, Tensor) else features
 
 
 def _call(model: nn.Module, images: Tensor) -> Any:
@@ -127,15 +130,10 @@ def compute_logits_and_features(
         images: Images, normalised for the model.
     """
     net: Any = model
-    is_ours = hasattr(net, "num_out_tokens")
-    if is_ours:
-        tokens = net.forward_features(images, num_out_tokens=net.num_out_tokens)
-    else:
-        tokens = net.forward_features(images)
+    tokens = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
-        tokens = at_least_float32(tokens)
         logits: Tensor = net.forward_head(tokens)
-        if is_ours:
+        if hasattr(net, "num_out_tokens"):
             features = net.pool(tokens, net.global_pool)
         else:
             features = net.forward_head(tokens, pre_logits=True)

@@ -274,10 +274,13 @@ class _Conformal(BaseModel):
     no_likeness: str = ""
 
 
-class _TemperatureFit(BaseModel):
-    """As `vit.evaluation.calibration.TemperatureFit`."""
+class TemperatureFit(BaseModel):
+    """A temperature, and its effect on images that it was not fitted on.
 
-    model_config = ConfigDict(extra="forbid")
+    `helps` is true if the loss falls by more than noise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
     temperature: float = Field(gt=0, allow_inf_nan=False)
     num_images: int = Field(ge=0)
     loss_before: float
@@ -297,7 +300,7 @@ class _Schema(BaseModel):
     versions: dict[str, str] = {}
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     temperature_fitted_on: dict[str, str | int | float] = {}
-    out_of_fold_temperature: _TemperatureFit | None = None
+    out_of_fold_temperature: TemperatureFit | None = None
     conformal: _Conformal | None = None
     run_id: str | None = None
     # of the models that come with the package: accuracy with its interval, and what they are not for

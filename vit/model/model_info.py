@@ -5,13 +5,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-if TYPE_CHECKING:
-    from torchvision.models import WeightsEnum
 
 # `model_type` of a Hugging Face model for images and texts → its image processor.
 _PROCESSORS = {
@@ -209,8 +206,8 @@ def _find_library(model: nn.Module) -> str | None:
     return next((name for name in modules if name in ("timm", "torchvision", "transformers")), None)
 
 
-def _find_torchvision_weights(model: Any) -> "WeightsEnum | None":
-    """Return torchvision's first weights with this architecture, image size and class count."""
+def _find_torchvision_weights(model: Any) -> Any:
+    """Return torchvision's first weights with this architecture, image size and class count, or None."""
     from torchvision.models import get_model_weights, list_models
 
     letter = {768: "b", 1024: "l", 1280: "h"}.get(getattr(model, "hidden_dim", 0))

@@ -11,42 +11,25 @@ from torch import nn
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.runtime.arguments import as_pair
 
-# (embed_dim, depth, num_heads) from Dosovitskiy et al. 2021 and Steiner et al. 2021.
-_SIZES = {
-    "tiny": (192, 12, 3),
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
+# The sizes are from Dosovitskiy et al. 2021 and Steiner et al. 2021.
+_LARGE_IMAGES: Architecture = {"img_size": 224, "patch_size": 16}
+_SMALL_IMAGES: Architecture = {
+    "img_size": 32,
+    "patch_size": 4,
+    "mlp_ratio": 2.0,
+    "num_classes": 10,
+    "global_pool": "avg",
 }
-# For images of 32 pixels; mini has the shape of CCT's ViT-Lite-7/4.
-_SMALL_SIZES = {"nano": (128, 4, 2), "micro": (192, 6, 3), "mini": (256, 7, 4)}
-
-
-def _build_presets() -> dict[str, Architecture]:
-    presets: dict[str, Architecture] = {}
-    for size, (embed_dim, depth, num_heads) in _SIZES.items():
-        presets[f"vit_{size}_patch16_224"] = {
-            "img_size": 224,
-            "patch_size": 16,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "num_heads": num_heads,
-        }
-    for size, (embed_dim, depth, num_heads) in _SMALL_SIZES.items():
-        presets[f"vit_{size}_patch4_32"] = {
-            "img_size": 32,
-            "patch_size": 4,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "num_heads": num_heads,
-            "mlp_ratio": 2.0,
-            "num_classes": 10,
-            "global_pool": "avg",
-        }
-    return presets
-
-
-PRESETS = _build_presets()
+PRESETS: dict[str, Architecture] = {
+    "vit_tiny_patch16_224": _LARGE_IMAGES | {"embed_dim": 192, "depth": 12, "num_heads": 3},
+    "vit_small_patch16_224": _LARGE_IMAGES | {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "vit_base_patch16_224": _LARGE_IMAGES | {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "vit_large_patch16_224": _LARGE_IMAGES | {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "vit_nano_patch4_32": _SMALL_IMAGES | {"embed_dim": 128, "depth": 4, "num_heads": 2},
+    "vit_micro_patch4_32": _SMALL_IMAGES | {"embed_dim": 192, "depth": 6, "num_heads": 3},
+    # It has the shape of CCT's ViT-Lite-7/4.
+    "vit_mini_patch4_32": _SMALL_IMAGES | {"embed_dim": 256, "depth": 7, "num_heads": 4},
+}
 
 
 def compute_flops(architecture: Architecture) -> int:

@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
     shapes.
 
     Args:
-        params: Groups of `vit.optim.groups.parameter_groups`.
+        params: Groups of `vit.optim.optimizer.parameter_groups`.
         lr: Learning rate of groups that have none.
         betas: Decay rates of AdamW.
         weight_decay: Weight decay of groups that have none.

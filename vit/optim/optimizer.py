@@ -1,13 +1,16 @@
-"""Optimizer by name."""
+"""Optimizer by name, and its parameter groups: weight decay, learning rates of layers, and the
+matrices that Muon updates."""
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from vit.optim.groups import parameter_groups
 from vit.optim.muon import MOMENTUM, Muon
+
+_EMBEDDINGS = ("cls_token", "dist_token", "reg_token", "pos_embed")
 
 
 def create_optimizer(
@@ -53,3 +56,70 @@ def create_optimizer(
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    layer_decay: float = 1.0,
+    muon_lr: float | None = None,
+) -> list[dict[str, Any]]:
+    """Put every trainable parameter of a model into one group of equal settings.
+
+    Args:
+        model: Model with the parameter names of timm's vision transformers.
+        lr: Learning rate of the last layer. Layer i of L has lr · layer_decay^(L + 1 − i) (BEiT,
+            arXiv 2106.08254, appendix).
+        weight_decay: Weight decay of matrices and kernels. Norms, biases and embeddings have none.
+        layer_decay: Factor from 0 to 1. With 1, all layers have one rate.
+        muon_lr: Learning rate of the groups for Muon: matrices of the blocks and kernels of the
+            stem, except the first, which reads the pixels. None: no such groups.
+
+    Returns:
+        Groups with `params`, `lr`, `weight_decay` and `num_matrices`, the number of matrices packed
+        into one parameter: 3 for queries, keys and values, else 1, and 0 in groups without Muon.
+    """
+    trainable = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    block_numbers: dict[str, int] = {}
+    for name in trainable:
+        match = re.search(r"(?:^|\.)blocks\.(\d+)\.", name)
+        if match:
+            block_numbers[name] = int(match[1])
+    depth = max(block_numbers.values(), default=-1) + 1
+    kernels = [name for name, parameter in model.named_parameters() if parameter.ndim == 4]
+
+    groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
+    for name, parameter in trainable.items():
+        is_embedding = name.endswith(_EMBEDDINGS)
+        if name in block_numbers:
+            layer = block_numbers[name] + 1
+        elif is_embedding or re.search(r"(^|\.)(patch_embed|stem|norm_pre)\.", name):
+            layer = 0
+        else:
+            layer = depth + 1
+
+        group_lr = lr
+        num_matrices = 0
+        is_hidden_matrix = parameter.ndim == 2 and name in block_numbers
+        is_hidden_kernel = parameter.ndim == 4 and name != kernels[0]
+        if muon_lr is not None and (is_hidden_matrix or is_hidden_kernel):
+            group_lr = muon_lr
+            num_matrices = 1
+            if name.endswith("attn.qkv.weight"):
+                num_matrices = 3
+
+        is_decayed = parameter.ndim >= 2 and not is_embedding
+        key = (layer if layer_decay < 1 else 0, is_decayed, num_matrices)
+        if key not in groups:
+            groups[key] = {
+                "params": [],
+                "lr": layer_decay ** (depth + 1 - layer) * group_lr,
+                "weight_decay": weight_decay if is_decayed else 0.0,
+                "num_matrices": num_matrices,
+            }
+        groups[key]["params"].append(parameter)
+    return list(groups.values())

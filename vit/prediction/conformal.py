@@ -8,6 +8,7 @@ exchangeable with them, its rank among the n + 1 scores is uniform. Everything h
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from vit.bundle import Bundle
 from vit.prediction.neighbours import compute_distances
-from vit.prediction.probabilities import Floats, compute_log_probabilities
+from vit.prediction.probabilities import Floats, Ints, chunk_rows, compute_log_probabilities
 
 # how often a set should include the right class
 LEVELS = (0.9, 0.95)
@@ -100,7 +101,7 @@ def predict_p_values(bundle: Bundle, features: NDArray[np.float32] | None) -> li
         return None
     distances = compute_distances(features, bundle.likeness.training_features)
     p_values = compute_p_values(distances, bundle.likeness.distances.astype(float))
-    return [float(value) for value in p_values]
+    return list(p_values.tolist())
 
 
 def read_threshold(metadata: Mapping[str, Any], coverage: float) -> float | None:
@@ -134,3 +135,59 @@ def explain_missing(bundle: Bundle, coverage: float) -> str | None:
     if bundle.likeness is None:
         sentences.append(f"no p-values: {recorded['no_likeness']}")
     return "; ".join(sentences) or None
+
+
+@dataclass(frozen=True)
+class SetMetrics:
+    """Prediction sets on labelled images.
+
+    Attributes:
+        coverage: Fraction of the sets that should include the label.
+        num_images: Number of validation images that the threshold is from.
+        measured: Fraction of the sets that include the label.
+        single: Fraction of the sets that have one class.
+        single_correct: Fraction of these that are correct; null if there are none.
+        mean_size: Mean number of classes.
+    """
+
+    coverage: float
+    num_images: int
+    measured: float
+    single: float
+    single_correct: float | None
+    mean_size: float
+
+
+def measure_sets(
+    bundle: Bundle, logits: NDArray[np.float32], labels: Ints
+) -> list[SetMetrics] | None:
+    """Measure a model's prediction sets for each coverage; None if its file holds no threshold.
+
+    Args:
+        bundle: The model.
+        logits: [n, C].
+        labels: [n].
+    """
+    measured = []
+    for coverage in LEVELS:
+        threshold = read_threshold(bundle.metadata, coverage)
+        if threshold is None:
+            continue
+        size = np.zeros(len(labels))
+        is_right = np.zeros(len(labels), dtype=bool)
+        for rows in chunk_rows(logits):
+            in_set = np.exp(compute_log_probabilities(logits[rows], 1.0)) >= threshold
+            size[rows] = in_set.sum(axis=1)
+            is_right[rows] = in_set[np.arange(len(in_set)), labels[rows]]
+        is_single = size == 1
+        measured.append(
+            SetMetrics(
+                coverage=coverage,
+                num_images=bundle.metadata["conformal"]["num_images"],
+                measured=float(is_right.mean()),
+                single=float(is_single.mean()),
+                single_correct=float(is_right[is_single].mean()) if is_single.any() else None,
+                mean_size=float(size.mean()),
+            )
+        )
+    return measured or None

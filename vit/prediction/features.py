@@ -179,7 +179,9 @@ def _compute_once(
                 on_progress=advance,
             )
         if process.is_main:
-            _save(path, name, values)
+            content = {name: values}
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, lambda temporary: save_file(content, temporary))
     assert values is not None
     return values
 
@@ -256,8 +258,3 @@ def _load(path: Path, name: str, shape: tuple[int, ...]) -> Tensor | None:
     # NaN would be in every later result
     is_intact = values.shape == shape and bool(values.isfinite().all())
     return values if is_intact else None
-
-
-def _save(path: Path, name: str, values: Tensor) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda temporary: save_file({name: values}, temporary))

@@ -1,24 +1,28 @@
-"""Class probabilities of any images: `vit.predict`."""
+"""Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from scipy.special import softmax
 
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
+from vit.data.dataset import printable
 from vit.data.images import ImageInputs, list_images, read_image
 from vit.data.preprocess import Preprocess
+from vit.model.logits import count_features
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
-from vit.prediction.embeddings import check_embeddings_file, save_embeddings
 from vit.prediction.neighbours import check_similar, find_similar
 from vit.prediction.predictor import Pixels, Predictor, read_from
 from vit.prediction.records import Prediction, PredictionResult
 from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_arguments
+from vit.runtime.files import save_arrays, write_atomically
 
 
 @keeps_mode
@@ -87,6 +91,50 @@ def predict(
     return PredictionResult(list(predictions))
 
 
+@keeps_mode
+@check_arguments(batch_size=(1, None))
+def embed(
+    model: ModelLike,
+    images: ImageInputs,
+    *,
+    batch_size: int = 64,
+    device: str = "auto",
+    precision: str = "auto",
+) -> NDArray[np.float32]:
+    """Compute the pooled features of images, which the model's head reads.
+
+    Args:
+        model: See `vit.evaluate`.
+        images: See `vit.predict`.
+        batch_size: Images at a time.
+        device: See `vit.evaluate`.
+        precision: See `vit.evaluate`.
+
+    Returns:
+        Features [N, D], float32, in the order of the images. The features of
+        similar images have a large cosine.
+
+    Raises:
+        ValueError: The model can't be opened, or an image can't be read.
+
+    Example:
+        >>> features = vit.embed("runs/digits", ["photo.png", "other.png"])
+        >>> features.shape  # (2, D)
+    """
+    bundle = open_model(model, device=device)
+    predictions = predict_images(
+        bundle, images, top_k=1, batch_size=batch_size, precision=precision, with_features=True
+    )
+    features = []
+    for prediction in predictions:
+        if prediction.features is None:
+            raise ValueError(f"{prediction.path} has no features: {prediction.error}")
+        features.append(prediction.features)
+    if not features:
+        return np.zeros((0, count_features(bundle.model)), dtype=np.float32)
+    return np.stack(features)
+
+
 def iterate_predictions(
     model: ModelLike,
     images: ImageInputs,
@@ -121,7 +169,7 @@ def iterate_predictions(
         return
 
     path = Path(embeddings).expanduser()
-    check_embeddings_file(path)
+    _check_embeddings_file(path)
     # only paths and features are kept until the end, not the predictions
     paths = []
     features = []
@@ -130,7 +178,7 @@ def iterate_predictions(
             paths.append(prediction.path)
             features.append(prediction.features)
         yield prediction
-    save_embeddings(path, paths, features)
+    _save_embeddings(path, paths, features)
 
 
 def predict_images(
@@ -219,3 +267,39 @@ def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
     except (OSError, ValueError) as error:
         # without the path, which the prediction already names
         return getattr(error, "strerror", None) or str(error)
+
+
+def _save_embeddings(
+    path: Path, names: Sequence[str], features: Sequence[NDArray[np.float32]]
+) -> None:
+    """Write features: .npz with `paths` [N] and `embeddings` [N, D], or .parquet with the columns
+    path and embedding."""
+    paths = [printable(name) for name in names]
+
+    def write(temporary: Path) -> None:
+        if path.suffix == ".npz":
+            arrays = {"paths": np.array(paths, dtype=str), "embeddings": np.array(features)}
+            save_arrays(temporary, arrays)
+            return
+        # pyarrow comes with the extra "datasets"
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+        pq.write_table(pa.table({"path": paths, "embedding": features}), temporary)
+
+    write_atomically(path, write)
+
+
+def _check_embeddings_file(path: Path) -> None:
+    """Check the file that features go into, before they are computed.
+
+    Raises:
+        ValueError: The suffix is neither .npz nor .parquet, or pyarrow is missing for the latter.
+    """
+    if path.suffix not in (".npz", ".parquet"):
+        raise ValueError(f"--embeddings {path} ends neither in .npz nor in .parquet")
+    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(
+            "--embeddings FILE.parquet needs pyarrow: pip install 'vit-pipeline[datasets]';"
+            " .npz needs nothing"
+        )

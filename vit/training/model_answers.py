@@ -2,7 +2,6 @@
 thresholds of prediction sets, a temperature, and features by which unusual images are found."""
 
 import copy
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +75,7 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
     except (OSError, ValueError, RuntimeError) as error:
         conformal["no_likeness"] = first_line(error)
     if process.is_main:
-        out_of_fold = None if temperature is None else asdict(temperature)
+        out_of_fold = None if temperature is None else temperature.model_dump()
         values = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
         update_metadata(path, values, likeness=likeness)
     process.wait()

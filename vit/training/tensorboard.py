@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.data.loader import TrainLoader
-from vit.evaluation.confusion import plot_confusion
 from vit.runtime.files import write_atomically
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.validation import ImageValidator
@@ -76,6 +75,8 @@ class TensorBoard(Observer):
             return
         scores = self.validator.last_scores if self.validator else None
         if self._last_epoch_step is not None and self.loader is not None and scores:
+            from vit.evaluation.confusion import plot_confusion  # matplotlib takes half a second
+
             figure = plot_confusion(scores, class_names=self.loader.dataset.class_names)
             self.writer.add_figure("validation/confusion", figure, self._last_epoch_step)
         self.writer.close()

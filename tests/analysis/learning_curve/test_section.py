@@ -8,7 +8,7 @@ import pytest
 from tests.evaluation.test_report import NAMES, NASTY, build, make_case
 from vit.analysis.learning_curve.curve import ClassGain, CurvePoint, Forecast, LearningCurve
 from vit.analysis.learning_curve.section import build_section
-from vit.evaluation.report.section import Section
+from vit.evaluation.report.report import Section
 from vit.evaluation.result import EvaluationResult
 
 CURVE = LearningCurve(

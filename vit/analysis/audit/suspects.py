@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
-from vit.evaluation.confusion import count_confusions
+from vit.evaluation.metrics import count_confusions
 from vit.prediction.neighbours import convert_to_distances, find_nearest
 from vit.prediction.probabilities import Floats, Ints
 

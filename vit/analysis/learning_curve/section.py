@@ -7,7 +7,7 @@ import numpy as np
 
 from vit.analysis.learning_curve.curve import LearningCurve, load_learning_curve
 from vit.evaluation.report.charts import Chart, Line, Mark, fit_axis
-from vit.evaluation.report.section import Section, find_run
+from vit.evaluation.report.report import Section, find_run
 from vit.evaluation.result import EvaluationResult
 from vit.explanation.render.page import render_page
 

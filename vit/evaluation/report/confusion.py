@@ -9,9 +9,8 @@ from PIL import Image
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from vit.evaluation.confusion import count_confusions
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.metrics import Scores
+from vit.evaluation.metrics import Scores, count_confusions
 from vit.explanation.render.page import encode_picture
 from vit.prediction.probabilities import Ints
 

@@ -5,21 +5,30 @@ contrast maps, the patches whose removal changes the prediction, and the nearest
 both classes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt8
 from PIL import Image
 from scipy.special import bdtrc
+from torch import Tensor
 
-from vit.evaluation.confusion import ConfusedPair, count_confusions
-from vit.evaluation.metrics import Scores
-from vit.evaluation.report.contrast_maps import CONTRAST_METHODS, Contrast, contrast_errors
+from vit.bundle import Bundle
+from vit.evaluation.metrics import ConfusedPair, Scores, count_confusions
 from vit.evaluation.result import EvaluationResult
+from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.tokens import Grid
+from vit.explanation.checks.token_ablation import build_removal, compute_without
+from vit.explanation.methods.maps import compute_maps
 from vit.explanation.render.page import encode_photo, encode_relative_map
+from vit.explanation.targets import build_target
 from vit.explanation.training_photos import TrainingPhotos
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
+from vit.runtime.device import copy_to_device
 
 _MAX_PAIRS = 6
 _MAX_ERRORS = 3
@@ -30,20 +39,41 @@ _MAX_SECONDS = 15.0
 _PASSES_AN_ERROR = 40
 _SIDE = 128
 
+# Both explain the difference of two logits: by what the model computes, and by removing patches.
+CONTRAST_METHODS = ("libra-fullgrad", "removal-gradient")
+# largest fraction of the patches that is removed
+_MAX_REMOVED = 0.25
+# The number of removed patches grows by this factor.
+_STEP = 1.4
+_BATCH = 16
 
-@dataclass
-class ExplainedPair:
-    """A pair of classes with its most confident errors, as the template shows them."""
 
-    pair: ConfusedPair
-    errors: list[dict[str, Any]] = field(default_factory=list)
+@dataclass(frozen=True)
+class Contrast:
+    """Why one image has a wrong prediction.
+
+    Attributes:
+        maps: Maps by method, [rows, columns]. Positive values are evidence for the predicted class
+            and against the label.
+        removed: The fewest patches found whose removal changes the prediction; empty if removing a
+            quarter of the patches doesn't change it.
+        answer: Class that the model predicts without them.
+    """
+
+    maps: dict[str, Float[np.ndarray, "rows columns"]]
+    removed: list[int]
+    answer: int | None
+
+
+# a pair of classes, and its most confident errors as the template shows them
+ExplainedPair = tuple[ConfusedPair, list[dict[str, Any]]]
 
 
 def explain_confusions(
     result: EvaluationResult, training_photos: TrainingPhotos
-) -> tuple[list[ExplainedPair], str | None]:
-    """Return the explained pairs, or why there are none."""
-    pairs = [ExplainedPair(pair) for pair in find_confused_pairs(result.scores)]
+) -> list[ExplainedPair]:
+    """Return the explained pairs; none for a model whose attention can't be read."""
+    pairs = find_confused_pairs(result.scores)
     num_affordable = int(_MAX_SECONDS * result.evaluation.cost.images_per_second / _PASSES_AN_ERROR)
     errors_a_pair = min(_MAX_ERRORS, num_affordable // max(len(pairs), 1))
     if not errors_a_pair:
@@ -51,26 +81,27 @@ def explain_confusions(
         errors_a_pair = 1
         pairs = pairs[: max(num_affordable, 1)]
     chosen = [
-        (explained, index)
-        for explained in pairs
-        for index in _choose_errors(result.scores, explained.pair)[:errors_a_pair].tolist()
+        (pair, index)
+        for pair in pairs
+        for index in _choose_errors(result.scores, pair)[:errors_a_pair].tolist()
     ]
     if not chosen:
-        return [], None
+        return []
     pixels = np.concatenate([result.images.read(index, index + 1) for _, index in chosen])
-    classes = [(explained.pair.label, explained.pair.predicted) for explained, _ in chosen]
+    classes = [(pair.label, pair.predicted) for pair, _ in chosen]
     labels, predicted = np.array(classes).T
     # the report does without them for a model whose attention can't be read
     try:
         contrasts = contrast_errors(result.bundle, pixels, labels=labels, predicted=predicted)
-    except ValueError as error:
-        return [], str(error)
+    except ValueError:
+        return []
     neighbours = training_photos.find_of_classes(list(pixels), classes)
     # a wrong label explains an error without any map
     suspects = {example.path for example in result.evaluation.examples.label_errors}
-    for row, (explained, index) in enumerate(chosen):
+    explained: dict[ConfusedPair, list[dict[str, Any]]] = {pair: [] for pair in pairs}
+    for row, (pair, index) in enumerate(chosen):
         path = result.images.ids[index]
-        explained.errors.append(
+        explained[pair].append(
             {
                 "path": path,
                 "probability": float(result.scores.confidence[index]),
@@ -79,7 +110,7 @@ def explain_confusions(
                 **_draw_contrast(pixels[row], contrasts[row]),
             }
         )
-    return pairs, None
+    return list(explained.items())
 
 
 def find_confused_pairs(scores: Scores) -> list[ConfusedPair]:
@@ -106,13 +137,12 @@ def _choose_errors(scores: Scores, pair: ConfusedPair) -> Ints:
 def _draw_contrast(pixels: Pixels, contrast: Contrast) -> dict[str, Any]:
     """Return the photo, its maps, and the photo without the patches, as the template shows them."""
     photo = Image.fromarray(pixels)
-    maps = [
-        (method, encode_relative_map(photo, contrast.maps[method], signed=True, side=_SIDE))
-        for method in CONTRAST_METHODS
-    ]
     return {
         "photo": encode_photo(photo, side=_SIDE),
-        "maps": maps,
+        "maps": [
+            (method, encode_relative_map(photo, values, signed=True, side=_SIDE))
+            for method, values in contrast.maps.items()
+        ],
         "num_removed": len(contrast.removed),
         "removed": _draw_removed(pixels, contrast),
         "answer": contrast.answer,
@@ -132,3 +162,95 @@ def _draw_removed(pixels: Pixels, contrast: Contrast) -> str | None:
         left = patch % columns * width
         without[top : top + height, left : left + width] = 255
     return encode_photo(Image.fromarray(without), side=_SIDE)
+
+
+def contrast_errors(
+    bundle: Bundle,
+    pixels: UInt8[np.ndarray, "n H W 3"],
+    *,
+    labels: Int[np.ndarray, " n"],
+    predicted: Int[np.ndarray, " n"],
+) -> list[Contrast]:
+    """Explain images with wrong predictions.
+
+    Args:
+        bundle: The model.
+        pixels: The images as the model sees them.
+        labels: Their classes.
+        predicted: The predicted classes.
+
+    Raises:
+        ValueError: The model's attention can't be read.
+    """
+    contrasts: list[Contrast] = []
+    for start in range(0, len(pixels), _BATCH):
+        rows = slice(start, start + _BATCH)
+        batch = torch.from_numpy(np.ascontiguousarray(pixels[rows]))
+        images = bundle.preprocess.normalize(copy_to_device(batch, bundle.device))
+        wrong = torch.from_numpy(predicted[rows])
+        lead = partial(_compute_lead, torch.from_numpy(labels[rows]), wrong)
+        forward, _, maps = compute_maps(
+            bundle.find_once(ModelReader),
+            images,
+            methods=CONTRAST_METHODS,
+            target=build_target(lead, bundle.class_names),
+            # a model whose attention can't be read is refused with the first batch
+            verify=start == 0,
+        )
+        # [M, B, rows, columns]
+        values = torch.stack([method_maps.values[:, 0] for method_maps in maps]).cpu()
+        turned = _turn_answers(bundle, images, values.flatten(2), forward.grid, wrong)
+        for row, (removed, answer) in enumerate(turned):
+            image_maps = dict(zip(CONTRAST_METHODS, values[:, row].numpy(), strict=True))
+            contrasts.append(Contrast(image_maps, removed, answer))
+    return contrasts
+
+
+def _compute_lead(labels: Tensor, predicted: Tensor, logits: Tensor) -> Tensor:
+    """Return by how much the logit of each image's wrong class exceeds that of its label."""
+    wrong = logits.gather(1, predicted[:, None].to(logits.device))
+    right = logits.gather(1, labels[:, None].to(logits.device))
+    return (wrong - right)[:, 0]
+
+
+def _turn_answers(
+    bundle: Bundle,
+    images: Float[Tensor, "B 3 height width"],
+    values: Float[Tensor, "M B P"],
+    grid: Grid,
+    predicted: Int[Tensor, " B"],
+) -> list[tuple[list[int], int | None]]:
+    """Find for each image the fewest patches whose removal changes the prediction, and the new
+    prediction. Patches are removed in the order of either map, the most important first."""
+    num_images, num_patches = values.shape[1:]
+    counts = _list_counts(num_patches)
+    # rank of each patch by each map; 0 is the strongest evidence for the wrong class
+    ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    removed = ranks[None] < torch.tensor(counts)[:, None, None, None]  # [N, M, B, P]
+    places = torch.arange(num_images).repeat(len(counts) * len(values))
+    compute_kept = build_removal(
+        bundle.find_once(ModelReader), images, grid=grid, batch_size=_BATCH
+    )
+    logits = compute_without(
+        compute_kept, places.to(images.device), removed.flatten(0, 2).to(images.device)
+    )
+    answers = logits.argmax(dim=1).cpu().reshape(-1, num_images)  # [N · M, B]
+    sets = removed.flatten(0, 1)  # [N · M, B, P], the smallest first
+
+    turned: list[tuple[list[int], int | None]] = [([], None)] * num_images
+    is_turned = answers != predicted
+    for image in is_turned.any(dim=0).nonzero()[:, 0].tolist():
+        first = int(is_turned[:, image].nonzero()[0])
+        patches = sets[first, image].nonzero()[:, 0].tolist()
+        turned[image] = (patches, int(answers[first, image]))
+    return turned
+
+
+def _list_counts(num_patches: int) -> list[int]:
+    """Return numbers of patches to remove: 1, 2, 3 and on in growing steps, up to a quarter."""
+    counts = []
+    count = 1.0
+    while round(count) <= max(num_patches * _MAX_REMOVED, 1):
+        counts.append(round(count))
+        count = max(count * _STEP, count + 1)
+    return counts

@@ -5,8 +5,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from vit.evaluation.confusion import count_confusions
-from vit.evaluation.metrics import Scores
+from vit.evaluation.metrics import Scores, count_confusions
 from vit.evaluation.result import EvaluationResult
 from vit.evaluation.schema import Evaluation
 from vit.explanation.methods.maps import compute_maps

@@ -6,12 +6,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.evaluation.per_class import ClassMetrics
+from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.report.charts import (
     Chart,
     build_history_chart,
@@ -21,7 +21,6 @@ from vit.evaluation.report.charts import (
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions
 from vit.evaluation.report.plain import describe_in_plain_words
-from vit.evaluation.report.section import Section, find_run
 from vit.evaluation.result import EvaluationResult
 from vit.evaluation.schema import Evaluation
 from vit.explanation.explainer import Explainer
@@ -42,6 +41,22 @@ _NUM_NEIGHBOURS = 3
 _NEIGHBOUR_SIDE = 128
 
 
+class Section(NamedTuple):
+    """A section that a product adds to the report: the product's "report section" returns it.
+
+    Attributes:
+        anchor: Its id in the page.
+        title: Its name in the navigation.
+        html: Its content, already escaped; empty: only the sentence is shown.
+        sentence: One more sentence at the top of the report.
+    """
+
+    anchor: str
+    title: str
+    html: str
+    sentence: str
+
+
 def build_report(result: EvaluationResult) -> str:
     """Build the page: HTML that needs no other file."""
     evaluation = result.evaluation
@@ -51,7 +66,6 @@ def build_report(result: EvaluationResult) -> str:
     training_photos = TrainingPhotos(
         result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
     )
-    contrasts, _ = explain_confusions(result, training_photos)
     errors = [example.path for example in evaluation.examples.most_confident_errors]
     nearest = training_photos.find(_read_images(result, errors), _NUM_NEIGHBOURS)
     sentences = describe_in_plain_words(result)
@@ -73,7 +87,7 @@ def build_report(result: EvaluationResult) -> str:
         "history": _chart_history(load_history(evaluation.model)),
         "section": section,
         "matrix": describe_confusion(result.scores, class_names, result.images),
-        "contrasts": contrasts,
+        "contrasts": explain_confusions(result, training_photos),
         "class_names": class_names,
         "reliability": build_reliability_chart(evaluation.reliability),
         "selective": build_selective_chart(result.scores.confidence, result.scores.correct),
@@ -90,6 +104,13 @@ def render_markdown(result: EvaluationResult) -> str:
     evaluation = result.evaluation
     percent = partial(format_percent, count=evaluation.num_images)
     return render_page(_TEMPLATES / "evaluation.md.jinja", {"e": evaluation, "percent": percent})
+
+
+def find_run(model: str) -> Path | None:
+    """Return the run that a model file lies in; None for a model without a file."""
+    if model.startswith("timm:"):
+        return None
+    return Path(model) if Path(model).is_dir() else Path(model).parent
 
 
 def load_history(model: str) -> list[dict[str, Any]]:
