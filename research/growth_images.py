@@ -22,7 +22,7 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.sources.base import ArrayReader
-from vit.evaluation.confusion import plot_confusion
+from vit.evaluation.report.confusion import plot_confusion
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet
@@ -36,7 +36,7 @@ from vit.evaluation.metrics import (
 )
 from vit.evaluation.report.report import build_report
 from vit.evaluation.result import EvaluationResult
-from vit.evaluation.schema import Evaluation, format_predictions
+from vit.evaluation.result import Evaluation, format_predictions
 from vit.explanation.gallery.gallery import Gallery
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult

@@ -183,11 +183,7 @@ def measure_unseen(run: Path, data: Path, *, cache_dir: Path) -> dict[str, Any]:
     """What `vit evaluate` would say of the unseen images, without its pages and timings."""
     bundle = load_bundle(run)
     images = load_images(
-        open_dataset("folder", root=str(data), cache_dir=cache_dir),
-        "test",
-        preprocess=bundle.preprocess,
-        class_names=bundle.class_names,
-        progress=False,
+        bundle, open_dataset("folder", root=str(data), cache_dir=cache_dir), "test"
     )
     logits = Predictor.from_bundle(bundle).predict(images.read, count=len(images))
     scores = score_logits(logits, images.labels)
@@ -228,7 +224,7 @@ def measure_feature_pass(weights: Path, photos: Path, *, count: int = 200) -> di
 
         def run_features() -> None:
             with tempfile.TemporaryDirectory() as cache:
-                compute_features(predictor, dataset, cache_dir=Path(cache), progress=False)
+                compute_features(predictor, dataset, cache_dir=Path(cache))
 
         ways = {"bare": run_bare, "features": run_features}
         rates: dict[str, list[float]] = {name: [] for name in ways}

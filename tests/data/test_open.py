@@ -17,10 +17,9 @@ import pytest
 from PIL import Image
 from torchvision import datasets
 
+from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset, open_for_model
-from vit.data.preprocess import Preprocess
 from vit.data.splits import SplitRule
-from vit.evaluation.images import load_images
 
 MakeFolder = Callable[..., Path]
 
@@ -492,9 +491,7 @@ def test_the_cache_of_the_training_run_is_used_while_it_exists(
     assert open_for_model(None, trained_on=trained_on).cache_dir != tmp_path / "cache"
     (tmp_path / "cache").mkdir()
     dataset = open_for_model(None, trained_on=trained_on)
-    class_names = dataset.split("test").class_names
-    preprocess = Preprocess((8, 8))
-    load_images(dataset, "test", preprocess=preprocess, class_names=class_names, progress=False)
+    decode_dataset(dataset.split("test"), size=(8, 8), cache_dir=dataset.cache_dir, progress=False)
     assert [
         entry.name for entry in (tmp_path / "cache").glob("folder-test-8x8-*") if entry.is_dir()
     ]

@@ -13,12 +13,11 @@ from tests.explanation.conftest import from_timm, ours
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.evaluation.images import EvaluationSet, load_images
-from vit.prediction.predictor import LogitArray
-from vit.prediction.probabilities import Ints
+from vit.prediction.probabilities import Float32s, Ints
 
 __all__ = ["browser", "from_timm", "named_bundle", "ours"]
 
-MakePredictions = Callable[..., tuple[LogitArray, Ints]]
+MakePredictions = Callable[..., tuple[Float32s, Ints]]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +26,7 @@ def make_predictions() -> MakePredictions:
 
     def make(
         count: int = 2000, classes: int = 10, *, sharpness: float = 2.0, seed: int = 0
-    ) -> tuple[LogitArray, Ints]:
+    ) -> tuple[Float32s, Ints]:
         rng = np.random.default_rng(seed)
         logits = sharpness * rng.standard_normal((count, classes))
         labels = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
@@ -44,13 +43,7 @@ def bundle(tiny_bundle: Bundle) -> Bundle:
 @pytest.fixture(scope="session")
 def images(bundle: Bundle) -> EvaluationSet:
     """The digits' test split."""
-    return load_images(
-        open_dataset("digits"),
-        "test",
-        preprocess=bundle.preprocess,
-        class_names=bundle.class_names,
-        progress=False,
-    )
+    return load_images(bundle, open_dataset("digits"), "test")
 
 
 MakeEvaluation = Callable[..., Path]

@@ -13,7 +13,7 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
-from vit.evaluation.schema import (
+from vit.evaluation.result import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,

@@ -12,8 +12,7 @@ from vit.data.cache import decode_dataset
 from vit.data.dataset import printable
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
-from vit.evaluation.images import EvaluationSet, load_images, match_classes
-from vit.evaluation.overlap import find_overlap
+from vit.evaluation.images import EvaluationSet, find_overlap, load_images, match_classes
 
 
 def write_images(root: Path, *folders: str, count: int = 3) -> Path:
@@ -68,7 +67,6 @@ def test_a_planted_training_image_is_found(
     bundle: Bundle, images: EvaluationSet, tmp_path: Path
 ) -> None:
     root = write_images(tmp_path / "set", "1", "2")
-    preprocess = Preprocess((32, 32))
     training = decode_dataset(
         open_dataset("folder", root=root).split("all"), size=None, progress=False
     )
@@ -81,11 +79,7 @@ def test_a_planted_training_image_is_found(
             held / name / "0.png"
         )
     tested = load_images(
-        open_dataset("folder", root=held),
-        "all",
-        preprocess=preprocess,
-        class_names=bundle.class_names,
-        progress=False,
+        replace(bundle, preprocess=Preprocess((32, 32))), open_dataset("folder", root=held), "all"
     )
     is_correct = np.arange(len(tested)) % 2 == 0
     trained = replace(bundle, training_hashes=tuple(training.hashes))

@@ -6,13 +6,13 @@ from scipy.special import softmax
 from sklearn import metrics as sklearn_metrics
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.confusion import compute_confusion
 from vit.evaluation.metrics import (
     compute_metrics,
     compute_per_class,
     compute_reliability,
     score_logits,
 )
+from vit.evaluation.report.confusion import compute_confusion
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])

@@ -24,10 +24,9 @@ from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.calibration import Calibration
-from vit.evaluation.confusion import compute_confusion
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Example, Examples
-from vit.evaluation.images import EvaluationSet
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     ConfusedPair,
@@ -36,7 +35,7 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
-from vit.evaluation.overlap import TrainTestOverlap
+from vit.evaluation.report.confusion import compute_confusion
 from vit.evaluation.report.contrast import ExplainedPair, explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.report.report import (
@@ -44,8 +43,7 @@ from vit.evaluation.report.report import (
     load_history,
     render_markdown,
 )
-from vit.evaluation.result import EvaluationResult
-from vit.evaluation.schema import Evaluation
+from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.explanation.records import Explanations
 from vit.explanation.render.page import encode_picture
 from vit.explanation.training_photos import Neighbour, TrainingPhotos

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
-from vit.evaluation.schema import Evaluation, load_evaluation, load_predictions
+from vit.evaluation.result import Evaluation, load_evaluation, load_predictions
 from vit.runtime.files import write_json
 
 RANKS = np.array([0, 1, 0, 3])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from vit.optim.schedule import schedule_factor
+from vit.optim.optimizer import schedule_factor
 
 
 def factors(total_steps=10, **arguments) -> list[float]:

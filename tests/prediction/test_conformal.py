@@ -126,13 +126,7 @@ def test_coverage_on_planted_probabilities(make_predictions: MakePredictions, le
 def test_coverage_on_the_digits(tiny_bundle: Bundle) -> None:
     """The thresholds of the model file, whose images chose no epoch that their probability is of;
     and those of other images over ten splits."""
-    images = load_images(
-        open_dataset("digits", root=None),
-        "test",
-        preprocess=tiny_bundle.preprocess,
-        class_names=tiny_bundle.class_names,
-        progress=False,
-    )
+    images = load_images(tiny_bundle, open_dataset("digits", root=None), "test")
     logits = Predictor.from_bundle(tiny_bundle).predict(images.read, count=len(images))
     probabilities = np.exp(compute_log_probabilities(logits, 1.0))
     right = probabilities[np.arange(len(images)), images.labels]

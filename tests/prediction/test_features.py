@@ -13,7 +13,7 @@ from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
-from vit.model.block_features import PRE_LOGITS
+from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor

@@ -10,7 +10,8 @@ from PIL import Image
 from tests.conftest import Launcher
 from vit.bundle import Bundle
 from vit.evaluation.images import EvaluationSet
-from vit.prediction.predictor import LogitArray, Precision, Predictor
+from vit.prediction.predictor import Precision, Predictor
+from vit.prediction.probabilities import Float32s
 
 
 def predict(
@@ -19,7 +20,7 @@ def predict(
     *,
     batch_size: int = 100,
     precision: Precision = "float32",
-) -> LogitArray:
+) -> Float32s:
     predictor = Predictor(
         model=bundle.model,
         preprocess=bundle.preprocess,
@@ -85,10 +86,7 @@ model, out = sys.argv[1], sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 bundle = load_bundle(model)
-images = load_images(
-    open_dataset("digits"), "test", preprocess=bundle.preprocess, class_names=bundle.class_names,
-    progress=False,
-)
+images = load_images(bundle, open_dataset("digits"), "test")
 predictor = Predictor(bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32")
 for count in map(int, sys.argv[3:]):
     seen, heard = [], []

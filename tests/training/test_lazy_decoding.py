@@ -16,7 +16,7 @@ from vit.bundle import load_bundle
 from vit.config import dump_config
 from vit.data.open import open_dataset
 from vit.data.preprocess import IMAGENET_MEAN
-from vit.evaluation.overlap import find_training_hashes
+from vit.evaluation.images import find_training_hashes
 from vit.training import data as building
 from vit.training.observers import Observer
 from vit.training.run_directory import CONFIG_FILE

@@ -10,8 +10,7 @@ from vit.bundle import MODEL_FILE, Bundle, update_metadata
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.model.model_file import TemperatureFit
-from vit.prediction.predictor import LogitArray
-from vit.prediction.probabilities import Ints, chunk_rows
+from vit.prediction.probabilities import Float32s, Ints, chunk_rows
 from vit.runtime.files import compute_sha256
 from vit.runtime.numbers import format_number
 
@@ -39,7 +38,7 @@ class Calibration:
 
 
 def cross_fit_temperature(
-    logits: LogitArray, labels: Ints, digests: np.ndarray
+    logits: Float32s, labels: Ints, digests: np.ndarray
 ) -> TemperatureFit | None:
     """Fit a temperature, and measure it on images that it was not fitted on.
 
@@ -86,7 +85,7 @@ def was_used_for_epoch(bundle: Bundle, images: EvaluationSet) -> bool:
 
 
 def calibrate_bundle(
-    bundle: Bundle, validation: EvaluationSet, logits: LogitArray | None = None
+    bundle: Bundle, validation: EvaluationSet, logits: Float32s | None = None
 ) -> tuple[Bundle, str]:
     """Give a model a temperature, if it helps on images that it was not fitted on.
 
@@ -164,7 +163,7 @@ def find_model_file(bundle: Bundle) -> Path:
     return path
 
 
-def measure_calibration(bundle: Bundle, logits: LogitArray, labels: Ints) -> Calibration | None:
+def measure_calibration(bundle: Bundle, logits: Float32s, labels: Ints) -> Calibration | None:
     """Measure probabilities without and with the model's temperature; None if none was fitted."""
     if "temperature" not in bundle.metadata:
         return None
@@ -179,7 +178,7 @@ def measure_calibration(bundle: Bundle, logits: LogitArray, labels: Ints) -> Cal
     )
 
 
-def fit_temperature(logits: LogitArray, labels: Ints) -> float:
+def fit_temperature(logits: Float32s, labels: Ints) -> float:
     """Fit the temperature that calibrates the probabilities (Guo et al. 2017, section 4.2).
 
     The cross-entropy is convex in 1/T, so it has only one minimum. It is found to six digits.

@@ -4,7 +4,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +62,7 @@ def measure_cost(
     # imports Triton, which takes seconds
     from torch.utils.flop_counter import FlopCounterMode
 
+    net: Any = model
     device = images.device
     on_cuda = device.type == "cuda"
     if on_cuda:
@@ -71,8 +72,7 @@ def measure_cost(
         image_seconds = _time_passes(model, images[:1])
         with FlopCounterMode(display=False) as counter:
             # with every token of every block, as FLOPs are usually quoted
-            features = cast(Any, model).forward_features(images[:1])
-            cast(Any, model).forward_head(features)
+            net.forward_head(net.forward_features(images[:1]))
 
     if on_cuda:
         peak_memory_bytes = torch.cuda.max_memory_allocated(device)

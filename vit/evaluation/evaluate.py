@@ -24,7 +24,7 @@ from vit.evaluation.calibration import (
 )
 from vit.evaluation.cost import measure_cost
 from vit.evaluation.examples import choose_examples
-from vit.evaluation.images import EvaluationSet, check_data, load_images, open_data
+from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     compute_metrics,
@@ -32,11 +32,10 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
-from vit.evaluation.overlap import find_overlap
-from vit.evaluation.result import EvaluationResult
-from vit.evaluation.schema import Evaluation
+from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.prediction.conformal import measure_sets
-from vit.prediction.predictor import TTA, LogitArray, Predictor
+from vit.prediction.predictor import TTA, Predictor
+from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import describe_device
 from vit.runtime.processes import current_process, join_processes
@@ -122,20 +121,14 @@ def evaluate(
     if calibrate and (str(model).startswith("timm:") or split in ("validation", "all")):
         raise ValueError(_CALIBRATION_HINT)
     # in a process group all processes share the images
-    with join_processes(device) as (process, device_name):
+    with join_processes(device) as (_, device_name):
         bundle = open_model(model, device=device_name)
         data_splits = open_data(bundle, data, root, dataset, class_names)
         if calibrate and (split or data_splits.default_split) == "validation":
             raise ValueError(_CALIBRATION_HINT)
         # All images are decoded before anything is computed: errors in them are reported first.
         images, *validation = [
-            load_images(
-                data_splits,
-                name,
-                preprocess=bundle.preprocess,
-                class_names=bundle.class_names,
-                progress=process.is_main,
-            )
+            load_images(bundle, data_splits, name)
             for name in ([split, "validation"] if calibrate else [split])
         ]
         if data is None and dataset is None:
@@ -272,7 +265,7 @@ def measure_model(
     return EvaluationResult(evaluation, scores, images, bundle, is_main=process.is_main)
 
 
-def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> LogitArray:
+def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> Float32s:
     with show_progress(title, len(images), shown=current_process().is_main) as advance:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vit.evaluation.metrics import Scores
-from vit.prediction.probabilities import Ints, chunk_rows, compute_log_probabilities
+from vit.prediction.probabilities import Float32s, Ints, chunk_rows, compute_log_probabilities
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Examples:
 
 
 def choose_examples(
-    logits: NDArray[np.float32],
+    logits: Float32s,
     scores: Scores,
     *,
     ids: Sequence[str],
@@ -73,7 +72,7 @@ def choose_examples(
     )
 
 
-def find_label_errors(logits: NDArray[np.float32], scores: Scores) -> Ints:
+def find_label_errors(logits: Float32s, scores: Scores) -> Ints:
     """Return the indices of the images whose label is probably wrong, the least plausible first.
 
     Confident learning (Northcutt, Jiang & Chuang 2021, section 3): the threshold of a class is its

@@ -8,11 +8,10 @@ true value.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import betaincinv, gammaincinv, stdtrit
 
 from vit.evaluation.metrics import NUM_BINS, Scores, compute_metrics, find_bins
-from vit.prediction.probabilities import Floats, Ints
+from vit.prediction.probabilities import Bools, Floats, Ints
 
 # probability that the true value lies below a 95 % interval, and that it lies above
 _TAIL = 0.025
@@ -83,7 +82,7 @@ def compute_intervals(
     }
 
 
-def compute_clustered_interval(correct: NDArray[np.bool_], clusters: Ints) -> tuple[float, float]:
+def compute_clustered_interval(correct: Bools, clusters: Ints) -> tuple[float, float]:
     """Compute the 95 % interval of an accuracy whose images come in clusters, 0 to 1.
 
     It is Clopper and Pearson's interval for the number of independent images that would give the

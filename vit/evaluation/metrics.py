@@ -7,10 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import betaincinv
 
-from vit.prediction.probabilities import Floats, Ints, chunk_rows, compute_log_probabilities
+from vit.prediction.probabilities import (
+    Bools,
+    Float32s,
+    Floats,
+    Ints,
+    chunk_rows,
+    compute_log_probabilities,
+)
 
 NUM_BINS = 15
 
@@ -45,13 +51,13 @@ class Scores:
     temperature: float
 
     @property
-    def correct(self) -> NDArray[np.bool_]:
+    def correct(self) -> Bools:
         return np.equal(self.rank, 0)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def subset(self, chosen: NDArray[np.bool_]) -> Scores:
+    def subset(self, chosen: Bools) -> Scores:
         """Return the scores of the images for which `chosen` is true, [n]."""
         columns: dict[str, Any] = {
             name: values[chosen]
@@ -72,7 +78,7 @@ class Bin:
     accuracy: float
 
 
-def score_logits(logits: NDArray[np.float32], labels: Ints, *, temperature: float = 1.0) -> Scores:
+def score_logits(logits: Float32s, labels: Ints, *, temperature: float = 1.0) -> Scores:
     """Score logits against labels.
 
     Args:

@@ -1,20 +1,208 @@
-"""The result of an evaluation, which can be saved as files."""
+"""The result of an evaluation and its files: `evaluation.json`, with its schema, `predictions.csv`
+and others.
 
+`Evaluation.model_json_schema()` returns the schema as JSON Schema. `schema_version` rises when a
+key is removed or changes its meaning, not when a key is added. Fractions are 0 to 1, not percent.
+"""
+
+import csv
+import html
+import io
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import MODEL_FILE, Bundle
-from vit.evaluation.calibration import save_temperature
-from vit.evaluation.images import EvaluationSet
-from vit.evaluation.metrics import Scores
-from vit.evaluation.schema import (
-    EVALUATION_FILE,
-    PREDICTIONS_FILE,
-    Evaluation,
-    format_predictions,
-)
+from vit.evaluation.calibration import Calibration, save_temperature
+from vit.evaluation.cost import Cost
+from vit.evaluation.examples import Examples
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap
+from vit.evaluation.metrics import Bin, ClassMetrics, Scores
+from vit.prediction.conformal import SetMetrics
+from vit.runtime.arguments import shorten
+from vit.runtime.documents import check_schema, read_json, read_table
 from vit.runtime.files import FileContent, Result, expand_home, write_json
+from vit.runtime.numbers import format_interval, format_number, format_percent
+
+EVALUATION_FILE = "evaluation.json"
+PREDICTIONS_FILE = "predictions.csv"
+COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
+# metrics that are fractions; the others are shown as plain numbers
+_FRACTIONS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall")
+
+
+class MetricRow(NamedTuple):
+    """A metric as tables for people show it."""
+
+    title: str
+    value: str
+    interval: str
+    about: str
+
+
+class Evaluation(BaseModel):
+    """The metrics of one model on one set of images, and the conditions of the measurement."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = 2
+    top1: float = Field(
+        title="Top-1 accuracy", description="fraction of images whose label has the highest logit"
+    )
+    top5: float = Field(
+        title="Top-5 accuracy",
+        description="fraction of images whose label is among the five highest logits",
+    )
+    loss: float = Field(title="Loss", description="mean cross-entropy of the logits, nats")
+    macro_f1: float = Field(
+        title="Macro F1", description="mean F1 of the classes that occur as label or prediction"
+    )
+    macro_precision: float = Field(
+        title="Macro precision", description="mean precision of the classes that occur"
+    )
+    macro_recall: float = Field(
+        title="Macro recall", description="mean recall of the classes that occur"
+    )
+    ece: float = Field(
+        title="Calibration error",
+        description="expected calibration error (ECE) over 15 bins of equal width",
+    )
+    brier: float = Field(
+        title="Brier score",
+        description="squared difference of probabilities and one-hot label, 0 to 2",
+    )
+    nll: float = Field(
+        title="Negative log-likelihood",
+        description="mean cross-entropy after temperature scaling, nats",
+    )
+    # 95 % confidence interval of each metric above
+    intervals: dict[str, tuple[float, float]]
+    # every class of the model, in its order
+    per_class: list[ClassMetrics]
+    reliability: list[Bin]
+    # null if no temperature was ever fitted
+    calibration: Calibration | None
+
+    # null if the model file holds no thresholds
+    prediction_sets: list[SetMetrics] | None = None
+
+    # number of evaluated images, the denominator of every metric
+    num_images: int
+    # images that were left out, each with the reason
+    unreadable: list[tuple[str, str]]
+    # null if it isn't known which images were in training
+    duplicates_of_training: TrainTestOverlap | None
+    examples: Examples
+
+    # top-1 by corruption, at severities 1 to 5
+    corruptions: dict[str, list[float]] | None
+    # mean of 1 - top-1 over corruptions and severities
+    mean_corruption_error: float | None
+    cost: Cost
+
+    # name of the data set
+    data: str
+    split: str
+    # facts about these images that a reader should know, in sentences
+    notes: list[str]
+    # hash of the decoded pixels, labels, class names and split
+    fingerprint: str
+    # path or name that the model was loaded from
+    model: str
+    model_sha256: str
+    # hash of the configuration and the images that the training run began with
+    run_id: str | None = None
+    # hash of the training images
+    training_fingerprint: str | None = None
+    # hash of the training configuration without seed and machine
+    recipe: str | None
+    # seed of the training run
+    seed: int | None
+    # device, precision, batch size, tta (hflip or null), command, time, versions
+    conditions: dict[str, str | None]
+
+    def __repr__(self) -> str:
+        """One line, because notebooks show a result that ends a cell."""
+        low, high = self.intervals["top1"]
+        return (
+            f"Evaluation({self.num_images} images of {self.data} ({self.split}),"
+            f" top1={self.top1:.4f} ({low:.4f} to {high:.4f}))"
+        )
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return the metrics as a table, for a notebook."""
+        rows = [f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()]
+        headings = "<tr><th>metric<th>value<th>95 % interval"
+        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(rows)}</table>"
+
+    def list_rows(self) -> list[MetricRow]:
+        """Return the metrics as tables for people show them."""
+        rows = []
+        for name in self.list_metrics():
+            if name in _FRACTIONS:
+                value = format_percent(getattr(self, name), self.num_images)
+                interval = format_interval(self.intervals[name], self.num_images)
+            else:
+                value = format_number(getattr(self, name))
+                interval = "–".join(map(format_number, self.intervals[name]))
+            field = type(self).model_fields[name]
+            rows.append(MetricRow(str(field.title), value, interval, str(field.description)))
+        return rows
+
+    def list_metrics(self) -> list[str]:
+        """Return the names of the metrics worth showing: top-5 only from ten classes on, and no
+        metric that equals another one."""
+        redundant = set()
+        if len(self.per_class) < 10:
+            redundant.add("top5")
+        # without a temperature it equals the loss
+        if self.calibration is None:
+            redundant.add("nll")
+        # with equally many images of each class it equals top-1
+        if len({row.support for row in self.per_class}) == 1:
+            redundant.add("macro_recall")
+        return [name for name in self.intervals if name not in redundant]
+
+    def describe_accuracy(self) -> str:
+        """Return the accuracy in a sentence, with the accuracy that needs no model."""
+        count = self.num_images
+        majority = max(row.support for row in self.per_class) / count
+        return (
+            f"{round(self.top1 * count):,} of {count:,} images are classified correctly"
+            f" ({format_percent(self.top1, count)}; 95 % interval"
+            f" {format_interval(self.intervals['top1'], count)}). Always predicting the most"
+            f" frequent class would give {format_percent(majority, count)}, guessing"
+            f" {format_percent(1 / len(self.per_class), count)}"
+        )
+
+    def list_warnings(self) -> list[str]:
+        """Return what a reader should know before quoting a metric, in sentences."""
+        warnings = list(self.notes)
+        if self.unreadable:
+            warnings.append(
+                f"{len(self.unreadable)} images could not be read and are not counted, the first:"
+                f" {': '.join(self.unreadable[0])}"
+            )
+        overlap = self.duplicates_of_training
+        if overlap is not None and overlap.exact + overlap.near > 0:
+            text = (
+                f"{overlap.exact} of these images were in training, {overlap.near} more are"
+                f" near-duplicates of one that was: {', '.join(overlap.examples[:3])}"
+            )
+            if overlap.top1_without is not None:
+                text += (
+                    f"; top-1 is {format_percent(self.top1, self.num_images)} with them and"
+                    f" {format_percent(overlap.top1_without, self.num_images)} without"
+                )
+            warnings.append(text)
+        return warnings
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,7 +234,7 @@ class EvaluationResult(Result):
 
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs
-        from vit.evaluation.confusion import plot_confusion
+        from vit.evaluation.report.confusion import plot_confusion
         from vit.evaluation.report.report import build_report, render_markdown
 
         names = self.bundle.class_names
@@ -85,3 +273,72 @@ class EvaluationResult(Result):
             sha256 = save_temperature(self.bundle, output / MODEL_FILE)
             evaluation = evaluation.model_copy(update={"model_sha256": sha256})
         write_json(output / EVALUATION_FILE, evaluation.model_dump(mode="json"))
+
+
+def load_evaluation(path: Path) -> Evaluation:
+    """Read an evaluation file.
+
+    Raises:
+        ValueError: The file is damaged or from another version.
+    """
+    try:
+        return check_schema(Evaluation, read_json(path), origin="it")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not an evaluation of this version: {error}; evaluate again"
+        ) from None
+
+
+def find_evaluation(model: str, sha256: str) -> Evaluation | None:
+    """Return the latest evaluation of the model file with this hash, in or beside the run that
+    `model` names; None if there is none."""
+    run = Path(model) if Path(model).is_dir() else Path(model).parent
+    evaluations = []
+    for path in (*run.glob(f"*/{EVALUATION_FILE}"), *run.parent.glob(f"*/{EVALUATION_FILE}")):
+        # a file of another version, or a damaged one, is skipped
+        with suppress(ValueError, OSError):
+            evaluations.append(load_evaluation(path))
+    return max(
+        (evaluation for evaluation in evaluations if evaluation.model_sha256 == sha256),
+        key=lambda evaluation: evaluation.conditions.get("time") or "",
+        default=None,
+    )
+
+
+def format_predictions(scores: Scores, *, ids: Sequence[str], class_names: tuple[str, ...]) -> str:
+    """Return the text of predictions.csv: a line for each image, floats in full precision."""
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    columns = (
+        ids,
+        [class_names[label] for label in scores.labels],
+        [class_names[label] for label in scores.predicted],
+        scores.confidence.tolist(),
+        scores.label_probability.tolist(),
+        scores.loss.tolist(),
+        scores.rank.tolist(),
+    )
+    writer.writerows(zip(*columns, strict=True))
+    return file.getvalue()
+
+
+def load_predictions(path: Path) -> dict[str, list[str]]:
+    """Return the columns of a predictions file by name.
+
+    Raises:
+        ValueError: A line is wrong; the message names it.
+    """
+    rows: list[list[str]] = []
+    table = read_table(path)
+    _, header = next(table, ("", []))
+    if header != list(COLUMNS):
+        raise ValueError(f"{path} line 1 is not {','.join(COLUMNS)}; evaluate again")
+    for line, row in table:
+        if len(row) != len(COLUMNS):
+            raise ValueError(f"{line} has {len(row)} fields instead of {len(COLUMNS)}")
+        # the number of a class
+        if not row[-1].isdecimal() or len(row[-1]) > 9:
+            raise ValueError(f"{line}: rank {shorten(row[-1])!r} is not a number; evaluate again")
+        rows.append(row)
+    return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}

@@ -145,7 +145,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, branch: Tokens) -> Tokens:
-        if not self.training or self.rate == 0:
+        if not self.training:
             return branch
         mask = branch.new_empty(branch.shape[0], 1, 1)
         mask.bernoulli_(1 - self.rate, generator=thread_generator())

@@ -190,13 +190,13 @@ def _find_processor(config: Any) -> Mapping[str, Any] | None:
         with suppress(OSError):
             path = cached_file(name, "preprocessor_config.json", local_files_only=True)
     family = config.model_type.removesuffix("_vision_model")
-    values: Mapping[str, Any] | None = {}
+    values: Mapping[str, Any] = {}
     if path:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     elif family in _PROCESSORS:
         values = getattr(transformers, _PROCESSORS[family])().to_dict()
     elif hasattr(config, "vision_config"):
-        values = None  # The values of other models for images and texts are unknown.
+        return None  # The values of other models for images and texts are unknown.
     return values
 
 

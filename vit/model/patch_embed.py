@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from vit.model.cpu_kernels import apply_convolutions
 from vit.model.stem import build_stem
 from vit.runtime.arguments import Size, as_pair, check_choice
+from vit.runtime.tensors import Images
 
 STEMS = ("conv", "conv_pool", "conv_pool_residual", "conv_residual", "patch")
 
@@ -113,7 +114,7 @@ class PatchEmbed(nn.Module):
         self.proj.stride = patch_size
         self.patch_size = patch_size
 
-    def forward(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
+    def forward(self, images: Images) -> Float[Tensor, "B P D"]:
         expected = images.shape[2:] if self.dynamic_img_size else self.img_size
         if images.shape[1:] != (self.in_chans, *expected):
             raise ValueError(
@@ -125,7 +126,7 @@ class PatchEmbed(nn.Module):
         features = apply_convolutions(images, self.stem, self.proj)  # [B, D, rows, columns]
         return features.flatten(2).transpose(1, 2)  # [B, P, D]
 
-    def _patchify(self, images: Float[Tensor, "B C height width"]) -> Float[Tensor, "B P D"]:
+    def _patchify(self, images: Images) -> Float[Tensor, "B P D"]:
         """Apply `proj` as one matrix product over flattened patches.
 
         It equals a convolution whose stride is its kernel size, and is 1.3 times as fast on a CPU

@@ -28,6 +28,12 @@ _TORCHVISION_NAMES = (
     (".mlp.3.", ".mlp.fc2."),
     ("heads.head.", "head."),
 )
+# The same for a file of DINOv2's authors.
+_DINOV2_NAMES = (
+    (".mlp.w12.", ".mlp.fc1."),
+    (".mlp.w3.", ".mlp.fc2."),
+    ("register_tokens", "reg_token"),
+)
 
 
 def read_weights(path: Path) -> ModelFile:
@@ -192,27 +198,17 @@ def _convert_names(weights: StateDict) -> StateDict:
                 if name.startswith(start)
             }
             break
-    if "mask_token" in weights and "patch_embed.proj.weight" in weights:
-        return _convert_dinov2(weights)
-    if "conv_proj.weight" not in weights:
+    is_dinov2 = "mask_token" in weights and "patch_embed.proj.weight" in weights
+    if not is_dinov2 and "conv_proj.weight" not in weights:
         return weights
     converted = {}
     for name, tensor in weights.items():
-        for theirs, ours in _TORCHVISION_NAMES:
+        for theirs, ours in _DINOV2_NAMES if is_dinov2 else _TORCHVISION_NAMES:
             name = name.replace(theirs, ours)
         converted[name] = tensor
-    return converted
-
-
-def _convert_dinov2(weights: StateDict) -> StateDict:
-    """Convert a file of DINOv2's authors. Registers and SwiGLU have other names than in timm."""
-    converted = {}
-    for name, tensor in weights.items():
-        name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
-        converted[name] = tensor
-    del converted["mask_token"]
-    if "register_tokens" in converted:
-        converted["reg_token"] = converted.pop("register_tokens")
+    if is_dinov2:
+        del converted["mask_token"]
+    if is_dinov2 and "reg_token" in converted:
         add_class_position(converted)
     return converted
 

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vit.bundle import Bundle
 from vit.prediction.neighbours import compute_distances
-from vit.prediction.probabilities import Floats, Ints, chunk_rows, compute_log_probabilities
+from vit.prediction.probabilities import (
+    Float32s,
+    Floats,
+    Ints,
+    chunk_rows,
+    compute_log_probabilities,
+)
 
 # how often a set should include the right class
 LEVELS = (0.9, 0.95)
@@ -73,9 +78,7 @@ def build_sets(probabilities: Floats, threshold: float) -> list[list[int]]:
     ]
 
 
-def predict_sets(
-    bundle: Bundle, logits: NDArray[np.float32], *, coverage: float
-) -> list[list[int]] | None:
+def predict_sets(bundle: Bundle, logits: Float32s, *, coverage: float) -> list[list[int]] | None:
     """Return the prediction set of each image, as indices of classes; None without a threshold.
 
     Args:
@@ -90,7 +93,7 @@ def predict_sets(
     return build_sets(np.exp(compute_log_probabilities(logits, 1.0)), threshold)
 
 
-def predict_p_values(bundle: Bundle, features: NDArray[np.float32] | None) -> list[float] | None:
+def predict_p_values(bundle: Bundle, features: Float32s | None) -> list[float] | None:
     """Return the p-value of each image; None if the model file can't tell.
 
     Args:
@@ -158,9 +161,7 @@ class SetMetrics:
     mean_size: float
 
 
-def measure_sets(
-    bundle: Bundle, logits: NDArray[np.float32], labels: Ints
-) -> list[SetMetrics] | None:
+def measure_sets(bundle: Bundle, logits: Float32s, labels: Ints) -> list[SetMetrics] | None:
     """Measure a model's prediction sets for each coverage; None if its file holds no threshold.
 
     Args:

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
-from vit.model.block_features import (
+from vit.model.logits import (
     Readout,
     compute_block_features,
     count_channels,
@@ -28,6 +27,7 @@ from vit.model.block_features import (
 from vit.model.model_file import hash_weights
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.predictor import Pixels, Predictor
+from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.device import Precision
 from vit.runtime.files import default_cache_dir, write_atomically
 from vit.runtime.processes import current_process
@@ -47,7 +47,6 @@ def compute_features(
     dataset: ImageDataset,
     *,
     cache_dir: Path | None = None,
-    progress: bool = True,
 ) -> Features:
     """Compute the pooled features of images after each block, or read them from the cache.
 
@@ -58,7 +57,6 @@ def compute_features(
         predictor: The model, with the conditions under which it runs.
         dataset: The images. If they aren't decoded, each is read with its batch.
         cache_dir: The cache; None: $VIT_CACHE or ~/.cache/vit.
-        progress: Show a progress bar.
 
     Returns:
         Features by number of blocks and pooling ("token": the class token, "avg": the mean of the
@@ -83,7 +81,6 @@ def compute_features(
         weights=weights,
         shape=(len(readouts), count_channels(model)),
         cache_dir=cache_dir,
-        progress=progress,
     )
     return {readout: values[:, place] for place, readout in enumerate(readouts)}
 
@@ -151,7 +148,6 @@ def _compute_once(
     shape: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     cache_dir: Path | None,
-    progress: bool = True,
 ) -> Tensor:
     """Return the results of a function of the model for all images, from the cache if possible.
 
@@ -170,7 +166,7 @@ def _compute_once(
     # either all processes compute them or none
     if process.any_rank(values is None):
         title = f"{name} of {dataset.name} {dataset.split}"
-        with show_progress(title, len(dataset), shown=progress and process.is_main) as advance:
+        with show_progress(title, len(dataset), shown=process.is_main) as advance:
             values = predictor.compute(
                 function,
                 partial(read_dataset, dataset, predictor.preprocess),
@@ -186,9 +182,7 @@ def _compute_once(
     return values
 
 
-def compute_readable_features(
-    bundle: Bundle, dataset: ImageDataset
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def compute_readable_features(bundle: Bundle, dataset: ImageDataset) -> tuple[Float32s, Ints]:
     """Compute the pooled features that the head reads, of those images that can be read.
 
     Returns:

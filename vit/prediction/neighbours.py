@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from vit.bundle import Bundle
 from vit.model.model_file import NUM_NEIGHBOURS
-from vit.prediction.probabilities import Floats, Ints
+from vit.prediction.probabilities import Float32s, Floats, Ints
 
+Features = NDArray[np.floating[Any]]
 # cosines computed at once: 32 MiB
 _BLOCK = 1 << 23
 
@@ -30,12 +31,12 @@ class Similar:
 
 
 def find_nearest(
-    features: NDArray[np.floating[Any]],
-    references: NDArray[np.floating[Any]],
+    features: Features,
+    references: Features,
     count: int,
     *,
     skip_self: bool = False,
-) -> tuple[Ints, NDArray[np.float32]]:
+) -> tuple[Ints, Float32s]:
     """Find for each row of `features` the rows of `references` with the largest cosine.
 
     Args:
@@ -70,9 +71,7 @@ def find_nearest(
     return np.concatenate(indices), np.concatenate(nearest_cosines)
 
 
-def compute_distances(
-    features: NDArray[np.floating[Any]], training_features: NDArray[np.floating[Any]]
-) -> Floats:
+def compute_distances(features: Features, training_features: Features) -> Floats:
     """Compute the distance of each image to its k-th nearest training image.
 
     Features are scaled to length one (Sun, Ming, Zhu & Li 2022, "Out-of-distribution detection with
@@ -89,14 +88,14 @@ def compute_distances(
     return convert_to_distances(cosines[:, -1])
 
 
-def convert_to_distances(cosines: NDArray[np.float32]) -> Floats:
+def convert_to_distances(cosines: Float32s) -> Floats:
     """Return distances between vectors of length one: |a - b|² = 2 - 2 a·b."""
     return np.sqrt(np.maximum(2 - 2 * cosines, 0)).astype(np.float64)
 
 
 def find_similar(
     bundle: Bundle,
-    features: NDArray[np.float32],
+    features: Float32s,
     count: int,
     *,
     class_index: int | None = None,
@@ -153,7 +152,7 @@ def check_similar(bundle: Bundle) -> None:
     raise ValueError(f"{bundle.name} names no training images: {reason}")
 
 
-def normalize_rows(features: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
+def normalize_rows(features: Features) -> Float32s:
     """Scale rows to length one, float32; zeros stay zeros."""
     rows = features.astype(np.float32)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)

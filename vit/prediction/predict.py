@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 from scipy.special import softmax
 
@@ -19,6 +18,7 @@ from vit.model.logits import count_features
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
 from vit.prediction.neighbours import check_similar, find_similar
 from vit.prediction.predictor import Pixels, Predictor, read_from
+from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult
 from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_arguments
@@ -100,7 +100,7 @@ def embed(
     batch_size: int = 64,
     device: str = "auto",
     precision: str = "auto",
-) -> NDArray[np.float32]:
+) -> Float32s:
     """Compute the pooled features of images, which the model's head reads.
 
     Args:
@@ -269,9 +269,7 @@ def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
         return getattr(error, "strerror", None) or str(error)
 
 
-def _save_embeddings(
-    path: Path, names: Sequence[str], features: Sequence[NDArray[np.float32]]
-) -> None:
+def _save_embeddings(path: Path, names: Sequence[str], features: Sequence[Float32s]) -> None:
     """Write features: .npz with `paths` [N] and `embeddings` [N, D], or .parquet with the columns
     path and embedding."""
     paths = [printable(name) for name in names]

@@ -15,6 +15,7 @@ from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.model.logits import compute_logits, compute_logits_and_features, count_features
 from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.probabilities import Float32s
 from vit.runtime.device import (
     Precision,
     autocast,
@@ -26,7 +27,6 @@ from vit.runtime.processes import current_process
 from vit.runtime.threads import MAX_THREADS, BatchThreads
 
 Pixels = NDArray[np.uint8]
-LogitArray = NDArray[np.float32]
 # `read(start, stop)` returns these images as the model sees them, uint8 [B, H, W, 3].
 Read = Callable[[int, int], Pixels]
 # test-time augmentation
@@ -89,7 +89,7 @@ class Predictor:
         *,
         count: int,
         on_progress: Callable[[int], object] = lambda done: None,
-    ) -> LogitArray:
+    ) -> Float32s:
         """Compute the logits of images.
 
         Args:
@@ -114,7 +114,7 @@ class Predictor:
             shape=(count, self.num_classes),
             on_progress=on_progress,
         )
-        return cast(LogitArray, logits.numpy())
+        return cast(Float32s, logits.numpy())
 
     @torch.inference_mode()
     def compute(
@@ -189,7 +189,7 @@ class Predictor:
             dist.all_reduce(results)
         return results.cpu()
 
-    def predict_with_features(self, read: Read, *, count: int) -> tuple[LogitArray, LogitArray]:
+    def predict_with_features(self, read: Read, *, count: int) -> tuple[Float32s, Float32s]:
         """Compute the logits [count, num_classes] and the pooled features [count, D] that the head
         reads; for a model of which `has_features` is true."""
 

@@ -7,7 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
+Float32s = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
 # Images and logits at a time: this bounds the float64 copies.
@@ -15,7 +17,7 @@ _CHUNK_IMAGES = 4096
 _CHUNK_LOGITS = 2**22
 
 
-def chunk_rows(logits: NDArray[np.float32]) -> Iterator[slice]:
+def chunk_rows(logits: Float32s) -> Iterator[slice]:
     """Return slices that together cover the rows of [n, C]; with more classes they are shorter."""
     size = min(_CHUNK_IMAGES, max(_CHUNK_LOGITS // logits.shape[1], 1))
     return (slice(start, start + size) for start in range(0, len(logits), size))

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
-from numpy.typing import NDArray
-
 from vit.prediction.neighbours import Similar
+from vit.prediction.probabilities import Float32s
 from vit.runtime.files import FileContent, Result
 
 # index, name and probability, the most probable first
@@ -38,7 +36,7 @@ class Prediction:
     error: str | None = None
     prediction_set: list[str] | None = None
     p_value: float | None = None
-    features: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    features: Float32s | None = field(default=None, compare=False, repr=False)
     similar: list[Similar] | None = None
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from vit.model.block_features import Readout
+from vit.model.logits import Readout
 from vit.prediction.features import Features
 from vit.training.folds import assign_folds
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
-from vit.model.block_features import cut_model
+from vit.model.logits import cut_model
 from vit.model.model_file import MODEL_FILE, read_model_file
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit

@@ -21,8 +21,7 @@ from vit.data.workers import Transform
 from vit.model.checkpoint import CheckpointStore
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
-from vit.optim.optimizer import create_optimizer
-from vit.optim.schedule import schedule_factor
+from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.runtime.arguments import resolve_image_sizes
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms

@@ -75,7 +75,9 @@ class TensorBoard(Observer):
             return
         scores = self.validator.last_scores if self.validator else None
         if self._last_epoch_step is not None and self.loader is not None and scores:
-            from vit.evaluation.confusion import plot_confusion  # matplotlib takes half a second
+            from vit.evaluation.report.confusion import (
+                plot_confusion,  # matplotlib takes half a second
+            )
 
             figure = plot_confusion(scores, class_names=self.loader.dataset.class_names)
             self.writer.add_figure("validation/confusion", figure, self._last_epoch_step)

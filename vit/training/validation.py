@@ -10,8 +10,8 @@ from torch import nn
 
 from vit.data.dataset import choose_evenly
 from vit.evaluation.metrics import Scores, compute_metrics, score_logits
-from vit.prediction.predictor import LogitArray, Predictor, choose_batch_size
-from vit.prediction.probabilities import Floats
+from vit.prediction.predictor import Predictor, choose_batch_size
+from vit.prediction.probabilities import Float32s, Floats
 from vit.runtime.device import choose_precision
 from vit.training.data import TrainingData
 from vit.training.plan import NO_VALIDATION, SelectBy, Validation
@@ -37,7 +37,7 @@ class HeldAside:
 
     select_by: SelectBy
     probabilities: Floats = field(default_factory=lambda: np.zeros(0))
-    logits: LogitArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    logits: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     best: list[Validation] = field(default_factory=list)
 
     @property
@@ -45,7 +45,7 @@ class HeldAside:
         """The images whose logits are kept, [k]."""
         return choose_evenly(len(self.probabilities), len(self.logits))
 
-    def update(self, scores: Scores, logits: LogitArray, digests: np.ndarray) -> None:
+    def update(self, scores: Scores, logits: Float32s, digests: np.ndarray) -> None:
         """Take the logits of an epoch for each half whose other half finds the epoch the best.
 
         Args:

@@ -11,7 +11,7 @@ from vit.bundle import Bundle, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_for_model
-from vit.model.block_features import PRE_LOGITS
+from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor

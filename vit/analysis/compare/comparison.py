@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.evaluation.result import EvaluationResult
-from vit.evaluation.schema import (
+from vit.evaluation.result import (
     EVALUATION_FILE,
     PREDICTIONS_FILE,
     Evaluation,
+    EvaluationResult,
     load_evaluation,
     load_predictions,
 )

@@ -12,7 +12,7 @@ from vit.data.open import open_for_model
 from vit.deploy.export.onnx_file import check_packages, export_onnx
 from vit.deploy.export.python_formats import export_huggingface, export_timm
 from vit.evaluation.images import load_images
-from vit.evaluation.schema import find_evaluation
+from vit.evaluation.result import find_evaluation
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import find_items
 from vit.explanation.render.overlay import save_overlay
@@ -75,13 +75,8 @@ def export_model(
     images = None
     if precision == "int8":
         # quantised weights may be less accurate, which is measured
-        decoded = load_images(
-            open_for_model(data, root=root, trained_on=bundle.config.get("data", {})),
-            split,
-            preprocess=bundle.preprocess,
-            class_names=bundle.class_names,
-            progress=True,
-        )
+        splits = open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
+        decoded = load_images(bundle, splits, split)
         images = replace(decoded.dataset, labels=decoded.labels)
 
     # before an earlier export is replaced

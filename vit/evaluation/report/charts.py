@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
 from vit.evaluation.metrics import Bin
-from vit.prediction.probabilities import Floats
+from vit.prediction.probabilities import Bools, Floats
 from vit.runtime.numbers import format_percent
 
 Points = Sequence[tuple[float, float]]
@@ -92,7 +91,7 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
     return Chart("Reliability", "confidence", "accuracy", x_ticks, y_ticks, [ideal], bars)
 
 
-def build_selective_chart(confidence: Floats, correct: NDArray[np.bool_]) -> Chart:
+def build_selective_chart(confidence: Floats, correct: Bools) -> Chart:
     """Draw the accuracy of the most confident images against their share of all images: the
     risk-coverage curve of El-Yaniv & Wiener 2010, upside down."""
     order = np.argsort(-confidence, kind="stable")

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from vit.evaluation.metrics import Scores, count_confusions
-from vit.evaluation.result import EvaluationResult
-from vit.evaluation.schema import Evaluation
+from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.explanation.methods.maps import compute_maps
 from vit.runtime.numbers import format_percent
 

@@ -21,8 +21,7 @@ from vit.evaluation.report.charts import (
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions
 from vit.evaluation.report.plain import describe_in_plain_words
-from vit.evaluation.result import EvaluationResult
-from vit.evaluation.schema import Evaluation
+from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.render.overlay import blend
