@@ -52,7 +52,7 @@ class IdentityRecord(TypedDict):
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds; a file has these names as keys.
+    """The content of a checkpoint; a file has these names as keys.
 
     Attributes:
         progress: Fields of `vit.training.plan.Progress`.

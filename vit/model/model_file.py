@@ -52,11 +52,11 @@ Hashes = tuple[NDArray[np.uint64], NDArray[np.uint64]]
 
 
 class Likeness(NamedTuple):
-    """By what an image is found to be unlike those of the training (`vit.prediction.conformal`)."""
+    """Features by which unusual images are found (`vit.prediction.conformal`)."""
 
-    # float16 [m, D], of length one: some of the training images
+    # some of the training images, float16 [m, D], of length one
     training_features: NDArray[np.float16]
-    # float32 [n], of images that were not trained on to their k-th nearest of these
+    # distances of held-out images to the k-th nearest of these, float32 [n]
     distances: NDArray[np.float32]
 
 
@@ -95,7 +95,7 @@ def read_model_file(path: Path) -> ModelFile:
     check_finite(tensors, origin=str(path))
 
     metadata = parse_json(text, origin=str(path))
-    if metadata == {}:  # of another program
+    if metadata == {}:  # The file is from another program.
         return ModelFile(tensors)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("schema_version"), int):
         raise ValueError(f"{path} is damaged: its metadata is not an object with a schema_version")
@@ -125,7 +125,7 @@ def read_model_file(path: Path) -> ModelFile:
 
 
 def _take_likeness(tensors: StateDict, *, origin: str) -> Likeness | None:
-    """What `write_model_file` has put among the weights, removed from them."""
+    """Remove the values that `write_model_file` has put among the weights, and return them."""
     parts = [tensors.pop(name) for name in _LIKENESS if name in tensors]
     if not parts:
         return None
@@ -174,7 +174,7 @@ def write_model_file(path: Path, content: ModelFile) -> None:
 
 
 def hash_weights(weights: StateDict) -> str:
-    """SHA-256 of names and values."""
+    """Return the SHA-256 of names and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(name.encode())
@@ -183,7 +183,7 @@ def hash_weights(weights: StateDict) -> str:
 
 
 def compute_checksum(tensors: StateDict, metadata: Metadata) -> str:
-    """SHA-256 of all that a file says but the checksum itself."""
+    """Return the SHA-256 of a file's content without the checksum itself."""
     shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     content = json.dumps([hash_weights(tensors), shapes, metadata], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -203,8 +203,8 @@ def check_finite(weights: StateDict, *, origin: str) -> None:
 
 
 def check_metadata(metadata: Metadata, *, origin: str) -> Metadata:
-    """The values with those of the model and its preprocessing as their types. Raises ValueError
-    naming the first that is not what it must be."""
+    """Return the values, with those of the model and its preprocessing in their types. Raise
+    ValueError that names the first wrong one."""
     schema = _ModuleSchema if "module" in metadata else _VisionTransformerSchema
     checked = check_schema(schema, metadata, origin=origin)
     typed = checked.model_dump(include={"architecture", "module", "preprocess"})
@@ -252,7 +252,7 @@ class _Train(BaseModel):
 
 
 class _Config(BaseModel):
-    """What is read of the recorded configuration, and its other sections."""
+    """The recorded configuration: sections that are read, and the others."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any]]
@@ -261,14 +261,14 @@ class _Config(BaseModel):
 
 
 class _Conformal(BaseModel):
-    """Of how many images the thresholds are, and what they are (`vit.prediction.conformal`)."""
+    """Thresholds of prediction sets and their images (`vit.prediction.conformal`)."""
 
     num_images: int = Field(ge=0)
     # coverage → the least probability that puts a class into the set
     thresholds: dict[str, Annotated[float, Field(ge=0, le=1)]]
     num_training_features: int = Field(0, ge=0)
     num_distances: int = Field(0, ge=0)
-    # of each training feature, the name of its image and the index of its class
+    # name of the image and index of the class, for each training feature
     training_images: list[tuple[str, Annotated[int, Field(ge=0)]]] = []
     # why there are none of these; empty where there are
     no_likeness: str = ""
@@ -303,7 +303,7 @@ class _Schema(BaseModel):
     out_of_fold_temperature: TemperatureFit | None = None
     conformal: _Conformal | None = None
     run_id: str | None = None
-    # of the models that come with the package: accuracy with its interval, and what they are not for
+    # Models that come with the package record their accuracy with its interval, and their limits.
     evaluation: dict[str, str | int | float] = {}
     limits: str = ""
 
