@@ -17,7 +17,7 @@ EXTRAS = {
     "data/sources/remote.py": ["remote"],
     "deploy/export": ["export"],
     "deploy/serve": ["serve"],
-    "prediction/embeddings.py": ["datasets"],
+    "prediction/predict.py": ["datasets"],
 }
 # packages whose models are passed to us: they are imported only then
 BROUGHT_BY_THE_USER = {"transformers"}
