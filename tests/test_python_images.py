@@ -49,7 +49,7 @@ class Colours(torch.utils.data.Dataset[tuple[Any, Any]]):
 @pytest.fixture(autouse=True)
 def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an image costs is measured for no longer than it takes once."""
-    monkeypatch.setattr("vit.evaluation.evaluate._SECONDS", 0.0)
+    monkeypatch.setattr("vit.evaluation.cost._SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

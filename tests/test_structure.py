@@ -14,8 +14,20 @@ MAX_POSITIONAL_PARAMETERS = 5
 
 
 def list_imports(path: Path) -> Iterator[str]:
-    """The modules that a file imports anywhere in it; "a.b" and "a.b.name" for `from a.b import name`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Yield the modules that a file imports anywhere, except for types alone.
+
+    `from a.b import name` gives "a.b" and "a.b.name".
+    """
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)

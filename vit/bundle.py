@@ -303,7 +303,7 @@ def save_bundle(
         preprocess, class_names, config, data, training_hashes: See `Bundle`.
         weights: Copies of the weights on the CPU. None: the model's own weights are written.
         run_id: Identifier of the run.
-        submit: Function that calls the write function that it gets, perhaps later. Until then
+        submit: Function that receives the write function and calls it, now or later. Until then
             `weights` must not change. By default the file is written at once.
 
     Raises:

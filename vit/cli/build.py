@@ -7,13 +7,13 @@ and text: `vit.runtime.signatures` reads them from the source, so that `--help` 
 - Its help is the first sentence under `Args:`; a sentence "None: …" says what the default None means;
   "See `vit.evaluate`." takes the text from there.
 - `@check_arguments(batch_size=(1, None))` above the function gives the smallest and largest value.
-- `str | Sequence[str]` is a list of names with commas; of other types that no text can be, a text.
+- `str | Sequence[str]` is a list of names with commas; values of other types, such as a model, are given as text.
 
 A command is a module with a `COMMAND` (`vit.runtime.command.Command`), which `vit.cli.main` names on one
-line: see vit/analysis/audit/command.py. Its function `run` gets the public function, with the values
-of its options filled in (`audit()` runs it, `audit.keywords` are the values), and the values of its own
-parameters. Those are read from the signature of `run` in the same way. One that has the name of a
-parameter of the public function replaces it: `run` then passes it on. The table in `Command` says
+line: see vit/analysis/audit/command.py. Its function `run` receives the public function with its options
+filled in (`audit()` runs it, `audit.keywords` are the values), then its own parameters, which are read
+from its signature in the same way. An own parameter with the name of one of the public function
+replaces it: `run` must pass it on. The table in `Command` says
 what signatures don't: other flags, shorter texts, what is for Python only, what is rarely needed.
 The first sentence of the docstring of `run` is shown in `vit --help`: at most 60 characters.
 """

@@ -153,7 +153,7 @@ def open_passed(
     Args:
         dataset: See `find_python_objects`.
         class_names: Names of its classes, if it doesn't name them itself.
-        model_classes: Classes of the model, which integer labels count if there are no other names.
+        model_classes: Classes of the model. Integer labels index them if there are no other names.
 
     Raises:
         ValueError: See `find_python_objects`.

@@ -54,14 +54,14 @@ _PRETRAINED_HINT = (
     "(a ViT-S, 10 classes of 30 photos: 86 % right, from scratch 57 %); "
     "--init timm:vit_small_patch16_224 starts from some (a download of 88 MB, Apache-2.0, once)"
 )
-# Fraction of the minutes left after a probe that fine-tuning takes. The rest is for augmentation
+# Fine-tuning uses this fraction of the minutes left after the probe. The rest is for augmentation
 # and for other programs of the machine.
 _FINE_TUNING_FRACTION = 0.85
-# Fewer epochs of fine-tuning move the weights and don't come to rest.
+# With fewer epochs, fine-tuning changes the weights but does not converge.
 _MIN_FINE_TUNING_EPOCHS = 2.0
-# Fraction of the probed model's blocks that stay frozen → epochs of the other blocks that the time
-# must hold. 10 × 30 photos of Imagenette, ViT-S/14: 83.5 % on unseen photos after 8 epochs of 3 of
-# 11 blocks, the probe 78.5 %. 4 × 200: 88.7 % after 4 epochs of 4 of 10 blocks, the probe 84.6 %.
+# Fraction of blocks that stay frozen → epochs of the other blocks that must fit into the time. 10 × 30
+# photos of Imagenette, ViT-S/14: 83.5 % on unseen photos after 8 epochs of 3 of 11 blocks, the probe
+# 78.5 %. 4 × 200: 88.7 % after 4 epochs of 4 of 10 blocks, the probe 84.6 %.
 _FROZEN_FRACTIONS = {0.0: 8.0, 0.5: 12.0, 0.75: 0.0}
 # Fraction of the patches that steps on tokens drop (84.8 % instead of 83.5 % above), and the
 # fraction of a step's time that is left.
@@ -70,10 +70,10 @@ _DROPPED_COST = 0.65
 # With fewer validation images nothing follows the probe: of 10 × 5 photos ten are for validation,
 # and fine-tuning was right on one more of these, and on 2 in 100 fewer of 240 unseen ones.
 _MIN_VALIDATION_IMAGES = 20
-# Validation images for each model that they choose among. Of 4 × 200 photos 80 chose the third of
-# ten epochs, by one image; on unseen photos it was worse than the probe.
+# One evaluation per this many validation images: with more, the best is best by chance. With 80
+# validation images the third of ten epochs won by one image, and was worse than the probe elsewhere.
 _IMAGES_AN_EVALUATION = 100
-# Fraction of the minutes in which all images pass through the weights.
+# At most this fraction of the minutes is for computing features.
 _FEATURE_FRACTION = 0.5
 # It isn't worth leaving out a few images: from this fraction on the probe takes all.
 _NEARLY_ALL = 0.75
@@ -140,7 +140,7 @@ class _Row(NamedTuple):
         reason: Reason of the image size; it may name attributes of the task.
         max_side: Pixels that larger images are scaled down to; 0 for the images' own size.
         min_epochs: Epochs that the minutes must hold.
-        changes: Key → value, of what the recipe has otherwise.
+        changes: Keys of the recipe to override, with their new values.
         hint: Advice for the user.
     """
 
@@ -178,7 +178,7 @@ _ROWS = (
     _Row(
         "folder/small",
         lambda task: task.is_photo and task.num_images < _ENOUGH_PHOTOS,
-        "{side} px would be overfitted by {num_images:,} images",
+        "a model at {side} px would overfit {num_images:,} images",
         max_side=64,
         changes={"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1},
         hint=_PRETRAINED_HINT,
@@ -247,7 +247,7 @@ def choose_config(
         source["group_duplicates"] = True
     if kind != str(data):
         source["root"] = str(data)
-    # Listing the images takes no size, which is yet to be chosen.
+    # Listing needs no image size: 32 only fills the place of the size that is chosen later.
     splits = build_dataset(load_config({"data": source | user["data"] | {"image_size": 32}}))
     images = splits.split("train")
     num_classes = len(images.class_names)
@@ -276,7 +276,7 @@ def choose_config(
     if loaded is not None:
         sections = _adapt_recipe(rows[0], task)
         config = task.load(sections)
-        # A probe takes all processes of a run, and the others wait for this choice.
+        # Fitting a probe needs all processes of a run, but only the main one is here.
         if uses_probe(config) and current_process().world_size == 1:
             resize_model(config, loaded)
             decoded = build_data(config, splits, device=device, pretrained=pretrained)
@@ -462,7 +462,7 @@ def _choose_fine_tuning(
     forward_rate = measure_forward_rate(model, device=device)
     max_images = int(_FEATURE_FRACTION * 60 * task.minutes * forward_rate)
     if max_images < _NEARLY_ALL * task.num_images:
-        # A wrong measurement mustn't leave too few images. Another number makes another run.
+        # Keep a minimum in case the measured speed is wrong. Another number makes another run.
         sections["model"]["probe"] = max(max_images, _MIN_PROBED_IMAGES)
     config = task.load(sections)
     probe = fit_to_data(config, model, data, device=device)
@@ -486,7 +486,9 @@ def _choose_fine_tuning(
         num_evaluations = max(num_validation // _IMAGES_AN_EVALUATION, 1)
         num_passed = num_described + num_evaluations * num_validation
         deadline = task.started_at + 60 * task.minutes - num_passed / forward_rate
-        data, tokens, length = _plan_epochs(sections, task, data, probed, forward_rate, deadline)
+        data, tokens, length = _plan_epochs(
+            sections, task, data, probed, forward_rate=forward_rate, deadline=deadline
+        )
         train = sections["train"]
         train["evaluate_every_epochs"] = math.ceil(train["epochs"] / num_evaluations)
 
@@ -508,6 +510,7 @@ def _plan_epochs(
     task: _Task,
     data: TrainingData,
     model: VisionTransformer,
+    *,
     forward_rate: float,
     deadline: float,
 ) -> tuple[TrainingData, Tensor | None, str]:

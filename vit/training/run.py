@@ -1,4 +1,7 @@
-"""Configuration → the parts of a training run, put together. Nothing else builds a run."""
+"""Configuration → the parts of a training run, put together.
+
+Nothing else builds a run. `vit.training.automatic` hands over what it built to choose a recipe.
+"""
 
 import os
 import sys
@@ -215,15 +218,17 @@ def _build_model_and_data(
     data = parts.data
     if data is None:
         data = build_data(config, splits, device=device, pretrained=pretrained)
-    # before the optimizer is built, whose state lies beside the weights
+    # The model moves first, because the optimizer creates its state on the device of the weights.
     return model.to(device), data
 
 
 def _start_from_probe(
     config: Config, model: VisionTransformer, data: TrainingData, resumed: Path | None
 ) -> tuple[VisionTransformer, FittedProbe | None]:
-    """Return the model that ends at the probe's block, and the probe; of the run in the directory
-    `resumed`, if there is one, the model that it has left, and None."""
+    """Return the model that ends at the probe's block, and the probe.
+
+    If the run in the directory `resumed` has left a model, return that model and None.
+    """
     left_model = load_probed_model(config, resumed) if resumed else None
     if left_model is not None:
         return left_model, None

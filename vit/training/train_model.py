@@ -129,7 +129,14 @@ def train(
         >>> run = vit.train("photos", output="runs/photos", minutes=5)
         >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
     """
-    _check_arguments(config, output, overrides, transform, model, callbacks)
+    _check_arguments(
+        config,
+        output,
+        overrides,
+        transform=transform,
+        model=model,
+        callbacks=callbacks,
+    )
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     directory = expand_home(output)
@@ -203,7 +210,7 @@ def train(
 
 
 def _check_arguments(
-    config: Any, output: Any, overrides: Any, transform: Any, model: Any, callbacks: Any
+    config: Any, output: Any, overrides: Any, *, transform: Any, model: Any, callbacks: Any
 ) -> None:
     """Raise ValueError for an argument of another kind."""
     sources = (str, Path, Mapping, Config, NoneType)

@@ -60,7 +60,7 @@ class Trainer:
         identity: Identity of the run, kept in each checkpoint.
         writer: Writes checkpoints and other files in the background.
         keeps_first_model: Validate and write the model before it is trained, as the first best
-            model. A probe is worth it.
+            model. It is set where the run starts from a probe.
     """
 
     train_step: TrainStep

@@ -7,7 +7,7 @@ both classes.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.evaluation.metrics import ConfusedPair, Scores, count_confusions
-from vit.evaluation.result import EvaluationResult
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
@@ -29,6 +28,10 @@ from vit.explanation.training_photos import TrainingPhotos
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
 from vit.runtime.device import copy_to_device
+
+if TYPE_CHECKING:
+    # A result writes its own report.
+    from vit.evaluation.result import EvaluationResult
 
 _MAX_PAIRS = 6
 _MAX_ERRORS = 3
@@ -70,7 +73,7 @@ ExplainedPair = tuple[ConfusedPair, list[dict[str, Any]]]
 
 
 def explain_confusions(
-    result: EvaluationResult, training_photos: TrainingPhotos
+    result: "EvaluationResult", training_photos: TrainingPhotos
 ) -> list[ExplainedPair]:
     """Return the explained pairs; none for a model whose attention can't be read."""
     pairs = find_confused_pairs(result.scores)

@@ -1,14 +1,18 @@
 """Findings of an evaluation in plain sentences, for readers who are not engineers."""
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vit.evaluation.metrics import Scores, count_confusions
-from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.explanation.methods.maps import compute_maps
 from vit.runtime.numbers import format_percent
+
+if TYPE_CHECKING:
+    # A result writes its own report.
+    from vit.evaluation.result import Evaluation, EvaluationResult
 
 # Seconds for the maps; an image takes about as long as ten forward passes.
 _MAX_SECONDS = 5.0
@@ -21,7 +25,7 @@ _MIN_SUPPORT = 5
 _METHOD = "libra-removal"
 
 
-def describe_in_plain_words(result: EvaluationResult) -> list[str]:
+def describe_in_plain_words(result: "EvaluationResult") -> list[str]:
     """Return a sentence each on the accuracy, the worst class, whether the model can be trusted
     alone, problems in the data, and where the model looks; without those that are unknown."""
     evaluation = result.evaluation
@@ -35,7 +39,7 @@ def describe_in_plain_words(result: EvaluationResult) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def _describe_failures(evaluation: Evaluation, scores: Scores) -> str:
+def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
     # a class of a few images is the worst one by chance
     rows = [row for row in evaluation.per_class if row.support >= _MIN_SUPPORT]
     confusions = count_confusions(scores.labels, scores.predicted, num_classes=scores.num_classes)
@@ -52,7 +56,7 @@ def _describe_failures(evaluation: Evaluation, scores: Scores) -> str:
     )
 
 
-def _describe_trust(evaluation: Evaluation) -> str:
+def _describe_trust(evaluation: "Evaluation") -> str:
     """Judge by the prediction sets of the highest coverage that the model file holds."""
     sets = evaluation.prediction_sets
     if not sets:
@@ -73,7 +77,7 @@ def _describe_trust(evaluation: Evaluation) -> str:
     )
 
 
-def _describe_data(evaluation: Evaluation) -> str:
+def _describe_data(evaluation: "Evaluation") -> str:
     facts = []
     suspects = evaluation.examples.num_label_errors
     if suspects:
@@ -92,7 +96,7 @@ def _describe_data(evaluation: Evaluation) -> str:
     return f"Possible problems in the data: {', '.join(facts)}."
 
 
-def _describe_maps(result: EvaluationResult) -> str:
+def _describe_maps(result: "EvaluationResult") -> str:
     """Describe the maps of images spread evenly over the set; empty if the model's attention can't
     be read or the model is too slow."""
     affordable = _MAX_SECONDS * result.evaluation.cost.images_per_second / _PASSES_AN_IMAGE

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
@@ -21,7 +21,6 @@ from vit.evaluation.report.charts import (
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions
 from vit.evaluation.report.plain import describe_in_plain_words
-from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.render.overlay import blend
@@ -31,6 +30,10 @@ from vit.prediction.predictor import Pixels
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 from vit.runtime.numbers import format_interval, format_number, format_percent
 from vit.runtime.products import find_product
+
+if TYPE_CHECKING:
+    # A result writes its own report.
+    from vit.evaluation.result import Evaluation, EvaluationResult
 
 _TEMPLATES = Path(__file__).parent
 # rows in the table of classes; 20,000 would make a page of 6 MB
@@ -56,7 +59,7 @@ class Section(NamedTuple):
     sentence: str
 
 
-def build_report(result: EvaluationResult) -> str:
+def build_report(result: "EvaluationResult") -> str:
     """Build the page: HTML that needs no other file."""
     evaluation = result.evaluation
     class_names = [row.name for row in evaluation.per_class]
@@ -98,7 +101,7 @@ def build_report(result: EvaluationResult) -> str:
     return render_page(_TEMPLATES / "report.html.jinja", context)
 
 
-def render_markdown(result: EvaluationResult) -> str:
+def render_markdown(result: "EvaluationResult") -> str:
     """Return the metrics as a table in Markdown."""
     evaluation = result.evaluation
     percent = partial(format_percent, count=evaluation.num_images)
@@ -145,7 +148,7 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[tuple[str, str
     return drawn
 
 
-def _choose_classes(evaluation: Evaluation) -> list[ClassMetrics]:
+def _choose_classes(evaluation: "Evaluation") -> list[ClassMetrics]:
     """Keep the classes with the lowest F1 if there are many. Those without images come last."""
     classes = evaluation.per_class
     if len(classes) <= _MAX_CLASSES:
@@ -179,7 +182,7 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
 
 
 def _draw_examples(
-    result: EvaluationResult,
+    result: "EvaluationResult",
 ) -> tuple[dict[str, str], dict[str, tuple[str, str]], str | None]:
     """Draw the examples.
 
@@ -205,7 +208,7 @@ def _draw_examples(
     return pictures, dict(zip(paths, maps, strict=True)), None
 
 
-def _read_images(result: EvaluationResult, paths: Iterable[str]) -> list[Pixels]:
+def _read_images(result: "EvaluationResult", paths: Iterable[str]) -> list[Pixels]:
     """Return evaluated images as the model sees them."""
     position = {name: index for index, name in enumerate(result.images.ids)}
     return [result.images.read(position[path], position[path] + 1)[0] for path in paths]

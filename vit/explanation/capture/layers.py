@@ -37,8 +37,8 @@ CHUNK_ELEMENTS = 2**21
 # on a GPU, fraction of its memory for one such matrix, of which several exist at once: 0.6 GB of
 # 80 GB
 _CHUNK_FRACTION = 1 / 128
-# largest size of the tokens that enter a layer at which its queries and keys, twice as large, are
-# kept; above it they are projected again
+# Queries and keys are kept if the input of their layer is at most this large. Else they are
+# projected again.
 _MAX_TOKEN_BYTES = 10 * 2**20
 _VERIFIED_QUERIES = 64  # number of queries that are verified; all would need the N×N matrix
 
@@ -89,7 +89,8 @@ class AttentionLayer:
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
         """Return whether this class reads `module`, a child of `block`."""
-        # the attentions of parallel branches (timm's ParallelThingsBlock) don't multiply
+        # Parallel branches (timm's ParallelThingsBlock) are no successive layers: a rollout can't
+        # multiply them.
         is_branch = isinstance(block, nn.Sequential)
         names = (*cls.projections, *cls.others)
         return not is_branch and all(hasattr(module, name) for name in names)
@@ -218,7 +219,7 @@ class AttentionLayer:
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             inputs = args or (options["hidden_states"],)
-            # tokens are attended to as values, the last of query, key and value
+            # The inputs (query, key, value) are captured by their last one, the values.
             tokens = inputs[2] if len(inputs) == 3 else inputs[0]
             if tokens.ndim != 3:
                 raise ValueError(f"{self.name} attends within windows, not between all patches")
@@ -265,8 +266,11 @@ class AttentionLayer:
         return receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0]))
 
     def _keep(self, heads: Tensor) -> None:
-        """Keep O, the last tensor of a layer that is captured. Raise ValueError unless attention ·
-        value reproduces it."""
+        """Keep O, the last tensor of a layer that is captured.
+
+        Raises:
+            ValueError: O differs from attention · value.
+        """
         # in training mode, attention dropout makes them differ
         if not self._verified and not self.module.training:
             self._verify(heads)
@@ -446,6 +450,7 @@ class TorchvisionLayer(AttentionLayer):
         return F.linear(tokens, self.module.in_proj_weight[rows], bias)
 
 
+# The first class that matches reads a layer: AttentionLayer would match EvaAttention too.
 LAYER_KINDS = (RotaryLayer, BeitLayer, AttentionLayer, HuggingFaceLayer, TorchvisionLayer)
 
 
@@ -495,7 +500,7 @@ def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
             f"no attention layer of a known kind in {family}; known: {SUPPORTED}; {_WITHOUT_ATTENTION}"
         )
 
-    # in a row of blocks of one class each has its attention
+    # If one block in a list has known attention, all blocks of its class must have it.
     blocks = {place.block for place in places}
     kinds = {type(block) for block in blocks}
     for name, container in modules:
@@ -516,7 +521,7 @@ def check_calls(layers: Sequence[AttentionLayer]) -> None:
         if layer.num_calls > 1:
             raise ValueError(
                 f"{layer.name} runs {layer.num_calls} times in one forward pass (test-time "
-                "augmentation, or a layer used again?), and a map shows one; pass a model without"
+                "augmentation, or a shared layer?), and a map shows one; pass a model that runs it once"
             )
 
 

@@ -113,12 +113,14 @@ def build_removal(
     if all_tokens:
         image_tokens = torch.cat(all_tokens)
         num_tokens = image_tokens.shape[1]
-        compute_rows = partial(_classify_tokens, reader, images, image_tokens, num_patches)
+        compute_rows = partial(
+            _classify_tokens, reader, images, image_tokens, num_patches=num_patches
+        )
     else:
         background = images.mean(dim=(-1, -2), keepdim=True)
         if fill == "blur":
             background = _blur(images, grid)
-        compute_rows = partial(_classify_painted, reader.model, images, background, grid)
+        compute_rows = partial(_classify_painted, reader.model, images, background, grid=grid)
 
     @torch.no_grad()
     def compute_kept(
@@ -150,9 +152,10 @@ def _classify_tokens(
     reader: ModelReader,
     images: Images,
     image_tokens: Tokens,
-    num_patches: int,
     rows: Int[Tensor, " r"],
     kept: Int[Tensor, "r kept"],
+    *,
+    num_patches: int,
 ) -> Float[Tensor, "r C"]:
     """Compute logits from the prefix tokens and the tokens of the kept patches."""
     num_prefix_tokens = image_tokens.shape[1] - num_patches
@@ -174,9 +177,10 @@ def _classify_painted(
     model: nn.Module,
     images: Images,
     background: Float[Tensor, "B 3 #height #width"],
-    grid: Grid,
     rows: Int[Tensor, " r"],
     kept: Int[Tensor, "r kept"],
+    *,
+    grid: Grid,
 ) -> Float[Tensor, "r C"]:
     """Compute logits of images whose other patches show the background."""
     return compute_logits(model, _paint_over(images[rows], background[rows], kept, grid))
