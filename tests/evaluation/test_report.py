@@ -519,4 +519,4 @@ def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(
         "PredictionResult(1 images, 1 unreadable)"
     )
     explanations = Explanations(tiny_bundle, ["rollout"], [], [("a.png", "broken")])
-    assert repr(explanations) == "Explanations(0 images by auto; 1 could not be read)"
+    assert repr(explanations) == "Explanations(0 images by rollout; 1 could not be read)"
