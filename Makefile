@@ -10,8 +10,8 @@ RUN ?= runs/digits
 demo: $(VENV)/.installed
 	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
 	$(BIN)/vit evaluate $(RUN) --output $(RUN)-evaluation --overwrite
-	$(BIN)/vit attention $(RUN) --output $(RUN)-attention --overwrite
-	$(BIN)/vit attention imagenette docs/photos --output $(RUN)-photos --overwrite
+	$(BIN)/vit explain $(RUN) --output $(RUN)-attention --overwrite
+	$(BIN)/vit explain imagenette docs/photos --output $(RUN)-photos --overwrite
 	@echo
 	@echo "model:          $(RUN)/model.safetensors"
 	@echo "evaluation:     $(RUN)-evaluation/evaluation.json"
