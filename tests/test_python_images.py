@@ -150,7 +150,7 @@ def a_function(metrics: Any) -> None:
 MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] = {
     "a result as model": (
         lambda r, a, p: vit.evaluate(r),
-        r"model is a TrainingResult, .*its \.bundle",
+        r"model is a TrainingResult, .* the \.bundle of a run",
     ),
     "a number as model": (lambda r, a, p: vit.evaluate(3), "model is an int, not a path"),
     "a class as model": (lambda r, a, p: vit.predict(Small, a[0]), "model is the class Small"),

@@ -172,6 +172,9 @@ def check_arguments(**bounds: tuple[float | None, float | None]) -> Callable[[Fu
         def checked(*args: Any, **kwargs: Any) -> Any:
             kinds = _list_plain_kinds(function)
             for name in kinds.keys() & kwargs.keys():
+                if kinds[name] == str | Sequence[str]:
+                    as_tuple(kwargs[name])
+                    continue
                 value = kwargs[name] = check_value(name, kwargs[name], kinds[name])
                 minimum, maximum = bounds.get(name, (None, None))
                 if value is not None and minimum is not None and value < minimum:
@@ -196,6 +199,8 @@ def _list_plain_kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def _is_plain(kind: Any) -> bool:
+    if kind == str | Sequence[str]:
+        return True
     if get_origin(kind) in (Literal, Callable) or kind in (str, int, float, bool, Path, NoneType):
         return True
     return get_origin(kind) in (Union, UnionType) and all(map(_is_plain, get_args(kind)))
@@ -209,6 +214,12 @@ def check_value(name: str, value: Any, kind: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
+        kinds = get_args(kind) or (kind,)
+        if Path in kinds:
+            hint = "; pass images from Python as dataset=…" if name == "data" else ""
+            raise ValueError(f"{name} is {describe_kind(value)}, not a path{hint}") from None
+        if any(get_origin(part) is Callable for part in kinds):
+            raise ValueError(f"{name} is {describe_kind(value)}, not a function") from None
         # one for each type of a union
         messages = [item["msg"] for item in error.errors()]
         problem = " or ".join(message[:1].lower() + message[1:] for message in messages)
