@@ -1,6 +1,7 @@
 """The micro-batches that a batch is split into, so that it fits a CPU's caches or a GPU's
 memory."""
 
+import gc
 from functools import partial
 
 import torch
@@ -56,6 +57,8 @@ def choose_grad_accum_steps(
         micro_batch_size = max(_CACHE_BYTES * torch.get_num_threads() // image_bytes, 1)
         return -(-batch_size // micro_batch_size)
 
+    # Memory that is freed while a pass is measured would be taken off its bytes.
+    gc.collect()
     measure = partial(_measure_peak_bytes, model, image_size, device, precision)
     num_images = min(_MEASURED_IMAGES, batch_size)
     half = num_images // 2
