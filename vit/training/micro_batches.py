@@ -57,15 +57,17 @@ def choose_grad_accum_steps(
         micro_batch_size = max(_CACHE_BYTES * torch.get_num_threads() // image_bytes, 1)
         return -(-batch_size // micro_batch_size)
 
-    # Memory that is freed while a pass is measured would be taken off its bytes.
+    # What is allocated is read once: an earlier pass frees its gradients a little after its end,
+    # and what is freed while a pass is measured would be taken off its bytes.
     gc.collect()
+    allocated_bytes = torch.get_device_module(device).memory_allocated(device)
     measure = partial(_measure_peak_bytes, model, image_size, device, precision)
     num_images = min(_MEASURED_IMAGES, batch_size)
     half = num_images // 2
     while True:
         try:
-            half_bytes = measure(half) if half else 0
-            peak_bytes = measure(num_images)
+            half_bytes = measure(half) - allocated_bytes if half else 0
+            peak_bytes = measure(num_images) - allocated_bytes
             break
         except torch.OutOfMemoryError:
             if num_images == 1:
@@ -90,12 +92,11 @@ def _measure_peak_bytes(
     precision: Precision,
     num_images: int,
 ) -> int:
-    """Measure the bytes of a GPU's memory that a forward and backward pass of blank images takes
-    while it runs. It changes neither weights nor gradients."""
+    """Measure the most bytes of a GPU's memory that are allocated while a forward and backward pass
+    of blank images runs. It changes neither weights nor gradients."""
     backend = torch.get_device_module(device)
     free_cached_memory(device)
     backend.reset_peak_memory_stats(device)
-    before = backend.memory_allocated(device)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Batch normalisation changes its averages in a forward pass.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -107,9 +108,9 @@ def _measure_peak_bytes(
         logits = model(images)
     loss = F.cross_entropy(logits.float(), labels)
     gradients = torch.autograd.grad(loss, trainable, allow_unused=True)
-    peak_bytes = backend.max_memory_allocated(device)
+    peak_bytes = int(backend.max_memory_allocated(device))
     del gradients
 
     for buffer, value in buffers:
         buffer.copy_(value)
-    return int(peak_bytes - before)
+    return peak_bytes
