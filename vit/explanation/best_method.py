@@ -17,7 +17,8 @@ from vit.runtime.documents import read_json
 BEST = "best"
 # name for the methods of the default
 AUTO = "auto"
-MAX_IMAGES_OF_TWO_METHODS = 64
+# Images for which "auto" takes two methods and tests every map; for more, that takes too long.
+MAX_CHECKED_IMAGES = 64
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -
     chosen = ["rollout"]
     if not reader.has_attention:
         chosen = list_methods(reader)
-    elif num_images <= MAX_IMAGES_OF_TWO_METHODS:
+    elif num_images <= MAX_CHECKED_IMAGES:
         try:
             chosen.append(read_best_method(bundle).method)
         except (ValueError, OSError):

@@ -9,7 +9,7 @@ import torch
 
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
-from vit.explanation.best_method import choose_methods, read_best_method
+from vit.explanation.best_method import MAX_CHECKED_IMAGES, choose_methods, read_best_method
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, find_items
 from vit.explanation.methods.registry import describe_options
@@ -24,9 +24,6 @@ from vit.runtime.files import prepare_output
 
 if TYPE_CHECKING:
     from vit.explanation.gallery.gallery import Gallery
-
-# more images are explained without sanity checks, which take longer than the maps
-_MAX_CHECKED_IMAGES = 64
 
 
 @keeps_mode
@@ -125,7 +122,7 @@ def explain(
         choose_methods(as_tuple(methods), bundle, num_images=num_images),
         target=target,
         map_options=map_options,
-        sanity_checks=num_images <= _MAX_CHECKED_IMAGES if sanity_checks is None else sanity_checks,
+        sanity_checks=num_images <= MAX_CHECKED_IMAGES if sanity_checks is None else sanity_checks,
         batch_size=batch_size,
         precision=precision,
     )
