@@ -47,6 +47,12 @@ class DataConfig(_Section):
     name: str = "digits"
     # folder of the images; for webdataset a shard pattern or address
     root: str | None = None
+    # regular expression with one group, searched in the path of an image: the class is its text
+    label_by: str | None = None
+    # column of a table that names the images; null: recognised by its name or its values
+    path_column: str | None = None
+    # column of a table that names the classes; null: recognised by its name
+    label_column: str | None = None
     # subset of the classes, by name or wnid
     classes: list[str] | None = None
     # {class: name}, or a text file of classes and names

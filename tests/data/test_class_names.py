@@ -58,7 +58,7 @@ def test_numbers_count_the_lines_whatever_their_order_as_text(
     root = make_folder(*[f"{number}/{image}.png" for number in (0, 2, 10) for image in range(2)])
     names = write(tmp_path, "\n".join(f"name {number}" for number in range(11)))
     assert open_dataset("folder", root=root, class_names=names).split("all").class_names == (
-        *("name 0", "name 10", "name 2"),
+        *("name 0", "name 2", "name 10"),
     )
 
 

@@ -97,19 +97,21 @@ def test_a_table_says_what_it_leaves_out(make_folder: MakeFolder) -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"path": "a/3.png", "label": "x"}, "line 4 has no split; give every row a split, or none"),
+        ({"path": "a/3.png", "label": "x"}, "line 4: no split; give every row a split, or none"),
         (
             {"path": "a/3.png", "label": "z", "split": "test"},
             "class 'z' has 1 images in the test split and none in the train split",
         ),
-        ({"path": "a/3.png", "label": "x ", "split": "train"}, "'x' and 'x ' differ only in"),
+        ({"path": "a/3.png", "label": "x  y", "split": "train"}, "'x  y' and 'x y' differ only in"),
     ],
 )
 def test_the_last_row_is_read_as_the_others(
     make_folder: MakeFolder, changed: dict[str, str], sentence: str
 ) -> None:
     root = make_folder(*grid("a"))
-    rows = [{"path": f"a/{n}.png", "label": "xyx"[n], "split": "train"} for n in range(3)]
+    rows = [
+        {"path": f"a/{n}.png", "label": ("x", "x y", "x")[n], "split": "train"} for n in range(3)
+    ]
     text = "\ufeff" + "\n".join(map(json.dumps, [*rows, changed]))
     (root / "a.jsonl").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=sentence):

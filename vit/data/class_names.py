@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,17 @@ from vit.runtime.files import read_text
 ClassChoice = Sequence[str] | None
 # folder name → readable name
 Aliases = Mapping[str, str]
+
+
+def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
+    """Sort class names: whole numbers as numbers, so that 9 comes before 10, then the others as
+    text."""
+
+    def find_place(name: str) -> tuple[bool, int, str]:
+        is_number = re.fullmatch(r"-?[0-9]{1,18}", name) is not None
+        return not is_number, int(name) if is_number else 0, name
+
+    return tuple(sorted(set(class_names), key=find_place))
 
 
 def check_labels(
@@ -61,10 +72,15 @@ def check_label(label: Any, *, origin: str) -> str:
     Raises:
         ValueError: It is anything else.
     """
-    if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
+    if not is_label(label):
         text = f"label {shorten(repr(label))} is neither a text nor a whole number"
         raise ValueError(f"{origin}: {text}; give each image one class")
     return str(label)
+
+
+def is_label(value: Any) -> bool:
+    """Return true for a value that may name a class: a text or a whole number."""
+    return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
 
 
 def choose_classes(

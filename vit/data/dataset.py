@@ -143,11 +143,13 @@ class SourceSplits(NamedTuple):
         origins: Split → the place of its images, as in a sentence: "train/".
         load: Function that lists the images of a split.
         unused: Number of files outside the splits that are not used, as in `ImageDataset`.
+        guesses: How the list of the images was read, a phrase each: "class in 'breed'".
     """
 
     origins: Mapping[str, str]
     load: Callable[[str], ImageDataset]
     unused: Mapping[str, int] = MappingProxyType({})
+    guesses: Sequence[str] = ()
 
     def with_test_split(self) -> SourceSplits:
         """Make a validation split without a test split, as in ImageNet, the test split."""
@@ -255,6 +257,21 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
         )
 
 
+class LabelRule(NamedTuple):
+    """How the class of an image is found, where the user says so.
+
+    Attributes:
+        label_by: Regular expression with one group, which is searched in the path of an image: the
+            class is the group's text.
+        path_column: Column of a table that names the image files.
+        label_column: Column of a table that names the classes.
+    """
+
+    label_by: str | None = None
+    path_column: str | None = None
+    label_column: str | None = None
+
+
 class Request(NamedTuple):
     """The images that a source is asked for.
 
@@ -263,12 +280,14 @@ class Request(NamedTuple):
         classes: Classes to keep, by name; None keeps all.
         cache_dir: Folder for downloads and for what is read once.
         allow_outside: A table may name images outside its folder.
+        labels: How the class of an image is found.
     """
 
     root: Root
     classes: ClassChoice
     cache_dir: Path
     allow_outside: bool = False
+    labels: LabelRule = LabelRule()
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,26 @@ IMAGE_SUFFIXES = (
 # photos of telephones; the package pillow-heif reads them
 HEIF_SUFFIXES = (".heic", ".heif")
 HEIF_HINT = "pip install 'vit-pipeline[heic]' reads .heic"
+# folders that NAS, file managers, operating systems and archives make; in small letters
+_SYSTEM_FOLDERS = frozenset(
+    (
+        "__macosx",
+        "__pycache__",
+        "@eadir",
+        "@recently-snapshot",
+        "@recycle",
+        "@thumb",
+        "@tmp",
+        "#recycle",
+        "#snapshot",
+        "~snapshot",
+        "$recycle.bin",
+        "recycler",
+        "system volume information",
+        "lost+found",
+        "ipod photo cache",
+    )
+)
 # formats that Pillow may open, whatever a file's name is: some of its other formats start programs
 IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -265,17 +285,24 @@ def _list_folder(folder: str | Path) -> list[str]:
     return sorted(filter(is_image_name, list_files(folder)))
 
 
+def is_system_folder(name: str) -> bool:
+    """Return true for the name of a folder that a system or a program makes beside a user's files:
+    thumbnails, waste baskets, hidden folders."""
+    return name.startswith(".") or name.casefold() in _SYSTEM_FOLDERS
+
+
 def list_files(
     folder: str | Path,
     *,
-    hidden: bool = True,
+    left_out: list[str] | None = None,
     check_link: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
     """List the files below a folder, those of each directory in sorted order.
 
     Args:
         folder: The folder.
-        hidden: Read directories whose names begin with a dot.
+        left_out: List that gets the folders of `is_system_folder`, which are then left out. With
+            None, they are read.
         check_link: Function that is called with each link, to a file or a directory, before it is
             followed. With None, links to directories are not followed, and directories that can't
             be read are left out.
@@ -300,7 +327,8 @@ def list_files(
             is_link = entry.is_symlink()
             # entry.is_dir would raise for a link that leads to itself
             is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
-            if is_folder and not hidden and entry.name.startswith("."):
+            if is_folder and left_out is not None and is_system_folder(entry.name):
+                left_out.append(entry.path)
                 continue
             if is_link and check_link is not None:
                 check_link(entry.path)

@@ -8,8 +8,9 @@ from typing import Any
 
 from vit.data.class_names import read_words
 from vit.data.corrections import read_corrections
-from vit.data.dataset import Request
+from vit.data.dataset import LabelRule, Request
 from vit.data.sources.base import Root
+from vit.data.sources.folders import is_flat
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.registry import (
     describe_names,
@@ -18,6 +19,7 @@ from vit.data.sources.registry import (
     known_sources,
     list_named_sets,
 )
+from vit.data.sources.tables import is_table
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir
@@ -32,6 +34,7 @@ def open_dataset(
     rule: SplitRule | None = None,
     allow_outside: bool = False,
     cache_dir: Path | None = None,
+    labels: LabelRule = LabelRule(),  # noqa: B008 (immutable)
 ) -> DatasetSplits:
     """Find a data set by its name.
 
@@ -43,6 +46,7 @@ def open_dataset(
         rule: How splits that the set doesn't have are drawn; None for the defaults.
         allow_outside: A table may name images outside its folder.
         cache_dir: Folder for decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
+        labels: How the class of an image is found, in a folder or a table.
 
     Raises:
         ValueError: The name or a class is unknown.
@@ -56,6 +60,10 @@ def open_dataset(
     if root is None and kind.needs_root:
         raise ValueError(f"data.name={name} needs data.root, where the images are")
 
+    if labels != LabelRule() and name != "folder":
+        text = "label_by, path_column and label_column are for folders and tables"
+        raise ValueError(f"{text}, not for data.name={name}; leave them out")
+
     if class_names is not None and classes is not None:
         # classes may be named in words, too
         words = class_names if isinstance(class_names, Mapping) else read_words(class_names)
@@ -63,7 +71,7 @@ def open_dataset(
         classes = [class_of.get(word, word) for word in classes]
 
     cache_dir = cache_dir or default_cache_dir()
-    source = kind.find(Request(root, classes, cache_dir, allow_outside))
+    source = kind.find(Request(root, classes, cache_dir, allow_outside, labels))
     # "all" and "train" are listed from the same folders, which are walked once
     source = source._replace(load=cache(source.load))
 
@@ -119,11 +127,13 @@ def open_for_model(
         if data is not None and HIDDEN in str(trained_on.get("root")):
             root = root or data
         rule_keys = trained_on.keys() & {field.name for field in fields(SplitRule)}
+        label_keys = trained_on.keys() & set(LabelRule._fields)
         splits = open_named(
             trained_on["name"],
             root=root or trained_on.get("root"),
             classes=trained_on.get("classes"),
             rule=SplitRule(**{key: trained_on[key] for key in rule_keys}),
+            labels=LabelRule(**{key: trained_on[key] for key in label_keys}),
         )
         corrections = read_corrections(_as_path(trained_on.get("corrections")))
         return replace(splits, corrections=corrections)
@@ -137,8 +147,15 @@ def open_for_model(
     if kind in named_sets:
         return open_named(kind, root=root)
 
-    # own images are named by their place
-    splits = open_named(kind, root=data)
+    # own images are named by their place, and their classes as those of the training were
+    labels = LabelRule()
+    place = Path(str(data)).expanduser()
+    if kind == "folder" and is_table(place):
+        columns = ("path_column", "label_column")
+        labels = LabelRule(**{key: trained_on.get(key) for key in columns})
+    elif kind == "folder" and is_flat(place):
+        labels = LabelRule(label_by=trained_on.get("label_by"))
+    splits = open_named(kind, root=data, labels=labels)
     default_split = "test" if "test" in splits.source.origins else "all"
     return replace(splits, default_split=default_split)
 

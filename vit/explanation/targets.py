@@ -255,12 +255,15 @@ def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int |
 
 
 def _find_class(target: int | str, class_names: Sequence[str]) -> int:
-    """Find the index of a class by its name, its index or one of its synonyms."""
+    """Find the index of a class by its name, its index or one of its synonyms. A number is an
+    index; a text of digits is a name if classes are called by numbers."""
+    if not isinstance(target, str) and 0 <= target < len(class_names):
+        return int(target)
     name = str(target)
     if name in class_names:
         return list(class_names).index(name)
-    # names come first, because a class may be called 7
-    if name.isdigit() and int(name) < len(class_names):
+    are_numbers = any(class_name.isdecimal() for class_name in class_names)
+    if name.isdigit() and int(name) < len(class_names) and not are_numbers:
         return int(name)
 
     # ImageNet's classes have synonyms, separated by commas; case doesn't matter
@@ -273,6 +276,7 @@ def _find_class(target: int | str, class_names: Sequence[str]) -> int:
         choices = "; ".join(f"{index} ({class_names[index]})" for index in matches)
         raise ValueError(f"class {target!r} is not unique: {choices}; give the index")
     if not matches:
-        known = f"auto, all, top3, 0 to {len(class_names) - 1} or {', '.join(class_names)}"
+        indices = "" if are_numbers else f"0 to {len(class_names) - 1} or "
+        known = f"auto, all, top3, {indices}{', '.join(class_names)}"
         raise ValueError(f"unknown class {target!r}; known: {shorten(known)}")
     return matches[0]

@@ -235,6 +235,9 @@ class _Data(BaseModel):
     model_config = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False)
     name: str = ""
     root: str | None = None
+    label_by: str | None = None
+    path_column: str | None = None
+    label_column: str | None = None
     classes: list[str] | None = None
     class_names: str | dict[str, str] | None = None
     corrections: str | dict[str, str] | None = None

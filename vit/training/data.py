@@ -16,7 +16,7 @@ from vit.data.augment import Augmentation, Mixing
 from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
-from vit.data.dataset import ImageDataset, choose_evenly
+from vit.data.dataset import ImageDataset, LabelRule, choose_evenly
 from vit.data.loader import BatchOrder, Pipeline, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
@@ -87,6 +87,7 @@ def build_dataset(
                 group_duplicates=data.group_duplicates,
             ),
             allow_outside=data.allow_outside,
+            labels=LabelRule(data.label_by, data.path_column, data.label_column),
             cache_dir=data.cache_dir,
         )
         corrections = read_corrections(data.corrections)

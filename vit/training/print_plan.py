@@ -62,6 +62,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     facts = {
         "data": f"{data.train.name}: {images}; {len(data.train.class_names)} classes",
         "files": data.splits.describe_files(num_unreadable),
+        "read as": "; ".join(data.splits.source.guesses),
         "splits": "; ".join(data.splits.describe_splits()),
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
@@ -74,10 +75,8 @@ def summarize_run(run: Run) -> dict[str, str]:
         facts["probe"] = run.probe.describe()
         if run.probe.curve is not None:
             facts["more photos"] = run.probe.curve.describe()
-    # Other data sets have no files.
-    if not facts["files"]:
-        del facts["files"]
-    return facts
+    # Other data sets have no files, and most need no guesses.
+    return {name: text for name, text in facts.items() if text or name not in ("files", "read as")}
 
 
 def list_warnings(run: Run) -> list[str]:

@@ -54,6 +54,9 @@ def train(
     init: str | Path | None = None,
     minutes: float | None = None,
     group_by: str | int | None = None,
+    label_by: str | None = None,
+    path_column: str | None = None,
+    label_column: str | None = None,
     folds: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -85,6 +88,13 @@ def train(
             patient): 1 for images in the same folder, 2 for the folder above
             it, or a regular expression on the path with one group, such as
             (site[0-9]+). None: the column "group" of a table, if it has one.
+        label_by: Regular expression with one group, searched in the path of
+            each image in a folder; the class is the group's text, such as
+            ^([a-z]+) for cat.0.jpg. None: folders or a table name the classes.
+        path_column: Column of a table that names the image files. None: it is
+            recognised by its name or its values.
+        label_column: Column of a table that names the classes. None: it is
+            recognised by its name.
         folds: With `init`: fit a linear probe on all images, and cross-validate
             it in this number of folds. Each image is predicted by a probe of
             the other folds, which has seen neither it nor its group. The
@@ -140,7 +150,8 @@ def train(
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     directory = expand_home(output)
-    overrides = [*_list_overrides(init, group_by, folds, directory), *overrides]
+    labels = {"label_by": label_by, "path_column": path_column, "label_column": label_column}
+    overrides = [*_list_overrides(init, group_by, folds, directory, labels), *overrides]
     passed = [name for name, value in (("dataset", dataset), ("model", model)) if value is not None]
     resolved = resolve_config(
         config, overrides, directory, resume=resume, minutes=minutes, passed=passed
@@ -231,7 +242,11 @@ def _check_arguments(
 
 
 def _list_overrides(
-    init: str | Path | None, group_by: str | int | None, folds: int | None, directory: Path
+    init: str | Path | None,
+    group_by: str | int | None,
+    folds: int | None,
+    directory: Path,
+    labels: Mapping[str, str | None],
 ) -> list[str]:
     """Return the arguments that stand for keys of the configuration, as overrides."""
     overrides: list[str] = []
@@ -241,6 +256,9 @@ def _list_overrides(
         # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
         text = str(group_by)
         overrides.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
+    overrides += [
+        f"data.{name}={json.dumps(text)}" for name, text in labels.items() if text is not None
+    ]
     if init is not None:
         overrides.append(f"model.init={find_initial_weights(init, directory)}")
     return overrides

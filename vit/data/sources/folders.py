@@ -3,7 +3,7 @@ images, or idx files."""
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,37 +14,81 @@ from vit.data.class_names import (
     check_classes,
     choose_classes,
     find_wordnet_names,
+    sort_class_names,
 )
-from vit.data.dataset import ImageDataset, Request, Source, SourceSplits, root_exists
-from vit.data.images import is_image_name, list_files
+from vit.data.dataset import (
+    ImageDataset,
+    LabelRule,
+    Request,
+    Source,
+    SourceSplits,
+    root_exists,
+)
+from vit.data.images import is_image_name, is_system_folder, list_files
 from vit.data.sources.base import FileReader, count_suffixes, describe_counts, find_split_folders
+from vit.data.sources.file_names import find_by_name, suggest_names
+from vit.data.sources.flat_splits import FlatSplit, read_flat_split
 from vit.data.sources.idx import find_idx, list_idx
-from vit.data.sources.tables import find_tables, is_table, list_tables
+from vit.data.sources.tables import (
+    find_tables,
+    guess_tables,
+    is_table,
+    list_other_tables,
+    list_tables,
+)
 from vit.runtime.arguments import shorten
 
 
 def find_folder(request: Request) -> SourceSplits:
     """Find the splits of a folder of the user's own images, of a table of them, or of idx files."""
     assert request.root is not None
-    classes = request.classes
     path = Path(request.root).expanduser()
-    if not is_table(path):
-        path = check_root(path)
+    if is_table(path):
+        return find_tables(path.parent, [path], request)
+    path = check_root(path)
+    if request.labels.label_by is not None:
+        return find_by_name(path, request.labels.label_by, request)
 
     tables = list_tables(path)
     if tables:
-        folder = path if path.is_dir() else path.parent
-        return find_tables(folder, tables, classes, allow_outside=request.allow_outside)
-    idx_files = list_idx(path)
-    if idx_files:
-        return find_idx("folder", idx_files, classes)
-    return find_class_folders("folder", path, classes)
+        return find_tables(path, tables, request)
+    # torchvision keeps them in NAME/raw/
+    for folder in (path, path / "raw"):
+        if folder.is_dir() and (idx_files := list_idx(folder)):
+            return find_idx("folder", idx_files, request.classes)
+
+    # a table counts where the folders don't say which classes there are
+    others = list_other_tables(path)
+    is_named = request.labels != LabelRule()
+    if others and (is_named or not has_classes(path)):
+        tables, reasons = guess_tables(path, request.labels)
+        if tables:
+            names = " and ".join(table.name for table in tables)
+            guess = f"{names} of {path.absolute().name}/ names the classes"
+            return find_tables(path, tables, request, guesses=[guess])
+        if reasons:
+            raise ValueError(f"{path} has no folders of classes. {' '.join(reasons)}")
+    if is_named:
+        raise ValueError(f"{path} holds no table that names images; give the path of the table")
+    notes = []
+    if others:
+        names = shorten(", ".join(table.name for table in others))
+        notes.append(
+            f"{names} in {path.absolute().name}/ is not read: the folders are the classes; "
+            f"vit train {others[0]} reads the table"
+        )
+    return find_class_folders("folder", path, request.classes, notes=notes)
 
 
 def is_folder(place: str) -> bool:
     """Return true for a folder or a table."""
     path = Path(place).expanduser()
     return is_table(path) or path.is_dir()
+
+
+def is_flat(root: Path) -> bool:
+    """Return true for a folder of images without folders of classes or a table."""
+    return not has_classes(root) and not list_tables(root)
 
 
 SOURCE = Source(
@@ -66,29 +110,40 @@ def check_root(root: Path | str) -> Path:
 
 
 def find_class_folders(
-    name: str, root: Path, classes: ClassChoice, *, aliases: Aliases | None = None
+    name: str,
+    root: Path,
+    classes: ClassChoice,
+    *,
+    aliases: Aliases | None = None,
+    notes: Sequence[str] = (),
 ) -> SourceSplits:
     """Find the splits below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
-    which is all "train".
+    which is all "train". The images of val/ and test/ may lie in one folder, if a text file has
+    their classes.
 
     Args:
         name: The data.name.
         root: The folder.
         classes: Classes to keep, by folder name or alias; None keeps all.
         aliases: Folder name → readable name.
+        notes: Warnings for the user.
 
     Raises:
         ValueError: There are fewer than two classes, a split has a class that the training images
             lack, an image has two classes, or a folder may be a split or a class.
     """
-    folders = _find_splits(root)
+    folders = _find_splits(root, classes)
     # the training images say which classes there are
     first = folders.get("train") or next(iter(folders.values()))
-    all_classes = list_classes(first)
+    all_classes = sort_class_names(list_classes(first))
+    flat_folders = _find_flat_splits(root, folders, all_classes)
+    flat_splits, flat_notes = _read_flat_splits(root, flat_folders, all_classes)
+    folders = {split: folder for split, folder in folders.items() if split not in flat_folders}
     # data.classes may name them in words, too
     words = find_wordnet_names(all_classes) if classes and aliases is None else aliases
     class_folders = choose_classes(all_classes, classes, aliases=words)
-    check_classes(class_folders, origin=f"{first}/<class>/<image>{_suggest_folder(first)}")
+    hint = _suggest_folder(first) or suggest_names(first)
+    check_classes(class_folders, origin=f"{first}/<class>/<image>{hint}")
     for folder in folders.values():
         unknown = set(list_classes(folder)) - set(all_classes)
         if unknown:
@@ -100,8 +155,11 @@ def find_class_folders(
 
     readable = aliases or {}
     class_names = tuple(readable.get(folder, folder) for folder in class_folders)
+    all_notes = (*notes, *flat_notes)
 
     def load(split: str) -> ImageDataset:
+        if split in flat_splits:
+            return load_flat(flat_splits[split])
         folder = folders[split]
         directories = [folder / class_folder for class_folder in class_folders]
         paths, counts, unused = _list_images(
@@ -109,22 +167,92 @@ def find_class_folders(
         )
         if not paths:
             raise ValueError(f"{folder} holds no images; check the path")
-        notes: tuple[str, ...] = ()
-        if unused:
-            notes = (f"not images in {folder.absolute().name}/: {describe_counts(unused)}",)
+        split_notes: tuple[str, ...] = ()
+        others = {suffix: count for suffix, count in unused.items() if " " not in suffix}
+        if others:
+            text = describe_counts(others)
+            split_notes = (f"not images in {folder.absolute().name}/: {text}",)
         return ImageDataset(
             name=name,
             class_names=class_names,
             labels=np.repeat(np.arange(len(counts)), counts),
             ids=paths,
             reader=FileReader(root, paths),
-            notes=notes,
+            notes=(*all_notes, *split_notes),
             unused=unused,
         )
 
+    def load_flat(flat: FlatSplit) -> ImageDataset:
+        number_of = {folder: number for number, folder in enumerate(class_folders)}
+        pairs = zip(flat.paths, flat.labels, strict=True)
+        chosen = [(path, number_of[label]) for path, label in pairs if label in number_of]
+        paths = [path for path, _ in chosen]
+        return ImageDataset(
+            name=name,
+            class_names=class_names,
+            labels=np.array([number for _, number in chosen], dtype=np.int64),
+            ids=paths,
+            reader=FileReader(root, paths),
+        )
+
     origins = {split: f"{folder.absolute().name}/" for split, folder in folders.items()}
-    unused = _count_unused(root, folders.values())
-    return SourceSplits(origins, load, unused).with_test_split()
+    guesses = []
+    for split, flat in flat_splits.items():
+        origins[split] = f"{Path(flat.paths[0]).parts[0]}/"
+        guesses.append(f"classes of {origins[split]} in {flat.source.name}")
+    used = [*folders.values(), *(root / origins[split] for split in flat_splits)]
+    unused = _count_unused(root, used, flat=[root / origins[split] for split in flat_splits])
+    for split, flat in flat_splits.items():
+        unused[f"images in {origins[split]} of other classes"] += flat.num_others
+    return SourceSplits(origins, load, +unused, tuple(guesses)).with_test_split()
+
+
+def _find_flat_splits(
+    root: Path, folders: Mapping[str, Path], class_names: Sequence[str]
+) -> dict[str, Path]:
+    """Find the splits whose images lie in no folder of a class, but perhaps in images/."""
+    if root in folders.values():
+        return {}
+    return {
+        split: folder
+        for split, folder in find_split_folders(root).items()
+        if list_classes(folder) in ([], ["images"])
+        and ("images" not in class_names or not list_classes(folder))
+        and any(_find_images(folder))
+    }
+
+
+def _read_flat_splits(
+    root: Path, folders: Mapping[str, Path], class_names: Sequence[str]
+) -> tuple[dict[str, FlatSplit], list[str]]:
+    """Read the classes of the splits whose images lie in one folder.
+
+    Args:
+        root: Folder of the splits.
+        folders: The folders of these splits.
+        class_names: Classes of the training images.
+
+    Returns:
+        The splits with classes, and sentences about those without.
+
+    Raises:
+        ValueError: Validation images have no classes.
+    """
+    flat_splits: dict[str, FlatSplit] = {}
+    notes: list[str] = []
+    for split, folder in folders.items():
+        flat = read_flat_split(folder, root, class_names)
+        if flat is not None:
+            flat_splits[split] = flat
+            continue
+        text = f"{folder} holds images in no folder of a class"
+        if split != "test":
+            raise ValueError(
+                f"{text}; move them into {folder.name}/<class>/, or add a file"
+                f" {folder.name}_annotations.txt with the name of an image and its class a line"
+            )
+        notes.append(f"{text}: they are not used, and test images are taken from the others")
+    return flat_splits, notes
 
 
 def check_not_inside(output: Path, root: Path) -> None:
@@ -144,7 +272,7 @@ def check_not_inside(output: Path, root: Path) -> None:
         raise ValueError(f"{text}; choose another --output")
 
 
-def _find_splits(root: Path) -> dict[str, Path]:
+def _find_splits(root: Path, classes: ClassChoice) -> dict[str, Path]:
     """Find the folder of each split; {"train": root} if the folders below the root are classes.
 
     Raises:
@@ -159,10 +287,19 @@ def _find_splits(root: Path) -> dict[str, Path]:
     others_with_images = [folder.name for folder in others if any(_find_images(folder))]
 
     if not splits:
-        if len(others_with_images) == len(named):
-            folder = next(iter(named.values()))
-            text = f"{folder} holds images in no folder of a class"
-            raise ValueError(f"{text}; move them into {folder.name}/<class>/")
+        flat = [folder for folder in named.values() if folder.name in others_with_images]
+        if flat and len(others_with_images) == len(flat):
+            text = f"{flat[0]} holds images in no folder of a class{suggest_names(flat[0])}"
+            raise ValueError(f"{text}; move them into {flat[0].name}/<class>/")
+        for split, folder in named.items():
+            is_chosen = classes is not None and folder.name in classes
+            if folder in flat and split != "train" and not is_chosen:
+                text = f"{root} holds {folder.name}/ beside folders of classes"
+                names = ", ".join(others_with_images)
+                raise ValueError(
+                    f"{text}: if it is a class, say data.classes=[{shorten(names)}]; "
+                    "if it is a split, move it away or sort its images into folders of classes"
+                )
         return {"train": root}
 
     named_folders = {folder.name for folder in named.values()}
@@ -177,6 +314,15 @@ def _find_splits(root: Path) -> dict[str, Path]:
     return splits
 
 
+def has_classes(root: Path) -> bool:
+    """Return true if the folders below a root may be classes, or splits of classes."""
+    named = find_split_folders(root).values()
+    if any(len(list_classes(folder)) > 1 for folder in named):
+        return True
+    others = [folder for folder in _list_folders(root) if folder not in named]
+    return sum(any(_find_images(folder)) for folder in others) > 1
+
+
 def list_classes(folder: Path) -> list[str]:
     """List the folders in a folder that may be classes, sorted by name."""
     names = [entry.name for entry in _list_folders(folder)]
@@ -185,18 +331,42 @@ def list_classes(folder: Path) -> list[str]:
 
 def _list_folders(folder: Path) -> list[Path]:
     entries = (entry for entry in sorted(folder.iterdir()) if entry.is_dir())
-    return [entry for entry in entries if not entry.name.startswith(".")]
+    return [entry for entry in entries if not is_system_folder(entry.name)]
 
 
 def _find_images(folder: Path) -> Iterator[str]:
-    return filter(is_image_name, list_files(folder, hidden=False))
+    return filter(is_image_name, list_files(folder, left_out=[]))
 
 
-def _count_unused(root: Path, folders: Collection[Path]) -> Counter[str]:
-    """Count the files below the root that are in no folder of a class."""
+def _count_system_images(folders: Iterable[Path]) -> Counter[str]:
+    """Count the images in folders that systems make."""
+    counts: Counter[str] = Counter()
+    for folder in folders:
+        images = sum(map(is_image_name, list_files(folder)))
+        if images:
+            counts[f"images in folders {folder.name}"] += images
+    return counts
+
+
+def _count_unused(
+    root: Path, folders: Collection[Path], *, flat: Collection[Path] = ()
+) -> Counter[str]:
+    """Count the files below the root that are in no folder of a class.
+
+    Args:
+        root: The root.
+        folders: The folders of the splits.
+        flat: The folders whose images lie in no folder of a class.
+    """
     unused: Counter[str] = Counter()
     for folder in {root, *folders}:
-        files = [entry.name for entry in folder.iterdir() if entry.is_file()]
+        entries = list(folder.iterdir())
+        unused += _count_system_images(
+            entry for entry in entries if entry.is_dir() and is_system_folder(entry.name)
+        )
+        files = [entry.name for entry in entries if entry.is_file()]
+        if folder in flat:
+            files = [name for name in files if not is_image_name(name)]
         unused += count_suffixes(files, images=f"images in {folder.absolute().name}/ itself")
 
         class_folders = list_classes(folder) if folder in folders else []
@@ -268,7 +438,9 @@ def _list_images(
     unused: Counter[str] = Counter()
     for directory in class_folders:
         # a split may lack a class
-        files = list(list_files(directory, hidden=False, check_link=check_link))
+        left_out: list[str] = []
+        files = list(list_files(directory, left_out=left_out, check_link=check_link))
+        unused += _count_system_images(map(Path, left_out))
         images = [file for file in files if is_image_name(file)]
         others = count_suffixes(set(files) - set(images))
         if needs_every_class and not images:

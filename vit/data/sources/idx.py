@@ -30,6 +30,7 @@ def find_idx(
     classes: ClassChoice,
     *,
     class_names: Sequence[str] | None = None,
+    num_digits: int = 5,
 ) -> SourceSplits:
     """Find the splits of idx files.
 
@@ -38,6 +39,7 @@ def find_idx(
         files: Split → the file of its images, with that of its labels beside it.
         classes: Classes to keep, by name; None keeps all.
         class_names: Names in the order of the labels; None names the classes by their numbers.
+        num_digits: Digits of the number in an image's name.
 
     Raises:
         ValueError: A file is damaged, or images and labels don't fit.
@@ -65,7 +67,7 @@ def find_idx(
             name=name,
             class_names=tuple(names),
             labels=labels,
-            ids=[f"{split}/{index:05d}" for index in range(len(images))],
+            ids=[f"{split}/{index:0{num_digits}d}" for index in range(len(images))],
             reader=ArrayReader(images[..., None].repeat(3, axis=-1)),
         )
         return dataset.keep_classes(classes)

@@ -247,6 +247,13 @@ def find_torchvision(set_name: str, request: Request) -> SourceSplits:
         if idx_files:
             names = dataset_class.classes
             return find_idx(set_name, idx_files, request.classes, class_names=names)
+        # torchvision would download the packed files again, whose checksums may be others
+        raw = folder / set_name / "raw"
+        packed = list_idx(raw) if raw.is_dir() else {}
+        if packed.keys() == {"train", "test"} and all(p.suffix == ".gz" for p in packed.values()):
+            names = dataset_class.classes
+            # images have the names that they have when they are unpacked
+            return find_idx(set_name, packed, request.classes, class_names=names, num_digits=6)
 
     splits = _SPLITS[set_name]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from vit.data.class_names import check_classes, sort_class_names
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.duplicates import hash_pixels
 from vit.data.images import list_images
@@ -81,6 +82,9 @@ def find_python_objects(
         if "train" in datasets:
             names = names or datasets["train"].class_names
         datasets[name] = read_map_style(part, name, names, numbered_classes=numbered_classes)
+        # a model that is evaluated knows its classes already
+        if name == "train" and numbered_classes is None:
+            datasets[name] = _check_training_images(datasets[name])
 
     first, *others = datasets.values()
     for other in others:
@@ -137,6 +141,18 @@ def read_map_style(
     )
 
 
+def _check_training_images(images: ImageDataset) -> ImageDataset:
+    """Note the classes without a training image. Raises ValueError for fewer than two classes."""
+    counts = np.bincount(images.labels, minlength=len(images.class_names))
+    used = [name for name, count in zip(images.class_names, counts, strict=True) if count]
+    check_classes(used, origin="dataset")
+    unused = [name for name in images.class_names if name not in used]
+    if not unused:
+        return images
+    note = f"no training image has the class {shorten(', '.join(unused))}; leave it out"
+    return replace(images, notes=(*images.notes, f"{note} of class_names"))
+
+
 def _number_labels(
     labels: Sequence[Any],
     class_names: Sequence[str] | None,
@@ -144,10 +160,10 @@ def _number_labels(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return the labels as numbers, int64 [n], and the class names in the order of the numbers."""
     if all(isinstance(label, str) for label in labels):
-        own_names = sorted(set(map(str, labels)))
+        own_names = sort_class_names(map(str, labels))
         # the model's order, if it knows all labels, so that evaluations can be compared
         if numbered_classes is not None and set(own_names) <= set(numbered_classes):
-            own_names = list(numbered_classes)
+            own_names = tuple(numbered_classes)
         names = tuple(class_names or own_names)
         number_of = {name: number for number, name in enumerate(names)}
         unknown = [label for label in labels if label not in number_of]
@@ -163,9 +179,18 @@ def _number_labels(
     except TypeError:
         text = "the labels of dataset are not integers from 0, nor all of them class names"
         raise ValueError(text) from None
-    # without names, the largest label gives the number of classes
-    counted = (f"class {number}" for number in range(numbers.max() + 1))
-    return numbers, tuple(class_names or numbered_classes or counted)
+    numbered = class_names or numbered_classes
+    if not numbered:
+        # without names, the labels count the classes
+        used = np.unique(numbers)
+        if not np.array_equal(used, np.arange(len(used))):
+            text = f"the labels of dataset are {shorten(', '.join(map(str, used)))}"
+            raise ValueError(
+                f"{text}, not 0 to {len(used) - 1} without gaps; number them so, as "
+                "numpy.unique(labels, return_inverse=True)[1] does, or pass class_names"
+            )
+        numbered = [f"class {label}" for label in used]
+    return numbers, tuple(numbered)
 
 
 def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from vit.data.dataset import Source
-from vit.data.sources import folders, huggingface, named, shards
+from vit.data.sources import folders, huggingface, named, published, shards
 from vit.data.sources.base import Root
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.plugins import load_plugins
@@ -38,6 +38,7 @@ def register_source(source: Source) -> None:
 for _source in (
     *named.SOURCES,
     folders.SOURCE,
+    *published.SOURCES,
     shards.SOURCE,
     huggingface.SOURCE,
 ):

@@ -27,7 +27,7 @@ import numpy as np
 from braceexpand import braceexpand
 from PIL import Image
 
-from vit.data.class_names import check_labels
+from vit.data.class_names import check_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
@@ -175,10 +175,7 @@ def find_shards(request: Request) -> SourceSplits:
         split: [sample.label for path in splits[split] for sample in shard_at[path][1]]
         for split in splits
     }
-    class_names = sorted({label for names in labels.values() for label in names})
-    # 9 comes before 10
-    if all(label.isdecimal() for label in class_names):
-        class_names.sort(key=int)
+    class_names = sort_class_names(label for names in labels.values() for label in names)
     check_labels(labels, class_names, request.classes, origin=path)
     number_of = {label: number for number, label in enumerate(class_names)}
 
@@ -195,7 +192,7 @@ def find_shards(request: Request) -> SourceSplits:
             reader = RemoteShardReader(files, names, places, request.cache_dir / "remote")
         dataset = ImageDataset(
             name="webdataset",
-            class_names=tuple(class_names),
+            class_names=class_names,
             labels=np.array([number_of[label] for label in labels[split]]),
             ids=names,
             reader=reader,

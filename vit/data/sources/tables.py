@@ -1,37 +1,50 @@
 """Tables of image files and their classes: labels.csv, any CSV or JSON Lines file, Hugging Face's
-metadata files."""
+metadata files, Kaggle's train.csv, Roboflow's _classes.csv."""
+
+from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from vit.data.class_names import ClassChoice, check_label, check_labels
-from vit.data.dataset import ImageDataset, SourceSplits
+from vit.data.class_names import is_label
+from vit.data.dataset import LabelRule, Request, SourceSplits
+from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import (
     SPLIT_NAMES,
     SPLIT_OF,
-    FileReader,
-    count_suffixes,
+    describe_counts,
     find_split_folders,
 )
+from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
+from vit.data.sources.table_columns import (
+    Columns,
+    choose_columns,
+    count_known,
+    is_true,
+)
+from vit.data.sources.table_labels import check_several, find_oddities, tidy_numbers
+from vit.data.sources.table_paths import FileFinder
+from vit.data.sources.table_text import (
+    TEXT_SUFFIXES,
+    WORKBOOK_SUFFIXES,
+    Row,
+    Table,
+    read_table_file,
+)
 from vit.runtime.arguments import shorten
-from vit.runtime.documents import parse_json, read_table
-from vit.runtime.files import read_text
 
-_METADATA = ("metadata.csv", "metadata.jsonl")
-
-# names that a column may have
-_PATH = ("path", "filename", "file_name")
-_LABEL = ("label", "class")
+# files that are the table of their folder, whatever else is there
+_METADATA = ("metadata.csv", "metadata.jsonl", "_classes.csv")
+# problems of one kind that a message lists
+_MAX_LISTED = 10
 
 
 def is_table(path: Path) -> bool:
-    """Return true for a CSV or JSON Lines file."""
-    return path.suffix.lower() in (".csv", ".jsonl") and path.is_file()
+    """Return true for a file that may be a table, by its name."""
+    return path.suffix.lower() in (*TEXT_SUFFIXES, *WORKBOOK_SUFFIXES) and path.is_file()
 
 
 def list_tables(root: Path) -> list[Path]:
@@ -56,139 +69,299 @@ def list_tables(root: Path) -> list[Path]:
     return tables
 
 
+def list_other_tables(root: Path) -> list[Path]:
+    """List the files in a folder that may be tables of its images, other than `list_tables`."""
+    paths = [path for path in sorted(root.iterdir()) if is_table(path)]
+    # lists of other kinds, notes and licences are texts, too
+    return [path for path in paths if path.suffix.lower() != ".txt" and path.name[0] != "."]
+
+
+def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
+    """Find the table of a folder whose images are in no folder of a class, as on Kaggle.
+
+    Args:
+        root: The folder.
+        rule: Columns that the user names.
+
+    Returns:
+        The table, or one each for training, validation and test; and a sentence for each table
+        that can't be used.
+    """
+    found: list[Path] = []
+    reasons: list[str] = []
+    for path in list_other_tables(root):
+        # a form for answers has labels, too, but they are made up
+        if "submission" in path.name.lower():
+            continue
+        try:
+            table = read_table_file(path, count_known=count_known)
+            finder = FileFinder(path)
+            columns = choose_columns(table, rule, count_files=finder.count_files)
+            values = [str(fields[columns.path]) for _, fields in table.rows]
+            if not finder.count_files(values[:_MAX_LISTED]):
+                text = f"{path} names no images below {root}, such as {shorten(values[0], 60)!r}"
+                raise ValueError(f"{text}; correct its paths")
+        except (ValueError, OSError, IndexError) as error:
+            reasons.append(str(error))
+        else:
+            found.append(path)
+    splits = [path for path in found if path.stem.lower() in SPLIT_OF]
+    has_train = any(SPLIT_OF[path.stem.lower()] == "train" for path in splits)
+    if len(found) > 1 and has_train and len(splits) == len(found):
+        return splits, reasons
+    if len(found) > 1:
+        names = shorten(", ".join(path.name for path in found))
+        raise ValueError(f"{root} holds several tables of images: {names}; name the right one")
+    return found, reasons
+
+
 def find_tables(
-    root: Path, tables: Sequence[Path], classes: ClassChoice, *, allow_outside: bool
+    root: Path, tables: Sequence[Path], request: Request, *, guesses: Sequence[str] = ()
 ) -> SourceSplits:
     """Find the splits of tables.
 
-    A row has a path (also filename, file_name) relative to the folder of the table, a label (also
-    class) and perhaps a split and a group. Without a split, the images of a metadata file belong to
-    the split whose folder they are in.
+    Columns, delimiter and encoding are recognised, and what was recognised is in the guesses of the
+    result. Without a column of splits, the images of a metadata file belong to the split whose
+    folder they are in, and those of train.csv to its split where there is a val.csv, too.
 
     Args:
         root: Folder of the table, or of the folders with one table each.
-        tables: CSV or JSON Lines files.
-        classes: Classes to keep; None keeps all.
-        allow_outside: Rows may name images outside `root`.
+        tables: Text files.
+        request: Its `classes`, `labels` and `allow_outside` count.
+        guesses: How the tables were found, for the user.
 
     Raises:
-        ValueError: A row is wrong (the message has its line number), there are fewer than two
-            classes, or a class has no training images.
+        ValueError: Rows are wrong (the message has the numbers of their lines), there are fewer
+            than two classes, or a class has no training images.
     """
-    # split → (path, label, group) of its images
-    rows: dict[str, list[tuple[str, str, str]]] = {}
-    origins: dict[str, str] = {}
-    paths: set[str] = set()
-    has_splits: bool | None = None
-    has_groups = False
-    for table in tables:
-        for line, row in _read_rows(table):
-            written = str(next(row[name] for name in _PATH if name in row))
-            # each file has one name: "./a.png" is a.png
-            path = os.path.relpath(os.path.join(table.parent, written), root)
-            label = next(row[name] for name in _LABEL if name in row)
-            split, origin = _choose_split(row, path, table, line)
-            if has_splits not in (None, "split" in row):
-                text = "a split, and earlier rows have none" if "split" in row else "no split"
-                raise ValueError(f"{line} has {text}; give every row a split, or none")
-            has_splits = "split" in row
+    problems = _Problems()
+    read = [_read_images(path, tables, root, request, problems) for path in tables]
+    images, num_doubled = _leave_out_doubles(read, problems)
+    origin = str(tables[0])
+    problems.report([guess for each in read for guess in each.guesses])
 
-            if path.partition("/")[0] == ".." and not allow_outside:
-                text = f"{shorten(written)} is outside {root}"
-                raise ValueError(f"{line}: {text}; set data.allow_outside=true to read it")
-            if not os.path.isfile(root / path):
-                text = f"{shorten(written)} is not a file below {table.parent}"
-                raise ValueError(f"{line}: {text}; correct the path")
-            if path in paths:
-                raise ValueError(
-                    f"{line}: {shorten(path)} was already listed; remove one of the rows"
-                )
-            paths.add(path)
-            # an image without a group is a group of its own
-            group = str(row.get("group") or path)
-            has_groups = has_groups or "group" in row
-            rows.setdefault(split, []).append((path, check_label(label, origin=line), group))
-            origins.setdefault(split, origin)
-
-    labels = {split: [label for _, label, _ in rows[split]] for split in rows}
-    class_names = tuple(sorted({label for names in labels.values() for label in names}))
-    check_labels(labels, class_names, classes, origin=str(tables[0]))
-    number_of = {class_name: number for number, class_name in enumerate(class_names)}
-
-    def load(split: str) -> ImageDataset:
-        split_paths = [path for path, _, _ in rows[split]]
-        dataset = ImageDataset(
-            name="folder",
-            class_names=class_names,
-            labels=np.array([number_of[label] for label in labels[split]]),
-            ids=split_paths,
-            groups=[group for *_, group in rows[split]] if has_groups else None,
-            reader=FileReader(root, split_paths),
-        )
-        return dataset.keep_classes(classes)
-
+    labels = [image.label for image in images]
+    notes = [note for each in read for note in each.notes]
+    notes += check_several(labels, origin=origin) + find_oddities(labels)
+    guesses = [*guesses, *(guess for each in read for guess in each.guesses)]
+    if num_doubled:
+        guesses.append(f"{num_doubled:,} rows listed an image again, with the same label")
+    unused = count_unlisted(root, (image.path for image in images), lists=tables)
+    others = _count_other_splits(root, images)
+    if others:
+        text = shorten(describe_counts(others))
+        notes.append(f"{origin} names no image in folders that look like splits: {text}")
+    source = find_listed(
+        images,
+        root,
+        request,
+        origin=origin,
+        origins={image.split: place for each in reversed(read) for image, _, place in each.images},
+        unused=unused + others,
+        notes=notes,
+        guesses=guesses,
+    )
     # the splits that a table names stay as they are
-    unused = _count_unlisted(root, paths, tables)
-    source = SourceSplits(origins, load, unused)
-    return source if has_splits else source.with_test_split()
+    return source if any(each.names_splits for each in read) else source.with_test_split()
 
 
-def _count_unlisted(root: Path, paths: set[str], tables: Sequence[Path]) -> Counter[str]:
-    """Count the files in the folders of the images that aren't in the tables."""
-    unused: Counter[str] = Counter()
-    for folder in {os.path.dirname(path) for path in paths}:
-        with os.scandir(root / folder) as entries:
-            names = [entry.name for entry in entries if entry.is_file()]
-        files = [os.path.join(folder, name) for name in names]
-        others = [path for path in files if path not in paths and root / path not in tables]
-        unused += count_suffixes(others, images="images in no row of the table")
-    return unused
+def _count_other_splits(root: Path, images: Sequence[ListedImage]) -> Counter[str]:
+    """Count the images in folders that are named like splits and hold no listed image, such as the
+    unlabelled test/ of Kaggle."""
+    counts: Counter[str] = Counter()
+    used = {image.path.partition("/")[0] for image in images}
+    for entry in sorted(root.iterdir()):
+        if entry.name.lower() in SPLIT_OF and entry.name not in used and entry.is_dir():
+            num_images = sum(map(is_image_name, list_files(entry, left_out=[])))
+            counts[f"images in {entry.name}/"] = num_images
+    return +counts
 
 
-def _choose_split(row: Mapping[str, Any], path: str, table: Path, line: str) -> tuple[str, str]:
-    """Find the split of a row, and the place that names it."""
-    if "split" in row:
-        written = str(row["split"])
-        if written.lower() not in SPLIT_OF:
-            known = ", ".join(SPLIT_NAMES)
-            raise ValueError(f"{line}: unknown split {shorten(written)!r}; known: {known}")
-        split = SPLIT_OF[written.lower()]
-        return split, f"{split} in {table.name}"
+class _TableImages(NamedTuple):
+    """The images of one table.
 
-    folder = path.partition("/")[0]
-    if table.name in _METADATA and folder.lower() in SPLIT_OF:
-        return SPLIT_OF[folder.lower()], f"{folder}/"
-    return "train", f"train in {table.name}"
+    Attributes:
+        images: Each image, the number of its line, and the place that names its split.
+        names_splits: The table says which split an image is in.
+        guesses, notes: See `find_listed`.
+    """
 
-
-def _read_rows(table: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read each row: ("FILE line N", values by column)."""
-    if table.suffix.lower() != ".jsonl":
-        rows = read_table(table)
-        _, header = next(rows, ("", []))
-        _check_columns(header, f"{table} line 1")
-        for line, values in rows:
-            if len(values) != len(header):
-                text = f"{line} must have {len(header)} values, {','.join(header)}"
-                raise ValueError(f"{text}, not {shorten(','.join(values))!r}")
-            yield line, dict(zip(header, values, strict=True))
-        return
-
-    # not splitlines, which also cuts at characters that JSON holds as they are, such as U+2028
-    lines = read_text(table).removeprefix("\ufeff").split("\n")
-    for number, text in enumerate(lines, start=1):
-        line = f"{table} line {number}"
-        if text.strip():
-            row = parse_json(text, origin=line)
-            if not isinstance(row, dict):
-                raise ValueError(f"{line} is not a JSON object: {shorten(text)}")
-            _check_columns(row, line)
-            yield line, row
+    table: Path
+    images: list[tuple[ListedImage, int, str]]
+    names_splits: bool
+    guesses: list[str]
+    notes: tuple[str, ...]
 
 
-def _check_columns(columns: Iterable[str], line: str) -> None:
-    # a table without a header is recognised by its first row
-    names = set(columns)
-    if names.isdisjoint(_PATH) or names.isdisjoint(_LABEL):
-        text = f"{line} must name path (or filename, file_name) and label (or class)"
-        raise ValueError(f"{text}, not {shorten(','.join(columns))!r}")
+def _read_images(
+    path: Path, tables: Sequence[Path], root: Path, request: Request, problems: _Problems
+) -> _TableImages:
+    """Read the images that one table lists."""
+    table = read_table_file(path, count_known=count_known)
+    finder = FileFinder(path)
+    columns = choose_columns(table, request.labels, count_files=finder.count_files)
+    finder.learn([str(fields[columns.path]) for _, fields in table.rows])
+    finder.guesses.clear()
+    for line, fields in table.short:
+        text = f"{len(fields)} instead of {table.width} values ({shorten(','.join(fields), 60)})"
+        header = shorten(",".join(table.columns), 100) or "the values that other rows have"
+        problems.add(path, line, text, f"write {header}")
+
+    labels, phrases = _read_labels(table, columns, problems)
+    table_split = _find_table_split(path, tables)
+    images = []
+    for (line, fields), label in zip(table.rows, labels, strict=True):
+        split = table_split or "train"
+        if columns.split is not None:
+            split = _read_split(fields[columns.split], columns, path, line, problems)
+        known_split = split if columns.split is not None else None
+        file = _find_file(finder, fields[columns.path], known_split, line, problems)
+        if file is None or label is None or not split:
+            continue
+        # each file has one name: "./a.png" is a.png
+        file = os.path.relpath(os.path.join(path.parent, file), root)
+        folder = file.partition("/")[0]
+        if folder == ".." and not request.allow_outside:
+            text = f"{shorten(str(fields[columns.path]), 60)} is outside {root}"
+            problems.add(path, line, text, "set data.allow_outside=true to read it")
+            continue
+        place = f"{split} in {path.name}"
+        if path.name in _METADATA and columns.split is None and folder.lower() in SPLIT_OF:
+            split, place = SPLIT_OF[folder.lower()], f"{folder}/"
+        group = None if columns.group is None else str(fields[columns.group] or "")
+        images.append((ListedImage(file, label, split, group), line, place))
+
+    guesses = [*table.guesses, *columns.guesses, *phrases]
+    guesses += [f"{reason} {count:,} times" for reason, count in finder.guesses.items()]
+    if guesses:
+        guesses = [f"{os.path.relpath(path, root)}: {', '.join(guesses)}"]
+    names_splits = columns.split is not None or table_split is not None
+    return _TableImages(path, images, names_splits, guesses, columns.notes)
+
+
+def _leave_out_doubles(
+    tables: Sequence[_TableImages], problems: _Problems
+) -> tuple[list[ListedImage], int]:
+    """Leave out rows that list an image again.
+
+    Returns:
+        The images, and the number of rows that were left out.
+    """
+    # path → the image and the place of the row that listed it first
+    seen: dict[str, tuple[ListedImage, str]] = {}
+    num_doubled = 0
+    for table in tables:
+        for image, line, _ in table.images:
+            first, place = seen.setdefault(image.path, (image, f"{table.table.name} line {line}"))
+            if first is image:
+                continue
+            num_doubled += 1
+            name = f"{shorten(image.path, 60)} was already listed in {place}"
+            if first.label != image.label:
+                labels = f"{shorten(image.label, 30)!r} here, {shorten(first.label, 30)!r} there"
+                text = f"{name} ({labels})"
+                problems.add(table.table, line, text, "keep one label for each image")
+            elif first.split != image.split:
+                text = f"{name} ({image.split} here, {first.split} there)"
+                problems.add(table.table, line, text, "keep each image in one split")
+    return [image for image, _ in seen.values()], num_doubled
+
+
+class _Problems:
+    """Problems of rows, which are reported together."""
+
+    def __init__(self) -> None:
+        # remedy → the first rows with that problem, and the number of all
+        self._rows: dict[str, list[str]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, table: Path, line: int, text: str, remedy: str) -> None:
+        """Add the problem of a row."""
+        rows = self._rows.setdefault(remedy, [])
+        self._counts[remedy] += 1
+        if len(rows) < _MAX_LISTED:
+            rows.append(f"line {line}: {text}" if rows else f"{table} line {line}: {text}")
+
+    def report(self, guesses: Sequence[str]) -> None:
+        """Raise ValueError with the problems and how the tables were read, if there are any."""
+        sentences = []
+        for remedy, rows in self._rows.items():
+            more = self._counts[remedy] - len(rows)
+            rest = f", and {more:,} rows more" if more else ""
+            sentences.append(f"{', '.join(rows)}{rest}; {remedy}")
+        if sentences:
+            read = [f"It was read so: {'; '.join(guesses)}"] if guesses else []
+            raise ValueError(shorten(". ".join([*sentences, *read]), 1800))
+
+
+def _find_table_split(path: Path, tables: Sequence[Path]) -> str | None:
+    """Find the split of train.csv beside val.csv or test.csv."""
+    is_one_of_several = len(tables) > 1 and path.name not in _METADATA
+    return SPLIT_OF.get(path.stem.lower()) if is_one_of_several else None
+
+
+def _read_split(value: Any, columns: Columns, table: Path, line: int, problems: _Problems) -> str:
+    """Read the split of a row; "" if there is none."""
+    if value is None or value == "":
+        problems.add(table, line, "no split", "give every row a split, or none")
+        return ""
+    known = columns.splits or SPLIT_OF
+    written = str(value).casefold()
+    if written not in known:
+        text = f"unknown split {shorten(str(value), 30)!r}"
+        problems.add(table, line, text, f"known: {', '.join(SPLIT_NAMES)}")
+        return ""
+    return known[written]
+
+
+def _find_file(
+    finder: FileFinder, value: Any, split: str | None, line: int, problems: _Problems
+) -> str | None:
+    """Find the image file of a row, relative to the table's folder."""
+    written = "" if value is None else str(value)
+    files = finder.find(written, split=split)
+    if len(files) == 1:
+        return files[0]
+    table = finder.table
+    name = shorten(written, 60) or "nothing"
+    if files:
+        text = f"{name} may be {shorten(files[0], 60)} or {shorten(files[1], 60)}"
+        problems.add(table, line, text, "write the folder and the suffix, too")
+        return None
+    remedy = f"correct the path (none is below {table.parent}), or remove the row"
+    if written and os.path.isfile(os.path.join(table.parent, "..", written)):
+        remedy = f"move the table to {table.parent.parent}, where its paths begin"
+    problems.add(table, line, f"{name} is not a file", remedy)
+    return None
+
+
+def _read_labels(
+    table: Table, columns: Columns, problems: _Problems
+) -> tuple[list[str | None], list[str]]:
+    """Read the class of each row, None for a wrong one.
+
+    Returns:
+        The classes, and phrases about how they were read.
+    """
+    place = columns.label
+    if place is None:
+        return [_read_one_hot(table, row, columns.one_hot, problems) for row in table.rows], []
+    values, phrase = tidy_numbers([fields[place] for _, fields in table.rows])
+    labels: list[str | None] = []
+    for (line, _), value in zip(table.rows, values, strict=True):
+        if not is_label(value):
+            text = f"label {shorten(repr(value), 60)} is neither a text nor a whole number"
+            problems.add(table.path, line, text, "give each image one class")
+        labels.append(str(value) if is_label(value) else None)
+    return labels, [phrase] if phrase else []
+
+
+def _read_one_hot(table: Table, row: Row, places: Sequence[int], problems: _Problems) -> str | None:
+    line, fields = row
+    classes = [table.columns[place] for place in places if is_true(fields[place])]
+    if len(classes) == 1:
+        return classes[0]
+    text = f"{shorten(' and '.join(classes), 60)} are 1" if classes else "no class is 1"
+    remedy = "an image has one class: keep one, or leave the image out"
+    problems.add(table.path, line, text, remedy)
+    return None

@@ -1,0 +1,683 @@
+"""Tables, folders and published sets as people bring them: each is read with the right labels, or
+refused by a sentence that says what to do."""
+
+import gzip
+import itertools
+import json
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vit.data.class_names import sort_class_names
+from vit.data.dataset import LabelRule
+from vit.data.open import open_dataset, open_for_model
+from vit.data.sources.python_objects import find_python_objects
+from vit.data.sources.registry import find_kind
+from vit.data.splits import DatasetSplits
+from vit.explanation.targets import _find_class
+
+ANIMALS = ("Dachs", "Füchse", "Luchs")
+COUNT = 9
+TRUTH = {f"images/{number:03d}.png": ANIMALS[number % 3] for number in range(COUNT)}
+
+
+def save(path: Path, level: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (4, 4), level).save(path)
+
+
+def save_all(root: Path, *paths: str) -> Path:
+    for number, path in enumerate(paths):
+        save(root / path, number % 256)
+    return root
+
+
+def write(path: Path, text: str, encoding: str = "utf-8") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def grid(*folders: str, count: int = 4) -> list[str]:
+    return [f"{folder}/{number}.png" for folder in folders for number in range(count)]
+
+
+def open_place(place: Path, **labels: str) -> DatasetSplits:
+    kind = find_kind(place)
+    assert kind is not None, place
+    return open_dataset(kind, root=place, labels=LabelRule(**labels))
+
+
+def read(place: Path, split: str = "all", **labels: str) -> dict[str, str]:
+    """Path → class of the images of a split."""
+    dataset = open_place(place, **labels).split(split)
+    names = [dataset.class_names[label] for label in dataset.labels]
+    return dict(zip(dataset.ids, names, strict=True))
+
+
+def list_notes(place: Path, **labels: str) -> str:
+    splits = open_place(place, **labels)
+    return "\n".join([*splits.source.guesses, *splits.split("all").notes])
+
+
+# ---- 60 tables as other programs write them
+
+
+class Style:
+    """How a program writes a table."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        header: str = "path,label",
+        delimiter: str = ",",
+        encoding: str = "utf-8",
+        end: str = "\n",
+        quote: Callable[[str], str] = str,
+        path: Callable[[str], str] = str,
+        row: str = "{path},{label}",
+        before: str = "",
+        after: str = "",
+        suffix: str = ".csv",
+    ) -> None:
+        self.name = name
+        self.suffix = suffix
+        lines = [before] if before else []
+        columns = [row.format(path="\0", label="\1", number="\2")] if header else []
+        fields = header.split(",") if header else []
+        lines += [delimiter.join(map(quote, fields))] if columns else []
+        for number, (image, label) in enumerate(TRUTH.items(), start=1):
+            values = row.split(",")
+            values = [
+                value.format(path=path(image), label=label, number=number) for value in values
+            ]
+            lines.append(delimiter.join(map(quote, values)))
+        self.content = (end.join(lines) + end + after).encode(encoding)
+
+
+def list_styles() -> Iterator[Style]:
+    # Excel, LibreOffice, R and pandas in the countries of Europe
+    delimiters = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
+    encodings = ("utf-8", "utf-8-sig", "utf-16", "cp1252")
+    ends = {"unix": "\n", "windows": "\r\n", "old mac": "\r"}
+    for (mark, delimiter), encoding in itertools.product(delimiters.items(), encodings):
+        end = list(ends.values())[(len(mark) + len(encoding)) % 3]
+        yield Style(f"{mark} {encoding}", delimiter=delimiter, encoding=encoding, end=end)
+    yield Style("UTF-16 without a mark", encoding="utf-16-le", delimiter="\t", end="\r\n")
+    yield Style("UTF-16 of the other order", encoding="utf-16-be", delimiter=";")
+
+    headers = (
+        "Path,Label",
+        "FILENAME,CLASS",
+        "file_name,category",
+        "Image Path,Species",
+        "img,lbl",
+        "image,target",
+        "filepath,class_name",
+        "ImageID,Diagnosis",
+        "image_id,breed",
+        "Dateiname,Art",
+        "fichier,espèce",
+    )
+    for header in headers:
+        yield Style(f"header {header}", header=header)
+        yield Style(f"semicolons {header}", header=header, delimiter=";", encoding="cp1252")
+
+    paths: dict[str, Callable[[str], str]] = {
+        "backslashes": lambda path: path.replace("/", "\\"),
+        "a dot": lambda path: f"./{path}",
+        "no suffix": lambda path: path.removesuffix(".png"),
+        "the name alone": lambda path: path.removeprefix("images/"),
+        "an id": lambda path: Path(path).stem,
+        "large letters": str.upper,
+        "spaces": lambda path: f"  {path} ",
+        "Windows": lambda path: "C:\\Users\\me\\photos\\" + path.replace("/", "\\"),
+        "another computer": lambda path: f"/home/me/photos/{path}",
+        "the folder's own name": lambda path: f"photos/{path}",
+    }
+    for name, path in paths.items():
+        yield Style(f"path with {name}", path=path)
+
+    yield Style("all quoted", quote='"{}"'.format)
+    yield Style("single quotes", quote="'{}'".format)
+    yield Style("pandas with an index", header=",path,label", row="{number},{path},{label}")
+    yield Style("R with row names", header="path,label", row="{number},{path},{label}")
+    yield Style("delimiter at the end", header="path,label,", row="{path},{label},")
+    yield Style("Excel's sep=", before="sep=;", delimiter=";")
+    yield Style("a title above", before="Fotofallen 2026\n")
+    yield Style("blank lines", after="\n\n,,\n\n")
+    yield Style("text file of tabs", delimiter="\t", suffix=".txt", encoding="utf-16")
+    yield Style("no header", header="")
+    yield Style("spaces around labels", row="{path}, {label} ")
+    yield Style(
+        "id and words", header="path,class_id,class", row="{path},{label}7,{label}", delimiter="\t"
+    )
+
+
+STYLES = list(list_styles())
+
+
+def test_there_are_sixty_tables() -> None:
+    assert len({style.name for style in STYLES}) == len(STYLES) >= 60
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_all(tmp_path_factory.mktemp("tables") / "photos", *TRUTH)
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+def test_a_table_of_another_program_is_read(style: Style, photos: Path) -> None:
+    table = photos / f"table{style.suffix}"
+    table.write_bytes(style.content)
+    try:
+        assert read(table) == TRUTH
+    finally:
+        table.unlink()
+
+
+# ---- tables that can't be read as they are: a sentence with every problem and what to do
+
+ROWS = "".join(f"{path},{label}\n" for path, label in TRUTH.items())
+
+
+@pytest.mark.parametrize(
+    ("content", "sentences"),
+    [
+        ("name,animal,site\n" + ROWS.replace("\n", ",1\n"), ("--label-column NAME", "'animal'")),
+        ("a,b\n1,x\n2,x\n3,y\n4,y\n", ("no column is known to name the images", "--path-column")),
+        (
+            "path,class,species\n" + ROWS.replace("\n", ",x\n").replace("Luchs,x", "Luchs,y"),
+            ("both 'class' and 'species' may hold the classes", "--label-column"),
+        ),
+        (
+            f"path,label\n{ROWS}images/000.png,Luchs\nimages/001.png,Dachs\nimages/77.png,Dachs\n"
+            "images/78.png,Dachs\nimages/002.png\n",
+            (
+                "line 11: images/000.png was already listed in t.csv line 2",
+                "'Luchs' here, 'Dachs' there",
+                "line 12: images/001.png was already",
+                "line 13: images/77.png is not a file, line 14: images/78.png is not a file",
+                "line 15: 1 instead of 2 values (images/002.png); write path,label",
+                "correct the path",
+                "keep one label for each image",
+            ),
+        ),
+        (
+            "path,label\n" + "".join(f"{number}.png,x\n" for number in range(12)),
+            ("line 11: 9.png is not a file, and 2 rows more",),
+        ),
+        (f"path,label\n{ROWS}images/000.jpg,Dachs\n", ("line 11: images/000.jpg is not a file",)),
+        (f"path,label\n{ROWS},\n", ()),
+        (f"path,label\n{ROWS},Dachs\n", ("line 11: nothing is not a file",)),
+        (f"path,label\n{ROWS}images/000.png,\n", ("line 11: label '' is neither a text",)),
+        (
+            f"path,label\n{ROWS}".replace("001.png,Füchse", "001.png,Dachs|Luchs"),
+            ("1 images have several labels, such as 'Dachs|Luchs'", "keep one label"),
+        ),
+        (
+            f"path,label\n{ROWS}".replace("001.png,Füchse", '001.png,"Dachs, Luchs"'),
+            ("several labels, such as 'Dachs, Luchs'",),
+        ),
+        (
+            f"path,label\n{ROWS}".replace("001.png,Füchse", "001.png,['Dachs']"),
+            ("1 images have several labels, such as \"['Dachs']\"",),
+        ),
+        (
+            "path,a,b\nimages/000.png,1,0\nimages/001.png,1,1\nimages/002.png,0,0\n",
+            ("line 3: a and b are 1, line 4: no class is 1", "an image has one class"),
+        ),
+        (b"PK\x03\x04rest of an archive", ("is a workbook or an archive; save its sheet as",)),
+        (b"path,label\n\0\0\0\0", ("is not a text",)),
+        (b"path,label\n\x81\x8d,x", ("is not a text", "save it as UTF-8")),
+        ("path,label,split\n" + ROWS.replace("\n", ",dev\n"), ("unknown split 'dev'; known: tr",)),
+    ],
+)
+def test_all_problems_of_a_table_are_said_at_once(
+    photos: Path, content: str | bytes, sentences: tuple[str, ...]
+) -> None:
+    table = photos / "t.csv"
+    table.write_bytes(content if isinstance(content, bytes) else content.encode())
+    try:
+        if not sentences:
+            assert read(table) == TRUTH
+            return
+        with pytest.raises(ValueError, match=r"t\.csv") as error:
+            read(table)
+        for sentence in sentences:
+            assert sentence in str(error.value)
+    finally:
+        table.unlink()
+
+
+def test_ids_that_name_two_files_are_refused(tmp_path: Path) -> None:
+    save_all(tmp_path, "a/1.png", "b/1.png", "c/2.png", "c/2.jpg", "d/3.png", "d/4.png")
+    table = write(tmp_path / "list.csv", "id,label\n1,x\n2,x\n3,y\n4,y\n")
+    with pytest.raises(ValueError, match=r"line 2: 1 may be a/1.png or b/1.png, line 3: 2 may be"):
+        read(table)
+
+
+def test_a_file_of_another_folder_is_not_taken_for_the_one_that_is_named(tmp_path: Path) -> None:
+    save_all(tmp_path, "siteB/1.png", "siteB/2.png", "train/3.png", "train/4.png")
+    table = write(tmp_path / "labels.csv", "path,label\nsiteA/1.png,x\nsiteA/2.png,y\n")
+    with pytest.raises(ValueError, match=r"line 2: siteA/1\.png is not a file, line 3"):
+        read(table)
+    # where train/ exists, train.csv means it
+    save_all(tmp_path, "test/9.png")
+    table = write(tmp_path / "train.csv", "id,label\n3,x\n4,y\n9,y\n")
+    with pytest.raises(ValueError, match=r"line 4: 9 is not a file"):
+        read(table)
+
+
+def test_guesses_are_in_the_plan(photos: Path) -> None:
+    rows = "".join(f"{path[7:10]} ;{label}\r\n" for path, label in TRUTH.items())
+    table = write(photos / "list.csv", f"Dateiname;Art\r\n{rows}", "cp1252")
+    guesses = list_notes(table)
+    table.unlink()
+    for phrase in (
+        "list.csv: text in Windows-1252",
+        "semicolons between columns",
+        f"spaces around {COUNT} values removed",
+        "image in 'Dateiname', class in 'Art'",
+        f".png added {COUNT} times",
+        f"found in images/ {COUNT} times",
+    ):
+        assert phrase in guesses
+
+
+def test_columns_may_be_named(photos: Path) -> None:
+    rows = "".join(f"{path},x,{label}\n" for path, label in TRUTH.items())
+    table = write(photos / "list.csv", f"Dateiname,Ort,Art\n{rows}")
+    assert read(table, label_column="Art") == TRUTH
+    assert read(table, path_column="dateiname", label_column="art") == TRUTH
+    with pytest.raises(ValueError, match="no column 'Name'; its columns are 'Dateiname', 'Ort'"):
+        read(table, path_column="Name")
+    # a model finds them again in another table of these columns
+    other = write(photos / "other.csv", f"Dateiname,Ort,Art\n{rows}")
+    opened = open_for_model(other, trained_on={"label_column": "Art"}).split()
+    assert opened.class_names == ANIMALS
+    table.unlink()
+    other.unlink()
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "splits"),
+    [
+        ("is_valid", ("False", "True"), ("train", "validation")),
+        ("is_test", ("0", "1"), ("train", "test")),
+        ("is_train", ("1", "0"), ("train", "test")),
+        ("Set", ("TRAIN", "Val"), ("train", "validation")),
+        ("subset", ("training", "dev"), ("train", "validation")),
+        ("Usage", ("Training", "PrivateTest"), ("train", "test")),
+    ],
+)
+def test_a_column_of_splits_is_used(
+    tmp_path: Path, column: str, values: tuple[str, str], splits: tuple[str, str]
+) -> None:
+    paths = grid("a", count=20)
+    save_all(tmp_path, *paths)
+    rows = [f"{path},{'xy'[n % 2]},{values[n >= 16]}" for n, path in enumerate(paths)]
+    table = write(tmp_path / "t.csv", "\n".join([f"path,label,{column}", *rows]))
+    assert list(read(table, splits[1])) == paths[16:]
+    assert set(read(table, "train")).isdisjoint(paths[16:])
+    assert f"split in {column!r}" in list_notes(table)
+
+
+@pytest.mark.parametrize(
+    ("column", "values"), [("fold", "01234"), ("set", "abcde"), ("valid", "01011")]
+)
+def test_a_column_that_looks_like_a_split_is_not_passed_over(
+    photos: Path, column: str, values: str
+) -> None:
+    rows = [f"{path},{label},{values[n % 5]}" for n, (path, label) in enumerate(TRUTH.items())]
+    table = write(photos / "t.csv", "\n".join([f"path,label,{column}", *rows]))
+    notes = list_notes(table)
+    table.unlink()
+    assert f"the column {column!r} of t.csv" in notes
+    assert "looks like a split and is not used; call it split" in notes
+
+
+def test_labels_that_look_wrong_are_said(tmp_path: Path) -> None:
+    labels = ["cat", "Cat", "NaN", "N/A", "dog", "dog", "cat"]
+    save_all(tmp_path, *grid("a", count=len(labels)))
+    rows = [f"a/{n}.png,{label}" for n, label in enumerate(labels)]
+    notes = list_notes(write(tmp_path / "t.csv", "\n".join(["path,label", *rows])))
+    assert "labels that look missing are classes: 'NaN' 1, 'N/A' 1" in notes
+    assert "classes that differ in case or zeros alone: 'Cat' 1, 'cat' 2" in notes
+    # joined labels without a class of their own
+    rows = [f"a/{n}.png,{label}" for n, label in enumerate(["a|b", "b|c", "a|c", "a|b", "d", "e"])]
+    notes = list_notes(write(tmp_path / "t.csv", "\n".join(["path,label", *rows])))
+    assert "3 classes hold '|', such as 'a|b': if these are several labels" in notes
+
+
+def test_numbers_of_pandas_and_of_classes_are_ordered_as_numbers(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("a", count=12))
+    rows = [f"a/{n}.png,{n}.0" for n in range(12)]
+    table = write(tmp_path / "t.csv", "\n".join(["path,label", *rows]))
+    assert open_place(table).split("all").class_names == tuple(map(str, range(12)))
+    assert "classes without .0" in list_notes(table)
+
+
+def test_an_image_that_is_listed_again_counts_once(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("a"))
+    rows = "a/0.png,x\na/1.png,y\na/2.png,x\na/3.png,y\n./a/1.png,y\n"
+    table = write(tmp_path / "t.csv", f"path,label\n{rows}")
+    assert len(read(table)) == 4
+    assert "1 rows listed an image again, with the same label" in list_notes(table)
+    table = write(tmp_path / "t.csv", f"path,label,split\n{rows}".replace("\n", ",train\n", 9))
+    write(
+        table,
+        table.read_text()
+        .replace("split,train", "split")
+        .replace("./a/1.png,y,train", "./a/1.png,y,test"),
+    )
+    with pytest.raises(ValueError, match=r"line 6: a/1\.png .* \(test here, train there\); keep"):
+        read(table)
+
+
+# ---- folders with a table
+
+
+def test_kaggle_s_three_files(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("train", count=8), *grid("test", count=8))
+    labels = {f"train/{n}.png": ("pug", "beagle")[n % 2] for n in range(8)}
+    rows = [f"{n},{label}" for n, label in enumerate(labels.values())]
+    write(tmp_path / "train.csv", "\n".join(["id,breed", *rows]))
+    write(tmp_path / "test.csv", "\n".join(["id", *map(str, range(8))]))
+    write(tmp_path / "sample_submission.csv", "\n".join(["id,breed", *rows]).replace("pug", "x"))
+    for place in (tmp_path, tmp_path / "train.csv"):
+        assert read(place) == labels
+        assert "folders that look like splits: images in test/ 8" in list_notes(place)
+    assert "images in test/ 8" in open_place(tmp_path).describe_files()
+    # a table that can't be read says why
+    write(
+        tmp_path / "train.csv",
+        "\n".join(["id,breed,age", *(f"{row},{n}" for n, row in enumerate(rows))]),
+    )
+    assert read(tmp_path) == labels
+    write(tmp_path / "train.csv", "\n".join(["id,tier,age", *(f"{row},3" for row in rows)]))
+    with pytest.raises(ValueError, match=r"has no folders of classes\. .*train\.csv: no column is"):
+        read(tmp_path)
+    assert read(tmp_path, label_column="tier") == labels
+
+
+def test_tables_named_like_splits_are_the_splits(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("train", "val", count=8))
+    for split in ("train", "val"):
+        rows = [f"{n},{'xy'[n % 2]}" for n in range(8)]
+        write(tmp_path / f"{split}.csv", "\n".join(["id,label", *rows]))
+    assert list(read(tmp_path, "validation")) == grid("val", count=8)
+
+
+def test_a_table_beside_folders_is_not_passed_over(tmp_path: Path) -> None:
+    paths = grid("SITE01/CAM1", "SITE02/CAM1", count=8)
+    save_all(tmp_path, *paths)
+    rows = [f"{path};{'xyz'[n % 3]};4" for n, path in enumerate(paths)]
+    text = "\r\n".join(["Dateiname;Art;Zahl", *rows]).replace("/", "\\")
+    table = write(tmp_path / "Auswertung.csv", text, "utf-8-sig")
+    assert "Auswertung.csv in" in list_notes(tmp_path)
+    assert f"is not read: the folders are the classes; vit train {table}" in list_notes(tmp_path)
+    truth = {path: "xyz"[n % 3] for n, path in enumerate(paths)}
+    assert read(table, label_column="Art") == read(tmp_path, label_column="Art") == truth
+
+
+def test_roboflow_s_columns_of_zeros_and_ones_are_classes(tmp_path: Path) -> None:
+    for split in ("train", "valid", "test"):
+        save_all(tmp_path, *grid(split))
+        rows = "".join(f"{n}.png, {n % 2}, {1 - n % 2}\n" for n in range(4))
+        write(tmp_path / split / "_classes.csv", f"filename, cat, dog\n{rows}")
+    expected = {f"train/{n}.png": ("dog", "cat")[n % 2] for n in range(4)}
+    assert read(tmp_path, "train") == expected
+    assert list(read(tmp_path, "validation")) == grid("valid")
+    assert "one column for each class (cat, dog)" in list_notes(tmp_path)
+
+
+# ---- folders and published sets
+
+
+def test_a_flat_val_with_its_labels_is_read(tmp_path: Path) -> None:
+    wnids = ("n01440764", "n02102040", "n03000684")
+    save_all(tmp_path, *grid(*(f"train/{wnid}" for wnid in wnids)))
+    names = [f"ILSVRC2012_val_{n:08d}" for n in range(1, 7)]
+    save_all(tmp_path, *(f"val/{name}.png" for name in names))
+    with pytest.raises(ValueError, match=r"val holds images in no folder of a class; move them"):
+        read(tmp_path)
+    shuffled = [wnids[n * 2 % 3] for n in range(6)]
+    words = {"n01440764": "tench", "n02102040": "English springer", "n03000684": "chain saw"}
+    truth = {f"val/{n}.png": words[w] for n, w in zip(names, shuffled, strict=True)}
+    pairs = list(zip(names, shuffled, strict=True))
+    files = {
+        "LOC_val_solution.csv": "\n".join(
+            ["ImageId,PredictionString", *(f"{n},{w} 1 2 3 4 " for n, w in reversed(pairs))]
+        ),
+        "val/val_annotations.txt": "\n".join(f"{n}.png\t{w}\t0\t0\t9\t9" for n, w in pairs),
+        "val.txt": "\n".join(f"{n}.png {wnids.index(w)}" for n, w in pairs),
+        "imagenet_2012_validation_synset_labels.txt": "\n".join(shuffled),
+    }
+    for name, text in files.items():
+        label_file = write(tmp_path / name, text)
+        assert read(tmp_path, "test") == truth, name
+        assert f"classes of val/ in {label_file.name}" in list_notes(tmp_path)
+        assert open_dataset("imagenet", root=tmp_path).split("test").class_names == tuple(
+            words.values()
+        )
+        chosen = open_dataset("folder", root=tmp_path, classes=list(wnids[1:])).split("test")
+        assert len(chosen) == 4
+        label_file.unlink()
+    # ILSVRC's own numbers are in another order
+    write(tmp_path / "ILSVRC2012_validation_ground_truth.txt", "1\n2\n3\n1\n2\n3\n")
+    with pytest.raises(ValueError, match=r"numbers for classes .* take LOC_val_solution\.csv or"):
+        read(tmp_path)
+
+
+def test_tiny_imagenet_as_downloaded(tmp_path: Path) -> None:
+    wnids = ("n01443537", "n01629819")
+    save_all(tmp_path, *grid(*(f"train/{wnid}/images" for wnid in wnids), count=20))
+    save_all(tmp_path, *grid("val/images", "test/images"))
+    rows = "".join(f"{n}.png\t{wnids[n % 2]}\t0\t0\t62\t62\n" for n in range(4))
+    write(tmp_path / "val/val_annotations.txt", rows)
+    write(tmp_path / "wnids.txt", "\n".join(reversed(wnids)))
+    write(tmp_path / "words.txt", "n01443537\tgoldfish, Carassius auratus\n")
+    labels = read(tmp_path, "test")
+    assert list(labels) == [f"val/images/{n}.png" for n in range(4)]
+    assert labels["val/images/0.png"] == labels["val/images/2.png"] == "goldfish"
+    assert len(read(tmp_path, "train")) + len(read(tmp_path, "validation")) == 40
+    notes = list_notes(tmp_path)
+    assert "test holds images in no folder of a class: they are not used" in notes
+
+
+def test_a_flat_test_beside_folders_of_classes_is_no_class(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("cat", "dog", "test"))
+    with pytest.raises(ValueError, match=r"holds test/ beside folders of classes: if it is a cla"):
+        read(tmp_path)
+    chosen = open_dataset("folder", root=tmp_path, classes=["cat", "dog", "test"]).split("all")
+    assert chosen.class_names == ("cat", "dog", "test")
+
+
+def test_cub_as_downloaded(tmp_path: Path) -> None:
+    names = ("001.Black_footed_Albatross", "002.Laysan_Albatross")
+    paths = [f"{names[n % 2]}/{n}.png" for n in range(8)]
+    save_all(tmp_path, *(f"images/{path}" for path in paths))
+    lists = {
+        "images": [f"{n} {path}" for n, path in enumerate(paths, 1)],
+        "image_class_labels": [f"{n + 1} {n % 2 + 1}" for n in range(8)],
+        "train_test_split": [f"{n + 1} {int(n < 6)}" for n in range(8)],
+        "classes": [f"{n} {name}" for n, name in enumerate(names, 1)],
+    }
+    for name, lines in lists.items():
+        write(tmp_path / f"{name}.txt", "\n".join(lines))
+    assert find_kind(tmp_path) == "cub200"
+    assert read(tmp_path) == {f"images/{path}": path.partition("/")[0] for path in paths}
+    assert list(read(tmp_path, "test")) == [f"images/{path}" for path in paths[6:]]
+
+
+def test_pets_as_downloaded(tmp_path: Path) -> None:
+    names = [("Abyssinian", "great_pyrenees")[n % 2] + f"_{n}" for n in range(8)]
+    save_all(tmp_path, *(f"images/{name}.jpg" for name in names))
+    for split, chosen in (("trainval", names[:6]), ("test", names[6:])):
+        lines = [f"{name} 1 1 1" for name in chosen]
+        write(tmp_path / f"annotations/{split}.txt", "\n".join(lines))
+    assert find_kind(tmp_path) == "oxford_pets"
+    assert read(tmp_path, "test") == {
+        "images/Abyssinian_6.jpg": "Abyssinian",
+        "images/great_pyrenees_7.jpg": "Great Pyrenees",
+    }
+
+
+def test_vtab_s_lists(tmp_path: Path) -> None:
+    images = {"train": 12, "val": 6, "test": 6}
+    lists = {}
+    for split, count in images.items():
+        paths = grid(f"images/{split}", count=count)
+        save_all(tmp_path, *paths)
+        lists[split] = [f"{path} {10 * (n % 3)}" for n, path in enumerate(paths)]
+    for name, lines in {
+        "train800": lists["train"],
+        "val200": lists["val"],
+        "train800val200": lists["train"] + lists["val"],
+        "test": lists["test"],
+    }.items():
+        write(tmp_path / f"{name}.txt", "\n".join(lines))
+    assert find_kind(tmp_path) == "text_lists"
+    for split, count in (("train", 12), ("validation", 6), ("test", 6)):
+        assert len(read(tmp_path, split)) == count
+    assert read(tmp_path)["images/val/5.png"] == "20"
+    assert "train800val200.txt not read" in list_notes(tmp_path)
+    (tmp_path / "train800.txt").unlink()
+    (tmp_path / "val200.txt").unlink()
+    assert open_place(tmp_path).source.origins.keys() == {"train", "test"}
+
+
+def test_packed_files_of_torchvision(tmp_path: Path) -> None:
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 28, 28), dtype=np.uint8)
+    labels = (np.arange(20) % 10).astype(np.uint8)
+    for prefix in ("train", "t10k"):
+        images = struct.pack(">4B3I", 0, 0, 8, 3, *pixels.shape) + pixels.tobytes()
+        numbers = struct.pack(">4BI", 0, 0, 8, 1, len(labels)) + labels.tobytes()
+        for kind, content in (("images-idx3", images), ("labels-idx1", numbers)):
+            (raw / f"{prefix}-{kind}-ubyte.gz").write_bytes(gzip.compress(content))
+    packed = open_dataset("fashion_mnist", root=tmp_path).split("test")
+    assert packed.class_names[:2] == ("T-shirt/top", "Trouser")
+    for file in raw.glob("*.gz"):
+        file.with_suffix("").write_bytes(gzip.decompress(file.read_bytes()))
+    # torchvision's own way to the same files
+    unpacked = open_dataset("fashion_mnist", root=tmp_path).split("test")
+    assert list(packed.ids) == list(unpacked.ids)
+    assert np.array_equal(packed.image(7), unpacked.image(7))
+
+
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        ("cat.{n}.png dog.{n}.png", ("cat", "dog")),
+        ("cat_{n}.png dog_{n}.png", ("cat", "dog")),
+        ("red fox ({n}).png wolf ({n}).png", ("red fox", "wolf")),
+        ("{n}-cat.png {n}-dog.png", ("cat", "dog")),
+    ],
+)
+def test_classes_in_the_names_of_files(
+    tmp_path: Path, names: str, classes: tuple[str, ...]
+) -> None:
+    templates = re.findall(r"\S.*?\.png", names)
+    files = [template.format(n=n) for template in templates for n in range(6)]
+    save_all(tmp_path, *files)
+    with pytest.raises(ValueError, match="their names look like classes") as error:
+        read(tmp_path)
+    expression = re.search(r"--label-by '(.*?)'", str(error.value))
+    assert expression is not None
+    labels = read(tmp_path, label_by=expression[1])
+    assert len(labels) == 12
+    assert set(labels.values()) == set(classes)
+    assert all(label in path for path, label in labels.items())
+    # below a folder, too, and for a model that was trained so
+    opened = open_for_model(tmp_path, trained_on={"label_by": expression[1]})
+    assert opened.split().class_names == classes
+
+
+def test_label_by_says_what_it_leaves_out(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("train/cat", "train/dog"), "notes/9.png")
+    labels = read(tmp_path, label_by="(cat|dog)")
+    assert set(labels) == set(grid("train/cat", "train/dog"))
+    notes = list_notes(tmp_path, label_by="(cat|dog)")
+    assert "1 images have no class by data.label_by, such as notes/9.png" in notes
+    for wrong, sentence in (("(", "not a regular"), ("cat", "has 0 groups"), ("(x)", "no class")):
+        with pytest.raises(ValueError, match=sentence):
+            read(tmp_path, label_by=wrong)
+    with pytest.raises(ValueError, match="for folders and tables, not for data"):
+        open_dataset("digits", labels=LabelRule(label_by="(x)"))
+
+
+def test_folders_of_systems_are_left_out_with_a_count(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("cat", "dog"))
+    hidden = ("@eaDir/cat", "cat/@eaDir", "dog/.thumbnails", "__MACOSX", "#recycle", ".ipynb_ch")
+    save_all(tmp_path, *grid(*hidden, count=3))
+    splits = open_place(tmp_path)
+    assert splits.split("all").class_names == ("cat", "dog")
+    text = splits.describe_files()
+    assert "8 images in 2 classes" in text
+    assert "18 not used" in text
+    assert "images in folders @eaDir 6" in text
+
+
+def test_a_split_of_fewer_classes_is_matched_by_name(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("train/a", "train/b", "train/c", "val/b", "val/c"))
+    assert set(read(tmp_path, "test").values()) == {"b", "c"}
+    assert read(tmp_path, "test")["val/b/0.png"] == "b"
+
+
+# ---- one order of classes
+
+
+def test_whole_numbers_are_ordered_as_numbers(tmp_path: Path) -> None:
+    assert sort_class_names(["10", "9", "cat", "-1", "007"]) == ("-1", "007", "9", "10", "cat")
+    numbers = tuple(map(str, range(12)))
+    save_all(tmp_path, *grid(*(f"photos/{number}" for number in numbers)))
+    assert open_place(tmp_path / "photos").split("train").class_names == numbers
+    rows = [json.dumps({"path": f"photos/{n}/0.png", "label": n}) for n in range(12)]
+    table = write(tmp_path / "t.jsonl", "\n".join(rows))
+    assert open_place(table).split("all").class_names == numbers
+    pixels = np.zeros((24, 4, 4, 3), dtype=np.uint8)
+    splits = find_python_objects((pixels, [str(n % 12) for n in range(24)]), None)
+    assert splits.load("train").class_names == numbers
+
+
+def test_a_name_that_looks_like_an_index_is_told_apart() -> None:
+    names = ("1", "2", "10")
+    assert [_find_class(name, names) for name in names] == [0, 1, 2]
+    assert [_find_class(index, names) for index in range(3)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="unknown class '0'; known: auto, all, top3, 1, 2, 10"):
+        _find_class("0", names)
+    assert _find_class("1", ("cat", "dog")) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        ([1, 2], "labels of dataset are 1, 2, not 0 to 1 without gaps"),
+        ([0, 1, 3], "labels of dataset are 0, 1, 3, not 0 to 2"),
+        ([0, 10**9], "not 0 to 1 without gaps"),
+        ([0, 0], "names fewer than two classes"),
+        (["cat", "cat"], "names fewer than two classes: 'cat'"),
+    ],
+)
+def test_labels_from_python_count_the_classes(labels: list[object], sentence: str) -> None:
+    pixels = np.zeros((len(labels), 4, 4, 3), dtype=np.uint8)
+    with pytest.raises(ValueError, match=sentence):
+        find_python_objects((pixels, labels), None)
+
+
+def test_a_named_class_without_an_image_is_said() -> None:
+    pixels = np.zeros((4, 4, 4, 3), dtype=np.uint8)
+    train = find_python_objects((pixels, [0, 2, 0, 2]), ["a", "b", "c"]).load("train")
+    assert train.notes == ("no training image has the class b; leave it out of class_names",)
+    # a model may be evaluated on one class
+    one = find_python_objects((pixels, [1] * 4), None, split="test", numbered_classes=["a", "b"])
+    assert one.load("test").class_names == ("a", "b")

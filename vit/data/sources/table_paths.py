@@ -1,0 +1,148 @@
+"""Image files for the paths that a table has, as Windows, Kaggle and other folders write them."""
+
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path, PurePosixPath
+
+from vit.data.images import IMAGE_SUFFIXES, list_files
+from vit.data.sources.base import SPLIT_OF
+
+# paths by which the folders before them are recognised
+_SAMPLE = 50
+# folders of images that a table "train_labels.csv" or "train_set.csv" may mean
+_STEM_ENDINGS = ("_labels", "_set", "_list", "_images", "_metadata", "_data")
+
+
+class FileFinder:
+    """Finds the image file that a value of a table names.
+
+    Args:
+        table: The table. Its paths are relative to its folder.
+
+    Attributes:
+        guesses: How often paths were taken for something else than they say, by the reason.
+    """
+
+    def __init__(self, table: Path) -> None:
+        self.table = table
+        self.folder = table.parent
+        self.guesses: Counter[str] = Counter()
+        self._stem = _simplify(table.stem)
+        # folders before the paths, which aren't here
+        self._prefix = ""
+
+    def count_files(self, values: Sequence[str]) -> int:
+        """Count the values that name a file."""
+        self.learn(values)
+        return sum(bool(self.find(value)) for value in values)
+
+    def learn(self, values: Sequence[str]) -> None:
+        """Find the folders that all paths begin with and that lead to the table's own folder: of
+        "C:/photos/a.jpg" the first part, in C:/photos."""
+        paths = [value.replace("\\", "/") for value in values]
+        parents = [PurePosixPath(path).parts[:-1] for path in paths]
+        # what the first and the last in order share, all share
+        pairs = zip(min(parents, default=()), max(parents, default=()), strict=False)
+        common = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        self._prefix = ""
+        # the longest first, though a path below the table's folder needs none
+        for count in range(len(common), 0, -1):
+            start = "/".join(common[:count]).replace("//", "/") + "/"
+            if common[count - 1].casefold() != self.folder.absolute().name.casefold():
+                continue
+            rests = [path.removeprefix(start) for path in paths[:_SAMPLE]]
+            is_here = any(map(self._exists, paths[:_SAMPLE]))
+            if not is_here and any(map(self._exists, rests)):
+                self._prefix = start
+                return
+
+    def find(self, written: str, *, split: str | None = None) -> list[str]:
+        """Find the files that a value may mean.
+
+        Args:
+            written: The value.
+            split: Split of its row, which tells files in train/ and test/ apart.
+
+        Returns:
+            Paths relative to the table's folder: none, the one that is meant, or several.
+        """
+        if self._exists(written):
+            return [written]
+        path = written.replace("\\", "/")
+        if path != written and self._exists(path):
+            self.guesses["\\ read as /"] += 1
+            return [path]
+        if self._prefix and path.startswith(self._prefix):
+            path = path.removeprefix(self._prefix)
+            if self._exists(path):
+                self.guesses[f"{self._prefix} left out"] += 1
+                return [path]
+        if not path or path.startswith("/") or ":" in path[:3]:
+            return []
+
+        found = list(self._search(path))
+        if len(found) > 1 and split is not None:
+            in_split = [file for file in found if _first_split(file) == split]
+            found = in_split or found
+        if len(found) == 1:
+            self._explain(path, found[0])
+        return found
+
+    def _exists(self, path: str) -> bool:
+        return bool(path) and "\0" not in path and os.path.isfile(os.path.join(self.folder, path))
+
+    def _search(self, path: str) -> Iterator[str]:
+        """Find the files below the folder whose paths end with a path, with or without its
+        suffix."""
+        parts = _simplify(os.path.normpath(path)).split("/")
+        if ".." in parts:
+            return
+        for file in self._files.get(parts[-1], ()):
+            own = _simplify(file).split("/")
+            is_below = self._own_folder is None or own[0] == self._own_folder
+            if is_below and own[-len(parts) : -1] == parts[:-1]:
+                yield file
+
+    @cached_property
+    def _own_folder(self) -> str | None:
+        """Folder of images beside the table that has its name, such as train/ for train.csv."""
+        stems = {self._stem, *(self._stem.removesuffix(ending) for ending in _STEM_ENDINGS)}
+        all_files = (file for files in self._files.values() for file in files)
+        folders = {_simplify(file.partition("/")[0]) for file in all_files if "/" in file}
+        return min(stems & folders, default=None)
+
+    @cached_property
+    def _files(self) -> dict[str, list[str]]:
+        """Paths of all images below the folder, by their names with and without suffix."""
+        files: dict[str, list[str]] = {}
+        for file in list_files(self.folder, left_out=[]):
+            name = _simplify(os.path.basename(file))
+            stem, suffix = os.path.splitext(name)
+            if suffix in IMAGE_SUFFIXES and not name.startswith("."):
+                relative = os.path.relpath(file, self.folder)
+                for key in (name, stem):
+                    files.setdefault(key, []).append(relative)
+        return files
+
+    def _explain(self, path: str, file: str) -> None:
+        has_suffix = os.path.splitext(path)[1].casefold() == os.path.splitext(file)[1].casefold()
+        if not has_suffix:
+            self.guesses[f"{os.path.splitext(file)[1]} added"] += 1
+        folder = os.path.dirname(file)
+        if folder and os.path.dirname(os.path.normpath(path)) != folder:
+            self.guesses[f"found in {folder.partition('/')[0]}/"] += 1
+        elif has_suffix:
+            self.guesses["found with other letters"] += 1
+
+
+def _simplify(path: str) -> str:
+    """Return a path as it is compared: é is one character or two, letters are small or large."""
+    return unicodedata.normalize("NFC", path).casefold()
+
+
+def _first_split(file: str) -> str | None:
+    return SPLIT_OF.get(file.partition("/")[0].casefold())
