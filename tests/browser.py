@@ -145,7 +145,8 @@ def name_training_photos(model: Path, names: list[tuple[str, int]], features: np
         "num_distances": 1,
         "training_images": names,
     }
-    likeness = Likeness(features.astype(np.float16), np.ones(1, np.float32))
+    units = features / np.linalg.norm(features, axis=1, keepdims=True)
+    likeness = Likeness(units.astype(np.float16), np.ones(1, np.float32))
     update_metadata(model, {"conformal": conformal}, likeness=likeness)
     return load_bundle(model)
 

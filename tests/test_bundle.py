@@ -1,6 +1,7 @@
 """Model files: self-sufficient, whole, without pickle, the same bytes for the same model."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 import vit
 from vit.bundle import Bundle, load_bundle, open_model, save_bundle, update_metadata
 from vit.data.preprocess import Preprocess
-from vit.model.model_file import compute_checksum
+from vit.model.model_file import Likeness, compute_checksum
 from vit.model.vision_transformer import VisionTransformer
 
 
@@ -226,3 +227,57 @@ def test_a_bundle_keeps_what_is_found_once_about_its_model() -> None:
     assert len(searches) == 1
     other = replace(bundle, model=nn.Sequential(nn.Linear(2, 2)))
     assert other.find_once(find_names) == ["", "0"]
+
+
+def save_features(path: Path, **changes: Any) -> None:
+    """A model file with features of two training images and the distance of one held-out image."""
+    parts = {
+        "features": np.eye(2, 16, dtype=np.float16),
+        "distances": np.array([1.5], dtype=np.float32),
+        "num_distances": 1,
+        "images": [("a.png", 0), ("b.png", 2)],
+        "thresholds": {"0.9": 0.5},
+    } | changes
+    conformal = {
+        "num_images": 9,
+        "thresholds": parts["thresholds"],
+        "num_training_features": 2,
+        "num_distances": parts["num_distances"],
+        "training_images": parts["images"],
+        "no_likeness": "",
+    }
+    likeness = Likeness(parts["features"], parts["distances"])
+    update_metadata(save(path, make_model()), {"conformal": conformal}, likeness=likeness)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": np.eye(2, 10, dtype=np.float16)}, "have 10 channels, and its model's 16"),
+        ({"features": np.zeros((2, 16), np.float16)}, "must be of length 1, and these are 0 to 0"),
+        ({"features": 3 * np.eye(2, 16, dtype=np.float16)}, "these are 3 to 3 long"),
+        ({"features": np.full((2, 16), np.nan, np.float16)}, "holds 32 NaN or infinite values"),
+        ({"features": np.eye(3, 16, dtype=np.float16)}, "2 features of .* and holds 3 features"),
+        (
+            {"features": np.zeros((0, 16), np.float16)},
+            "features of training images are not a table",
+        ),
+        ({"distances": np.array([-1.5], np.float32)}, "from 0 to 2, and these are -1.5 to -1.5"),
+        ({"distances": np.array([9], np.float32)}, "from 0 to 2, and these are 9 to 9"),
+        ({"distances": np.array([0, 1], np.float32)}, "1 distances, and holds 2 features and 2 d"),
+        ({"num_distances": 7}, "7 distances, and holds 2 features and 1 distances"),
+        ({"images": [("a.png", 0)]}, "1 names and 1 distances"),
+        ({"images": [("a.png", 0), ("b.png", 3)]}, "has class 3, and there are 3 classes"),
+        ({"thresholds": {"0.9": math.nan}}, "conformal.thresholds.0.9"),
+        ({"thresholds": {"1.5": 0.1}}, "conformal.thresholds.1.5"),
+    ],
+)
+def test_impossible_features_are_refused_when_the_file_is_opened(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_features(path)
+    assert load_bundle(path).likeness is not None
+    save_features(path, **changes)
+    with pytest.raises(ValueError, match=rf"{path}.*{message}"):
+        load_bundle(path)

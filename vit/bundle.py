@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
+from vit.model.logits import count_features, has_features
 from vit.model.model_file import MODEL_FILE as MODEL_FILE
 from vit.model.model_file import (
     Hashes,
@@ -242,6 +243,14 @@ def load_bundle(
         model = _build_to_fit(content, origin=str(path))
     else:
         check_fit(model, content.weights, origin=str(path))
+    if content.likeness is not None:
+        width = count_features(model) if has_features(model) else 0
+        stored = content.likeness.training_features.shape[1]
+        if stored != width:
+            raise ValueError(
+                f"{path} is damaged: its features of training images have {stored} channels, and its"
+                f" model's {width}; copy or train it again"
+            )
     if not random_weights:
         model.load_state_dict(content.weights)
     return Bundle(

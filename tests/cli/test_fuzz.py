@@ -1,17 +1,24 @@
 # ruff: noqa: PT017 (either outcome is right)
 """A thousand cases of bad input: `make fuzz` runs twenty thousand."""
 
+import io
 import json
 import math
+import random
 import re
+import tarfile
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.conftest import Launcher
+from tests.fuzz.data_cases import Case, build_data_cases
 from vit.config import Config, load_config
 from vit.model.model_file import check_metadata
 from vit.runtime.documents import parse_json, parse_yaml
@@ -38,6 +45,43 @@ def test_a_thousand_damaged_files_are_read_or_refused_in_one_line(cli: Launcher)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
     assert re.search(r"\d+ cases in \d+ s, \d+ MiB at most, failures: 0", out)
+
+
+@pytest.fixture(scope="module")
+def data_cases(tiny_model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("corpus")
+    Image.new("RGB", (12, 10), "red").save(folder / "image.png")
+    with tarfile.open(folder / "shard.tar", "w") as tar:
+        for number in range(3):
+            tar.add(folder / "image.png", f"{number}.png")
+            label = tarfile.TarInfo(f"{number}.cls")
+            label.size = 1
+            tar.addfile(label, io.BytesIO(str(number % 2).encode()))
+    images = [folder / "image.png"] * 5
+    corpus = SimpleNamespace(model=tiny_model_file, images=images, shard=folder / "shard.tar")
+    return build_data_cases(corpus)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "feature_cache",
+        "token_cache",
+        "shard_index",
+        "idx",
+        "corrections",
+        "masks",
+        "model_features",
+    ],
+)
+def test_damaged_data_is_never_used_in_silence(
+    data_cases: dict[str, Case], name: str, tmp_path: Path
+) -> None:
+    for seed in range(10):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        with warnings.catch_warnings(action="ignore"):
+            data_cases[name](random.Random(seed), folder)
 
 
 @often

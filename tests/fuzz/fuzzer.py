@@ -1,7 +1,7 @@
 """Bad input in large numbers: `make fuzz`, or `python -m tests.fuzz.fuzzer --cases 20000`.
 
-Each case damages a real file (an image, a model file, a checkpoint, an archive of images, the
-decoded cache, a result), or puts odd values into a configuration, a checkpoint or metadata, and
+Each case damages a real file (an image, a model file, a checkpoint, an archive of images, a cache,
+a data set, a result), or puts odd values into a configuration, a checkpoint or metadata, and
 gives it to what reads such files. Others send damaged requests to `vit serve`, make layouts of
 folders at random, export a model into a folder in which an export was broken off, and compare
 evaluations of random results. What may happen: success with finite results, or ValueError or
@@ -30,36 +30,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fuzz.damage import (
+    OVERRIDES,
+    Forbidden,
+    change_value,
+    damage_text,
+    mutate,
+    refusals,
+    run_command,
+)
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SECONDS, MEBIBYTES = 20, 2048
 PROCESSES = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.spawn")
 Case = Callable[[random.Random, Path], None]
-
-
-class Forbidden(BaseException):
-    """A case took too long or started a program; no handler of errors catches this."""
-
-
-def mutate(content: bytes, rng: random.Random) -> bytes:
-    """Bytes changed, removed, repeated or replaced, at one to eight places."""
-    data = bytearray(content)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        place, kind = rng.randrange(len(data) + 1), rng.randrange(6)
-        length = min(rng.choice((1, 2, 4, 16, 256)), max(len(data) - place, 1))
-        if kind == 0 and place < len(data):
-            data[place] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            data[place : place + length] = rng.randbytes(length)
-        elif kind == 2:
-            data[place : place + length] = rng.choice((b"\0", b"\xff", b"\x7f", b"9")) * length
-        elif kind == 3:
-            del data[place : place + length]
-        elif kind == 4:
-            data[place:place] = data[place : place + length] * rng.choice((1, 2, 50))
-        else:
-            del data[place:]
-    return bytes(data)
 
 
 class Corpus:
@@ -122,7 +107,10 @@ class Corpus:
             image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"])
         )
         datasets.disable_progress_bars()
-        datasets.Dataset.from_dict(rows, features=features).to_parquet(self.parquet)
+        table = datasets.Dataset.from_dict(rows, features=features)
+        table.to_parquet(self.parquet)
+        self.saved = directory / "saved"
+        datasets.DatasetDict(train=table, test=table).save_to_disk(self.saved)
         self.evaluations = [
             write_evaluation(directory, name, np.zeros(8, dtype=np.int64)) for name in ("a", "b")
         ]
@@ -137,29 +125,12 @@ class Corpus:
         Launcher().succeed(*command, "--output", directory / "maps")
 
 
-def run_command(*arguments: object, may_fail: bool = False) -> str | None:
-    """The command inside this process: its output where it succeeds, None where it refuses in one
-    line. `may_fail`: exit code 1 counts as success, as of `vit predict` where no image is readable.
-    """
-    from tests.conftest import Launcher
-
-    outcome = Launcher().run(*arguments)
-    if outcome.code == 2:
-        assert len(outcome.err.splitlines()) == 1, outcome.err
-        assert outcome.err.startswith("vit: error: "), outcome.err
-        assert len(outcome.err) < 3000
-        assert " at 0x" not in outcome.err, outcome.err
-        return None
-    allowed = (0, 1) if may_fail else (0,)
-    assert outcome.code in allowed, f"exit code {outcome.code}: {outcome.err}"
-    return outcome.out
-
-
 def build_cases(corpus: Corpus) -> dict[str, Case]:
     """What is fuzzed, by name."""
     import numpy as np
     import torch
 
+    from tests.fuzz.data_cases import build_data_cases
     from tests.training.test_identity import rewrite
     from vit.bundle import load_bundle
     from vit.config import load_config
@@ -479,80 +450,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
     )
     second = (cache, evaluation, maps, table, parquet, class_names, pattern, run)
     cases = (*first, *second, serve, layout, export, comparison)
-    return {case.__name__: case for case in cases}
-
-
-def damage_text(path: Path, rng: random.Random) -> None:
-    """Change bytes or, of JSON, values."""
-    if path.suffix == ".json" and rng.random() < 0.5:
-        values = json.loads(path.read_text())
-        change_value(values, rng)
-        path.write_text(json.dumps(values))
-    else:
-        path.write_bytes(mutate(path.read_bytes(), rng))
-
-
-OVERRIDES = [
-    "train.seed=!!timestamp x",
-    "train.seed=" + "[" * 5000,
-    "x=*a",
-    "data.std=[0,0,0]",
-    "model.patch_size=0",
-]
-
-
-def change_value(values: Any, rng: random.Random) -> None:
-    """Put another value in one place of nested lists and dictionaries."""
-    places: list[tuple[Any, Any]] = []
-    unread = [values]
-    while unread:
-        value = unread.pop()
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-        places += [(value, key) for key in keys]
-        unread += [value[key] for key in keys if isinstance(value[key], dict | list)]
-    holder, key = rng.choice(places)
-    kind = rng.randrange(5)
-    if kind == 0:
-        del holder[key]
-    elif kind == 1 and isinstance(holder, dict):
-        holder[rng.choice(("[/]", "", "x" * 1000, "pool", "seed"))] = draw_value(rng)
-    else:
-        holder[key] = draw_value(rng)
-
-
-def draw_value(rng: random.Random) -> Any:
-    plain = [
-        None,
-        True,
-        0,
-        -1,
-        1,
-        10**9,
-        2**63,
-        10**30,
-        0.0,
-        1e-320,
-        1e308,
-        math.nan,
-        math.inf,
-        "",
-        "x",
-        "x" * 3000,
-    ]
-    value = rng.choice(
-        [*plain, "[/]", "\x1b[2J", "\ud800", [], {}, [1], [1, 1], [0, 0, 0], {"name": 3}, [[[[]]]]]
-    )
-    return json.loads(json.dumps(value))  # a copy
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """What a user's mistake may raise, in one sentence."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if " at 0x" in str(error):
-            raise Forbidden(f"an address in a message: {error}") from error
+    return {case.__name__: case for case in cases} | build_data_cases(corpus)
 
 
 @contextlib.contextmanager

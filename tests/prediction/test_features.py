@@ -122,12 +122,26 @@ def test_they_are_computed_once_for_weights_preprocessing_precision_and_images(
     assert torch.equal(changed[2, "token"], first[2, "token"])
 
 
-def test_a_damaged_file_is_written_again(dataset: ImageDataset, empty_cache: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut off", "zeroed block", "sign bit", "type in the header"])
+def test_a_damaged_file_is_written_again(
+    dataset: ImageDataset, empty_cache: Path, damage: str
+) -> None:
     predictor = make_predictor(make_model())
     expected = compute_features(predictor, dataset)
     (path,) = empty_cache.glob("*features*")
     content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    features = compute_features(predictor, dataset)
+    damaged = bytearray(content)
+    if damage == "cut off":
+        del damaged[len(content) // 2 :]
+    elif damage == "zeroed block":
+        damaged[4096:8192] = bytes(4096)
+    elif damage == "sign bit":
+        damaged[5003] ^= 0x80
+    else:
+        # half as many bytes would then be read, and zipfile checks them only at their end
+        damaged[content.index(b"|u1") + 1] = ord("b")
+    path.write_bytes(damaged)
+    with pytest.warns(UserWarning, match=f"{path} is damaged; it is made again"):
+        features = compute_features(predictor, dataset)
     assert all(torch.equal(features[readout], expected[readout]) for readout in features)
     assert path.read_bytes() == content

@@ -159,7 +159,7 @@ def test_the_cache_has_them_and_a_damaged_file_is_computed_again(
 ) -> None:
     monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
     tokens = make_run(tmp_path / "first").trainer.train_batches.tokens  # type: ignore[attr-defined]
-    (path,) = (tmp_path / "cache").glob("*-tokens-*.safetensors")
+    (path,) = (tmp_path / "cache").glob("*-tokens-*.npz")
 
     passes: list[int] = []
     forward = VisionTransformer.forward_frozen
@@ -175,8 +175,11 @@ def test_the_cache_has_them_and_a_damaged_file_is_computed_again(
     # the trained blocks' weights are not theirs, those of the frozen ones are
     make_run(tmp_path / "other", "train.seed=1")
     assert passes == []
-    path.write_bytes(path.read_bytes()[:-100])
-    third = make_run(tmp_path / "third").trainer.train_batches.tokens  # type: ignore[attr-defined]
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 0x80
+    path.write_bytes(damaged)
+    with pytest.warns(UserWarning, match="is damaged; it is made again"):
+        third = make_run(tmp_path / "third").trainer.train_batches.tokens  # type: ignore[attr-defined]
     assert sum(passes) == len(tokens)
     assert torch.equal(tokens, third)
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from vit.data.preprocess import Interpolation, Preprocess
 from vit.data.sources.remote import RemoteError
 from vit.runtime.files import (
     default_cache_dir,
+    open_cached,
     open_regular,
     read_arrays,
     rename_durably,
@@ -83,17 +85,18 @@ def decode_dataset(
     folder = cache_dir or default_cache_dir()
     folder /= f"{dataset.name}-{dataset.split}-{kind}-{digest}"
 
-    decoded = _open_decoded(folder, dataset, size)
+    open_decoded = partial(open_cached, folder, partial(_open_decoded, folder, dataset, size))
+    decoded = open_decoded()
     if decoded is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # another process may have built it while this one waited
-            decoded = _open_decoded(folder, dataset, size)
+            decoded = open_decoded()
             if decoded is None:
                 preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
                 _build(dataset, folder, preprocess, workers=workers, progress=progress)
-                decoded = _open_decoded(folder, dataset, size)
+                decoded = open_decoded()
 
     assert decoded is not None
     check_unreadable(decoded.unreadable, len(dataset), max_unreadable_fraction)
@@ -227,24 +230,21 @@ def _decode_chunk(
 
 def _open_decoded(
     folder: Path, dataset: ImageDataset, size: tuple[int, int] | None
-) -> ImageDataset | None:
-    """Open the decoded images in `folder`; None if there are none, or damaged ones."""
-    try:
-        index = read_arrays(folder / "index.npz")
-        readable = index["readable"]
-        images = None
-        if size is not None:
-            shape = (len(readable), *size, 3)
-            images = _open_images(folder / "images.u8", shape, index["checksums"])
-        return replace(
-            dataset.subset(readable),
-            pixels=images,
-            hashes=index["hashes"],
-            unreadable=[(name, reason) for name, reason in index["unreadable"].tolist()],
-        )
-    # damaged files, for instance after a full disk, are built again
-    except (OSError, ValueError, LookupError):
-        return None
+) -> ImageDataset:
+    """Open the decoded images in `folder`. Raises OSError or ValueError if there are none, or
+    damaged ones."""
+    index = read_arrays(folder / "index.npz")
+    readable = index["readable"]
+    images = None
+    if size is not None:
+        shape = (len(readable), *size, 3)
+        images = _open_images(folder / "images.u8", shape, index["checksums"])
+    return replace(
+        dataset.subset(readable),
+        pixels=images,
+        hashes=index["hashes"],
+        unreadable=[(name, reason) for name, reason in index["unreadable"].tolist()],
+    )
 
 
 def _open_images(path: Path, shape: tuple[int, ...], checksums: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from vit.data.class_names import ClassChoice, choose_classes
 from vit.data.sources.base import ImageReader, Root
+from vit.runtime.arguments import shorten
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -167,9 +168,13 @@ class SourceSplits(NamedTuple):
 
 
 def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
-    """Join datasets that have the same classes, as the split "all"."""
+    """Join datasets as the split "all". Raises ValueError if they don't have the same classes."""
     first = datasets[0]
-    assert all(dataset.class_names == first.class_names for dataset in datasets)
+    for other in datasets:
+        if other.class_names != first.class_names:
+            texts = (shorten(", ".join(dataset.class_names)) for dataset in (first, other))
+            names = " and ".join(texts)
+            raise ValueError(f"the splits of {first.name} have other classes: {names}")
     if len(datasets) == 1:
         return replace(first, split="all")
 

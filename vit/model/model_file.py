@@ -110,29 +110,81 @@ def read_model_file(path: Path) -> ModelFile:
             "copy or train it again"
         )
 
-    # safetensors has no unsigned integers: they are stored as signed ones of the same bits
-    hashes = [tensors.pop(name) for name in _HASHES if name in tensors]
-    if any(part.dtype != torch.int64 or part.shape != hashes[0].shape for part in hashes):
-        raise ValueError(
-            f"{path} is damaged: the hashes of its training images are not pairs of integers"
-        )
-    likeness = _take_likeness(tensors, origin=str(path))
+    try:
+        hashes = _take_hashes(tensors)
+        likeness = _take_likeness(tensors)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; copy or train it again") from error
     metadata = check_metadata(metadata, origin=str(path))
-    if len(hashes) < 2:
-        return ModelFile(tensors, metadata, likeness=likeness)
-    digests, perceptual = (part.numpy().view(np.uint64) for part in hashes)
-    return ModelFile(tensors, metadata, (digests, perceptual), likeness)
+    _check_counts(metadata, likeness, origin=str(path))
+    return ModelFile(tensors, metadata, hashes, likeness)
 
 
-def _take_likeness(tensors: StateDict, *, origin: str) -> Likeness | None:
+def _take_hashes(tensors: StateDict) -> Hashes | None:
+    """Remove the hashes that `write_model_file` has put among the weights, and return them."""
+    # safetensors has no unsigned integers: they are stored as signed ones of the same bits
+    parts = [tensors.pop(name) for name in _HASHES if name in tensors]
+    if not parts:
+        return None
+    if {(part.dtype, part.ndim) for part in parts} != {(torch.int64, 1)}:
+        raise ValueError("the hashes of its training images are not whole numbers")
+    if len(parts) < 2 or len(parts[0]) != len(parts[1]):
+        raise ValueError("the hashes of its training images are not pairs")
+    digests, perceptual = (part.numpy().view(np.uint64) for part in parts)
+    return digests, perceptual
+
+
+def _take_likeness(tensors: StateDict) -> Likeness | None:
     """Remove the values that `write_model_file` has put among the weights, and return them."""
     parts = [tensors.pop(name) for name in _LIKENESS if name in tensors]
     if not parts:
         return None
     kinds = [(part.dtype, part.ndim, len(part) > 0) for part in parts]
     if kinds != [(torch.float16, 2, True), (torch.float32, 1, True)]:
-        raise ValueError(f"{origin} is damaged: its features of training images are not a table")
-    return Likeness(*(part.numpy() for part in parts))
+        raise ValueError("its features of training images are not a table")
+    likeness = Likeness(*(part.numpy() for part in parts))
+    check_likeness(likeness)
+    return likeness
+
+
+def check_likeness(likeness: Likeness) -> None:
+    """Raise ValueError for features that aren't of length one, and for impossible distances."""
+    lengths = np.linalg.norm(likeness.training_features.astype(np.float32), axis=1)
+    is_unit = np.abs(lengths - 1) < 0.01
+    # a model may have no feature of an image
+    if not is_unit.any() or not (is_unit | (lengths == 0)).all():
+        raise ValueError(
+            "the features of training images must be of length 1, and these are"
+            f" {lengths.min():.3g} to {lengths.max():.3g} long"
+        )
+    distances = likeness.distances
+    # two vectors of length one, rounded, are at most this far apart
+    if not ((distances >= 0) & (distances <= 2.01)).all():
+        raise ValueError(
+            "the distances of images must be from 0 to 2, and these are"
+            f" {distances.min():.3g} to {distances.max():.3g}"
+        )
+
+
+def _check_counts(metadata: Metadata, likeness: Likeness | None, *, origin: str) -> None:
+    """Raise ValueError if the metadata describes other features than the file holds."""
+    recorded = metadata.get("conformal") or {}
+    names = recorded.get("training_images", [])
+    stated = [recorded.get(f"num_{name}", 0) for name in ("training_features", "distances")]
+    held = [0, 0] if likeness is None else [len(part) for part in likeness]
+    if stated != held or (names and len(names) != held[0]):
+        raise ValueError(
+            f"{origin} is damaged: it describes {stated[0]:,} features of training images,"
+            f" {len(names):,} names and {stated[1]:,} distances, and holds {held[0]:,} features and"
+            f" {held[1]:,} distances; copy or train it again"
+        )
+    num_classes = len(metadata["class_names"])
+    largest = max((index for _, index in names), default=0)
+    if largest >= num_classes:
+        raise ValueError(
+            f"{origin} is damaged: a training image has class {largest}, and there are"
+            f" {num_classes} classes; copy or train it again"
+        )
 
 
 def _read_checkpoint(path: Path) -> ModelFile:
@@ -203,12 +255,10 @@ def check_finite(weights: StateDict, *, origin: str) -> None:
 
 
 def check_metadata(metadata: Metadata, *, origin: str) -> Metadata:
-    """Return the values, with those of the model and its preprocessing in their types. Raise
-    ValueError that names the first wrong one."""
+    """Return the values in their types. Raise ValueError that names the first wrong one."""
     schema = _ModuleSchema if "module" in metadata else _VisionTransformerSchema
     checked = check_schema(schema, metadata, origin=origin)
-    typed = checked.model_dump(include={"architecture", "module", "preprocess"})
-    return {**metadata, **typed}
+    return {**metadata, **checked.model_dump(exclude_unset=True)}
 
 
 _Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
@@ -232,7 +282,7 @@ class _Preprocess(_Values):
 class _Data(BaseModel):
     """The recorded images of the training, as far as `vit.data.open.open_for_model` reads it."""
 
-    model_config = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False)
+    model_config = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="allow")
     name: str = ""
     root: str | None = None
     label_by: str | None = None
@@ -251,6 +301,7 @@ class _Data(BaseModel):
 
 
 class _Train(BaseModel):
+    model_config = ConfigDict(extra="allow")
     seed: int | None = None
 
 
@@ -266,9 +317,12 @@ class _Config(BaseModel):
 class _Conformal(BaseModel):
     """Thresholds of prediction sets and their images (`vit.prediction.conformal`)."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
     num_images: int = Field(ge=0)
     # coverage → the least probability that puts a class into the set
-    thresholds: dict[str, Annotated[float, Field(ge=0, le=1)]]
+    thresholds: dict[
+        Annotated[str, Field(pattern=r"^0\.\d+$")], Annotated[float, Field(ge=0, le=1)]
+    ]
     num_training_features: int = Field(0, ge=0)
     num_distances: int = Field(0, ge=0)
     # name of the image and index of the class, for each training feature
@@ -283,14 +337,22 @@ class TemperatureFit(BaseModel):
     `helps` is true if the loss falls by more than noise.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    temperature: float = Field(gt=0, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    temperature: float = Field(gt=0)
     num_images: int = Field(ge=0)
-    loss_before: float
-    loss_after: float
-    ece_before: float
-    ece_after: float
+    loss_before: float = Field(ge=0)
+    loss_after: float = Field(ge=0)
+    ece_before: float = Field(ge=0, le=1)
+    ece_after: float = Field(ge=0, le=1)
     helps: bool
+
+
+class _Record(BaseModel):
+    """Names and fingerprints of the training images, for each split and in total."""
+
+    model_config = ConfigDict(extra="allow")
+    fingerprint: str | None = None
+    splits: dict[str, dict[str, Any]] = {}
 
 
 class _Schema(BaseModel):
@@ -299,12 +361,12 @@ class _Schema(BaseModel):
     preprocess: _Preprocess
     class_names: list[str] = Field(min_length=1)
     config: _Config
-    data: Mapping[str, Any]
+    data: _Record
     versions: dict[str, str] = {}
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     temperature_fitted_on: dict[str, str | int | float] = {}
     out_of_fold_temperature: TemperatureFit | None = None
-    conformal: _Conformal | None = None
+    conformal: _Conformal = _Conformal(num_images=0, thresholds={})
     run_id: str | None = None
     # Models that come with the package record their accuracy with its interval, and their limits.
     evaluation: dict[str, str | int | float] = {}

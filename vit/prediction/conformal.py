@@ -136,7 +136,7 @@ def explain_missing(bundle: Bundle, coverage: float) -> str | None:
             f" {count_needed(coverage)} are needed"
         )
     if bundle.likeness is None:
-        sentences.append(f"no p-values: {recorded['no_likeness']}")
+        sentences.append(f"no p-values: {recorded.get('no_likeness') or 'no training features'}")
     return "; ".join(sentences) or None
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vit.bundle import Bundle
@@ -29,7 +27,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.predictor import Pixels, Predictor
 from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.device import Precision
-from vit.runtime.files import default_cache_dir, write_atomically
+from vit.runtime.files import default_cache_dir, open_cached, read_arrays, write_arrays
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 
@@ -159,9 +157,9 @@ def _compute_once(
     """
     folder = cache_dir or default_cache_dir()
     key = _cache_key(predictor, dataset, weights, shape)
-    path = folder / f"{dataset.name}-{dataset.split}-{name}-{key}.safetensors"
-    shape = (len(dataset), *shape)
-    values = _load(path, name, shape)
+    path = folder / f"{dataset.name}-{dataset.split}-{name}-{key}.npz"
+    # bytes, because numpy has no bfloat16
+    values = open_cached(path, lambda: torch.from_numpy(read_arrays(path)[name]).view(dtype))
     process = current_process()
     # either all processes compute them or none
     if process.any_rank(values is None):
@@ -170,14 +168,13 @@ def _compute_once(
             values = predictor.compute(
                 function,
                 partial(read_dataset, dataset, predictor.preprocess),
-                shape=shape,
+                shape=(len(dataset), *shape),
                 dtype=dtype,
                 on_progress=advance,
             )
         if process.is_main:
-            content = {name: values}
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, lambda temporary: save_file(content, temporary))
+            write_arrays(path, {name: values.view(torch.uint8).numpy()})
     assert values is not None
     return values
 
@@ -241,14 +238,3 @@ def _cache_key(
     ]
     text = json.dumps(conditions, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _load(path: Path, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the values in a file; None if there is no file or it is damaged."""
-    try:
-        values = load_file(path)[name]
-    except (OSError, LookupError, SafetensorError):
-        return None
-    # NaN would be in every later result
-    is_intact = values.shape == shape and bool(values.isfinite().all())
-    return values if is_intact else None

@@ -14,12 +14,13 @@ import re
 import secrets
 import shutil
 import stat
+import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vit.runtime.arguments import first_line
 
@@ -31,6 +32,8 @@ _MAX_NAME = 120
 _TEMPORARIES = ".*.tmp"
 # Name of a file that marks a directory made by vit, which vit may therefore clear.
 _MARK = ".vit-output"
+
+Opened = TypeVar("Opened")
 
 
 def clean_name(name: str) -> str:
@@ -74,17 +77,38 @@ def read_arrays(path: Path) -> dict[str, Any]:
     # numpy takes longer to import than `vit --help` may take
     import numpy as np
 
+    arrays = {}
     with open_regular(path) as file:
         try:
-            with np.load(file, allow_pickle=False) as arrays:
-                # Ours are not compressed, so that the arrays are never larger than the file.
-                for entry in arrays.zip.infolist():
+            with zipfile.ZipFile(file) as archive:
+                for entry in archive.infolist():
+                    # Ours are not compressed, so that the arrays are never larger than the file.
                     if entry.compress_type != zipfile.ZIP_STORED:
                         raise ValueError("its arrays are compressed")
-                return {name: arrays[name] for name in arrays.files}
+                    with archive.open(entry) as member:
+                        array = np.lib.format.read_array(member, allow_pickle=False)
+                        # zipfile compares the checksum at the end of a member.
+                        if member.read(1):
+                            raise ValueError(
+                                f"{entry.filename} has more values than its shape says"
+                            )
+                    arrays[entry.filename.removesuffix(".npy")] = array
         except Exception as error:
             # numpy and zipfile raise nearly any error for broken bytes.
             raise ValueError(f"{path} is damaged: {error}") from error
+    return arrays
+
+
+def open_cached(path: Path, read: Callable[[], Opened]) -> Opened | None:
+    """Return what `read` returns; None if the cache lacks `path` or, after a warning, if it is damaged."""
+    try:
+        return read()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError):
+        # one place in the code, so that a second attempt doesn't warn again
+        warnings.warn(f"{path} is damaged; it is made again", stacklevel=1)
+        return None
 
 
 def read_tensors(path: Path) -> Any:

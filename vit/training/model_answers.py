@@ -11,7 +11,7 @@ from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
 from vit.data.dataset import choose_evenly, printable
 from vit.evaluation.calibration import cross_fit_temperature
 from vit.model.logits import has_features
-from vit.model.model_file import Likeness
+from vit.model.model_file import Likeness, check_likeness
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.conformal import LEVELS, find_threshold
 from vit.prediction.features import compute_features, compute_readable_features
@@ -143,5 +143,6 @@ def compute_likeness(
         raise ValueError("the training images can't be read again")
     units = normalize_rows(training_features).astype(np.float16)
     likeness = Likeness(units, compute_distances(features, units).astype(np.float32))
+    check_likeness(likeness)
     names = [printable(training.ids[index]) for index in readable]
     return likeness, list(zip(names, training.labels[readable].tolist(), strict=True))

@@ -7,13 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import vit
 from tests.analysis.class_summary import planted
 from tests.conftest import BuildOnce, Launcher
 from tests.explanation.keep_tokens import keep_tokens
 from vit.analysis.class_summary.clusters import measure_overlap
-from vit.analysis.class_summary.images import SummaryImages, find_mask, find_masks, is_inside
+from vit.analysis.class_summary.images import (
+    SummaryImages,
+    find_mask,
+    find_masks,
+    is_inside,
+    read_summary_images,
+)
 from vit.analysis.class_summary.passes import Passes
 from vit.analysis.class_summary.places import Pictures, find_regions, measure_region, shift_maps
 from vit.analysis.class_summary.shortcuts import measure_removal
@@ -189,8 +196,6 @@ def test_the_command_writes_a_page_and_a_file(
 
 
 def test_labels_and_masks_are_found_by_names(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    from PIL import Image
-
     names = tiny_bundle.class_names
     random = np.random.default_rng(0)
     for name in names[:2]:
@@ -212,6 +217,20 @@ def test_labels_and_masks_are_found_by_names(tiny_bundle: Bundle, tmp_path: Path
         vit.summarize_classes(tiny_bundle, tmp_path / "photos", masks=tmp_path / "masks")
 
 
+def test_the_mask_of_one_of_two_images_of_a_name_describes_neither(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    photos = [tmp_path / name / "0.png" for name in ("a", "b")]
+    for path in (*photos, tmp_path / "masks" / "0.png"):
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), "white").save(path)
+    with pytest.raises(ValueError, match=r"no mask in .* has the name of an image"):
+        read_summary_images(tiny_bundle, photos, tmp_path / "masks")
+    masks = read_summary_images(tiny_bundle, photos[:1], tmp_path / "masks").masks
+    assert masks is not None
+    assert masks.min() == 1
+
+
 def test_masks_of_a_coco_file_are_polygons_or_boxes(tmp_path: Path) -> None:
     content = {
         "images": [
@@ -229,15 +248,23 @@ def test_masks_of_a_coco_file_are_polygons_or_boxes(tmp_path: Path) -> None:
     masks = find_masks(file)
     # two images have the name 1, and of the third nothing is known
     assert set(masks) == {"a/1", "b/1"}
-    inside = is_inside(masks["a/1"]())
+    inside = is_inside(masks["a/1"].read())
     assert inside.shape == (8, 10)
     assert inside[:, :5].all()
     assert not inside[:, 5:].any()
-    box = is_inside(masks["b/1"]())
+    box = is_inside(masks["b/1"].read())
     assert box[1:4, 2:6].all()
     assert box.sum() == 12
     assert find_mask(masks, "photos/b/1.png") is masks["b/1"]
     assert find_mask(masks, "photos/c/1.png") is None
+    # no memory is taken for a size that the image doesn't have
+    content["images"][0] |= {"width": 10**6, "height": 10**6}
+    file.write_text(json.dumps(content))
+    assert find_masks(file)["a/1"].size == (10**6, 10**6)
+    content["images"][1]["id"] = 7
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="two images have the same id"):
+        find_masks(file)
     file.write_text('{"images": [{}]}')
     with pytest.raises(ValueError, match="not a COCO file"):
         find_masks(file)

@@ -103,7 +103,17 @@ def test_rows_that_hold_paths_are_decoded_again_when_a_file_changes(tmp_path: Pa
     changed = (before.pixels != after.pixels).any(axis=(1, 2, 3))
     assert changed.tolist() == [False, False, True, False]
     # of images in the table nothing else is looked at
-    assert source.subset([0, 1]).reader._list_paths() == [str(file) for file in files[:2]]
+    assert source.subset([0, 1]).reader.list_paths() == [str(file) for file in files[:2]]
+
+
+def test_rows_name_no_images_outside_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(encode(0))
+    images = [{"bytes": None, "path": str(tmp_path / "secret.png")}] * 2
+    path = write_parquet(tmp_path / "set" / "x.parquet", {"image": images, "label": [0, 1]})
+    options: dict[str, Any] = {"root": path, "cache_dir": tmp_path / "cache"}
+    with pytest.raises(ValueError, match=r"secret\.png, which is outside .*allow_outside=true"):
+        open_dataset("huggingface", **options).split("all")
+    assert len(open_dataset("huggingface", **options, allow_outside=True).split("all")) == 2
 
 
 @pytest.mark.parametrize(

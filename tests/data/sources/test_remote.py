@@ -152,6 +152,13 @@ def test_training_reads_each_image_once(
     assert len(set(server.read)) == len(server.read) == 3 * COUNT
     list(make_loader(dataset).epoch(1))
     assert len(server.read) == 3 * COUNT
+    # a damaged image is downloaded again
+    path = next(empty_cache.glob("remote/*/*-*"))
+    content = path.read_bytes()
+    path.write_bytes(content[:50] + b"\0" + content[51:])
+    list(make_loader(dataset).epoch(2))
+    assert len(server.read) == 3 * COUNT + 1
+    assert path.read_bytes() == content
 
 
 @pytest.mark.extended

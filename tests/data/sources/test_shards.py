@@ -4,6 +4,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,18 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     write_shard(shard, ["", "x", "y"])
     with pytest.raises(ValueError, match=r"has no label s000\.cls for the image s000"):
         open_dataset("webdataset", root=tmp_path).split("train")
+
+
+def test_a_damaged_index_is_made_again(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.tar", ["elk", "owl", "owl"])
+    options: dict[str, Any] = {"root": tmp_path / "a.tar", "cache_dir": tmp_path / "cache"}
+    labels = open_dataset("webdataset", **options).split("all").labels.tolist()
+    (path,) = (tmp_path / "cache").rglob("*.npz")
+    # another label, in a file of the same length
+    path.write_bytes(path.read_bytes().replace(b"elk", b"owl"))
+    with pytest.warns(UserWarning, match="is damaged; it is made again"):
+        again = open_dataset("webdataset", **options).split("all")
+    assert again.labels.tolist() == labels
 
 
 def test_an_image_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:

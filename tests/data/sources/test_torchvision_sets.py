@@ -5,6 +5,7 @@ import csv
 import gzip
 import hashlib
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -190,6 +191,44 @@ def test_idx_files_are_read_from_a_folder(tmp_path: Path, suffix: str) -> None:
     write_idx(file, pixels[:29])
     with pytest.raises(ValueError, match="holds 29 images, and its file of labels 30 labels"):
         open_dataset("folder", root=tmp_path).split("test")
+
+
+def test_an_idx_file_that_unpacks_to_gigabytes_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    labels = tmp_path / "train-labels-idx1-ubyte.gz"
+    write_idx(labels, np.arange(4) % 2)
+    for sides in ((2**16, 2**8, 2**8), (2**32 - 1,) * 3, (0, 8, 8), (4, 0, 8)):
+        header = bytes([0, 0, 8, 3]) + np.array(sides, dtype=">u4").tobytes()
+        for file in (path, path.with_suffix("")):
+            for other in (path, path.with_suffix("")):
+                other.unlink(missing_ok=True)
+            file.write_bytes(gzip.compress(header) if file == path else header)
+            with pytest.raises(ValueError, match=r"header says [\d,]+ bytes; it may hold 1 to"):
+                open_dataset("folder", root=tmp_path).split("train")
+    # opening a pipe without a writer would wait for ever
+    path.with_suffix("").unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_dataset("folder", root=tmp_path).split("train")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("oxford-iiit-pet/annotations/trainval.txt", "x", "ValueError: not enough values"),
+        ("oxford-iiit-pet/annotations/trainval.txt", "Abyssinian_0 -3 1 1", "labels from -4 to -4"),
+        ("gtsrb/GT-final_test.csv", "Filename;ClassId\na.ppm;999999999", "labels from 999999999"),
+        ("food-101/meta/train.json", "[1]", "AttributeError"),
+    ],
+)
+def test_damaged_lists_of_published_sets_are_one_line(
+    tmp_path: Path, file: str, content: str, message: str
+) -> None:
+    name = {"oxford-iiit-pet": "pets", "gtsrb": "gtsrb", "food-101": "food101"}[file.split("/")[0]]
+    WRITERS[name][0](tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=rf"in {tmp_path} are damaged \(.*{message}"):
+        open_dataset(name, root=tmp_path).split("all")
 
 
 @pytest.mark.skipif(not FASHION_MNIST.is_dir(), reason="needs Debian's dataset-fashion-mnist")

@@ -5,12 +5,12 @@ Masks of the object are a folder of images, or a COCO file of polygons and boxes
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -30,8 +30,21 @@ from vit.runtime.progress import show_progress
 # bytes of all images as the model sees them
 _MAX_BYTES = 1 << 30
 
-# name of an image → a function that reads its mask, an image that is black except for the object
-Masks = Mapping[str, partial[Image.Image]]
+
+class Mask(NamedTuple):
+    """The mask of an image, not read yet.
+
+    Attributes:
+        read: Function that returns the mask, an image that is black except for the object.
+        size: Width and height, where a COCO file states them.
+    """
+
+    read: Callable[[], Image.Image]
+    size: tuple[int, int] | None = None
+
+
+# name of an image → its mask
+Masks = Mapping[str, Mask]
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,13 @@ def read_summary_images(
     items, labels = _find_images(bundle, images)
     max_images = int(_MAX_BYTES // (3 * np.prod(bundle.preprocess.image_size)))
     chosen = _sample(labels, len(items), max_images=max_images)
-    masks_by_name = {} if masks is None else find_masks(Path(masks))
+    stems = Counter(Path(item.path).stem for item in items)
+    # the mask of one of several images of a name must not describe the others
+    masks_by_name = {
+        name: mask
+        for name, mask in ({} if masks is None else find_masks(Path(masks))).items()
+        if "/" in name or stems[name] == 1
+    }
 
     pixels = []
     mask_pixels = []
@@ -138,18 +157,23 @@ def _read(
     try:
         photo, _ = item.read()
         pixels = preprocess.to_uint8(photo)
-        read_mask = find_mask(masks, item.path)
-        if read_mask is None:
+        mask = find_mask(masks, item.path)
+        if mask is None:
             return pixels, np.full(pixels.shape[:2], np.nan, np.float32)
-        mask = read_mask()
+        size = mask.size
+        # a stated size is compared before memory is taken for it
+        if size is None or size == photo.size:
+            drawn = mask.read()
+            size = drawn.size
     except ValueError as error:
         raise OSError(str(error)) from error
-    if mask.size != photo.size:
+    if size != photo.size:
+        width, height = size
         raise ValueError(
-            f"the mask of {item.path} has {mask.width} × {mask.height} pixels, the image"
-            f" {photo.width} × {photo.height}; a mask covers its image"
+            f"the mask of {item.path} has {width:,} × {height:,} pixels, the image"
+            f" {photo.width:,} × {photo.height:,}; a mask covers its image"
         )
-    inside = Image.fromarray(is_inside(mask)).convert("RGB")
+    inside = Image.fromarray(is_inside(drawn)).convert("RGB")
     return pixels, preprocess.to_uint8(inside)[..., 0].astype(np.float32) / 255
 
 
@@ -167,22 +191,26 @@ def find_masks(path: Path) -> Masks:
     """
     if path.is_dir():
         files = map(Path, filter(is_image_name, list_files(path)))
-        readers = [(file, partial(read_image, file, name=str(file))) for file in files]
+        found = [(file, Mask(partial(read_image, file, name=str(file)))) for file in files]
     elif path.suffix == ".json":
-        readers = _read_coco(path)
+        found = _read_coco(path)
     else:
         raise ValueError(f"{path} is neither a folder of masks nor a COCO file (.json)")
 
     # a mask of an ambiguous name would silently describe another image
-    counts = Counter(name.stem for name, _ in readers)
-    masks = {name.stem: read for name, read in readers if counts[name.stem] == 1}
-    return masks | {f"{name.parent.name}/{name.stem}": read for name, read in readers}
+    named = [(name, mask) for path, mask in found for name in _list_names(path)]
+    counts = Counter(name for name, _ in named)
+    return {name: mask for name, mask in named if counts[name] == 1}
 
 
-def find_mask(masks: Masks, image: str) -> partial[Image.Image] | None:
-    """Return the function that reads the mask of an image; None without one."""
-    path = Path(image)
-    return masks.get(f"{path.parent.name}/{path.stem}", masks.get(path.stem))
+def find_mask(masks: Masks, image: str) -> Mask | None:
+    """Return the mask of an image; None without one."""
+    return next((masks[name] for name in _list_names(Path(image)) if name in masks), None)
+
+
+def _list_names(path: Path) -> tuple[str, str]:
+    """Return the names by which an image and its mask find each other."""
+    return f"{path.parent.name}/{path.stem}", path.stem
 
 
 def is_inside(mask: Image.Image) -> np.ndarray:
@@ -190,22 +218,22 @@ def is_inside(mask: Image.Image) -> np.ndarray:
     return np.asarray(np.asarray(mask).any(axis=2))
 
 
-def _read_coco(path: Path) -> list[tuple[Path, partial[Image.Image]]]:
+def _read_coco(path: Path) -> list[tuple[Path, Mask]]:
     content = read_json(path)
     try:
         shapes: dict[int, list[list[float]]] = {image["id"]: [] for image in content["images"]}
+        if len(shapes) < len(content["images"]):
+            raise ValueError("two images have the same id")
         for annotation in content["annotations"]:
             shapes[annotation["image_id"]] += _list_polygons(annotation)
-        return [
-            (
-                Path(image["file_name"]),
-                partial(_draw, (int(image["width"]), int(image["height"])), shapes[image["id"]]),
-            )
-            for image in content["images"]
+        found = []
+        for image in content["images"]:
+            size = int(image["width"]), int(image["height"])
             # an image without annotations has no mask
-            if shapes[image["id"]]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
+            if polygons := shapes[image["id"]]:
+                found.append((Path(image["file_name"]), Mask(partial(_draw, size, polygons), size)))
+        return found
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is not a COCO file of polygons or boxes: {error!r}") from error
 
 

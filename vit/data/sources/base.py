@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, is_image_name, read_image
+from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, is_image_name, read_image, to_rgb
 
 # split → names that its folder, its shards or its value in a table may have
 SPLIT_NAMES = {
@@ -73,16 +73,21 @@ class ImageReader(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ArrayReader(ImageReader):
-    """Images in memory, uint8 [n, H, W, 3]."""
+    """Images in memory, uint8 [n, H, W, 3] or, of grey ones, [n, H, W]."""
 
     pixels: np.ndarray
     in_process = True
 
     def image(self, index: int) -> Image.Image:
-        return Image.fromarray(self.pixels[index])
+        return to_rgb(Image.fromarray(self.pixels[index]))
 
     def cache_key(self) -> bytes:
-        return hashlib.sha256(np.ascontiguousarray(self.pixels).data).digest()
+        digest = hashlib.sha256()
+        for image in self.pixels:
+            # the key of a grey image is that of its three equal channels
+            rgb = image if image.ndim == 3 else image[..., None].repeat(3, axis=-1)
+            digest.update(np.ascontiguousarray(rgb).data)
+        return digest.digest()
 
     def subset(self, indices: np.ndarray) -> ArrayReader:
         return ArrayReader(self.pixels[indices])

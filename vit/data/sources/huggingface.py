@@ -4,6 +4,7 @@ Parquet files."""
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,9 +55,9 @@ class RowReader(ImageReader):
     def cache_key(self) -> bytes:
         stats = read_stats([file["filename"] for file in self.rows.cache_files])
         # rows that hold a path change with the file
-        return stats.tobytes() + self.indices.tobytes() + read_stats(self._list_paths()).tobytes()
+        return stats.tobytes() + self.indices.tobytes() + read_stats(self.list_paths()).tobytes()
 
-    def _list_paths(self) -> list[str]:
+    def list_paths(self) -> list[str]:
         """List the files of the rows that hold a path alone."""
         is_path_alone = self._read_field("bytes").is_null().take(self.indices)
         paths = self._read_field("path").take(self.indices)
@@ -147,12 +148,15 @@ def find_huggingface(request: Request) -> SourceSplits:
 
         ids = [f"{name}/{row:05d}" for row in range(len(numbers))]
         rows = _select_images(tables[name], image_column, origin)
+        reader = RowReader(rows, ids, np.arange(len(ids)))
+        if not request.allow_outside:
+            _check_inside(reader, request, f"{origin} {name}")
         dataset = ImageDataset(
             name="huggingface",
             class_names=class_names,
             labels=numbers,
             ids=ids,
-            reader=RowReader(rows, ids, np.arange(len(ids))),
+            reader=reader,
             notes=notes,
         )
         return dataset.keep_classes(request.classes)
@@ -185,6 +189,19 @@ def _select_images(table: Any, column: str, origin: str) -> Any:
         kind = shorten(str(table.features[column]))
         text = f"{origin}: the column {column} holds {kind}, not images"
         raise ValueError(f"{text}; name the column of the images image or img") from error
+
+
+def _check_inside(reader: RowReader, request: Request, origin: str) -> None:
+    """Raise ValueError if a row names an image that neither lies below the root nor was downloaded."""
+    root = Path(str(request.root)).expanduser().absolute()
+    folder = root if root.is_dir() else root.parent
+    inside = tuple(
+        f"{place}{os.sep}" for place in (folder, request.cache_dir.absolute() / "datasets")
+    )
+    for path in reader.list_paths():
+        if not os.path.abspath(path).startswith(inside):
+            text = f"a row names {shorten(path)}, which is outside {folder}"
+            raise ValueError(f"{origin}: {text}; set data.allow_outside=true to read it")
 
 
 def _list_parquet(path: Path) -> dict[str, list[str]]:
@@ -225,7 +242,9 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
             # the library, pyarrow and the client of the Hub raise errors of many types
             reason = shorten(first_line(error.__cause__ or error))
             raise OSError(f"data.root {root} can't be read as a data set: {reason}") from error
-    return dict(tables) if isinstance(tables, dict) else {"train": tables}
+    by_split = dict(tables) if isinstance(tables, dict) else {"train": tables}
+    # a directory may ask for rows of another library's types
+    return {split: table.with_format(None) for split, table in by_split.items()}
 
 
 @contextmanager

@@ -2,19 +2,22 @@
 
 import gzip
 import math
+import os
 import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from vit.data.class_names import ClassChoice
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.sources.base import ArrayReader
+from vit.runtime.files import open_regular
 
 _IMAGES_FILE = re.compile(r"(train|t10k|test)-images[-.]idx3-ubyte(?:\.gz)?")
+# bytes of an unpacked .gz file; Extended MNIST's largest one has 547 million
+_MAX_UNPACKED = 2**30
 _SPLIT_OF = {"train": "train", "t10k": "test", "test": "test"}
 
 
@@ -68,7 +71,7 @@ def find_idx(
             class_names=tuple(names),
             labels=labels,
             ids=[f"{split}/{index:0{num_digits}d}" for index in range(len(images))],
-            reader=ArrayReader(images[..., None].repeat(3, axis=-1)),
+            reader=ArrayReader(images),
         )
         return dataset.keep_classes(classes)
 
@@ -92,18 +95,25 @@ def read_idx(path: Path, *, dimensions: int) -> np.ndarray:
         dimensions: 3 for images, 1 for labels.
 
     Raises:
-        ValueError: It isn't such a file, or is cut off.
+        ValueError: It isn't such a file, is cut off, is empty, or unpacks to more than 1 GiB.
     """
-    open_file: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with open_file(path, "rb") as file:
+        with open_regular(path) as stored:
+            is_packed = path.suffix == ".gz"
+            file = gzip.GzipFile(fileobj=stored) if is_packed else stored
             header = file.read(4 + 4 * dimensions)
             shape = np.frombuffer(header, dtype=">u4", offset=4).tolist()
-            is_idx = header[:4] == bytes([0, 0, 8, dimensions]) and len(shape) == dimensions
+            if header[:4] != bytes([0, 0, 8, dimensions]) or len(shape) != dimensions:
+                raise ValueError(f"it does not hold unsigned bytes in {dimensions} dimensions")
+            # the stated size is compared before memory is taken; 4 MB can unpack to 4 GB
+            num_bytes = math.prod(shape)
+            limit = _MAX_UNPACKED if is_packed else os.fstat(stored.fileno()).st_size
+            if not 0 < num_bytes <= limit:
+                raise ValueError(f"its header says {num_bytes:,} bytes; it may hold 1 to {limit:,}")
             # a byte more shows that the header is of another file
-            content = file.read(math.prod(shape) + 1) if is_idx else b""
-        if not is_idx or len(content) != math.prod(shape):
-            raise ValueError(f"it does not hold unsigned bytes in {dimensions} dimensions")
+            content = file.read(num_bytes + 1)
+            if len(content) != num_bytes:
+                raise ValueError(f"its header says {num_bytes:,} bytes, and it holds others")
     except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is not a complete idx file: {error}; download it again"

@@ -3,7 +3,6 @@
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from vit.data.sources.base import ArrayReader, FileReader, Root, find_split_fold
 from vit.data.sources.folders import check_root, find_class_folders, list_classes
 from vit.data.sources.idx import find_idx, list_idx
 from vit.data.sources.python_objects import read_map_style
+from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import default_cache_dir
 
 # 320 pixels of the shorter side are enough to train at 224, in a quarter of the full download
@@ -210,9 +210,14 @@ def open_or_download(
     Raises:
         OSError: The download failed; the message says how to do it by hand.
     """
-    # without download=True no network is used
-    with suppress(RuntimeError, OSError):
+    try:
+        # without download=True no network is used
         return open_published()
+    except (RuntimeError, OSError):
+        # a file is missing, or has another checksum
+        pass
+    except Exception as error:
+        raise _explain_damage(name, folder, error) from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open_published(download=True)
@@ -222,6 +227,12 @@ def open_or_download(
         # torchvision's message has a line for each mirror
         reason = " ".join(str(error).split())
         raise OSError(f"{name} could not be downloaded ({reason}); {hint}") from error
+
+
+def _explain_damage(name: str, folder: Path, error: Exception) -> ValueError:
+    """Describe an error in files that torchvision doesn't check, for which it raises any type."""
+    reason = f"{type(error).__name__}: {shorten(first_line(error))}"
+    return ValueError(f"the files of {name} in {folder} are damaged ({reason}); copy them again")
 
 
 def find_torchvision(set_name: str, request: Request) -> SourceSplits:
@@ -265,7 +276,11 @@ def find_torchvision(set_name: str, request: Request) -> SourceSplits:
             open_published = partial(open_published, loader=os.fspath)
         archive = f"the files of torchvision's {set_name}"
         dataset = open_or_download(open_published, set_name, folder, archive)
-        return _list_images(dataset, set_name, split, folder).keep_classes(request.classes)
+        try:
+            images = _list_images(dataset, set_name, split, folder)
+        except Exception as error:
+            raise _explain_damage(set_name, folder, error) from error
+        return images.keep_classes(request.classes)
 
     titles = {"train": "training", "validation": "validation", "test": "test"}
     return SourceSplits({split: f"the published {titles[split]} set" for split in splits}, load)
@@ -286,6 +301,10 @@ def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> Image
 
     labels = np.array([label for _, label in samples], dtype=np.int64)
     paths = [os.path.relpath(path, folder) for path, _ in samples]
+    # without names, there are at most as many classes as images
+    limit = len(class_names or samples)
+    if labels.min() < 0 or labels.max() >= limit:
+        raise ValueError(f"labels from {labels.min()} to {labels.max()} for {limit} classes")
     names = class_names or [str(number) for number in range(labels.max() + 1)]
     return ImageDataset(
         name=set_name,

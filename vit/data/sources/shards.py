@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -34,14 +35,15 @@ from vit.data.sources import remote
 from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes
 from vit.data.sources.remote import StoredFile
 from vit.runtime.arguments import hide_tokens, shorten
-from vit.runtime.documents import read_json
-from vit.runtime.files import write_text
+from vit.runtime.files import open_cached, read_arrays, write_arrays
 
 _MAX_SHARDS = 1_000_000
 # bytes of a .cls file that are read
 _LABEL_BYTES = 2**10
 # bytes of images from object storage that are kept in the cache
 _CACHE_BYTES = 32_000_000_000
+# a CRC-32 behind the bytes of each of them
+_CHECKSUM_BYTES = 4
 
 
 class _Sample(NamedTuple):
@@ -106,16 +108,17 @@ class RemoteShardReader(ShardReader):
         path = self._path(index)
         # not fetched yet, or deleted again
         with suppress(FileNotFoundError):
-            content = path.read_bytes()
+            stored = path.read_bytes()
             os.utime(path)
-            if len(content) == self.places[index, 2]:
+            content = stored[:-_CHECKSUM_BYTES]
+            if stored == content + _checksum(content):
                 return content
 
         # moved to its place when complete: another process may read it meanwhile
         content = super()._read(index)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        temporary.write_bytes(content)
+        temporary.write_bytes(content + _checksum(content))
         temporary.replace(path)
         return content
 
@@ -282,6 +285,10 @@ def _expand(pattern: str) -> list[str]:
     return shards
 
 
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(_CHECKSUM_BYTES)
+
+
 def _count_names(pattern: str) -> int:
     """Count at least the names that braces make, before they are written out: 20 for
     "{0..9}-{a,b}"."""
@@ -306,17 +313,15 @@ def _index_cached(
     """Find a shard, its samples and the number of its other files by suffix; keep the two for the
     next time."""
     file = remote.find_file(path)
-    cached = cache_folder / f"{file.digest}.json"
-    try:
-        rows, unused = read_json(cached)
-        samples = [_Sample(*row) for row in rows]
-        unused = {str(suffix): int(count) for suffix, count in unused.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        # there is no index yet, or a damaged one
-        samples, unused = _index(file)
+    cached = cache_folder / f"{file.digest}.npz"
+    index = open_cached(cached, lambda: json.loads(read_arrays(cached)["index"].tobytes()))
+    if index is None:
+        index = _index(file)
         cached.parent.mkdir(parents=True, exist_ok=True)
-        write_text(cached, json.dumps([samples, unused]))
-    return file, samples, unused
+        # text of any length, in a file with a checksum
+        write_arrays(cached, {"index": np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)})
+    samples, unused = index
+    return file, [_Sample(*sample) for sample in samples], unused
 
 
 def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
