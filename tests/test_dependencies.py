@@ -12,6 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # folder or file in vit/ → the extras whose users run it
 EXTRAS = {
     "analysis/audit": ["audit"],
+    "data/dicom.py": ["dicom"],
     "data/images.py": ["heic"],
     "data/sources/huggingface.py": ["datasets"],
     "data/sources/remote.py": ["remote"],

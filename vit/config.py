@@ -62,6 +62,11 @@ class DataConfig(_Section):
     image_size: int | tuple[int, int] = 32
     # crop / resized side; None: the pretrained model's or 1
     crop_pct: float | None = Field(None, gt=0, le=1)
+    # crop: the centre; pad: the whole image with a border; stretch: the whole image, its shape changed;
+    # None: the pretrained model's or crop
+    resize_mode: Literal["crop", "pad", "stretch"] | None = None
+    # values of 16-bit and floating-point images that become black and white; None: measured
+    value_range: tuple[float, float] | None = None
     # None: measured on the training images, or the pretrained model's
     mean: Triple | None = None
     # as mean
@@ -92,6 +97,13 @@ class DataConfig(_Section):
     def size(self) -> tuple[int, int]:
         """`image_size` as (height, width)."""
         return as_pair(self.image_size, name="data.image_size")
+
+    @field_validator("value_range")
+    @classmethod
+    def _check_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not value[0] < value[1]:
+            raise ValueError(f"{list(value)} must rise")
+        return value
 
     @model_validator(mode="before")
     @classmethod

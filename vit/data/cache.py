@@ -21,7 +21,7 @@ import numpy as np
 
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels
-from vit.data.preprocess import Interpolation, Preprocess
+from vit.data.preprocess import Preprocess
 from vit.data.sources.remote import RemoteError
 from vit.runtime.files import (
     default_cache_dir,
@@ -56,7 +56,7 @@ def decode_dataset(
     workers: int | None = None,
     max_unreadable_fraction: float = 0.05,
     progress: bool = True,
-    interpolation: Interpolation = "bicubic",
+    preprocess: Preprocess | None = None,
 ) -> ImageDataset:
     """Decode every image once, or open what was decoded earlier.
 
@@ -67,7 +67,7 @@ def decode_dataset(
         workers: Processes that decode; None is one a core, 0 this process.
         max_unreadable_fraction: Fraction of the images that may be unreadable, 0 to 1.
         progress: Show a progress bar.
-        interpolation: Filter of the scaling.
+        preprocess: How images are scaled, apart from the size; None for a bicubic crop.
 
     Returns:
         The readable images, with `pixels` (None without a size), `hashes` and `unreadable`.
@@ -79,7 +79,12 @@ def decode_dataset(
     if dataset.pixels is not None:
         return dataset
 
-    key = f"{_FORMAT} {dataset.cache_key()} {size} {interpolation}"
+    given = preprocess or Preprocess(size or (1, 1))
+    # hashes don't depend on how images are resized
+    stored = Preprocess((1, 1), value_range=given.value_range)
+    if size is not None:
+        stored = replace(given, image_size=size, crop_pct=1.0)
+    key = f"{_FORMAT} {dataset.cache_key()} {size} {stored.storage}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     kind = "hashes" if size is None else f"{size[0]}x{size[1]}"
     folder = cache_dir or default_cache_dir()
@@ -94,8 +99,15 @@ def decode_dataset(
             # another process may have built it while this one waited
             decoded = open_decoded()
             if decoded is None:
-                preprocess = None if size is None else Preprocess(size, interpolation=interpolation)
-                _build(dataset, folder, preprocess, workers=workers, progress=progress)
+                has_pixels = size is not None
+                _build(
+                    dataset,
+                    folder,
+                    stored,
+                    has_pixels=has_pixels,
+                    workers=workers,
+                    progress=progress,
+                )
                 decoded = open_decoded()
 
     assert decoded is not None
@@ -106,8 +118,9 @@ def decode_dataset(
 def _build(
     dataset: ImageDataset,
     folder: Path,
-    preprocess: Preprocess | None,
+    preprocess: Preprocess,
     *,
+    has_pixels: bool,
     workers: int | None,
     progress: bool,
 ) -> None:
@@ -119,14 +132,18 @@ def _build(
     try:
         # every image has its place in the file, so that processes write side by side
         pixels = building / "images.u8"
-        image_bytes = 0 if preprocess is None else 3 * math.prod(preprocess.image_size)
+        image_bytes = 3 * math.prod(preprocess.image_size) if has_pixels else 0
         with pixels.open("wb") as file:
             if image_bytes:
                 # reserved now: writing through a memory map to a full disk would kill the process
                 os.posix_fallocate(file.fileno(), 0, image_bytes * len(dataset))
 
         hashes, failures = _decode_images(
-            dataset, pixels, preprocess, workers=workers, progress=progress
+            dataset,
+            pixels if has_pixels else None,
+            preprocess,
+            workers=workers,
+            progress=progress,
         )
 
         # unreadable images have no place in the file, only in the index
@@ -159,13 +176,13 @@ def _build(
 
 def _decode_images(
     dataset: ImageDataset,
-    pixels: Path,
-    preprocess: Preprocess | None,
+    pixels: Path | None,
+    preprocess: Preprocess,
     *,
     workers: int | None,
     progress: bool,
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Write the pixels of all images.
+    """Write the pixels of all images into a file, unless it is None, and hash them.
 
     Returns:
         Hashes of the images, uint64 [2, n]; and index of an image → why it can't be read.
@@ -202,11 +219,11 @@ def _decode_images(
 
 
 def _decode_chunk(
-    dataset: ImageDataset, start: int, pixels: Path, preprocess: Preprocess | None
+    dataset: ImageDataset, start: int, pixels: Path | None, preprocess: Preprocess
 ) -> _Chunk:
     """Decode a chunk, and write its pixels into the places start, start + 1, … of the file."""
     count = len(dataset)
-    if preprocess is not None:
+    if pixels is not None:
         shape = (count, *preprocess.image_size, 3)
         offset = start * math.prod(shape[1:])
         images = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=offset, shape=shape)
@@ -216,9 +233,9 @@ def _decode_chunk(
     dataset.reader.fetch(range(count))
     for index in range(count):
         try:
-            image = dataset.image(index)
+            image = preprocess.to_rgb(dataset.image(index))
             hashes[:, index] = hash_pixels(image), compute_dhash(image)
-            if preprocess is not None:
+            if pixels is not None:
                 images[index] = preprocess.to_uint8(image)
         except RemoteError:
             # the image itself may be good

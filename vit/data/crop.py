@@ -11,6 +11,9 @@ from torch import Tensor
 from vit.data.random import StatelessRandom
 from vit.runtime.tensors import Images
 
+# width / height of a random crop, from and to
+CROP_ASPECTS = (3 / 4, 4 / 3)
+
 Flip = Literal["none", "random", "alternating"]
 # left, top, right, bottom
 Boxes = Int64[Tensor, "B 4"]
@@ -46,7 +49,9 @@ class Crop:
         """Sample the crops of images whose height and width are `stored_size`."""
         boxes = None
         if self.scale is not None:
-            aspect = (3 / 4, 4 / 3)
+            # of a square input; one of another shape gets crops of its shape
+            shape = stored_size[1] / stored_size[0]
+            aspect = (CROP_ASPECTS[0] * shape, CROP_ASPECTS[1] * shape)
             boxes = sample_boxes(rng, "crop", stored_size, scale=self.scale, aspect=aspect).float()
 
         # without padding they are 0, and the crop is the centre

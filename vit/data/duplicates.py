@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 from PIL import Image
 
-from vit.data.images import divide
+from vit.data.images import DeepImage, divide
 
 # bits of 64 by which near-duplicates may differ
 _NEAR = 6
@@ -21,8 +21,11 @@ _BLOCK = 1 << 21
 
 
 def hash_pixels(image: Image.Image) -> int:
-    """Compute 64 bits of the sha256 of an RGB image's size and pixels."""
+    """Compute 64 bits of the sha256 of an image's size and pixels, or of its values of more bits."""
     digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
+    if isinstance(image, DeepImage):
+        digest.update(np.ascontiguousarray(image.values).data)
+        return int.from_bytes(digest.digest()[:8], "little")
     for _, band in divide(image):
         digest.update(band.tobytes())
     return int.from_bytes(digest.digest()[:8], "little")

@@ -11,7 +11,10 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from vit.data.dataset import ImageDataset
+from vit.data.dicom import DICOM_SUFFIX, read_patients
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
+from vit.data.images import DeepImage
+from vit.data.sources.base import FileReader
 from vit.runtime.arguments import shorten
 
 # largest number of images that are compared with one another; it takes seconds
@@ -64,6 +67,24 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
     return tuple(groups)
 
 
+def find_patients(dataset: ImageDataset) -> tuple[str, ...] | None:
+    """Find the patient of each DICOM file, by the id in it. An image without one is a group of its
+    own; None if no image has one."""
+    reader = dataset.reader
+    if not isinstance(reader, FileReader) or not any(
+        name.lower().endswith(DICOM_SUFFIX) for name in dataset.ids
+    ):
+        return None
+    patients = read_patients([reader.root / path for path in reader.paths])
+    if not any(patients):
+        return None
+    # apart from the names of images
+    return tuple(
+        image_id if patient is None else f"patient {patient}"
+        for patient, image_id in zip(patients, dataset.ids, strict=True)
+    )
+
+
 def hash_quickly(dataset: ImageDataset) -> np.ndarray:
     """Compute the hashes of `vit.data.duplicates`, from JPEG files decoded at a fraction of their
     size.
@@ -78,6 +99,8 @@ def hash_quickly(dataset: ImageDataset) -> np.ndarray:
         except (ValueError, OSError):
             digest = hashlib.sha256(dataset.ids[index].encode(errors="surrogateescape")).digest()
             return int.from_bytes(digest[:8], "little"), 0
+        # black images would all be near-copies
+        image = image.stretch() if isinstance(image, DeepImage) else image
         return hash_pixels(image), compute_dhash(image)
 
     with ThreadPoolExecutor() as pool:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import IO, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from vit.data.depth import is_deep, read_values, scale_values
+from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
 from vit.runtime.arguments import check_kind
 from vit.runtime.files import open_regular
 
@@ -69,6 +71,72 @@ _large_image_lock = threading.Lock()
 # pixels that are converted or hashed at once
 _BAND_PIXELS = 2**22
 
+# tags of TIFF
+_BITS_PER_SAMPLE = 258
+_MIN_SAMPLE_VALUE = 280
+_MAX_SAMPLE_VALUE = 281
+
+
+class DeepImage(Image.Image):
+    """An upright image with more than 8 bits a channel: RGB pixels, and the values behind them.
+
+    The RGB pixels are 16 bits scaled to 8; of floating-point values their own range is scaled.
+    `vit.data.preprocess.Preprocess` scales the values by the range of the model instead.
+
+    Args:
+        values: [H, W] or [H, W, 3], integers or floats.
+        limits: Smallest and largest value that the file says it may hold, or None.
+        is_inverted: Large values are dark.
+        preview: The RGB pixels, if they are known already.
+    """
+
+    def __init__(
+        self,
+        values: np.ndarray,
+        *,
+        limits: tuple[float, float] | None = None,
+        is_inverted: bool = False,
+        preview: Image.Image | None = None,
+    ) -> None:
+        super().__init__()
+        self.values = values
+        self.limits = limits
+        self.is_inverted = is_inverted
+        if preview is None:
+            # not inverted: so were these files read before there were ranges
+            preview = self._scale(0, 65535) if self.has_integers else self.stretch()
+        self.__dict__.update(vars(preview))
+
+    @property
+    def has_integers(self) -> bool:
+        """True if the values are whole numbers."""
+        return self.values.dtype.kind in "iu"
+
+    def scale(self, low: float, high: float) -> Image.Image:
+        """Return RGB pixels in which values from low to high are black to white."""
+        return self._scale(low, high, is_inverted=self.is_inverted)
+
+    def stretch(self) -> Image.Image:
+        """Return RGB pixels in which the smallest finite value is black and the largest white."""
+        low, high = find_extremes(self.values)
+        return self.scale(low, high if high > low else low + 1)
+
+    def _scale(self, low: float, high: float, *, is_inverted: bool = False) -> Image.Image:
+        height, width = self.values.shape[:2]
+        rgb = Image.new("RGB", (width, height))
+        band_height = max(_BAND_PIXELS // max(width, 1), 1)
+        for top in range(0, height, band_height):
+            band = self.values[top : top + band_height]
+            pixels = scale_values(band, low, high, is_inverted=is_inverted)
+            rgb.paste(Image.fromarray(pixels).convert("RGB"), (0, top))
+        return rgb
+
+
+def find_extremes(values: np.ndarray) -> tuple[float, float]:
+    """Return the smallest and the largest finite value; zeros if there is none."""
+    finite = values if values.dtype.kind in "iu" else values[np.isfinite(values)]
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
 
 @cache
 def has_heif() -> bool:
@@ -85,7 +153,11 @@ def is_image_name(path: str) -> bool:
     """Return true if a file has the suffix of an image and isn't hidden."""
     # Path.suffix would be many times slower
     text = path.lower()
-    has_suffix = text.endswith(IMAGE_SUFFIXES) or (text.endswith(HEIF_SUFFIXES) and has_heif())
+    has_suffix = (
+        text.endswith(IMAGE_SUFFIXES)
+        or (text.endswith(HEIF_SUFFIXES) and has_heif())
+        or (text.endswith(DICOM_SUFFIX) and has_dicom())
+    )
     return has_suffix and not os.path.basename(path).startswith(".")
 
 
@@ -94,8 +166,8 @@ def read_image(
 ) -> Image.Image:
     """Decode an image file of any mode into upright RGB.
 
-    EXIF rotation is applied, 16-bit grey is scaled to 8 bits, transparency is put on white, and
-    only the first frame of an animation is read.
+    EXIF rotation is applied, transparency is put on white, and only the first frame of an
+    animation is read. An image of more than 8 bits a channel is a `DeepImage`.
 
     Args:
         file: A path, or a file opened for reading bytes.
@@ -115,6 +187,12 @@ def read_image(
         except IsADirectoryError as error:
             text = "is a folder that holds no images, or can't be read"
             raise ValueError(f"{file} {text}") from error
+
+    if is_dicom(file):
+        values, limits, is_inverted = read_dicom(file, name=name, max_pixels=_max_pixels())
+        if values.dtype == np.uint8:
+            return Image.fromarray(values).convert("RGB")
+        return DeepImage(values, limits=limits, is_inverted=is_inverted)
 
     try:
         # Pillow warns about odd metadata and large images; neither changes the pixels
@@ -168,13 +246,22 @@ def _explain_format(file: BinaryIO) -> str:
 
 
 def _decode(image: Image.Image) -> Image.Image:
+    deep = _read_deep(image)
+    if deep is not None:
+        return deep
     image.load()
     ImageOps.exif_transpose(image, in_place=True)
     return to_rgb(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB: 16-bit grey is scaled, transparency is put on white."""
+    """Convert an image of any mode to RGB: transparency is put on white, and an image of more than
+    8 bits a channel becomes a `DeepImage`."""
+    if isinstance(image, DeepImage):
+        return image
+    deep = _read_deep(image)
+    if deep is not None:
+        return deep
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
 
@@ -185,6 +272,47 @@ def to_rgb(image: Image.Image) -> Image.Image:
     for top, band in divide(image):
         rgb.paste(_convert(band), (0, top))
     return rgb
+
+
+def _read_deep(image: Image.Image) -> DeepImage | None:
+    """Return an upright image of more than 8 bits a channel; None for another."""
+    if not is_deep(image):
+        return None
+    limits = _read_limits(image)
+    values, is_inverted = read_values(image)
+    # of 16-bit colours Pillow has decoded the high bytes
+    preview = ImageOps.exif_transpose(image) if image.mode == "RGB" else None
+    return DeepImage(values, limits=limits, is_inverted=is_inverted, preview=preview)
+
+
+def _read_limits(image: Image.Image) -> tuple[float, float] | None:
+    """Return the smallest and the largest value that the file says it may hold."""
+    file = getattr(image, "fp", None)
+    if image.format == "PNG" and file is not None:
+        bits = _read_significant_bits(file)
+        return (0.0, 2.0**bits - 1) if bits else None
+    tags = getattr(image, "tag_v2", {})
+    if _MAX_SAMPLE_VALUE in tags:
+        low = np.min(tags.get(_MIN_SAMPLE_VALUE, 0))
+        return float(low), float(np.max(tags[_MAX_SAMPLE_VALUE]))
+    bits = np.max(tags.get(_BITS_PER_SAMPLE, 0))
+    # 16 and 32 say nothing: they are the sizes of memory
+    return (0.0, 2.0**bits - 1) if 8 < bits < 16 else None
+
+
+def _read_significant_bits(file: IO[bytes]) -> int:
+    """Return the bits in the chunk sBIT of a PNG file; 0 without one."""
+    place = file.tell()
+    file.seek(8)
+    bits = 0
+    while len(header := file.read(8)) == 8:
+        length, kind = int.from_bytes(header[:4], "big"), header[4:]
+        if kind in (b"sBIT", b"IDAT", b"IEND"):
+            bits = max(file.read(length)) if kind == b"sBIT" and 0 < length <= 4 else 0
+            break
+        file.seek(length + 4, os.SEEK_CUR)
+    file.seek(place)
+    return bits
 
 
 def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
@@ -200,14 +328,6 @@ def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
 
 
 def _convert(image: Image.Image) -> Image.Image:
-    # 16-bit grey, also when Pillow widens it to 32 bits
-    if image.mode.startswith("I"):
-        grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
-        return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        raise ValueError(
-            "floating-point pixels have no fixed range; save it with 8 or 16 bits a channel"
-        )
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         # Pillow converts premultiplied modes only to LA and RGBA
         if image.mode in ("La", "RGBa"):
@@ -235,9 +355,10 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
 
     Args:
         images: Paths, PIL images or arrays, one or several. A folder gives the image files below
-            it, sorted. An array (or torch tensor) is uint8 [H, W, 3], [H, W] or, for several
-            images, [N, H, W, 3]. A path that doesn't exist, and in a list a folder without images,
-            is listed too: reading it raises an error that names it.
+            it, sorted. An array (or torch tensor) is [H, W, 3], [H, W] or, for several images,
+            [N, H, W, 3]: uint8, or a type of more bits for a `DeepImage`. A path that doesn't
+            exist, and in a list a folder without images, is listed too: reading it raises an error
+            that names it.
 
     Raises:
         ValueError: A single folder has no images, or an array has another type or shape.
@@ -270,15 +391,19 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
 
 def _list_array(pixels: np.ndarray) -> Iterator[Image.Image]:
     is_color = pixels.ndim in (3, 4) and pixels.shape[-1] == 3
-    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or is_color):
+    is_number = pixels.dtype.kind in "iuf" and pixels.dtype != np.int8
+    if not is_number or not (pixels.ndim == 2 or is_color):
         raise ValueError(
             f"an array of {pixels.dtype} {list(pixels.shape)} is not an image; pass uint8 of 0 to "
             "255, [H, W, 3] or [H, W]"
         )
-    if pixels.ndim < 4:
+    if pixels.ndim == 2 or (pixels.ndim == 3 and is_color):
         pixels = pixels[None]
     for image in pixels:
-        yield Image.fromarray(image).convert("RGB")
+        if image.dtype == np.uint8:
+            yield Image.fromarray(image).convert("RGB")
+        else:
+            yield DeepImage(image)
 
 
 def _list_folder(folder: str | Path) -> list[str]:

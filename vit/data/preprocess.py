@@ -6,6 +6,7 @@ second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from PIL import Image
 
-from vit.data.images import to_rgb
+from vit.data.images import DeepImage, to_rgb
 from vit.runtime.arguments import MAX_SIDE, check_choice
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Interpolation = Literal["bicubic", "bilinear"]
+ResizeMode = Literal["crop", "pad", "stretch"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Geometry:
 
     Attributes:
         original_size: Width and height of the image.
-        box: Left, top, right and bottom of the input, in pixels of the image.
+        box: Left, top, right and bottom of the input, in pixels of the image; beyond its edges
+            where the input is padded.
     """
 
     original_size: tuple[int, int]
@@ -45,14 +48,18 @@ class Preprocess:
     """From a PIL image to the model's input, the same way in training, evaluation and explanation.
 
     The image is scaled to cover `resize_size` (aspect kept, antialiased), and `image_size` is cut
-    from its centre.
+    from its centre. Two other modes show all of the image.
 
     Args:
         image_size: Height and width of the model's input.
-        crop_pct: Side of the input as a fraction of the scaled image, in (0, 1].
+        crop_pct: Side of the input as a fraction of the scaled image, in (0, 1]; of the mode "crop".
         mean: Mean of each channel, for pixels in [0, 1].
         std: Standard deviation of each channel, for pixels in [0, 1].
         interpolation: Pillow's filter.
+        value_range: Values that become black and white in images of more than 8 bits a channel.
+            None: 16 bits are scaled to 8, and floating-point values are refused.
+        resize_mode: "crop"; "pad" scales the whole image to fit, and puts it on a ground of the
+            mean colour; "stretch" scales it to `image_size` in both directions.
 
     Raises:
         ValueError: A value is out of range.
@@ -63,6 +70,8 @@ class Preprocess:
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
     interpolation: Interpolation = "bicubic"
+    value_range: tuple[float, float] | None = None
+    resize_mode: ResizeMode = "crop"
 
     def __post_init__(self) -> None:
         if not 0 < self.crop_pct <= 1:
@@ -76,21 +85,66 @@ class Preprocess:
         if not all(1e-6 <= value <= 1e6 for value in self.std):
             raise ValueError(f"std {self.std} must be from 1e-6 to 1e6")
         check_choice(self.interpolation, get_args(Interpolation), name="interpolation")
+        check_choice(self.resize_mode, get_args(ResizeMode), name="resize_mode")
+        if self.value_range is not None:
+            low, high = self.value_range
+            if not (low < high and math.isfinite(high - low)):
+                raise ValueError(f"value_range {[low, high]} must rise")
 
     @property
     def resize_size(self) -> tuple[int, int]:
         """Height and width that the image covers before the centre crop."""
+        if self.resize_mode != "crop":
+            return self.image_size
         height, width = self.image_size
         return round(height / self.crop_pct), round(width / self.crop_pct)
 
+    @property
+    def ground(self) -> tuple[int, int, int]:
+        """Colour around a padded image; normalised it is about 0."""
+        red, green, blue = (round(255 * min(max(value, 0.0), 1.0)) for value in self.mean)
+        return red, green, blue
+
+    @property
+    def storage(self) -> str:
+        """Text that differs wherever the pixels of the resized images do, besides their size."""
+        text: str = self.interpolation
+        if self.value_range is not None:
+            text += f" {self.value_range}"
+        if self.resize_mode != "crop":
+            text += f" {self.resize_mode}"
+        if self.resize_mode == "pad":
+            text += f" {self.ground}"
+        return text
+
+    def to_rgb(self, image: Image.Image) -> Image.Image:
+        """Convert an image of any mode to RGB, with its values scaled by `value_range`.
+
+        Raises:
+            ValueError: It has floating-point values, and there is no range.
+        """
+        image = to_rgb(image)
+        if not isinstance(image, DeepImage):
+            return image
+        if self.value_range is not None:
+            return image.scale(*self.value_range)
+        if not image.has_integers:
+            raise ValueError(
+                "floating-point pixels have no fixed range; save it with 8 or 16 bits a channel"
+            )
+        return image
+
     def to_uint8(self, image: Image.Image) -> np.ndarray:
         """Return the input's pixels [H, W, 3] of an image of any mode."""
-        if image.mode != "RGB":
-            image = to_rgb(image)
+        image = self.to_rgb(image)
+        box, size, offset = self._place(image.size)
+        if image.size != size:
+            image = image.resize(size, Image.Resampling[self.interpolation.upper()], box=box)
         height, width = self.resize_size
-        if image.size != (width, height):
-            resampling = Image.Resampling[self.interpolation.upper()]
-            image = image.resize((width, height), resampling, box=self._cover(image.size))
+        if size != (width, height):
+            padded = Image.new("RGB", (width, height), self.ground)
+            padded.paste(image, offset)
+            image = padded
         return self.crop(np.asarray(image))
 
     def crop(self, pixels: np.ndarray) -> np.ndarray:
@@ -101,14 +155,15 @@ class Preprocess:
 
     def geometry(self, size: tuple[int, int]) -> Geometry:
         """Compute the part of an image of `size` (width, height) that `to_uint8` returns."""
-        height, width = self.image_size
-        left, top, right, _ = self._cover(size)
+        (left, top, right, bottom), (width, height), (left_pad, top_pad) = self._place(size)
         # original pixels per pixel of the input
-        scale = (right - left) / self.resize_size[1]
-        margin_top, margin_left = self._margins()
-        left += margin_left * scale
-        top += margin_top * scale
-        return Geometry(size, box=(left, top, left + width * scale, top + height * scale))
+        across = (right - left) / width
+        down = (bottom - top) / height
+        top_margin, left_margin = self._margins()
+        left += (left_margin - left_pad) * across
+        top += (top_margin - top_pad) * down
+        height, width = self.image_size
+        return Geometry(size, box=(left, top, left + width * across, top + height * down))
 
     def normalize(self, pixels: UInt8[Tensor, "B H W 3"]) -> Float[Tensor, "B 3 H W"]:
         """Scale and shift pixels 0..255 to the model's input range."""
@@ -130,7 +185,12 @@ class Preprocess:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return asdict(self)
+        values = asdict(self)
+        # the files of models from before there were these values don't have them
+        for name in ("value_range", "resize_mode"):
+            if values[name] == getattr(type(self), name):
+                del values[name]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Preprocess:
@@ -140,6 +200,29 @@ class Preprocess:
             for name, value in values.items()
         }
         return cls(**arguments)
+
+    def _place(
+        self, size: tuple[int, int]
+    ) -> tuple[tuple[float, float, float, float], tuple[int, int], tuple[int, int]]:
+        """Find how an image of `size` (width, height) is resized.
+
+        Returns:
+            The box of the image that is resized, its new (width, height), and the columns to its
+            left and rows above it in pixels of `resize_size`.
+        """
+        target_height, target_width = self.resize_size
+        target = (target_width, target_height)
+        if self.resize_mode == "crop":
+            return self._cover(size), target, (0, 0)
+        whole = (0.0, 0.0, float(size[0]), float(size[1]))
+        if self.resize_mode == "stretch":
+            return whole, target, (0, 0)
+        pixel = max(size[0] / target_width, size[1] / target_height)
+        width, height = (
+            min(max(round(side / pixel), 1), limit)
+            for side, limit in zip(size, target, strict=True)
+        )
+        return whole, (width, height), ((target_width - width) // 2, (target_height - height) // 2)
 
     def _cover(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
         """Find the largest centred box of an image of `size` (width, height) that has the aspect of

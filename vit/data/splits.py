@@ -21,6 +21,7 @@ from vit.data.groups import (
     MAX_COMPARED,
     choose_whole_groups,
     find_groups,
+    find_patients,
     hash_quickly,
     join_duplicates,
 )
@@ -39,7 +40,7 @@ class SplitRule:
         test_fraction: Fraction of all images for the test.
         split_seed: Seed of the choice of images.
         group_by: Property that images of one group share, see `vit.data.groups.find_groups`; None
-            keeps the groups that a table has.
+            keeps the groups that a table has, and the patients of DICOM files.
         group_duplicates: Keep copies of an image, and images nearly the same, on one side.
     """
 
@@ -78,6 +79,7 @@ class DatasetSplits:
     unit: str = ""
     renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
+    _patients: dict[str, Sequence[str] | None] = field(default_factory=dict, init=False)
     # a sentence about each reason to keep images together
     _kept_together: list[str] = field(default_factory=list, init=False)
 
@@ -186,6 +188,11 @@ class DatasetSplits:
         dataset = self.source.load(split)
         if self.rule.group_by is not None:
             dataset = replace(dataset, groups=find_groups(dataset, self.rule.group_by))
+        elif dataset.groups is None:
+            # every file is opened for it
+            if split not in self._patients:
+                self._patients[split] = find_patients(dataset)
+            dataset = replace(dataset, groups=self._patients[split])
         source = self.class_names
         if source is None:
             source = find_wordnet_names(dataset.class_names)

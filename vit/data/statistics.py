@@ -1,16 +1,33 @@
-"""Statistics of the images before a run: their size, the mean and standard deviation of their
-pixels, and the sizes of their classes."""
+"""Statistics of the images before a run: their size and depth, the mean and standard deviation of
+their pixels, and the sizes of their classes."""
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from PIL import Image
 
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, choose_evenly
+from vit.data.images import DeepImage, find_extremes
+from vit.data.preprocess import Preprocess
 
 # pixels that are decoded for a sample, in a few seconds
 _MAX_PIXELS = 2 * 10**8
+
+# names of files that never have more than 8 bits a channel
+_SHALLOW_SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".webp")
+# images that are read to see if there are deep ones, and then to measure their range
+_FIRST_SAMPLE = 64
+_RANGE_SAMPLE = 256
+# a range that rounds up to whole bits must leave this fraction of the grey levels in use: 32 of 256
+_MIN_USED = 1 / 8
+# Fraction of the typical image that a crop may leave out. A square leaves out a quarter of 4:3.
+MAX_CUT = 0.25
+# grey levels below which images have lost their contrast
+MIN_LEVELS = 32
 
 # value for red, green and blue
 Triple = tuple[float, float, float]
@@ -21,24 +38,171 @@ ClassBalance = Literal["none", "weights", "sampler"]
 MAX_RATIO = 5
 
 
-def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
-    """Measure the median of the shorter sides of a sample, in pixels.
+@dataclass(frozen=True)
+class Survey:
+    """What a sample of the images looks like.
+
+    Attributes:
+        sizes: Width and height of each image, int64 [n, 2].
+        num_levels: Grey levels in use, of 256; counted up to `MIN_LEVELS`.
+    """
+
+    sizes: np.ndarray
+    num_levels: int
+
+    @property
+    def shorter_side(self) -> float:
+        """Median of the shorter sides, in pixels."""
+        return float(np.median(self.sizes.min(axis=1)))
+
+    @property
+    def aspect(self) -> float:
+        """Median of width / height."""
+        return float(np.median(self.sizes[:, 0] / self.sizes[:, 1]))
+
+    def describe_aspect(self) -> str:
+        """Describe the typical shape, such as "5:1"."""
+        longer = max(self.aspect, 1 / self.aspect)
+        return f"{longer:.2g}:1" if self.aspect >= 1 else f"1:{longer:.2g}"
+
+    def measure_cuts(self, preprocess: Preprocess) -> np.ndarray:
+        """Return the fraction of each image that the model doesn't see, [n]."""
+        fractions = []
+        for width, height in self.sizes.tolist():
+            left, top, right, bottom = preprocess.geometry((width, height)).box
+            across = min(right, width) - max(left, 0.0)
+            down = min(bottom, height) - max(top, 0.0)
+            fractions.append(1 - across * down / (width * height))
+        return np.array(fractions)
+
+
+def survey_images(
+    dataset: ImageDataset, *, count: int, preprocess: Preprocess | None = None
+) -> Survey:
+    """Look at the sizes and grey levels of a sample.
 
     Args:
         dataset: The images; unreadable ones are left out.
         count: Number of random images, fewer if they are large.
+        preprocess: Its range scales the values of deep images. None counts no grey levels.
 
     Raises:
         ValueError: None of them can be read.
     """
-    sides = []
+    sizes = []
+    counts = np.zeros(256, dtype=np.int64)
+    num_levels = MIN_LEVELS if preprocess is None else 0
+    are_deep = False
     num_pixels = 0
     for image in _read_random(dataset, count):
-        sides.append(min(image.size))
+        sizes.append(image.size)
+        if preprocess is not None and num_levels < MIN_LEVELS:
+            are_deep = are_deep or isinstance(image, DeepImage)
+            pixels = np.asarray(preprocess.to_rgb(image))
+            counts += np.bincount(pixels.ravel(), minlength=256)
+            used = np.flatnonzero(counts)
+            # drawings of 8 bits may have few levels, but these are far apart
+            num_levels = len(used) if are_deep else int(used[-1] - used[0]) + 1
         num_pixels += image.width * image.height
         if num_pixels > _MAX_PIXELS:
             break
-    return float(np.median(sides))
+    return Survey(np.array(sizes), min(num_levels, MIN_LEVELS))
+
+
+def describe_few_levels(num_levels: int, value_range: tuple[float, float] | None) -> str:
+    """Describe images of fewer grey levels than `MIN_LEVELS` in a sentence with its remedy."""
+    text = f"the images use {num_levels} of 256 grey levels"
+    if value_range is None:
+        return f"{text}; save them from the originals with 16 bits, or with more contrast"
+    low, high = value_range
+    return (
+        f"{text}, since {low:g} to {high:g} become black to white; "
+        "set data.value_range=[low, high] to the values that matter"
+    )
+
+
+def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
+    """Measure the values that become black and white in images of more than 8 bits a channel.
+
+    Returns:
+        One range for all images, see `choose_value_range`; None if a sample has no such image.
+    """
+    if dataset.pixels is not None:
+        return None
+    candidates = [
+        index
+        for index, name in enumerate(dataset.ids)
+        if not name.lower().endswith(_SHALLOW_SUFFIXES)
+    ]
+    if not _describe_values(dataset, candidates, _FIRST_SAMPLE):
+        return None
+    described = _describe_values(dataset, candidates, _RANGE_SAMPLE)
+    lows, highs, bits, limits = zip(*described, strict=True)
+    known_limits = [each for each in limits if each is not None]
+    known_bits = [each for each in bits if each is not None]
+    return choose_value_range(
+        min(lows),
+        max(highs),
+        bits=int(np.bitwise_or.reduce(known_bits)) if len(known_bits) == len(bits) else None,
+        limits=(
+            (min(low for low, _ in known_limits), max(high for _, high in known_limits))
+            if known_limits
+            else None
+        ),
+    )
+
+
+def choose_value_range(
+    low: float, high: float, *, bits: int | None, limits: tuple[float, float] | None
+) -> tuple[float, float]:
+    """Choose the values that become black and white.
+
+    Args:
+        low, high: Smallest and largest value of the images.
+        bits: Bits that are set in any value; None if values are no whole numbers.
+        limits: Smallest and largest value that the files say they may hold.
+
+    Returns:
+        The limits, if the values are within them. Otherwise 0 to 1 for floats in it; 0 to the
+        largest value with as many bits, for whole numbers; and low to high where some are negative
+        or where that would leave too few grey levels.
+    """
+    if limits is not None and limits[0] <= low and high <= limits[1] and limits[0] < limits[1]:
+        return limits
+    measured = (low, high if high > low else low + 1)
+    if bits is None:
+        return (0.0, 1.0) if low >= 0 and high <= 1 else measured
+    if low < 0:
+        return measured
+    # 12 bits may be stored as the upper ones of 16: then the last four are never set
+    shift = (bits & -bits).bit_length() - 1 if bits else 0
+    top = max(((1 << (int(high) >> shift).bit_length()) - 1) << shift, 255)
+    return (0.0, float(top)) if high - low >= _MIN_USED * top else measured
+
+
+def _describe_values(
+    dataset: ImageDataset, candidates: list[int], count: int
+) -> list[tuple[float, float, int | None, tuple[float, float] | None]]:
+    """Return the smallest value, the largest one, the bits in use and the limits of each deep image
+    of a sample."""
+    chosen = [candidates[place] for place in choose_evenly(len(candidates), count)]
+    sample = dataset.subset(chosen)
+    sample.reader.fetch(range(len(sample)))
+
+    def describe(
+        index: int,
+    ) -> tuple[float, float, int | None, tuple[float, float] | None] | None:
+        with suppress(ValueError, OSError):
+            image = sample.image(index)
+            if isinstance(image, DeepImage):
+                bits = None
+                if image.has_integers:
+                    bits = int(np.bitwise_or.reduce(image.values, axis=None))
+                return *find_extremes(image.values), bits, image.limits
+        return None
+
+    with ThreadPoolExecutor() as pool:
+        return [found for found in pool.map(describe, range(len(sample))) if found is not None]
 
 
 def are_grey(dataset: ImageDataset, *, count: int) -> bool:

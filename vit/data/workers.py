@@ -3,6 +3,7 @@
 An image that can't be read is named, and another one takes its place.
 """
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -18,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from vit.data.crop import Crop
+from vit.data.crop import CROP_ASPECTS, Crop
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom, seed_generators
@@ -81,19 +82,32 @@ class TrainTransform:
         self._preprocess = preprocess
         self._transform = transform
         self._random_crop: Any = None
+        # brings an image to the shape from which random parts are cropped; None: it has its own
+        self._whole: Preprocess | None = None
         if crop.scale is not None:
             albumentations = import_albumentations()
+            height, width = self.size
+            aspect = width / height
             random_crop = albumentations.RandomResizedCrop(
-                self.size, scale=crop.scale, area_for_downscale="image"
+                self.size,
+                scale=crop.scale,
+                ratio=(CROP_ASPECTS[0] * aspect, CROP_ASPECTS[1] * aspect),
+                area_for_downscale="image",
             )
+            if preprocess.resize_mode != "crop":
+                # so large that the smallest crop has the input's resolution
+                side = crop.scale[0] ** -0.5
+                whole_size = (math.ceil(height * side), math.ceil(width * side))
+                self._whole = replace(preprocess, image_size=whole_size)
             flip = albumentations.HorizontalFlip(p=0.5 if crop.flip == "random" else 0.0)
             self._random_crop = albumentations.Compose([random_crop, flip])
         elif crop.padding:
             # the device shifts: it gets the margin that crop_pct leaves
             self.size = preprocess.resize_size
-            self._preprocess = Preprocess(self.size, interpolation=preprocess.interpolation)
+            self._preprocess = replace(preprocess, image_size=self.size, crop_pct=1.0)
 
     def __call__(self, image: Image.Image, *, seed: int) -> np.ndarray:
+        image = self._preprocess.to_rgb(image)
         # another seed than that of the crop, because both may be of albumentations
         if self._transform is not None:
             image = apply_transform(self._transform, image, seed=seed + 1)
@@ -101,7 +115,8 @@ class TrainTransform:
             return self._preprocess.to_uint8(image)
         # seeded for each image: in workers, albumentations 2.0.8 repeats its numbers every epoch
         self._random_crop.set_random_seed(seed)
-        pixels: np.ndarray = self._random_crop(image=np.asarray(image))["image"]
+        whole = np.asarray(image) if self._whole is None else self._whole.to_uint8(image)
+        pixels: np.ndarray = self._random_crop(image=whole)["image"]
         return pixels
 
 

@@ -75,7 +75,7 @@ def load_images(bundle: Bundle, dataset: DatasetSplits, split: str | None) -> Ev
     decoded = decode_dataset(
         source,
         size=preprocess.resize_size,
-        interpolation=preprocess.interpolation,
+        preprocess=preprocess,
         cache_dir=dataset.cache_dir,
         progress=current_process().is_main,
     )
@@ -210,6 +210,7 @@ def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
     decoded = decode_dataset(
         train,
         size=None,
+        preprocess=bundle.preprocess,
         cache_dir=splits.cache_dir,
         # training has already accepted the unreadable images
         max_unreadable_fraction=1.0,

@@ -13,6 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
+from vit.data.images import DeepImage
 from vit.explanation.capture.forward import Forward, run_forward
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.checks.sanity_checks import (
@@ -212,6 +213,10 @@ class Explainer:
 
     def _decode(self, item: ImageItem, max_pixels: int) -> ImageResult:
         photo, sha256 = item.read()
+        if isinstance(photo, DeepImage):
+            # as the model sees it, also when it is read again
+            item = item.convert(self.bundle.preprocess.to_rgb)
+            photo = self.bundle.preprocess.to_rgb(photo)
         return ImageResult(
             item=item,
             sha256=sha256,

@@ -5,7 +5,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -36,6 +36,15 @@ class ImageItem:
     path: str
     name: str
     read: Callable[[], tuple[Image.Image, str]]
+
+    def convert(self, convert: Callable[[Image.Image], Image.Image]) -> "ImageItem":
+        """Return an item whose image is converted whenever it is read."""
+
+        def read() -> tuple[Image.Image, str]:
+            image, sha256 = self.read()
+            return convert(image), sha256
+
+        return replace(self, read=read)
 
     @property
     def title(self) -> str:

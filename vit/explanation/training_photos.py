@@ -108,7 +108,7 @@ class TrainingPhotos:
         # it may be deleted since it was listed
         with suppress(ValueError, OSError):
             photo = self._dataset.reader.thumbnail(index, side=self._side)
-            return encode_photo(photo, side=self._side)
+            return encode_photo(self.bundle.preprocess.to_rgb(photo), side=self._side)
         return None
 
     @cached_property

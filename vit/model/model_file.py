@@ -277,6 +277,8 @@ class _Preprocess(_Values):
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     interpolation: str
+    value_range: tuple[float, float] | None = None
+    resize_mode: str = "crop"
 
 
 class _Data(BaseModel):

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vit.config import Config, flatten_config, load_config, read_sections
+from vit.data.preprocess import Preprocess
 from vit.data.sources.registry import find_kind
-from vit.data.statistics import are_grey, measure_shorter_side
+from vit.data.statistics import MAX_CUT, Survey, are_grey, survey_images
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
@@ -87,8 +89,11 @@ class _Task:
     Attributes:
         num_images: Images to train on.
         side: Median of the images' shorter sides, pixels.
+        aspect: Width / height of the input; 1 unless a square would leave out much of the images.
+        pads: Images have so different shapes that they are padded.
         is_grey: True for images of at most `_MAX_SMALL_SIDE` pixels without colours.
         pretrained_size: Image size of the weights to start from, pixels; None without any.
+        pretrained_patch: Patch size of these weights.
         overrides: `key.path=value` of the user.
         user: The same, by section and key.
         source: Keys of the section `data` that name the images.
@@ -98,10 +103,13 @@ class _Task:
     num_images: int
     num_classes: int
     side: int
+    aspect: float
+    pads: bool
     is_grey: bool
     device: torch.device
     minutes: float
     pretrained_size: tuple[int, int] | None
+    pretrained_patch: tuple[int, int] | None
     overrides: Sequence[str]
     user: Sections
     source: Mapping[str, Any]
@@ -258,15 +266,22 @@ def choose_config(
         loaded, pretrained = load_initial_model(recipe, num_classes=num_classes)
 
     device = choose_device(find_device(overrides))
-    side = round(measure_shorter_side(images, count=_SAMPLE))
+    survey = survey_images(images, count=_SAMPLE)
+    side = round(survey.shorter_side)
+    aspect, pads = 1.0, False
+    if not user["data"].keys() & {"image_size", "resize_mode"}:
+        aspect, pads = _choose_shape(survey)
     task = _Task(
         num_images=len(images),
         num_classes=num_classes,
         side=side,
+        aspect=aspect,
+        pads=pads,
         is_grey=side <= _MAX_SMALL_SIDE and are_grey(images, count=_SAMPLE),
         device=device,
         minutes=minutes or DEFAULT_MINUTES[device.type],
         pretrained_size=None if loaded is None else loaded.patch_embed.img_size,
+        pretrained_patch=None if loaded is None else loaded.patch_embed.patch_size,
         overrides=overrides,
         user=user,
         source=source,
@@ -351,8 +366,17 @@ def _adapt_recipe(row: _Row, task: _Task) -> Sections:
         section, _, name = key.partition(".")
         sections[section][name] = value
 
+    if task.pads:
+        data["resize_mode"] = "pad"
     if task.pretrained_size is not None:
         data["image_size"] = _shorten(task.pretrained_size)
+        if task.aspect != 1:
+            # as many patches, in another shape
+            wanted = task.user["model"].get("patch_size") or task.pretrained_patch
+            assert wanted is not None
+            patch_size = as_pair(wanted, name="model.patch_size")
+            height, width = _shape_area(math.prod(task.pretrained_size), task.aspect)
+            data["image_size"] = _fit_sides((height, width), patch_size)
         # about ten steps an epoch, also with few images
         near_a_tenth = 2 ** round(math.log2(max(task.num_images, 1) / 10))
         train["batch_size"] = min(max(near_a_tenth, 8), train["batch_size"])
@@ -370,8 +394,7 @@ def _adapt_recipe(row: _Row, task: _Task) -> Sections:
     if "preset" in task.user["model"]:
         sections["model"] = {}
     else:
-        side = min(task.side, row.max_side or task.side)
-        _fit_patches(data, model, side, task.user)
+        _fit_patches(data, model, _choose_sides(row, task), task.user)
     smallest = min((fraction for _, fraction in train.get("image_sizes") or ()), default=1)
     if smallest * min(as_pair(data["image_size"], name="data.image_size")) < _MIN_REDUCED_SIDE:
         train["image_sizes"] = None
@@ -379,13 +402,58 @@ def _adapt_recipe(row: _Row, task: _Task) -> Sections:
     return sections
 
 
-def _fit_patches(data: dict[str, Any], model: dict[str, Any], side: int, user: Sections) -> None:
+def _choose_shape(survey: Survey) -> tuple[float, bool]:
+    """Choose the shape of the input: a square; where that leaves out much, the typical shape of the
+    images; and where that does, too, because their shapes differ, a padded square.
+
+    Returns:
+        Width / height, and true to pad.
+    """
+    if np.median(survey.measure_cuts(Preprocess((1000, 1000)))) <= MAX_CUT:
+        return 1.0, False
+    height, width = _shape_area(1000**2, survey.aspect)
+    # The mean, because a half of them may be upright and the other half lie.
+    if survey.measure_cuts(Preprocess((round(height), round(width)))).mean() <= MAX_CUT:
+        return survey.aspect, False
+    return 1.0, True
+
+
+def _shape_area(area: float, aspect: float) -> tuple[float, float]:
+    """Return height and width of a rectangle."""
+    return math.sqrt(area / aspect), math.sqrt(area * aspect)
+
+
+def _choose_sides(row: _Row, task: _Task) -> tuple[float, float]:
+    """Choose height and width: the images' own, or smaller ones with the area of the row's
+    square."""
+    if task.aspect == 1:
+        side = min(task.side, row.max_side or task.side)
+        return side, side
+    own_area = task.side**2 * max(task.aspect, 1 / task.aspect)
+    return _shape_area(min(own_area, (row.max_side or _MAX_SMALL_SIDE) ** 2), task.aspect)
+
+
+def _fit_sides(sides: tuple[float, float], patch_size: tuple[int, int]) -> int | list[int]:
+    """Round height and width to whole patches."""
+    height, width = (
+        max(round(side / patch), 1) * patch for side, patch in zip(sides, patch_size, strict=True)
+    )
+    return _shorten((height, width))
+
+
+def _fit_patches(
+    data: dict[str, Any], model: dict[str, Any], sides: tuple[float, float], user: Sections
+) -> None:
     """Set image and patch size: about as many patches as in the recipe, an image of whole
     patches."""
     user_size = user["data"].get("image_size")
-    height, width = as_pair(user_size or side, name="data.image_size")
-    # as many patches on the shorter side as in the recipe
-    scale = min(height, width) / data["image_size"]
+    # as many patches as in the recipe
+    scale = math.sqrt(math.prod(sides)) / data["image_size"]
+    height, width = round(sides[0]), round(sides[1])
+    if user_size is not None:
+        height, width = as_pair(user_size, name="data.image_size")
+        # on the shorter side
+        scale = min(height, width) / data["image_size"]
     ideal_patch = max(model["patch_size"] * scale, 2)
     patch_size = user["model"].get("patch_size")
     if not patch_size:
@@ -400,9 +468,7 @@ def _fit_patches(data: dict[str, Any], model: dict[str, Any], side: int, user: S
         )
 
     patch_height, patch_width = as_pair(patch_size, name="model.patch_size")
-    rows = max(round(height / patch_height), 1)
-    columns = max(round(width / patch_width), 1)
-    data["image_size"] = _shorten((rows * patch_height, columns * patch_width))
+    data["image_size"] = _fit_sides((height, width), (patch_height, patch_width))
     model["patch_size"] = patch_size
     # The convolutional stems halve the image until it is the grid of patches.
     if not (_is_power_of_two(patch_height) and _is_power_of_two(patch_width)):
@@ -619,6 +685,11 @@ def _explain_choices(config: Config, task: _Task, row: _Row, length: str) -> dic
         # The patches are those of the weights.
         size_keys = ["data.image_size"]
     size = row.reason.format(side=task.side, num_images=task.num_images)
+    if task.aspect != 1:
+        size += "; a square would leave out more than a quarter of the typical image"
+    if task.pads:
+        size_keys.append("data.resize_mode")
+        size += "; a crop would leave out more than a quarter of images of so different shapes"
     chosen = {"image size": (size_keys, size)}
     # No step follows the probe.
     if not is_probe_alone(config):

@@ -1,11 +1,12 @@
 """Config → the images of a run: its splits, their normalisation, and the loader of batches."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import Image
@@ -22,7 +23,12 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.splits import DatasetSplits, SplitRule
-from vit.data.statistics import ClassBalance, choose_class_balance, measure_mean_and_std
+from vit.data.statistics import (
+    ClassBalance,
+    choose_class_balance,
+    measure_mean_and_std,
+    measure_value_range,
+)
 from vit.data.workers import Decoding, Transform, apply_transform
 from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import Process
@@ -128,12 +134,27 @@ def build_data(
         device: Device on which the images will be.
         pretrained: Preprocessing of pretrained weights, which comes before measured values.
     """
-    image_size = config.data.size
-    preprocess = replace(pretrained or Preprocess(image_size), image_size=image_size)
-    if config.data.crop_pct is not None:
-        preprocess = replace(preprocess, crop_pct=config.data.crop_pct)
-
+    data = config.data
+    preprocess = pretrained or Preprocess(data.size)
     train = splits.split("train")
+    preprocess = replace(
+        preprocess,
+        image_size=data.size,
+        crop_pct=data.crop_pct or preprocess.crop_pct,
+        resize_mode=data.resize_mode or preprocess.resize_mode,
+        value_range=data.value_range or measure_value_range(train),
+        mean=data.mean or preprocess.mean,
+        std=data.std or preprocess.std,
+    )
+    # Pretrained weights keep the normalisation that they were trained with.
+    is_measured = pretrained is not None
+    if not is_measured and preprocess.resize_mode == "pad":
+        # The border has the mean colour of what it surrounds.
+        whole = replace(preprocess, resize_mode="stretch")
+        sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
+        preprocess = _normalize(config, preprocess, map(whole.to_uint8, sample))
+        is_measured = True
+
     validation = None
     if config.data.validation_fraction > 0:
         validation = splits.split("validation")
@@ -155,7 +176,7 @@ def build_data(
     decode = partial(
         decode_dataset,
         size=preprocess.resize_size,
-        interpolation=preprocess.interpolation,
+        preprocess=preprocess,
         cache_dir=splits.cache_dir,
         workers=config.data.workers,
         max_unreadable_fraction=config.data.max_unreadable_fraction,
@@ -165,16 +186,12 @@ def build_data(
         train = decode(train)
         validation = decode(validation) if validation is not None else None
 
-    # Pretrained weights keep the normalisation that they were trained with.
-    mean = preprocess.mean
-    std = preprocess.std
-    if pretrained is None and train.pixels is not None:
+    if not is_measured and train.pixels is not None:
         step = max(1, len(train) // _MEASURED_IMAGES)
-        mean, std = measure_mean_and_std(train.pixels[::step])
-    elif pretrained is None:
+        preprocess = _normalize(config, preprocess, train.pixels[::step])
+    elif not is_measured:
         sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
-        mean, std = measure_mean_and_std(map(preprocess.to_uint8, sample))
-    preprocess = replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
+        preprocess = _normalize(config, preprocess, map(preprocess.to_uint8, sample))
 
     balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
     return TrainingData(
@@ -189,6 +206,13 @@ def build_data(
         class_balance=balance,
         class_balance_reason=balance_reason,
     )
+
+
+def _normalize(config: Config, preprocess: Preprocess, images: Iterable[np.ndarray]) -> Preprocess:
+    """Return the preprocessing with the mean and the standard deviation of images, as far as the
+    configuration doesn't give them."""
+    mean, std = measure_mean_and_std(images)
+    return replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
 
 def build_train_loader(
@@ -212,7 +236,8 @@ def build_train_loader(
     train = data.train
     if transform is not None:  # refused now rather than in a worker
         if train.pixels is None:
-            image = next(train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES)))
+            sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
+            image = data.preprocess.to_rgb(next(sample))
         else:
             image = Image.fromarray(train.pixels[0])
         apply_transform(transform, image, seed=0)

@@ -27,6 +27,8 @@ _NEUTRAL_KEYS = {
     "train.max_training_features",
     "train.timeout_seconds",
 }
+# Runs from before there were these keys go on: without a value they change nothing.
+_LATER_KEYS = {"data.resize_mode", "data.value_range"}
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class RunIdentity:
             for section, values in plain_values(config).items()
             for key, value in values.items()
             if f"{section}.{key}" not in _NEUTRAL_KEYS
+            and not (f"{section}.{key}" in _LATER_KEYS and value is None)
         }
         description = None
         if transform is not None:

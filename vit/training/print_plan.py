@@ -3,7 +3,14 @@
 import numpy as np
 import torch
 
-from vit.data.statistics import MAX_RATIO, compute_class_ratio, measure_shorter_side
+from vit.data.statistics import (
+    MAX_CUT,
+    MAX_RATIO,
+    MIN_LEVELS,
+    compute_class_ratio,
+    describe_few_levels,
+    survey_images,
+)
 from vit.runtime.console import build_console, build_table
 from vit.runtime.device import describe_device
 from vit.training.run import Run
@@ -66,6 +73,7 @@ def summarize_run(run: Run) -> dict[str, str]:
         "splits": "; ".join(data.splits.describe_splits()),
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
+        "values": _describe_range(data.preprocess.value_range),
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
         "model": f"{num_parameters:,} parameters",
         "device": f"{device}, {train_step.precision}, {compiled}",
@@ -75,8 +83,16 @@ def summarize_run(run: Run) -> dict[str, str]:
         facts["probe"] = run.probe.describe()
         if run.probe.curve is not None:
             facts["more photos"] = run.probe.curve.describe()
-    # Other data sets have no files, and most need no guesses.
-    return {name: text for name, text in facts.items() if text or name not in ("files", "read as")}
+    # Other data sets have no files, most need no guesses, and images of 8 bits need no range.
+    optional = ("files", "read as", "values")
+    return {name: text for name, text in facts.items() if text or name not in optional}
+
+
+def _describe_range(value_range: tuple[float, float] | None) -> str:
+    if value_range is None:
+        return ""
+    low, high = value_range
+    return f"{low:g} to {high:g} become black to white (data.value_range)"
 
 
 def list_warnings(run: Run) -> list[str]:
@@ -103,10 +119,19 @@ def list_warnings(run: Run) -> list[str]:
 
     # The sizes of the files count, not those of the decoded images.
     image_size = min(data.preprocess.image_size)
-    side = measure_shorter_side(data.splits.split("train"), count=_SAMPLE)
+    survey = survey_images(data.splits.split("train"), count=_SAMPLE, preprocess=data.preprocess)
+    side = survey.shorter_side
     sizes = f"({side:.0f} px) than data.image_size {image_size}"
     if side < _MIN_SCALE * image_size:
         warnings.append(f"the images are much smaller {sizes}; a smaller one trains faster")
     if side > _MAX_SCALE * image_size:
         warnings.append(f"the images are much larger {sizes}; a larger one shows more of them")
+    cut = float(np.median(survey.measure_cuts(data.preprocess)))
+    if cut > MAX_CUT:
+        warnings.append(
+            f"the centre crop leaves out {cut:.0%} of the typical image, of {survey.describe_aspect()};"
+            " data.resize_mode=pad or a data.image_size [height, width] of that shape shows all"
+        )
+    if survey.num_levels < MIN_LEVELS:
+        warnings.append(describe_few_levels(survey.num_levels, data.preprocess.value_range))
     return warnings

@@ -21,7 +21,7 @@ from tests.deploy.export.odd_images import write_odd_images
 from vit.bundle import load_bundle, update_metadata
 from vit.data.images import read_image
 from vit.data.preprocess import Preprocess
-from vit.deploy.export.onnx_file import TEMPLATES
+from vit.deploy.export.python_formats import TEMPLATES
 
 NAMES = ("ant", "bee", "cow")
 FOR_TIMM: list[dict[str, Any]] = [
@@ -177,8 +177,9 @@ def test_exported_code_reads_images_as_vit_does(save: Save, export: Export, tmp_
     paths = write_odd_images(tmp_path / "images")
     num_read = 0
     for image_path in paths:
+        photo = read_image(image_path)
         try:
-            photo = read_image(image_path)
+            expected = preprocess([photo])
         except ValueError:
             # what vit refuses, floating-point pixels, others refuse too
             for read in (processor, predict["read_pixels"]):
@@ -186,7 +187,6 @@ def test_exported_code_reads_images_as_vit_does(save: Save, export: Export, tmp_
                     read(str(image_path))
             continue
         num_read += 1
-        expected = preprocess([photo])
         theirs = processor(str(image_path), return_tensors="pt")["pixel_values"]
         torch.testing.assert_close(theirs, expected, atol=1e-6, rtol=0, msg=str(image_path))
         with Image.open(image_path) as opened:

@@ -22,7 +22,7 @@ import vit
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle, save_bundle, update_metadata
 from vit.data.preprocess import Preprocess
-from vit.deploy.export.onnx_file import TEMPLATES
+from vit.deploy.export.python_formats import TEMPLATES
 from vit.explanation.checks.sanity_checks import VERDICTS
 from vit.explanation.methods.rollout import LogitsAndRollout
 

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from vit.data.preprocess import Interpolation, Preprocess
+from vit.data.preprocess import Interpolation, Preprocess, ResizeMode
 from vit.deploy.export.photo_model import PhotoModel
 
 SIZES = [
@@ -36,16 +36,32 @@ class Pixels(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("interpolation", "image_size", "crop_pct"),
-    [("bicubic", (24, 40), 0.875), ("bilinear", (32, 32), 1.0), ("bicubic", (16, 8), 0.4)],
+    ("interpolation", "image_size", "crop_pct", "mode"),
+    [
+        ("bicubic", (24, 40), 0.875, "crop"),
+        ("bilinear", (32, 32), 1.0, "crop"),
+        ("bicubic", (16, 8), 0.4, "crop"),
+        ("bicubic", (24, 40), 0.875, "pad"),
+        ("bilinear", (32, 32), 1.0, "pad"),
+        ("bicubic", (24, 40), 0.875, "stretch"),
+        ("bilinear", (32, 32), 1.0, "stretch"),
+    ],
 )
 def test_every_pixel_is_that_of_preprocess(
-    interpolation: Interpolation, image_size: tuple[int, int], crop_pct: float
+    interpolation: Interpolation,
+    image_size: tuple[int, int],
+    crop_pct: float,
+    mode: ResizeMode,
 ) -> None:
     """Noise, in which a filter overshoots 0 and 255 and every wrong rounding shows."""
     mean, std = (0.1, 0.5, 0.9), (0.2, 0.3, 0.4)
     preprocess = Preprocess(
-        image_size, crop_pct=crop_pct, mean=mean, std=std, interpolation=interpolation
+        image_size,
+        crop_pct=crop_pct,
+        mean=mean,
+        std=std,
+        interpolation=interpolation,
+        resize_mode=mode,
     )
     model = PhotoModel(Pixels(), preprocess, temperature=1.0)
     random = np.random.default_rng(0)

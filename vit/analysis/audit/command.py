@@ -26,6 +26,8 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
         f"{found.num_images:,} images of {found.data}; a linear classifier on these features"
         f" predicts {found.top1:.1%} of them correctly without having seen them"
     )
+    for sentence in found.warnings:
+        typer.secho(f"warning: {sentence}", fg="yellow")
     typer.echo(f"{len(found.label_errors)} likely label errors")
     for error in found.label_errors[:5]:
         typer.echo(f"  {error.path}: {error.given}, probably {error.suggested} ({error.score:.3f})")

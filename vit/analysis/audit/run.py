@@ -11,12 +11,21 @@ from vit.bundle import Bundle, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_for_model
+from vit.data.statistics import (
+    MIN_LEVELS,
+    describe_few_levels,
+    measure_value_range,
+    survey_images,
+)
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor
 from vit.runtime.arguments import check_arguments
 from vit.runtime.files import FileContent, Result, format_json
+
+# images whose grey levels are counted
+_SAMPLE = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,12 +95,19 @@ def audit(
     if find_spec("cleanlab") is None:
         raise ValueError("vit audit needs cleanlab: pip install 'vit-pipeline[audit]'")
     splits = open_for_model(data, root=root, trained_on={})
+    listed = splits.split("all")
     bundle = _load_backbone(str(init or model), device)
+    value_range = measure_value_range(listed)
+    if value_range is not None:
+        # other images than the model was trained on may have another range
+        preprocess = replace(bundle.preprocess, value_range=value_range)
+        bundle = replace(bundle, preprocess=preprocess)
     preprocess = bundle.preprocess
+    survey = survey_images(listed, count=_SAMPLE, preprocess=preprocess)
     images = decode_dataset(
-        splits.split("all"),
+        listed,
         size=preprocess.resize_size,
-        interpolation=preprocess.interpolation,
+        preprocess=preprocess,
         cache_dir=splits.cache_dir,
         # the audit lists them
         max_unreadable_fraction=1,
@@ -103,7 +119,15 @@ def audit(
     if isinstance(bundle.model, VisionTransformer):
         readout = (len(bundle.model.blocks), bundle.model.global_pool)
     values = features[readout].numpy()
-    found = audit_images(images, values, model=bundle.name, model_sha256=bundle.sha256)
+    found = audit_images(
+        images,
+        values,
+        model=bundle.name,
+        model_sha256=bundle.sha256,
+        convert=preprocess.to_rgb,
+    )
+    if survey.num_levels < MIN_LEVELS:
+        found = replace(found, warnings=[describe_few_levels(survey.num_levels, value_range)])
     return AuditResult(found, images, bundle)
 
 

@@ -5,7 +5,7 @@ Only a linear classifier is trained, on the features of a model. Label errors co
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -111,6 +111,7 @@ class Audit:
         unreadable: Images that can't be read, with the reason.
         model: Model that gave the features.
         neighbours: For the page: the 5 nearest images of each likely label error, as (path, class).
+        warnings: Problems of all images together, a sentence each.
     """
 
     label_errors: list[LabelError]
@@ -127,6 +128,7 @@ class Audit:
     model: str
     model_sha256: str
     neighbours: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
@@ -138,7 +140,12 @@ class Audit:
 
 
 def audit_images(
-    dataset: ImageDataset, features: NDArray[np.float32], *, model: str, model_sha256: str
+    dataset: ImageDataset,
+    features: NDArray[np.float32],
+    *,
+    model: str,
+    model_sha256: str,
+    convert: Callable[[Image.Image], Image.Image] = lambda image: image,
 ) -> Audit:
     """Look for problems in labelled images.
 
@@ -147,6 +154,7 @@ def audit_images(
         features: Features of these images, [n, D].
         model: Model that gave the features.
         model_sha256: SHA-256 of its file.
+        convert: Function that converts an image of the data set to RGB as the model sees it.
 
     Raises:
         ValueError: Fewer than two classes have two different images.
@@ -188,7 +196,7 @@ def audit_images(
         label_errors=label_errors,
         near_duplicates=near_duplicates,
         outliers=outliers,
-        properties=_describe_properties(dataset, paths, classes),
+        properties=_describe_properties(dataset, paths, classes, convert),
         confused_classes=find_confused(probabilities, labels, dataset.class_names),
         top1=float((probabilities.argmax(axis=1) == labels).mean()),
         num_images=len(dataset),
@@ -313,11 +321,16 @@ def _find_odd(values: Floats) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 
 
 def _describe_properties(
-    dataset: ImageDataset, paths: Sequence[str], classes: Sequence[str]
+    dataset: ImageDataset,
+    paths: Sequence[str],
+    classes: Sequence[str],
+    convert: Callable[[Image.Image], Image.Image],
 ) -> Mapping[str, ImageProperty]:
     with ThreadPoolExecutor() as pool:
         rows = list(
-            pool.map(lambda index: measure_image(dataset.image(index)), range(len(dataset)))
+            pool.map(
+                lambda index: measure_image(convert(dataset.image(index))), range(len(dataset))
+            )
         )
     described = {}
     for name in rows[0]:

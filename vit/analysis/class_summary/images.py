@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,7 +174,9 @@ def _read(
             f" {photo.width:,} × {photo.height:,}; a mask covers its image"
         )
     inside = Image.fromarray(is_inside(drawn)).convert("RGB")
-    return pixels, preprocess.to_uint8(inside)[..., 0].astype(np.float32) / 255
+    # a border isn't the object
+    black = replace(preprocess, mean=(0.0, 0.0, 0.0))
+    return pixels, black.to_uint8(inside)[..., 0].astype(np.float32) / 255
 
 
 def find_masks(path: Path) -> Masks:

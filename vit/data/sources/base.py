@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import numpy as np
 from PIL import Image
 
+from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX, has_dicom
 from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, is_image_name, read_image, to_rgb
 
 # split → names that its folder, its shards or its value in a table may have
@@ -182,8 +183,11 @@ def count_suffixes(paths: Iterable[str], *, images: str | None = None) -> Counte
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
-    """Describe counts as ".heic 9, .txt 3", the largest first; HEIC comes with how to read it."""
+    """Describe counts as ".heic 9, .txt 3", the largest first; HEIC and DICOM come with how to read
+    them."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     text = ", ".join(f"{name} {count:,}" for name, count in ordered)
     has_heif = any(suffix in counts for suffix in HEIF_SUFFIXES)
+    if DICOM_SUFFIX in counts and not has_dicom():
+        return f"{text} ({DICOM_HINT})"
     return f"{text} ({HEIF_HINT})" if has_heif else text

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import logging
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +17,13 @@ from torch import Tensor, nn
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.deploy.export.photo_model import PhotoModel
+from vit.deploy.export.python_formats import write_program
 from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.model.model_file import NUM_NEIGHBOURS
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import write_atomically, write_text
 from vit.runtime.version import __version__
 
-TEMPLATES = Path(__file__).parent / "templates"
 # coverage of the prediction sets
 COVERAGE = 0.95
 # to measure the accuracy
@@ -175,7 +174,7 @@ def export_onnx(
     onnx.helper.set_model_props(proto, texts)
     write_atomically(path, lambda temporary: onnx.save(proto, temporary))
     write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
-    shutil.copyfile(TEMPLATES / "predict.py", directory / "predict.py")
+    write_program(directory / "predict.py")
     return path
 
 

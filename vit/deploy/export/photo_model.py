@@ -7,9 +7,11 @@ matrix product. Its matrix is computed from the size of the images, for the colu
 that the crop keeps.
 """
 
+from typing import NamedTuple
+
 import PIL
 import torch
-from jaxtyping import Float, Float64, UInt8
+from jaxtyping import Bool, Float, Float64, UInt8
 from torch import Tensor, nn
 
 from vit.data.preprocess import Interpolation, Preprocess
@@ -33,6 +35,7 @@ class PhotoModel(nn.Module):
         answers: From logits and features to further outputs; None for no more.
     """
 
+    ground: Tensor
     scale: Tensor
     shift: Tensor
 
@@ -50,6 +53,8 @@ class PhotoModel(nn.Module):
         self.preprocess = preprocess
         self.temperature = temperature
         scale, shift = preprocess.scale_and_shift()
+        ground = torch.tensor(preprocess.ground, dtype=torch.float32).view(3, 1, 1)
+        self.register_buffer("ground", ground)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
 
@@ -67,63 +72,101 @@ class PhotoModel(nn.Module):
         return probabilities, *others, *answers
 
     def _resize(self, pixels: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B 3 H W"]:
-        """Compute `Preprocess.to_uint8` of each image: the largest central box with the right aspect
-        is resized to `resize_size`, and `image_size` is cropped from its middle."""
+        """Compute `Preprocess.to_uint8` of each image."""
         # sizes are tensors, because the tracer turns numbers into constants
         positions = [
             torch.arange(side, dtype=torch.float64, device=pixels.device)
             for side in pixels.shape[2:]
         ]
         height, width = (side[-1] + 1 for side in positions)
-        target_height, target_width = self.preprocess.resize_size
-        pixel = torch.minimum(height / target_height, width / target_width)
+        vertical, horizontal = self._find_places(height, width)
         rows, columns = (
-            compute_resize_weights(
-                side, pixel, target, count, interpolation=self.preprocess.interpolation
-            )
-            for side, target, count in zip(
-                positions, self.preprocess.resize_size, self.preprocess.image_size, strict=True
-            )
+            compute_resize_weights(side, place, interpolation=self.preprocess.interpolation)
+            for side, place in zip(positions, (vertical, horizontal), strict=True)
         )
         # the order matters, because Pillow rounds after each pass
-        if not _ROWS_MAY_BE_FIRST:
-            return _columns_first(pixels, rows, columns)
-        rows_first = height - target_height > 2 * (width - target_width).clamp(min=0)
-        resized: Tensor = torch.cond(
-            rows_first, _rows_first, _columns_first, (pixels, rows, columns)
+        if _ROWS_MAY_BE_FIRST:
+            rows_first = height - vertical.target > 2 * (width - horizontal.target).clamp(min=0)
+            resized: Tensor = torch.cond(
+                rows_first, _rows_first, _columns_first, (pixels, rows, columns)
+            )
+        else:
+            resized = _columns_first(pixels, rows, columns)
+        if self.preprocess.resize_mode != "pad":
+            return resized
+        is_image = vertical.is_inside[:, None] & horizontal.is_inside
+        return torch.where(is_image, resized, self.ground)
+
+    def _find_places(
+        self, height: Float64[Tensor, ""], width: Float64[Tensor, ""]
+    ) -> tuple["_Place", "_Place"]:
+        """Compute `Preprocess._place` along each axis."""
+        preprocess = self.preprocess
+        sides = (height, width)
+        targets = preprocess.resize_size
+        pixels = [side / target for side, target in zip(sides, targets, strict=True)]
+        if preprocess.resize_mode == "crop":
+            # the largest central box with the right aspect
+            pixels = [torch.minimum(*pixels)] * 2
+        elif preprocess.resize_mode == "pad":
+            pixels = [torch.maximum(*pixels)] * 2
+        vertical, horizontal = (
+            self._find_place(*values)
+            for values in zip(sides, targets, pixels, preprocess.image_size, strict=True)
         )
-        return resized
+        return vertical, horizontal
+
+    def _find_place(
+        self, side: Float64[Tensor, ""], target: int, pixel: Float64[Tensor, ""], count: int
+    ) -> "_Place":
+        indices = torch.arange(count, dtype=torch.float64, device=side.device)
+        if self.preprocess.resize_mode == "pad":
+            resized = (side / pixel).round().clamp(1, target)
+            indices = indices - ((target - resized) / 2).floor()
+            return _Place(torch.zeros_like(side), side, resized, indices)
+        start = ((side - target * pixel) / 2).clamp(min=0)
+        stop = torch.minimum(start + target * pixel, side)
+        # the crop from the middle of the resized box
+        return _Place(start, stop, torch.full_like(side, target), indices + (target - count) // 2)
+
+
+class _Place(NamedTuple):
+    """Part of a side of the image that is resized.
+
+    Attributes:
+        start, stop: Ends of the part, in pixels of the image.
+        target: Pixels that the part becomes.
+        indices: Which of these pixels are computed, [count]; beyond them there is a border.
+    """
+
+    start: Float64[Tensor, ""]
+    stop: Float64[Tensor, ""]
+    target: Float64[Tensor, ""]
+    indices: Float64[Tensor, " count"]
+
+    @property
+    def is_inside(self) -> Bool[Tensor, " count"]:
+        """False for the border."""
+        return (self.indices >= 0) & (self.indices < self.target)
 
 
 def compute_resize_weights(
-    positions: Float64[Tensor, " side"],
-    pixel: Float64[Tensor, ""],
-    target: int,
-    count: int,
-    *,
-    interpolation: Interpolation,
-) -> Float64[Tensor, "{count} side"]:
-    """Compute Pillow's integer weights for the middle `count` pixels of a resized side.
+    positions: Float64[Tensor, " side"], place: _Place, *, interpolation: Interpolation
+) -> Float64[Tensor, "count side"]:
+    """Compute Pillow's integer weights for the pixels of a resized side; 0 for those of a border.
 
     Args:
         positions: 0, 1, … for the pixels of the side.
-        pixel: Pixels of the side that one pixel of the result covers.
-        target: Pixels of the result.
-        count: Pixels of the result that are computed.
+        place: The part of the side, and the pixels that are computed of it.
         interpolation: The filter.
     """
-    size = positions[-1] + 1
-    start = ((size - target * pixel) / 2).clamp(min=0)
-    stop = torch.minimum(start + target * pixel, size)
     # Pillow takes a box in float32
-    start = start.float()
-    scale = (stop.float() - start).double() / target
+    start = place.start.float()
+    scale = (place.stop.float() - start).double() / place.target
     stretch = scale.clamp(min=1.0)  # antialiasing: the filter grows with the reduction
     radius = _RADIUS[interpolation] * stretch
 
-    first = (target - count) // 2
-    indices = torch.arange(first, first + count, dtype=torch.float64, device=positions.device)
-    centres = start.double() + (indices[:, None] + 0.5) * scale  # [count, 1]
+    centres = start.double() + (place.indices[:, None] + 0.5) * scale  # [count, 1]
     x = ((positions - centres + 0.5) * (1 / stretch)).abs()  # [count, side]
     values = 1 - x
     if interpolation == "bicubic":  # Keys 1981, with a = -0.5
@@ -131,10 +174,11 @@ def compute_resize_weights(
     # pixels that the filter reaches; their weights sum to one, then are integers of 22 bits
     begin = (centres - radius + 0.5).floor()
     end = (centres + radius + 0.5).floor()
-    is_inside = (positions >= begin) & (positions < end) & (x < _RADIUS[interpolation])
-    values = torch.where(is_inside, values, 0.0)
+    is_reached = (positions >= begin) & (positions < end) & (x < _RADIUS[interpolation])
+    values = torch.where(is_reached, values, 0.0)
     values = values / values.sum(dim=1, keepdim=True) * _UNIT
-    return values.sign() * (values.abs() + 0.5).floor()
+    integers = values.sign() * (values.abs() + 0.5).floor()
+    return torch.where(place.is_inside[:, None], integers, 0.0)
 
 
 def _columns_first(pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

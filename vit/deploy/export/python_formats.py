@@ -1,7 +1,7 @@
 """A model for timm and for transformers of Hugging Face."""
 
 import json
-import shutil
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from vit.bundle import Bundle
+from vit.data import depth
 from vit.model import stem
 from vit.model.model_file import MODEL_FILE
 from vit.model.vision_transformer import VisionTransformer
@@ -50,7 +51,7 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
     """Write the folder that transformers opens with `trust_remote_code=True`."""
     # transformers runs the code of the folder, and never that of this project
     _write_code(directory)
-    shutil.copyfile(TEMPLATES / "modeling_vit.py", directory / "modeling_vit.py")
+    write_program(directory / "modeling_vit.py")
     _write_weights(bundle, directory / MODEL_FILE, prefix="vit.")
     model = bundle.model
     assert isinstance(model, VisionTransformer)
@@ -88,9 +89,21 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
         "resample": {"bilinear": 2, "bicubic": 3}[preprocess.interpolation],  # Pillow's numbers
         "image_mean": preprocess.mean,
         "image_std": preprocess.std,
+        "resize_mode": preprocess.resize_mode,
+        "ground": preprocess.ground,
+        "value_range": preprocess.value_range,
     }
     _write_json(directory / "preprocessor_config.json", processor)
     return directory
+
+
+def write_program(path: Path) -> None:
+    """Write the program of a template, with the code in it that reads images of more than 8 bits."""
+    code = (TEMPLATES / path.name).read_text(encoding="utf-8")
+    line = re.search(r"^from vit\.data\.depth import .*\n", code, re.MULTILINE)
+    assert line is not None
+    _, _, depth_code = Path(depth.__file__).read_text(encoding="utf-8").partition('"""\n\n')
+    write_text(path, code.replace(line[0], depth_code))
 
 
 def _write_code(directory: Path) -> None:
@@ -129,8 +142,11 @@ def _describe_for_timm(bundle: Bundle) -> dict[str, Any]:
             "fixed_input_size": True,
             "mean": preprocess.mean,
             "std": preprocess.std,
-            "crop_pct": preprocess.crop_pct,
-            "crop_mode": "center",
+            "crop_pct": preprocess.crop_pct if preprocess.resize_mode == "crop" else 1.0,
+            # timm's border has the mean colour, too
+            "crop_mode": {"crop": "center", "pad": "border", "stretch": "squash"}[
+                preprocess.resize_mode
+            ],
             "interpolation": preprocess.interpolation,
             "num_classes": model.num_classes,
             "label_names": bundle.class_names,

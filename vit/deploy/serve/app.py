@@ -178,7 +178,7 @@ class _Service:
 
     def _answer(self, upload: UploadFile, options: AnswerOptions) -> Json:
         try:
-            photo = read_image(upload.file, name="the upload")
+            photo = self.bundle.preprocess.to_rgb(read_image(upload.file, name="the upload"))
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         (prediction,) = predict_images(

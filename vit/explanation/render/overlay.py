@@ -90,6 +90,7 @@ def save_overlay(
         # without a preprocessing, the model is taken to have seen the whole image
         geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
     else:
+        photo = preprocess.to_rgb(photo)
         geometry = preprocess.geometry(photo.size)
     array = relative_to_uniform(torch.as_tensor(values).detach().float().cpu().numpy())
     if signed is None:

@@ -20,6 +20,8 @@ from transformers.image_utils import load_image
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.processing_utils import ImagesKwargs
 
+from vit.data.depth import is_deep, read_values, scale_values
+
 from .timm_vit import build
 
 
@@ -50,18 +52,18 @@ class ViTPipeline(ImageClassificationPipeline):
         return self.image_processor(image, return_tensors="pt").to(self.dtype)
 
 
-def read_rgb(image):
-    """Read a file, or convert an image of PIL in any mode, to upright RGB: 16-bit grey is scaled to
-    8 bits, transparency becomes white."""
+def read_rgb(image, value_range=None):
+    """Read a file, or convert an image of PIL in any mode, to upright RGB: transparency becomes
+    white, and of more than 8 bits the model's range becomes 0 to 255."""
     if isinstance(image, str | os.PathLike) and os.path.isfile(image):
         # only these: some formats of Pillow start programs
         formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
         with Image.open(image, formats=formats) as opened:
-            if opened.mode == "F" or opened.width * opened.height > 100_000_000:
-                raise ValueError(f"{image} has floating-point pixels, or more than 100 million")
-            image = ImageOps.exif_transpose(opened)
+            if opened.width * opened.height > 100_000_000:
+                raise ValueError(f"{image} has more than 100 million pixels")
+            image = _scale_deep(opened, value_range)
     elif isinstance(image, Image.Image):
-        image = ImageOps.exif_transpose(image)
+        image = _scale_deep(image, value_range)
     else:
         image = load_image(image)  # a URL
     if image.mode == "F":
@@ -75,16 +77,23 @@ def read_rgb(image):
     return image.convert("RGB")
 
 
+def _scale_deep(image, value_range):
+    if value_range is None or not is_deep(image):
+        return ImageOps.exif_transpose(image)
+    values, is_inverted = read_values(image)
+    return Image.fromarray(scale_values(values, *value_range, is_inverted=is_inverted))
+
+
 class ViTProcessor(ImageProcessingMixin):
     """Scales an image to cover `resize_size`, crops `image_size` (height, width) from its centre, and
-    normalises it."""
+    normalises it. In the modes "pad" and "stretch" it shows the whole image."""
 
     model_input_names = ("pixel_values",)
     valid_kwargs = ImagesKwargs  # the library requires it
 
     def __call__(self, images, return_tensors=None, **unused):
         images = images if isinstance(images, list | tuple) else [images]
-        pixels = np.stack([self._resize(read_rgb(image)) for image in images])
+        pixels = np.stack([self._resize(read_rgb(image, self.value_range)) for image in images])
         std = np.float64(self.image_std)
         scale = (1 / (255 * std)).astype(np.float32)
         shift = (-np.float64(self.image_mean) / std).astype(np.float32)
@@ -93,6 +102,16 @@ class ViTProcessor(ImageProcessingMixin):
 
     def _resize(self, image):
         height, width = self.resize_size
+        if self.resize_mode == "stretch":
+            return np.asarray(image.resize((width, height), self.resample))
+        if self.resize_mode == "pad":
+            pixel = max(image.width / width, image.height / height)
+            columns = min(max(round(image.width / pixel), 1), width)
+            rows = min(max(round(image.height / pixel), 1), height)
+            padded = Image.new("RGB", (width, height), tuple(self.ground))
+            image = image.resize((columns, rows), self.resample)
+            padded.paste(image, ((width - columns) // 2, (height - rows) // 2))
+            return np.asarray(padded)
         pixel = min(image.width / width, image.height / height)
         left = max((image.width - width * pixel) / 2, 0.0)
         top = max((image.height - height * pixel) / 2, 0.0)

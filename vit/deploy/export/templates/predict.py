@@ -8,15 +8,24 @@ import numpy as np
 import onnxruntime
 from PIL import Image, ImageOps
 
+from vit.data.depth import is_deep, read_values, scale_values
 
-def read_pixels(path):
-    """Read upright RGB, uint8 [1, height, width, 3]: 16 bits become 8, transparency becomes white."""
+
+def read_pixels(path, value_range=None):
+    """Read upright RGB, uint8 [1, height, width, 3]: transparency becomes white, and of more than 8
+    bits the model's range becomes 0 to 255."""
     # only these: some formats of Pillow start programs
     formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
     with Image.open(path, formats=formats) as opened:
-        if opened.mode == "F" or opened.width * opened.height > 100_000_000:
-            raise ValueError(f"{path} has floating-point pixels, or more than 100 million")
-        image = ImageOps.exif_transpose(opened)
+        if opened.width * opened.height > 100_000_000:
+            raise ValueError(f"{path} has more than 100 million pixels")
+        if opened.mode == "F" and value_range is None:
+            raise ValueError(f"{path} has floating-point pixels, which have no fixed range")
+        if is_deep(opened) and value_range is not None:
+            values, is_inverted = read_values(opened)
+            image = Image.fromarray(scale_values(values, *value_range, is_inverted=is_inverted))
+        else:
+            image = ImageOps.exif_transpose(opened)
     if image.mode.startswith("I"):
         grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
         image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
@@ -27,11 +36,14 @@ def read_pixels(path):
 
 
 session = onnxruntime.InferenceSession(str(Path(__file__).with_name("model.onnx")))
-names = json.loads(session.get_modelmeta().custom_metadata_map["class_names"])
+facts = session.get_modelmeta().custom_metadata_map
+names = json.loads(facts["class_names"])
+value_range = json.loads(facts["preprocess"]).get("value_range")
 kinds = [output.name for output in session.get_outputs()]
 for path in sys.argv[1:]:
     try:
-        outputs = dict(zip(kinds, session.run(kinds, {"images": read_pixels(path)}), strict=True))
+        pixels = read_pixels(path, value_range)
+        outputs = dict(zip(kinds, session.run(kinds, {"images": pixels}), strict=True))
         scores = outputs["probabilities"][0]
         order = np.argsort(-scores, kind="stable").tolist()
         best = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in order[:5]]

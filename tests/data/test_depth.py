@@ -1,0 +1,296 @@
+"""Images of more than 8 bits a channel are scaled by one range, that of the training images."""
+
+import hashlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
+
+from vit.data.cache import decode_dataset
+from vit.data.dataset import ImageDataset
+from vit.data.images import DeepImage, read_image
+from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
+from vit.data.sources.python_objects import read_map_style
+from vit.data.statistics import choose_value_range, measure_value_range, survey_images
+from vit.deploy.export.python_formats import TEMPLATES
+
+RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
+EIGHT_BITS = np.rint(RAMP / 4095 * 255).astype(np.uint8)
+
+
+def write(folder: Path, *images: np.ndarray, suffix: str = "png", **options: Any) -> ImageDataset:
+    """Write each image into each of two classes."""
+    for name in ("ant", "bee"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number, values in enumerate(images):
+            Image.fromarray(values).save(folder / name / f"{number}.{suffix}", **options)
+    return open_dataset("folder", root=folder).split("all")
+
+
+def scale(dataset: ImageDataset, index: int = 0) -> np.ndarray:
+    """Return the first channel of an image as a model sees it that was trained on these images."""
+    value_range = measure_value_range(dataset)
+    height, width = np.asarray(dataset.image(index)).shape[:2]
+    pixels = Preprocess((height, width), value_range=value_range).to_uint8(dataset.image(index))
+    return pixels[..., 0]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_twelve_bits_fill_the_range_wherever_they_are_in_sixteen(
+    tmp_path: Path, suffix: str
+) -> None:
+    low = write(tmp_path / "low", RAMP, suffix=suffix)
+    high = write(tmp_path / "high", RAMP * 16, suffix=suffix)
+    assert measure_value_range(low) == (0, 4095)
+    assert measure_value_range(high) == (0, 65520)
+    np.testing.assert_array_equal(scale(low), EIGHT_BITS)
+    np.testing.assert_array_equal(scale(high), EIGHT_BITS)
+
+
+def test_all_of_sixteen_bits_are_scaled_as_without_a_range(tmp_path: Path) -> None:
+    wide = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    dataset = write(tmp_path, wide)
+    assert measure_value_range(dataset) == (0, 65535)
+    np.testing.assert_array_equal(scale(dataset), (wide.astype(int) + 128) // 257)
+    np.testing.assert_array_equal(scale(dataset), np.asarray(dataset.image(0))[..., 0])
+
+
+def test_eight_bits_have_no_range(tmp_path: Path) -> None:
+    assert measure_value_range(write(tmp_path, EIGHT_BITS)) is None
+    # a dark image doesn't change the others
+    mixed = write(tmp_path / "mixed", EIGHT_BITS, RAMP // 100, RAMP)
+    assert measure_value_range(mixed) == (0, 4095)
+    np.testing.assert_array_equal(scale(mixed, 0), EIGHT_BITS)
+    assert scale(mixed, 1).max() == round(40 / 4095 * 255)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "bits", "limits", "expected"),
+    [
+        (0, 4095, 0xFFF, None, (0, 4095)),
+        (3, 3000, 0xFFF, None, (0, 4095)),
+        (0, 900, 0x3FF, None, (0, 1023)),
+        (0, 900, 0x3FF, (0, 4095), (0, 4095)),
+        # the sBIT of a file whose values fill 16 bits, as PNG wants it
+        (0, 65535, 0xFFFF, (0, 4095), (0, 65535)),
+        (0, 65520, 0xFFF0, None, (0, 65520)),
+        (0, 4096, 0x1000, None, (0, 4096)),
+        (0, 200, 0xFF, None, (0, 255)),
+        (0, 100_000, 0x1FFFF, None, (0, 131071)),
+        (-1024, 3071, -1, None, (-1024, 3071)),
+        # hundredths of a kelvin: 0 to 32767 would leave 31 levels
+        (27315, 31100, 0x7FFF, None, (27315, 31100)),
+        (7, 7, 7, None, (7, 8)),
+        (0.2, 0.9, None, None, (0, 1)),
+        (280.5, 310.25, None, None, (280.5, 310.25)),
+    ],
+)
+def test_the_range_is_that_of_the_bits_in_use(
+    low: float,
+    high: float,
+    bits: int | None,
+    limits: tuple[float, float] | None,
+    expected: tuple[float, float],
+) -> None:
+    assert choose_value_range(low, high, bits=bits, limits=limits) == expected
+
+
+def test_what_a_file_says_about_its_range_is_honoured(tmp_path: Path) -> None:
+    dark = (RAMP // 4).astype(np.uint16)
+    chunk = PngImagePlugin.PngInfo()
+    chunk.add(b"sBIT", bytes([12]))
+    assert measure_value_range(write(tmp_path / "png", dark, pnginfo=chunk)) == (0, 4095)
+    tags = ImageFileDirectory_v2()
+    tags[281] = 3000
+    options = {"suffix": "tif", "tiffinfo": tags}
+    assert measure_value_range(write(tmp_path / "tif", dark, **options)) == (0, 3000)
+    # 12 bits a sample, two samples in three bytes
+    packed = dark.reshape(-1, 2).astype(int)
+    content = np.stack(
+        [packed[:, 0] >> 4, (packed[:, 0] & 15) << 4 | packed[:, 1] >> 8, packed[:, 1] & 255], 1
+    )
+    for name in ("ant", "bee"):
+        path = tmp_path / "packed" / name / "0.tif"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(build_tiff(content.astype(np.uint8).tobytes(), dark.shape, bits=12))
+    dataset = open_dataset("folder", root=tmp_path / "packed").split("all")
+    assert measure_value_range(dataset) == (0, 4095)
+    image = dataset.image(0)
+    assert isinstance(image, DeepImage)
+    np.testing.assert_array_equal(image.values, dark)
+
+
+def build_tiff(
+    content: bytes, shape: tuple[int, int], *, bits: int, photometric: int = 1, kind: int = 1
+) -> bytes:
+    """Return a grey TIFF that Pillow doesn't write. `kind` is its SampleFormat."""
+    height, width = shape
+    tags = {
+        256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: height,
+        279: len(content), 339: kind,
+    }  # fmt: skip
+    header = struct.pack("<2sHI", b"II", 42, 8 + len(content))
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return header + content + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("values", "value_range"),
+    [
+        ((RAMP.astype(np.int16) - 1024), (-1024, 3071)),
+        ((RAMP.astype(np.int32) * 10), (0, 65534)),
+        ((RAMP.astype(np.uint32) * 2**20), (0, 4095 * 2**20)),
+        ((RAMP / 4095).astype(np.float32), (0, 1)),
+        ((RAMP / 4095 * 30 + 280).astype(np.float32), (280, 310)),
+    ],
+)
+def test_negative_long_and_floating_point_values(
+    tmp_path: Path, values: np.ndarray, value_range: tuple[float, float]
+) -> None:
+    kind = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
+    for name in ("ant", "bee"):
+        (tmp_path / name).mkdir()
+        content = build_tiff(
+            values.tobytes(), values.shape, bits=8 * values.dtype.itemsize, kind=kind
+        )
+        (tmp_path / name / "0.tif").write_bytes(content)
+    dataset = open_dataset("folder", root=tmp_path).split("all")
+    assert measure_value_range(dataset) == pytest.approx(value_range)
+    low, high = value_range
+    expected = np.rint((values.astype(np.float64) - low) / (high - low) * 255)
+    assert np.abs(scale(dataset).astype(int) - expected).max() <= 1
+
+
+def test_nan_is_black(tmp_path: Path) -> None:
+    values = (RAMP / 4095).astype(np.float32)
+    values[0, 5] = np.nan
+    values[0, 6] = np.inf
+    dataset = write(tmp_path, values, suffix="tif")
+    assert measure_value_range(dataset) == (0, 1)
+    assert scale(dataset)[0, 5:8].tolist() == [0, 255, 0]
+
+
+def test_white_is_zero(tmp_path: Path) -> None:
+    for name in ("ant", "bee"):
+        (tmp_path / name).mkdir()
+        content = build_tiff(RAMP.tobytes(), RAMP.shape, bits=16, photometric=0)
+        (tmp_path / name / "0.tif").write_bytes(content)
+    dataset = open_dataset("folder", root=tmp_path).split("all")
+    assert measure_value_range(dataset) == (0, 4095)
+    np.testing.assert_array_equal(scale(dataset), 255 - EIGHT_BITS)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_colours_of_sixteen_bits_keep_all_of_them(tmp_path: Path, suffix: str) -> None:
+    """Pillow decodes the high bytes; the low ones come from another door, its raw modes."""
+    colours = np.stack([RAMP, RAMP[::-1], RAMP.T], axis=-1)
+    for name in ("ant", "bee"):
+        (tmp_path / name).mkdir()
+        # compressed; OpenCV's order is blue, green, red
+        cv2.imwrite(str(tmp_path / name / f"0.{suffix}"), colours[..., ::-1])
+    dataset = open_dataset("folder", root=tmp_path).split("all")
+    image = dataset.image(0)
+    assert isinstance(image, DeepImage)
+    np.testing.assert_array_equal(image.values, colours)
+    np.testing.assert_array_equal(np.asarray(image), colours >> 8)
+    assert measure_value_range(dataset) == (0, 4095)
+    np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
+
+
+def test_a_deep_image_is_turned_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(RAMP).save(tmp_path / "turned.png", exif=exif)
+    image = read_image(tmp_path / "turned.png")
+    assert isinstance(image, DeepImage)
+    np.testing.assert_array_equal(image.values, np.rot90(RAMP, -1))
+
+
+def test_floats_without_a_range_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(RAMP.astype(np.float32)).save(tmp_path / "f.tif")
+    with pytest.raises(ValueError, match="floating-point pixels have no fixed range"):
+        Preprocess((64, 64)).to_uint8(read_image(tmp_path / "f.tif"))
+
+
+def test_arrays_from_python_have_a_range() -> None:
+    for values, value_range in (
+        (np.stack([RAMP] * 4), (0, 4095)),
+        (np.stack([RAMP] * 4) / 4095, (0, 1)),
+        (np.stack([np.stack([RAMP] * 3, axis=-1)] * 4).astype(np.int32) - 2000, (-2000, 2095)),
+    ):
+        dataset = read_map_style(list(zip(values, [0, 1, 0, 1], strict=True)), "train", None)
+        assert measure_value_range(dataset) == value_range
+        np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
+
+
+def test_decoded_images_of_a_range_have_their_own_place(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "images", RAMP)
+    cache = tmp_path / "cache"
+    plain = decode_dataset(dataset, size=(64, 64), cache_dir=cache, progress=False)
+    (folder,) = (path.name for path in cache.iterdir() if path.is_dir())
+    # the name that it always had
+    key = f"4 {dataset.cache_key()} (64, 64) bicubic"
+    assert folder.endswith(hashlib.sha256(key.encode()).hexdigest()[:16])
+    preprocess = Preprocess((64, 64), value_range=(0, 4095))
+    ranged = decode_dataset(
+        dataset, size=(64, 64), preprocess=preprocess, cache_dir=cache, progress=False
+    )
+    assert plain.pixels is not None
+    assert ranged.pixels is not None
+    np.testing.assert_array_equal(ranged.pixels[0, ..., 0], EIGHT_BITS)
+    assert plain.pixels.max() == 16
+    assert ranged.fingerprint != plain.fingerprint
+    # the images that the model saw are known by their pixels
+    hashed = decode_dataset(
+        dataset, size=None, preprocess=preprocess, cache_dir=cache, progress=False
+    )
+    np.testing.assert_array_equal(hashed.digests, ranged.digests)
+
+
+def test_preprocessing_without_a_range_is_written_as_before() -> None:
+    assert list(Preprocess((4, 4)).to_dict()) == [
+        "image_size", "crop_pct", "mean", "std", "interpolation",
+    ]  # fmt: skip
+    preprocess = Preprocess((4, 4), value_range=(-1.5, 2), resize_mode="pad")
+    assert Preprocess.from_dict(preprocess.to_dict()) == preprocess
+    with pytest.raises(ValueError, match=r"value_range \[3, 3\] must rise"):
+        Preprocess((4, 4), value_range=(3, 3))
+
+
+def test_few_grey_levels_are_counted(tmp_path: Path) -> None:
+    preprocess = Preprocess((64, 64))
+    dark = write(tmp_path / "dark", (RAMP // 257).astype(np.uint8))
+    assert survey_images(dark, count=2, preprocess=preprocess).num_levels == 16
+    # few levels that are far apart are a drawing
+    drawing = write(tmp_path / "drawing", (EIGHT_BITS > 99).astype(np.uint8) * 255)
+    assert survey_images(drawing, count=2, preprocess=preprocess).num_levels == 32
+    # one hot pixel takes the range
+    hot = RAMP.copy()
+    hot[0, 0] = 65535
+    deep = write(tmp_path / "deep", hot)
+    ranged = Preprocess((64, 64), value_range=measure_value_range(deep))
+    assert survey_images(deep, count=2, preprocess=ranged).num_levels == 18
+    full = Preprocess((64, 64), value_range=(0, 4095))
+    assert survey_images(deep, count=2, preprocess=full).num_levels == 32
+
+
+def test_the_program_of_an_export_scales_as_vit_does(tmp_path: Path) -> None:
+    program = (TEMPLATES / "predict.py").read_text().partition("session = ")[0]
+    predict: dict[str, Any] = {}
+    exec(program, predict)
+    Image.fromarray(RAMP).save(tmp_path / "grey.png")
+    cv2.imwrite(str(tmp_path / "colour.png"), np.stack([RAMP, RAMP.T, RAMP], axis=-1))
+    Image.fromarray(RAMP.astype(np.float32)).save(tmp_path / "float.tif")
+    Image.fromarray(EIGHT_BITS).save(tmp_path / "eight.png")
+    inverted = build_tiff(RAMP.tobytes(), RAMP.shape, bits=16, photometric=0)
+    (tmp_path / "inverted.tif").write_bytes(inverted)
+    preprocess = Preprocess((64, 64), value_range=(100, 3000))
+    for path in sorted(tmp_path.iterdir()):
+        theirs = predict["read_pixels"](path, [100, 3000])[0]
+        np.testing.assert_array_equal(theirs, preprocess.to_uint8(read_image(path)), str(path))

@@ -1,0 +1,138 @@
+"""DICOM files: stored values become those of the modality, within the window."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vit.data import dicom, images
+from vit.data.images import DeepImage, is_image_name, read_image
+from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess
+from vit.data.splits import SplitRule
+from vit.data.statistics import measure_value_range
+
+pydicom = pytest.importorskip("pydicom")
+
+STORED = np.arange(0, 4096, dtype=np.uint16).reshape(64, 64)
+
+
+def write(path: Path, stored: np.ndarray, **elements: Any) -> Path:
+    from pydicom.dataset import Dataset, FileMetaDataset
+    from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
+
+    dataset = Dataset()
+    dataset.file_meta = FileMetaDataset()
+    dataset.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    dataset.file_meta.MediaStorageSOPClassUID = CTImageStorage
+    dataset.SOPClassUID = CTImageStorage
+    dataset.SOPInstanceUID = dataset.file_meta.MediaStorageSOPInstanceUID = generate_uid()
+    is_colour = stored.ndim == 3
+    dataset.Rows, dataset.Columns = stored.shape[:2]
+    dataset.SamplesPerPixel = 3 if is_colour else 1
+    if is_colour:
+        dataset.PlanarConfiguration = 0
+    dataset.PhotometricInterpretation = "RGB" if is_colour else "MONOCHROME2"
+    dataset.BitsAllocated = 8 * stored.dtype.itemsize
+    dataset.BitsStored = 8 if is_colour else 12
+    dataset.PixelRepresentation = int(stored.dtype.kind == "i")
+    for name, value in elements.items():
+        setattr(dataset, name, value)
+    dataset.HighBit = dataset.BitsStored - 1
+    dataset.PixelData = stored.tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dataset.save_as(path, enforce_file_format=True)
+    return path
+
+
+def scale(path: Path, value_range: tuple[float, float]) -> np.ndarray:
+    pixels = Preprocess((64, 64), value_range=value_range).to_uint8(read_image(path))
+    return pixels[..., 0].astype(int)
+
+
+def test_slope_and_intercept_give_the_values_of_the_modality(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.dcm", STORED, RescaleSlope=2, RescaleIntercept=-1024)
+    image = read_image(path)
+    assert isinstance(image, DeepImage)
+    np.testing.assert_array_equal(image.values, 2 * STORED.astype(int) - 1024)
+    # of 12 stored bits
+    assert image.limits == (-1024, 2 * 4095 - 1024)
+    signed = write(tmp_path / "b.dcm", STORED.astype(np.int16) - 2000, BitsStored=16)
+    image = read_image(signed)
+    assert isinstance(image, DeepImage)
+    assert image.values.min() == -2000
+    assert image.limits is None
+
+
+def test_the_window_is_that_of_the_standard(tmp_path: Path) -> None:
+    """PS3.3 C.11.2.1.2: y = ((x - (c - 0.5)) / (w - 1) + 0.5) * 255, clipped."""
+    path = write(
+        tmp_path / "a" / "a.dcm",
+        STORED,
+        RescaleSlope=1,
+        RescaleIntercept=-1024,
+        WindowCenter=[40, 300],
+        WindowWidth=[400, 1500],
+    )
+    write(tmp_path / "b" / "b.dcm", STORED)
+    hounsfield = STORED.astype(float) - 1024
+    expected = np.clip(((hounsfield - 39.5) / 399 + 0.5) * 255, 0, 255)
+    image = read_image(path)
+    assert isinstance(image, DeepImage)
+    assert image.limits == (-160, 239)
+    assert np.abs(scale(path, (-160, 239)) - expected).max() <= 0.5 + 1e-9
+
+
+def test_monochrome1_is_white_at_zero(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.dcm", STORED, PhotometricInterpretation="MONOCHROME1")
+    plain = write(tmp_path / "b.dcm", STORED)
+    np.testing.assert_array_equal(scale(path, (0, 4095)), 255 - scale(plain, (0, 4095)))
+
+
+def test_colours_of_eight_bits(tmp_path: Path) -> None:
+    colours = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    image = read_image(write(tmp_path / "a.dcm", colours))
+    np.testing.assert_array_equal(np.asarray(image), colours)
+    assert not isinstance(image, DeepImage)
+
+
+def test_images_of_a_patient_stay_together(tmp_path: Path) -> None:
+    for number in range(40):
+        patient = {} if number == 39 else {"PatientID": f"P{number // 4}"}
+        folder = tmp_path / ("ant" if number % 4 < 2 else "bee")
+        write(folder / f"{number:02d}.dcm", STORED[:8, :8], **patient)
+    rule = SplitRule(validation_fraction=0.2, test_fraction=0.2)
+    splits = open_dataset("folder", root=tmp_path, rule=rule)
+    patients: dict[str, set[str]] = {}
+    for name in ("train", "validation", "test"):
+        dataset = splits.split(name)
+        assert dataset.groups is not None
+        for image_id in dataset.ids:
+            patients.setdefault(str(int(Path(image_id).stem) // 4), set()).add(name)
+    assert len(patients) == 10
+    # the image without a patient may be elsewhere
+    del patients["9"]
+    assert all(len(names) == 1 for names in patients.values())
+    assert any("groups stay whole" in text for text in splits.describe_splits())
+    assert measure_value_range(splits.split("train")) == (0, 4095)
+
+
+def test_without_the_package_the_way_to_read_them_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a" / "a.dcm", STORED)
+    for module in (dicom, images):
+        monkeypatch.setattr(module, "has_dicom", lambda: False)
+    assert not is_image_name("a.dcm")
+    with pytest.raises(ValueError, match=r"it is DICOM; pip install 'vit-pipeline\[dicom\]'"):
+        read_image(path)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.dcm", STORED)
+    content = path.read_bytes()
+    for length in (140, 400, len(content) - 100):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"a\.dcm can't be read as an image"):
+            read_image(path)

@@ -1,0 +1,146 @@
+"""The whole image: padded, stretched, or in an input of its own shape."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.test_images import smooth
+from vit.data.augment import Augmentation
+from vit.data.crop import CROP_ASPECTS, Crop
+from vit.data.open import open_dataset
+from vit.data.preprocess import Preprocess, ResizeMode
+from vit.data.random import StatelessRandom
+from vit.data.statistics import survey_images
+from vit.data.workers import TrainTransform
+from vit.explanation.render.overlay import place_map
+
+SIZES = [(64, 48), (48, 64), (300, 40), (40, 301), (33, 97), (20, 20), (40, 200)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", ["pad", "stretch"])
+def test_every_place_of_the_image_is_where_geometry_says(
+    size: tuple[int, int], mode: ResizeMode
+) -> None:
+    """A ramp along x and y tells for each input pixel which place of the original it shows."""
+    width, height = size
+    preprocess = Preprocess(
+        (32, 40), crop_pct=0.8, mean=(0.0, 0.0, 1.0), interpolation="bilinear", resize_mode=mode
+    )
+    left, top, right, bottom = preprocess.geometry(size).box
+    x_ramp = np.broadcast_to((np.arange(width) + 0.5) / width * 255, (height, width))
+    y_ramp = np.broadcast_to(((np.arange(height) + 0.5) / height * 255)[:, None], (height, width))
+    picture = np.stack([x_ramp, y_ramp, 0 * x_ramp], -1).round().astype(np.uint8)
+    got = preprocess.to_uint8(Image.fromarray(picture)).astype(float)
+    assert got.shape == (32, 40, 3)
+    x_claimed = left + (np.arange(40) + 0.5) * (right - left) / 40
+    y_claimed = top + (np.arange(32) + 0.5) * (bottom - top) / 32
+    is_inside = ((y_claimed > 0) & (y_claimed < height))[:, None] & (
+        (x_claimed > 0) & (x_claimed < width)
+    )
+    # the border has the mean colour, which is 0 to the model
+    np.testing.assert_array_equal(got[..., 2] == 255, ~is_inside)
+    # the whole image is seen
+    assert left <= 1e-9
+    assert top <= 1e-9
+    assert right >= width - 1e-9
+    assert bottom >= height - 1e-9
+    rows, columns = np.nonzero(is_inside)
+    middle = got[rows[len(rows) // 2]]
+    shown = middle[is_inside[rows[len(rows) // 2]], 0] / 255 * width
+    claimed = x_claimed[is_inside[rows[len(rows) // 2]]]
+    inside = slice(2, -2)
+    np.testing.assert_allclose(shown[inside], claimed[inside], atol=0.006 * width + 0.02)
+    column = columns[len(columns) // 2]
+    shown = got[is_inside[:, column], column, 1] / 255 * height
+    claimed = y_claimed[is_inside[:, column]]
+    np.testing.assert_allclose(shown[inside], claimed[inside], atol=0.006 * height + 0.02)
+
+
+def test_padding_keeps_the_aspect_and_centres() -> None:
+    pixels = Preprocess((20, 20), mean=(0.0, 0.0, 0.0), resize_mode="pad").to_uint8(
+        Image.new("RGB", (100, 20), "white")
+    )
+    assert (pixels[8:12] == 255).all()
+    assert (pixels[:8] == 0).all()
+    assert (pixels[12:] == 0).all()
+
+
+def test_the_map_of_a_padded_image_lies_on_the_whole_photo() -> None:
+    """5:1 in a square of 10 × 10 patches: the photo has the fifth and the sixth row of them."""
+    preprocess = Preprocess((20, 20), resize_mode="pad")
+    values = np.zeros((10, 10), dtype=np.float32)
+    values[4, 0], values[5, 9], values[0] = 1, 2, 9
+    placed, coverage = place_map(
+        values, preprocess.geometry((100, 20)), size=(100, 20), smooth=False
+    )
+    assert coverage.all()
+    assert (placed[:10, :10] == 1).all()
+    assert (placed[10:, 90:] == 2).all()
+    assert placed.sum() == 100 * 1 + 100 * 2
+
+
+def test_random_crops_have_the_shape_of_the_input() -> None:
+    """Otherwise an input of 5:1 would show crops of 1:1 stretched five times."""
+    rng = StatelessRandom(0, 0, torch.arange(2000))
+    crop = Crop(scale=(0.1, 0.2))
+    boxes = crop.sample(rng, stored_size=(40, 200)).boxes
+    assert boxes is not None
+    left, top, right, bottom = boxes.unbind(1)
+    aspects = (right - left) / (bottom - top)
+    assert 5 * CROP_ASPECTS[0] * 0.9 < aspects.min()
+    assert aspects.max() < 5 * CROP_ASPECTS[1] * 1.1
+    # of a square one they are what they were
+    boxes = crop.sample(rng, stored_size=(40, 40)).boxes
+    assert boxes is not None
+    assert boxes[:3].tolist() == FIRST_BOXES
+
+
+FIRST_BOXES = [[19, 17, 35, 32], [4, 5, 19, 22], [5, 14, 19, 27]]
+
+
+@pytest.mark.parametrize("mode", ["crop", "pad", "stretch"])
+def test_workers_crop_from_the_whole_image(mode: ResizeMode) -> None:
+    """The ends of a long image come into random crops unless its centre is the input."""
+    pixels = np.zeros((20, 200, 3), dtype=np.uint8)
+    pixels[:, :20, 0], pixels[:, 180:, 1] = 255, 255
+    preprocess = Preprocess((20, 20), mean=(0.0, 0.0, 0.0), resize_mode=mode)
+    transform = TrainTransform(Crop(scale=(0.8, 1.0)), preprocess, None)
+    crops = [transform(Image.fromarray(pixels), seed=seed) for seed in range(8)]
+    sees_both = [bool(crop[..., 0].max() > 99 and crop[..., 1].max() > 99) for crop in crops]
+    assert any(sees_both) == (mode != "crop")
+    assert all(crop.shape == (20, 20, 3) for crop in crops)
+
+
+def test_augmentation_without_crops_takes_padded_pixels() -> None:
+    preprocess = Preprocess((20, 20), resize_mode="pad")
+    image = Image.fromarray(smooth(20, 100))
+    plain = TrainTransform(Crop(), preprocess, None)(image, seed=0)
+    np.testing.assert_array_equal(plain, preprocess.to_uint8(image))
+    shifted = TrainTransform(Crop(padding=2), preprocess, None)(image, seed=0)
+    np.testing.assert_array_equal(shifted, preprocess.to_uint8(image))
+    assert Augmentation().crop == Crop()
+
+
+def test_the_cut_is_that_of_the_typical_image(tmp_path: Path) -> None:
+    for name in ("ant", "bee"):
+        (tmp_path / name).mkdir()
+        for number, size in enumerate([(100, 20), (101, 20), (99, 20), (30, 30)]):
+            Image.new("RGB", size).save(tmp_path / name / f"{number}.png")
+    dataset = open_dataset("folder", root=tmp_path).split("all")
+    survey = survey_images(dataset, count=8)
+
+    def measure(preprocess: Preprocess) -> float:
+        return float(np.median(survey.measure_cuts(preprocess)))
+
+    assert survey.shorter_side == 20
+    assert survey.describe_aspect() == "5:1"
+    assert measure(Preprocess((32, 32))) == pytest.approx(0.8, abs=0.01)
+    assert measure(Preprocess((32, 160))) == pytest.approx(0, abs=0.02)
+    assert measure(Preprocess((32, 32), resize_mode="pad")) == 0
+    # crop_pct cuts as well
+    expected = 1 - 0.2 * 0.75**2
+    assert measure(Preprocess((24, 24), crop_pct=0.75)) == pytest.approx(expected, abs=0.01)

@@ -1,0 +1,207 @@
+"""A run on images of more than 8 bits, and on the whole of long ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+from sklearn.datasets import load_digits
+
+import vit
+from tests.conftest import Launcher
+from vit.bundle import load_bundle
+from vit.data.statistics import Survey
+from vit.training import automatic
+
+TINY: dict[str, Any] = {
+    "model": {"patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2},
+    "train": {"batch_size": 64, "epochs": 2, "device": "cpu", "precision": "float32"},
+}
+
+
+def write_digits(folder: Path, *, top: int, count: int = 20, more: int = 0) -> Path:
+    """Write digits of each class as files in which white is `top`; noise up to `more`."""
+    digits = load_digits()
+    random = np.random.default_rng(0)
+    for label in range(10):
+        (folder / str(label)).mkdir(parents=True)
+        for number, image in enumerate(digits.images[digits.target == label][:count]):
+            values = np.rint(image * top / 16) + random.integers(0, more + 1, image.shape)
+            values = np.clip(values, 0, top).astype(np.uint8 if top < 256 else np.uint16)
+            Image.fromarray(values).save(folder / str(label) / f"{number:03d}.png")
+    return folder
+
+
+def train(folder: Path, output: Path, **data: Any) -> Path:
+    data = {"name": "folder", "root": str(folder), "image_size": 8} | data
+    vit.train(TINY | {"data": data}, output=output)
+    return output
+
+
+def test_a_copy_of_twelve_bits_trains_to_the_same_weights(tmp_path: Path) -> None:
+    runs = [
+        train(write_digits(tmp_path / str(top), top=top), tmp_path / f"run{top}")
+        for top in (255, 4095)
+    ]
+    eight, twelve = (load_file(run / "model.safetensors") for run in runs)
+    assert eight.keys() == twelve.keys()
+    for name, values in eight.items():
+        np.testing.assert_array_equal(twelve[name], values, err_msg=name)
+    bundles = [load_bundle(run) for run in runs]
+    assert bundles[0].preprocess.value_range is None
+    assert bundles[1].preprocess.value_range == (0, 4095)
+    assert bundles[0].data["splits"] == bundles[1].data["splits"]
+
+    # a file of 12 bits predicts the same, wherever it is read
+    names = [f"{label}/{number:03d}.png" for label in (3, 8) for number in range(5)]
+    answers = [
+        [
+            prediction.classes
+            for prediction in vit.predict(
+                bundle, [tmp_path / top / name for name in names], precision="float32"
+            ).predictions
+        ]
+        for bundle, top in zip(bundles, ("255", "4095"), strict=True)
+    ]
+    assert answers[0] == answers[1]
+    # also as an array
+    values = np.asarray(Image.open(tmp_path / "4095" / names[0]))
+    (prediction,) = vit.predict(bundles[1], values, precision="float32").predictions
+    for (_, _, theirs), (_, _, expected) in zip(prediction.classes, answers[1][0], strict=True):
+        assert theirs == pytest.approx(expected, abs=1e-6)
+    # another folder than the training's, of which no image reaches the range
+    dark = write_digits(tmp_path / "dark", top=1000, count=3)
+    (prediction, *_) = vit.predict(bundles[1], dark, precision="float32").predictions
+    assert prediction.error is None
+    assert vit.evaluate(bundles[1], data=dark).evaluation.num_images == 30
+
+
+def test_the_plan_says_the_range_and_warns_of_few_levels(cli: Launcher, tmp_path: Path) -> None:
+    folder = write_digits(tmp_path / "hot", top=4095, count=12)
+    # the range is that of the training images, whichever these are
+    for path in (folder / "0").iterdir():
+        values = np.asarray(Image.open(path)).copy()
+        values[0, 0] = 65535
+        Image.fromarray(values).save(path)
+    arguments = ["train", "folder/small", f"data.root={folder}", "--dry-run"]
+    small = ["data.image_size=8", "model.patch_size=2", "model.stem=patch", "train.device=cpu"]
+    text = " ".join(cli.succeed(*arguments, *small, "-o", tmp_path / "a").text.split())
+    assert "0 to 65535 become black to white (data.value_range)" in text
+    assert "the images use 18 of 256 grey levels, since 0 to 65535 become black to white" in text
+    text = cli.succeed(*arguments, *small, "data.value_range=[0, 4095]", "-o", tmp_path / "b").text
+    assert "0 to 4095 become black to white" in text
+    message = cli.fail(*arguments, *small, "data.value_range=[9, 3]", "-o", tmp_path / "c")
+    assert "data.value_range" in message
+    assert "[9.0, 3.0] must rise" in message
+
+
+def write_long(folder: Path, count: int, seed: int = 0) -> Path:
+    """Write pictures of 5:1 whose class is the shape at one end."""
+    random = np.random.default_rng(seed)
+    for name in ("disc", "cross"):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = random.normal(120, 12, (60, 300)).clip(0, 255)
+            y, x = np.mgrid[:60, :300]
+            centre = 30 if random.random() < 0.5 else 270
+            x, y = x - centre - random.integers(-6, 7), y - 30 - random.integers(-6, 7)
+            radius = random.integers(14, 20)
+            if name == "disc":
+                shape = np.hypot(x, y) < radius
+            else:
+                shape = (np.minimum(abs(x), abs(y)) < 5) & (np.maximum(abs(x), abs(y)) < radius)
+            pixels[shape] = random.integers(180, 240)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number:03d}.png")
+    return folder
+
+
+def test_the_plan_says_how_much_is_cut(cli: Launcher, tmp_path: Path) -> None:
+    folder = write_long(tmp_path / "long", 12)
+    arguments = ["train", "folder/small", f"data.root={folder}", "--dry-run", "train.device=cpu"]
+    warned = " ".join(cli.succeed(*arguments, "-o", tmp_path / "a").text.split())
+    assert "the centre crop leaves out 80% of the typical image, of 5:1" in warned
+    for number, change in enumerate(("data.resize_mode=pad", "data.image_size=[32, 160]")):
+        text = cli.succeed(*arguments, change, "-o", tmp_path / str(number)).text
+        assert "leaves out" not in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([(400, 300)], (1.0, False)),
+        ([(500, 100)] * 4 + [(100, 100)], (5.0, False)),
+        ([(100, 300)] * 3, (1 / 3, False)),
+        # portraits and landscapes
+        ([(600, 200), (200, 600)], (1.0, True)),
+    ],
+)
+def test_the_shape_is_that_of_the_images(
+    sizes: list[tuple[int, int]], expected: tuple[float, bool]
+) -> None:
+    aspect, pads = automatic._choose_shape(Survey(np.array(sizes), 32))
+    assert pads == expected[1]
+    assert aspect == pytest.approx(expected[0])
+
+
+def test_without_a_recipe_long_images_get_an_input_of_their_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "measure_training_rate", lambda *_, **__: 150.0)
+    folder = write_long(tmp_path / "long", 12)
+    config, reasons, _ = automatic.choose_config(folder)
+    # as many patches as of 64 × 64
+    assert (config.data.image_size, config.model.patch_size) == ((32, 144), 8)
+    assert "a square would leave out more than a quarter" in reasons["image size"]
+    config, reasons, _ = automatic.choose_config(folder, ["data.resize_mode=pad"])
+    assert (config.data.image_size, config.data.resize_mode) == (64, "pad")
+    # some are upright
+    for number, path in enumerate(sorted(folder.rglob("*.png"))):
+        if number % 2:
+            Image.open(path).rotate(90, expand=True).save(path)
+    config, reasons, _ = automatic.choose_config(folder)
+    assert (config.data.image_size, config.data.resize_mode) == (64, "pad")
+    assert "resize_mode=pad" in reasons["image size"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mode", ["pad", "stretch"])
+def test_exports_show_the_model_what_vit_does(tmp_path: Path, mode: str) -> None:
+    """12 bits of long images, through onnxruntime and transformers."""
+    folder = write_digits(tmp_path / "twelve", top=4095, more=200)
+    for path in sorted(folder.rglob("*.png")):
+        values = np.asarray(Image.open(path))
+        Image.fromarray(np.concatenate([values, values[:, ::-1], values], axis=1)).save(path)
+    run = train(folder, tmp_path / "run", resize_mode=mode)
+    photos = [str(path) for path in sorted(folder.rglob("*.png"))[::9]]
+    expected = {
+        prediction.path: {name: probability for _, name, probability in prediction.classes}
+        for prediction in vit.predict(run, photos, precision="float32").predictions
+    }
+
+    vit.export_model(run, output=tmp_path / "onnx")
+    command = [sys.executable, tmp_path / "onnx" / "predict.py", *photos]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    finished = subprocess.run(command, capture_output=True, env=environment, check=True, cwd="/")
+    for line in finished.stdout.splitlines():
+        answer = json.loads(line)
+        theirs = {row["name"]: row["probability"] for row in answer["predictions"]}
+        assert theirs == pytest.approx(expected[answer["path"]], abs=1e-5)
+
+    from transformers import pipeline
+
+    vit.export_model(run, output=tmp_path / "hf", to="huggingface")
+    classify = pipeline("image-classification", model=str(tmp_path / "hf"), trust_remote_code=True)
+    for path in photos:
+        answers = {row["label"]: row["score"] for row in classify(path)}
+        assert answers == pytest.approx(expected[path], abs=1e-5)
+
+    vit.export_model(run, output=tmp_path / "timm", to="timm")
+    written = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]
+    crop_mode = {"pad": "border", "stretch": "squash"}[mode]
+    assert (written["crop_mode"], written["crop_pct"]) == (crop_mode, 1.0)
