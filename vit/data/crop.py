@@ -49,7 +49,7 @@ class Crop:
         """Sample the crops of images whose height and width are `stored_size`."""
         boxes = None
         if self.scale is not None:
-            # of a square input; one of another shape gets crops of its shape
+            # an input that isn't square gets crops of its shape
             shape = stored_size[1] / stored_size[0]
             aspect = (CROP_ASPECTS[0] * shape, CROP_ASPECTS[1] * shape)
             boxes = sample_boxes(rng, "crop", stored_size, scale=self.scale, aspect=aspect).float()

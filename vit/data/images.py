@@ -280,7 +280,7 @@ def _read_deep(image: Image.Image) -> DeepImage | None:
         return None
     limits = _read_limits(image)
     values, is_inverted = read_values(image)
-    # of 16-bit colours Pillow has decoded the high bytes
+    # Pillow has decoded the high bytes of 16-bit colours
     preview = ImageOps.exif_transpose(image) if image.mode == "RGB" else None
     return DeepImage(values, limits=limits, is_inverted=is_inverted, preview=preview)
 

@@ -40,7 +40,7 @@ MAX_RATIO = 5
 
 @dataclass(frozen=True)
 class Survey:
-    """What a sample of the images looks like.
+    """Sizes and grey levels of a sample of the images.
 
     Attributes:
         sizes: Width and height of each image, int64 [n, 2].
