@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vit
+from tests.conftest import TINY_RUN
 from vit.data.class_names import sort_class_names
 from vit.data.dataset import LabelRule
 from vit.data.open import open_dataset, open_for_model
@@ -190,7 +192,10 @@ ROWS = "".join(f"{path},{label}\n" for path, label in TRUTH.items())
 @pytest.mark.parametrize(
     ("content", "sentences"),
     [
-        ("name,animal,site\n" + ROWS.replace("\n", ",1\n"), ("--label-column NAME", "'animal'")),
+        (
+            "name,animal,site\n" + ROWS.replace("\n", ",1\n"),
+            ("(--label-column NAME), or call it label", "'animal'"),
+        ),
         ("a,b\n1,x\n2,x\n3,y\n4,y\n", ("no column is known to name the images", "--path-column")),
         (
             "path,class,species\n" + ROWS.replace("\n", ",x\n").replace("Luchs,x", "Luchs,y"),
@@ -232,6 +237,18 @@ ROWS = "".join(f"{path},{label}\n" for path, label in TRUTH.items())
         (
             "path,a,b\nimages/000.png,1,0\nimages/001.png,1,1\nimages/002.png,0,0\n",
             ("line 3: a and b are 1, line 4: no class is 1", "an image has one class"),
+        ),
+        (
+            "path,cat,target\nimages/000.png,1,0\nimages/001.png,0,1\nimages/002.png,0,1\n",
+            ("'cat', 'target' may be one column for each class, or 'target' all",),
+        ),
+        (
+            "path,label,label\nimages/000.png,x,y\nimages/001.png,y,x\nimages/002.png,y,y\n",
+            ("several columns are called 'label'; rename the others",),
+        ),
+        (
+            "path,label\nimages/000.png,Füchse\n".encode() + b"images/001.png,F\xfcchse\n",
+            ("is UTF-8 with lines of another encoding, or damaged; save it as UTF-8",),
         ),
         (b"PK\x03\x04rest of an archive", ("is a workbook or an archive; save its sheet as",)),
         (b"path,label\n\0\0\0\0", ("is not a text",)),
@@ -379,6 +396,28 @@ def test_an_image_that_is_listed_again_counts_once(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"line 6: a/1\.png .* \(test here, train there\); keep"):
         read(table)
+
+
+def test_a_damaged_table_is_refused_in_one_sentence(photos: Path) -> None:
+    random = np.random.default_rng(0)
+    errors: list[str] = []
+    table = photos / "t.csv"
+    for number in range(200):
+        content = bytearray(STYLES[number % len(STYLES)].content)
+        for _ in range(random.integers(1, 4)):
+            place = int(random.integers(len(content)))
+            content[place : place + int(random.integers(3))] = random.bytes(random.integers(3))
+        table.write_bytes(content)
+        try:
+            labels = read(table)
+        except (ValueError, OSError) as error:
+            errors.append(str(error))
+        else:
+            # a byte of a label may be another one, but no image gets the label of another
+            assert sum(TRUTH[path] not in labels[path] for path in labels) <= 3
+    table.unlink()
+    assert 20 < len(errors) < 180
+    assert not any("\n" in error for error in errors)
 
 
 # ---- folders with a table
@@ -647,6 +686,21 @@ def test_whole_numbers_are_ordered_as_numbers(tmp_path: Path) -> None:
     pixels = np.zeros((24, 4, 4, 3), dtype=np.uint8)
     splits = find_python_objects((pixels, [str(n % 12) for n in range(24)]), None)
     assert splits.load("train").class_names == numbers
+
+
+def test_a_run_with_classes_in_another_order_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(tmp_path, *grid(*(f"photos/{number}" for number in range(11))))
+    overrides = [*TINY_RUN, f"data.root={tmp_path / 'photos'}", "data.name=folder"]
+    overrides += ["train.max_steps=1", "train.batch_size=8"]
+    options = {"output": tmp_path / "run", "overrides": overrides}
+    with monkeypatch.context() as former:
+        former.setattr("vit.data.sources.folders.sort_class_names", lambda names: sorted(names))
+        run = vit.train("digits", **options)
+    assert run.bundle.class_names[:3] == ("0", "1", "10")
+    with pytest.raises(ValueError, match="another run: the training images are others"):
+        vit.train("digits", **options, resume=True)
 
 
 def test_a_name_that_looks_like_an_index_is_told_apart() -> None:

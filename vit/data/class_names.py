@@ -5,6 +5,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,15 @@ def read_words(path: Path) -> dict[str, str]:
     return words
 
 
+@cache
+def _load_wordnet() -> Any:
+    """Load timm's table of WordNet ids and their words, once."""
+    # takes seconds to import
+    from timm.data import ImageNetInfo
+
+    return ImageNetInfo()
+
+
 def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     """Find the names in words of classes that are WordNet ids: "chain saw" for n03000684.
 
@@ -150,10 +160,7 @@ def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     """
     if not all(re.fullmatch(r"n\d{8}", name) for name in class_names):
         return {}
-    # takes seconds to import
-    from timm.data import ImageNetInfo
-
-    table = ImageNetInfo()
+    table = _load_wordnet()
     words = {name: name for name in class_names}
     for name in class_names:
         with suppress(KeyError):

@@ -127,13 +127,12 @@ def open_for_model(
         if data is not None and HIDDEN in str(trained_on.get("root")):
             root = root or data
         rule_keys = trained_on.keys() & {field.name for field in fields(SplitRule)}
-        label_keys = trained_on.keys() & set(LabelRule._fields)
         splits = open_named(
             trained_on["name"],
             root=root or trained_on.get("root"),
             classes=trained_on.get("classes"),
             rule=SplitRule(**{key: trained_on[key] for key in rule_keys}),
-            labels=LabelRule(**{key: trained_on[key] for key in label_keys}),
+            labels=read_label_rule(trained_on),
         )
         corrections = read_corrections(_as_path(trained_on.get("corrections")))
         return replace(splits, corrections=corrections)
@@ -151,13 +150,17 @@ def open_for_model(
     labels = LabelRule()
     place = Path(str(data)).expanduser()
     if kind == "folder" and is_table(place):
-        columns = ("path_column", "label_column")
-        labels = LabelRule(**{key: trained_on.get(key) for key in columns})
+        labels = read_label_rule(trained_on)._replace(label_by=None)
     elif kind == "folder" and is_flat(place):
-        labels = LabelRule(label_by=trained_on.get("label_by"))
+        labels = LabelRule(read_label_rule(trained_on).label_by)
     splits = open_named(kind, root=data, labels=labels)
     default_split = "test" if "test" in splits.source.origins else "all"
     return replace(splits, default_split=default_split)
+
+
+def read_label_rule(trained_on: Mapping[str, Any]) -> LabelRule:
+    """Return how the classes of a model's training images were found."""
+    return LabelRule(*(trained_on.get(key) for key in LabelRule._fields))
 
 
 def open_passed(

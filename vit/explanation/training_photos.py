@@ -8,7 +8,7 @@ from functools import cached_property
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset, printable
-from vit.data.open import open_dataset
+from vit.data.open import open_dataset, read_label_rule
 from vit.data.sources.registry import is_here
 from vit.data.splits import DatasetSplits
 from vit.explanation.render.page import encode_photo
@@ -125,7 +125,11 @@ class TrainingPhotos:
             if is_here(trained_on.get("name"), trained_on.get("root")):
                 # splits, class names and corrections don't matter, because the model file names the
                 # training images; the files of the latter aren't opened
-                return open_dataset(trained_on["name"], root=trained_on.get("root")).split("all")
+                return open_dataset(
+                    trained_on["name"],
+                    root=trained_on.get("root"),
+                    labels=read_label_rule(trained_on),
+                ).split("all")
         return None
 
     @cached_property

@@ -106,7 +106,9 @@ def check_root(root: Path | str) -> Path:
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"data.root {folder} is not a folder; check the path")
-    return folder
+    # ImageNet as Kaggle packs it
+    inner = folder / "ILSVRC" / "Data" / "CLS-LOC"
+    return inner if inner.is_dir() else folder
 
 
 def find_class_folders(
@@ -142,8 +144,9 @@ def find_class_folders(
     # data.classes may name them in words, too
     words = find_wordnet_names(all_classes) if classes and aliases is None else aliases
     class_folders = choose_classes(all_classes, classes, aliases=words)
-    hint = _suggest_folder(first) or suggest_names(first)
-    check_classes(class_folders, origin=f"{first}/<class>/<image>{hint}")
+    if len(class_folders) < 2 and (names := suggest_names(first)):
+        raise ValueError(f"{first} holds images in no folder of a class{names}")
+    check_classes(class_folders, origin=f"{first}/<class>/<image>{_suggest_folder(first)}")
     for folder in folders.values():
         unknown = set(list_classes(folder)) - set(all_classes)
         if unknown:

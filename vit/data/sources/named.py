@@ -166,8 +166,11 @@ def find_imagenet(request: Request) -> SourceSplits:
         raise ValueError(f"data.root {folder} has no train/ folder; {hint}")
 
     words = {}
-    mapping = folder / "LOC_synset_mapping.txt"
-    if mapping.is_file():
+    # beside the folders, or above Kaggle's ILSVRC/Data/CLS-LOC
+    places = (folder, *folder.absolute().parents[:3])
+    mappings = [place / "LOC_synset_mapping.txt" for place in places]
+    mapping = next((path for path in mappings if path.is_file()), None)
+    if mapping is not None:
         words = read_words(mapping)
     elif len(wnids := list_classes(splits["train"])) == 1000:
         # takes seconds to import

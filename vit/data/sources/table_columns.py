@@ -118,7 +118,9 @@ def _ask(table: Table, text: str, option: str) -> str:
     if not table.columns:
         return f"{table.path}: {text}; add a first line such as path,label"
     columns = shorten(", ".join(repr(column) for column in table.columns), 600)
-    return f"{table.path}: {text}; its columns are {columns}; name the right one: {option} NAME"
+    name = option.removeprefix("--").removesuffix("-column")
+    hint = f"name the right one ({option} NAME), or call it {name}"
+    return f"{table.path}: {text}; its columns are {columns}; {hint}"
 
 
 def _find_named(table: Table, names: Sequence[str], column: str, option: str) -> int:
@@ -189,6 +191,16 @@ def _choose_label(
             return None
         known = filled
     (label, *rest) = known
+    if [names[place] for place in known].count(names[label]) > 1:
+        text = f"several columns are called {table.columns[label]!r}"
+        raise ValueError(f"{table.path}: {text}; rename the others")
+    flags = _find_one_hot(table, others)
+    if label in flags and all(
+        sum(is_true(fields[place]) for place in flags) == 1 for _, fields in table.rows
+    ):
+        columns = shorten(", ".join(repr(table.columns[place]) for place in flags))
+        text = f"{columns} may be one column for each class, or {table.columns[label]!r} all"
+        raise ValueError(f"{table.path}: {text} classes; name it (--label-column) or rename it")
     different = [place for place in rest if not _are_equivalent(table, label, place)]
     # "label" is never something else; "class" may be one of biology
     if different and names[label] != "label":

@@ -31,7 +31,6 @@ class FileFinder:
         self.table = table
         self.folder = table.parent
         self.guesses: Counter[str] = Counter()
-        self._stem = _simplify(table.stem)
         # folders before the paths, which aren't here
         self._prefix = ""
 
@@ -110,7 +109,7 @@ class FileFinder:
     @cached_property
     def _own_folder(self) -> str | None:
         """Folder of images beside the table that has its name, such as train/ for train.csv."""
-        stems = {self._stem, *(self._stem.removesuffix(ending) for ending in _STEM_ENDINGS)}
+        stems = _list_stems(self.table)
         all_files = (file for files in self._files.values() for file in files)
         folders = {_simplify(file.partition("/")[0]) for file in all_files if "/" in file}
         return min(stems & folders, default=None)
@@ -137,6 +136,17 @@ class FileFinder:
             self.guesses[f"found in {folder.partition('/')[0]}/"] += 1
         elif has_suffix:
             self.guesses["found with other letters"] += 1
+
+
+def find_table_split(table: Path) -> str | None:
+    """Find the split that a table's name says, such as that of train_labels.csv."""
+    return next((SPLIT_OF[stem] for stem in _list_stems(table) if stem in SPLIT_OF), None)
+
+
+def _list_stems(table: Path) -> set[str]:
+    """List the names that the images of a table may have: train for train_labels.csv."""
+    stem = _simplify(table.stem)
+    return {stem, *(stem.removesuffix(ending) for ending in _STEM_ENDINGS)}
 
 
 def _simplify(path: str) -> str:

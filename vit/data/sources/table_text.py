@@ -125,6 +125,10 @@ def _decode(path: Path) -> tuple[str, list[str]]:
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError:
+        # in another encoding, hardly any characters look like those of UTF-8
+        if any(ord(character) > 127 for character in content.decode("utf-8", "ignore")):
+            text = f"{path} is UTF-8 with lines of another encoding, or damaged"
+            raise ValueError(f"{text}; save it as UTF-8") from None
         # Western programs of Windows; a few bytes have no character there
         encoding = "cp1252"
         try:

@@ -26,7 +26,7 @@ from vit.data.sources.table_columns import (
     is_true,
 )
 from vit.data.sources.table_labels import check_several, find_oddities, tidy_numbers
-from vit.data.sources.table_paths import FileFinder
+from vit.data.sources.table_paths import FileFinder, find_table_split
 from vit.data.sources.table_text import (
     TEXT_SUFFIXES,
     WORKBOOK_SUFFIXES,
@@ -105,11 +105,8 @@ def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
             reasons.append(str(error))
         else:
             found.append(path)
-    splits = [path for path in found if path.stem.lower() in SPLIT_OF]
-    has_train = any(SPLIT_OF[path.stem.lower()] == "train" for path in splits)
-    if len(found) > 1 and has_train and len(splits) == len(found):
-        return splits, reasons
-    if len(found) > 1:
+    splits = [find_table_split(path) for path in found]
+    if len(found) > 1 and not ("train" in splits and all(splits)):
         names = shorten(", ".join(path.name for path in found))
         raise ValueError(f"{root} holds several tables of images: {names}; name the right one")
     return found, reasons
@@ -297,7 +294,7 @@ class _Problems:
 def _find_table_split(path: Path, tables: Sequence[Path]) -> str | None:
     """Find the split of train.csv beside val.csv or test.csv."""
     is_one_of_several = len(tables) > 1 and path.name not in _METADATA
-    return SPLIT_OF.get(path.stem.lower()) if is_one_of_several else None
+    return find_table_split(path) if is_one_of_several else None
 
 
 def _read_split(value: Any, columns: Columns, table: Path, line: int, problems: _Problems) -> str:
