@@ -44,7 +44,7 @@ class FileFinder:
         "C:/photos/a.jpg" the first part, in C:/photos."""
         paths = [value.replace("\\", "/") for value in values]
         parents = [PurePosixPath(path).parts[:-1] for path in paths]
-        # what the first and the last in order share, all share
+        # all paths share the folders that the first and the last in order share
         pairs = zip(min(parents, default=()), max(parents, default=()), strict=False)
         common = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         self._prefix = ""
