@@ -139,7 +139,7 @@ def measure_false_positives(accuracy: float, draws: int) -> dict[int, dict[str, 
                 if seeds == (1, 1):
                     p_value = compute_mcnemar(int((a > b).sum()), int((b > a).sum()))
                 else:
-                    p_value, _ = compare_seeds(a, b)
+                    p_value, _, _ = compare_seeds(a, b)
                 num_significant[name_seeds(seeds)] += p_value < SIGNIFICANCE
         rates[count] = {name: number / draws for name, number in num_significant.items()}
     return rates

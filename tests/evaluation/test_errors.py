@@ -3,7 +3,7 @@
 import numpy as np
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.examples import choose_examples, find_label_errors
+from vit.evaluation.examples import choose_examples, find_known, find_label_errors
 from vit.evaluation.metrics import score_logits
 
 
@@ -62,3 +62,27 @@ def test_as_many_examples_as_asked_for(make_predictions: MakePredictions) -> Non
     ]
     assert len(examples.least_confident_correct) == len(examples.label_errors) == 7
     assert examples.num_label_errors == len(find_label_errors(logits, scores)) > 7
+
+
+def test_labels_are_not_judged_by_a_model_that_does_not_know_them() -> None:
+    """Two classes, 60 and 40 images, in groups of ten."""
+    labels = np.repeat([0, 1], [60, 40])
+    groups = [f"site{number // 10}" for number in range(100)]
+    correct = np.ones(100, dtype=bool)
+    assert find_known(correct, labels, groups).all()
+    # the third site is unknown; a planted error elsewhere is still found
+    correct[20:25] = False
+    correct[71] = False
+    is_known = find_known(correct, labels, groups)
+    assert np.flatnonzero(~is_known).tolist() == list(range(20, 30))
+    # two errors are no unknown site, however few its images are
+    assert find_known(correct, labels, [*groups[:71], "a", "a", *groups[73:]])[71:73].all()
+    assert find_known(correct, labels, None).all()
+    # always the first class: right on 60 of 100
+    assert not find_known(labels == 0, labels, groups).any()
+    logits = np.tile(np.array([1.0, 0.9], np.float32), (100, 1))
+    logits[:, 1] += np.where(np.arange(100) % 7 == 0, 0.05, 0).astype(np.float32)
+    examples = choose_examples(
+        logits, score_logits(logits, labels), ids=groups, class_names=("a", "b"), count=9
+    )
+    assert (examples.label_errors, examples.num_label_errors) == ([], 0)

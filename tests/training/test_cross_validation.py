@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from vit.evaluation.intervals import compute_clustered_interval
+from vit.evaluation.clusters import compute_clustered_interval
 from vit.prediction.features import Features
 from vit.training.cross_validation import CrossValidation, cross_validate
 from vit.training.folds import assign_folds

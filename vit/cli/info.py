@@ -42,6 +42,7 @@ def _describe_machine() -> dict[str, object]:
 def _describe_model(source: str) -> dict[str, object]:
     # torch takes seconds to import, and `vit --help` does without
     from vit.bundle import load_bundle
+    from vit.prediction.conformal import describe_limits
 
     bundle = load_bundle(source)
     num_parameters = sum(parameter.numel() for parameter in bundle.model.parameters())
@@ -51,6 +52,8 @@ def _describe_model(source: str) -> dict[str, object]:
         "classes": shorten(", ".join(bundle.class_names)),
     }
     conformal = bundle.metadata.get("conformal") or {}
+    if set_limits := describe_limits(bundle.metadata):
+        shown["prediction sets"] = set_limits
     if bundle.likeness is not None:
         features = bundle.likeness.training_features
         names = "with" if conformal.get("training_images") else "without"

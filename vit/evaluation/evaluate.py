@@ -164,8 +164,8 @@ def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
     num_groups = len(set(images.dataset.groups or images.ids))
     if num_groups < len(images):
         notes.append(
-            f"these {len(images):,} images are of {num_groups:,} groups, such as copies: intervals"
-            " allow for that, except those of single classes and of the calibration error"
+            f"these {len(images):,} images are of {num_groups:,} groups, such as copies; intervals"
+            " allow for that"
         )
     return notes
 
@@ -237,7 +237,7 @@ def measure_model(
     evaluation = Evaluation(
         **compute_metrics(scores),
         intervals=compute_intervals(scores, dataset.groups),
-        per_class=compute_per_class(scores, bundle.class_names),
+        per_class=compute_per_class(scores, bundle.class_names, dataset.groups),
         reliability=compute_reliability(scores),
         calibration=measure_calibration(bundle, logits, images.labels),
         prediction_sets=measure_sets(bundle, logits, images.labels),
@@ -245,7 +245,12 @@ def measure_model(
         unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
         duplicates_of_training=find_overlap(bundle, images, is_correct=scores.correct),
         examples=choose_examples(
-            logits, scores, ids=images.ids, class_names=bundle.class_names, count=num_examples
+            logits,
+            scores,
+            ids=images.ids,
+            class_names=bundle.class_names,
+            groups=dataset.groups,
+            count=num_examples,
         ),
         corruptions=accuracies,
         mean_corruption_error=corruption_error,

@@ -5,8 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vit.evaluation.clusters import number_clusters
 from vit.evaluation.metrics import Scores
-from vit.prediction.probabilities import Float32s, Ints, chunk_rows, compute_log_probabilities
+from vit.prediction.probabilities import (
+    Bools,
+    Float32s,
+    Ints,
+    chunk_rows,
+    compute_log_probabilities,
+)
+
+# A group with so many errors, which are half of its images, is one that the model doesn't know.
+_MIN_UNKNOWN = 3
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ def choose_examples(
     *,
     ids: Sequence[str],
     class_names: Sequence[str],
+    groups: Sequence[str] | None = None,
     count: int,
 ) -> Examples:
     """Choose up to `count` images of each kind.
@@ -46,6 +57,7 @@ def choose_examples(
         scores: Scores of these images.
         ids: Names of these images.
         class_names: Names of the classes.
+        groups: Group of each image; None: each is its own.
         count: Largest number of each kind.
     """
 
@@ -64,6 +76,8 @@ def choose_examples(
     surest_first = np.argsort(-scores.confidence, kind="stable")
     unsurest_first = np.argsort(scores.confidence, kind="stable")
     label_errors = find_label_errors(logits, scores)
+    is_known = find_known(scores.correct, scores.labels, groups)
+    label_errors = label_errors[is_known[label_errors]]
     return Examples(
         most_confident_errors=describe(surest_first[~scores.correct[surest_first]][:count]),
         least_confident_correct=describe(unsurest_first[scores.correct[unsurest_first]][:count]),
@@ -94,3 +108,22 @@ def find_label_errors(logits: Float32s, scores: Scores) -> Ints:
         flags.append((reached.max(axis=1) > 0) & is_other_class)
     flagged = np.flatnonzero(np.concatenate(flags))
     return flagged[np.argsort(scores.label_probability[flagged], kind="stable")]
+
+
+def find_known(correct: Bools, labels: Ints, groups: Sequence[str] | None) -> Bools:
+    """Return the images whose labels a model can judge, [n].
+
+    A model that is no better than always predicting the most frequent class can judge none. Where
+    it is wrong on half of a group, it doesn't know this site, patient or animal.
+
+    Args:
+        correct: True for each image whose prediction is its label, [n].
+        labels: [n].
+        groups: Group of each image; None: each is its own.
+    """
+    if correct.sum() <= np.bincount(labels).max():
+        return np.zeros(len(labels), dtype=bool)
+    clusters = number_clusters(groups, len(labels))
+    num_errors = np.bincount(clusters, ~correct)
+    is_unknown = (num_errors >= _MIN_UNKNOWN) & (2 * num_errors >= np.bincount(clusters))
+    return ~is_unknown[clusters]

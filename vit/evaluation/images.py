@@ -50,6 +50,12 @@ class EvaluationSet:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def groups(self) -> tuple[str, ...] | None:
+        """Group of each image, as text that any file can hold; None if each is its own."""
+        groups = self.dataset.groups
+        return None if groups is None else tuple(map(printable, groups))
+
     def read(self, start: int, stop: int) -> Pixels:
         """Return images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
         return read_dataset(self.dataset, self.preprocess, start, stop)

@@ -8,13 +8,17 @@ true value.
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import betaincinv, gammaincinv, stdtrit
+from scipy.special import gammaincinv
 
+from vit.evaluation.clusters import (
+    TAIL,
+    compute_clustered_interval,
+    compute_design_effect,
+    number_clusters,
+)
 from vit.evaluation.metrics import NUM_BINS, Scores, compute_metrics, find_bins
-from vit.prediction.probabilities import Bools, Floats, Ints
+from vit.prediction.probabilities import Ints
 
-# probability that the true value lies below a 95 % interval, and that it lies above
-_TAIL = 0.025
 # bisection steps, from a range of a few times the calibration error
 _ECE_STEPS = 24
 
@@ -33,20 +37,17 @@ def compute_intervals(
     Args:
         scores: Scores of the test images.
         groups: Group of each image. Images of one group, such as a burst, are not independent, and
-            all intervals except that of the calibration error are wider for it. None: each image is
-            independent.
+            all intervals are wider for it. None: each image is independent.
 
     Returns:
         Lower and upper end by the name of the metric.
     """
     metrics = compute_metrics(scores)
-    intervals = {"ece": _bound_ece(scores)}
-    clusters = np.arange(len(scores))
-    if groups is not None:
-        clusters = np.unique(np.array(groups), return_inverse=True)[1]
+    count = len(scores)
+    clusters = number_clusters(groups, count)
+    intervals = {"ece": _bound_ece(scores, clusters)}
     # contribution of one more group, in units of one more image
-    group_size = len(scores) / len(np.unique(clusters))
-
+    group_size = _compute_group_size(clusters)
     for name, rank in (("top1", 1), ("top5", 5)):
         intervals[name] = compute_clustered_interval(scores.rank < rank, clusters)
 
@@ -58,10 +59,13 @@ def compute_intervals(
         ("brier", scores.brier, 2 * scores.confidence**2),
     ):
         typical = float(np.average(error_losses, weights=error_probability))
+        deviations = losses - losses.mean()
+        # the unbiased variance of the mean
+        variance = count / max(count - 1, 1) * float((deviations**2).sum()) / count**2
         intervals[name] = _bound_sum(
             metrics[name],
-            variance=_compute_variance(losses - losses.mean(), clusters),
-            step=group_size * max(float(losses.max()), typical) / len(losses),
+            variance=variance * compute_design_effect(deviations, clusters, scores.correct),
+            step=group_size * max(float(losses.max()), typical) / count,
         )
 
     for name, columns in (
@@ -82,51 +86,6 @@ def compute_intervals(
     }
 
 
-def compute_clustered_interval(correct: Bools, clusters: Ints) -> tuple[float, float]:
-    """Compute the 95 % interval of an accuracy whose images come in clusters, 0 to 1.
-
-    It is Clopper and Pearson's interval for the number of independent images that would give the
-    accuracy the same variance (Korn and Graybill 1998, "Confidence intervals for proportions with
-    small expected number of positive counts estimated from survey data").
-
-    Args:
-        correct: True for each image that is predicted correctly, [n].
-        clusters: Number of each image's cluster, [n].
-    """
-    count = len(correct)
-    accuracy = float(correct.mean())
-    sizes = np.bincount(clusters)
-    sizes = sizes[sizes > 0]
-    num_clusters = len(sizes)
-    if num_clusters == 1 < count:
-        return 0.0, 1.0
-    variance = _compute_variance(correct.astype(np.float64) - accuracy, clusters)
-    # if all images are correct, or none, a cluster counts as one image
-    effective = float(num_clusters)
-    if num_clusters < count and variance > 0:
-        effective = min(accuracy * (1 - accuracy) / variance, count)
-    # the variance of a few clusters is uncertain
-    if num_clusters < count:
-        ratio = stdtrit(count - 1, 1 - _TAIL) / stdtrit(num_clusters - 1, 1 - _TAIL)
-        effective *= float(ratio) ** 2
-    hits = accuracy * effective
-    low, high = 0.0, 1.0
-    if hits > 0:
-        low = float(betaincinv(hits, effective - hits + 1, _TAIL))
-    if hits < effective:
-        high = float(betaincinv(hits + 1, effective - hits, 1 - _TAIL))
-    return low, high
-
-
-def _compute_variance(deviations: Floats, clusters: Ints) -> float:
-    """Compute the variance of a mean over images that come in clusters, from the deviations of the
-    images: the variance of the ratio of the clusters' sums."""
-    num_clusters = len(np.unique(clusters))
-    sums = np.bincount(clusters, deviations)
-    factor = num_clusters / max(num_clusters - 1, 1)
-    return float(factor * (sums**2).sum() / len(deviations) ** 2)
-
-
 def _bound_sum(total: float, *, variance: float, step: float) -> tuple[float, float]:
     """Compute the gamma interval of a sum over images (Fay & Feuer 1997, equations 3 and 4).
 
@@ -137,10 +96,10 @@ def _bound_sum(total: float, *, variance: float, step: float) -> tuple[float, fl
     """
     low = 0.0
     if total > 0 and variance > 0:
-        low = float(gammaincinv(total**2 / variance, _TAIL)) * variance / total
+        low = float(gammaincinv(total**2 / variance, TAIL)) * variance / total
     mean = total + step
     spread = variance + step**2
-    return low, float(gammaincinv(mean**2 / spread, 1 - _TAIL)) * spread / mean
+    return low, float(gammaincinv(mean**2 / spread, 1 - TAIL)) * spread / mean
 
 
 def _bound_macro_error(
@@ -156,44 +115,58 @@ def _bound_macro_error(
         scores: Scores of the images.
         error: 1 minus the macro average.
         columns: Classes by which the images are counted, [n] each.
-        clusters: Number of each image's cluster, [n].
+        clusters: Number of each image's group, [n].
     """
     num_classes = scores.num_classes
     occurs = np.bincount(scores.labels, minlength=num_classes) > 0
-    occurs |= np.bincount(scores.predicted, minlength=num_classes) > 0
     counts = np.bincount(np.concatenate(columns), minlength=num_classes)
-    # contribution of each image to the macro error if it is wrong, [n]
-    weights = np.sum([1 / counts[column] for column in columns], axis=0) / occurs.sum()
+    # contribution of each image to the macro error if it is wrong, [n]; 0 for a class without
+    # images, which is not in the average
+    shares = occurs / np.maximum(counts, 1)
+    weights = np.sum([shares[column] for column in columns], axis=0) / occurs.sum()
 
     wrong = ~scores.correct
-    deviations = np.bincount(clusters, weights * (wrong - wrong.mean()))
+    deviations = weights * (wrong - wrong.mean())
     variance = float((deviations**2).sum())
-    # a class without labels or predictions counts as 0, but its true value may be up to 1
+    variance *= compute_design_effect(deviations, clusters, scores.correct, weights)
+    # a class without predictions counts as 0, but its true precision may be up to 1
     for column in columns:
         num_unknown = np.sum(occurs & (np.bincount(column, minlength=num_classes) == 0))
         variance += float(num_unknown) / occurs.sum() ** 2
-    group_size = len(clusters) / len(np.unique(clusters))
-    step = group_size * float((weights**2).sum() / weights.sum())
+    step = _compute_group_size(clusters) * float((weights**2).sum() / (weights.sum() or 1))
     return _bound_sum(error, variance=variance, step=step)
 
 
-def _bound_ece(scores: Scores) -> tuple[float, float]:
+def _compute_group_size(clusters: Ints) -> float:
+    """Compute the mean size of the group that an image is in, 1 without groups."""
+    return float((np.bincount(clusters) ** 2).sum()) / len(clusters)
+
+
+def _bound_ece(scores: Scores, clusters: Ints) -> tuple[float, float]:
     """Compute the interval of the calibration error, by inverting a test.
 
     Noise raises the calibration error, so that even a calibrated model's is never 0. Therefore the
     gaps of the bins are scaled by a common factor, and binomial noise is added. The interval holds
     the calibration errors under which the measured one is not among the most extreme 5 % of draws.
+
+    Args:
+        scores: Scores of the images.
+        clusters: Number of each image's group, [n].
     """
     count = len(scores)
     bins = find_bins(scores.confidence)
     sizes = np.bincount(bins, minlength=NUM_BINS)
     correct = np.bincount(bins, scores.correct, minlength=NUM_BINS)
-    gaps = np.bincount(bins, scores.confidence - scores.correct, minlength=NUM_BINS) / count
+    image_gaps = scores.confidence - scores.correct
+    gaps = np.bincount(bins, image_gaps, minlength=NUM_BINS) / count
     measured = float(np.abs(gaps).sum())
 
     # Laplace's estimate has noise even for a bin without an error
     accuracy = (correct + 1) / (sizes + 2)
     deviations = np.sqrt(sizes * accuracy * (1 - accuracy)) / count
+    deviations *= np.sqrt(
+        compute_design_effect(image_gaps - image_gaps.mean(), clusters, scores.correct)
+    )
     noise = np.random.default_rng(0).standard_normal((1000, NUM_BINS)) * deviations
 
     def quantile(factor: float, level: float) -> float:
@@ -212,10 +185,10 @@ def _bound_ece(scores: Scores) -> tuple[float, float]:
         return high * measured
 
     low = 0.0
-    if quantile(0, 1 - _TAIL) < measured:
-        low = scale_to(1 - _TAIL)
+    if quantile(0, 1 - TAIL) < measured:
+        low = scale_to(1 - TAIL)
     # if the measured error is below what noise alone gives, noise may hide all of it
-    high = quantile(0, 1 - _TAIL)
-    if quantile(0, _TAIL) < measured:
-        high = scale_to(_TAIL)
+    high = quantile(0, 1 - TAIL)
+    if quantile(0, TAIL) < measured:
+        high = scale_to(TAIL)
     return low, high

@@ -3,12 +3,14 @@ classes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from scipy.special import betaincinv
 
+from vit.evaluation.clusters import compute_clustered_interval, number_clusters
 from vit.prediction.probabilities import (
     Bools,
     Float32s,
@@ -117,16 +119,17 @@ def score_logits(logits: Float32s, labels: Ints, *, temperature: float = 1.0) ->
 def compute_metrics(scores: Scores) -> dict[str, float]:
     """Compute the metrics of `Evaluation` by name.
 
-    Macro averages are over the classes that occur as a label or a prediction, with 0 for an
-    undefined ratio, as in scikit-learn. ECE is Guo et al. (2017), equation 3.
+    Macro averages are over the classes that have images, with 0 for the precision of a class that
+    is never predicted: scikit-learn's with `labels=np.unique(y_true)`. ECE is Guo et al. (2017),
+    equation 3.
     """
     count = len(scores)
     # a dot product rounds in another way than a mean, and recorded metrics stay equal
     ones = np.ones(count)
 
-    # for each class that occurs: how many images have it as label, as prediction, and as both
+    # for each class that has images: how many have it as label, as prediction, and as both
     class_counts = count_classes(scores)
-    support, predicted, correct = class_counts[:, class_counts[:2].any(axis=0)]
+    support, predicted, correct = class_counts[:, class_counts[0] > 0]
 
     # |mean confidence - accuracy| of a bin times its fraction of the images; its count cancels
     gaps = scores.confidence - scores.correct
@@ -137,7 +140,7 @@ def compute_metrics(scores: Scores) -> dict[str, float]:
         "loss": float(ones @ scores.loss / count),
         "macro_f1": float((2 * correct / (support + predicted)).mean()),
         "macro_precision": float((correct / np.maximum(predicted, 1)).mean()),
-        "macro_recall": float((correct / np.maximum(support, 1)).mean()),
+        "macro_recall": float((correct / support).mean()),
         "ece": float(np.abs(bin_gaps).sum() / count),
         "brier": float(ones @ scores.brier / count),
         "nll": float(ones @ scores.nll / count),
@@ -170,7 +173,7 @@ def find_bins(confidence: Floats) -> Ints:
 
 @dataclass(frozen=True)
 class ClassMetrics:
-    """Metrics of one class, 0 to 1, with 95 % intervals.
+    """Metrics of one class, 0 to 1, with 95 % intervals. Of a class without images they are None.
 
     Attributes:
         support: Number of images with this label.
@@ -178,34 +181,65 @@ class ClassMetrics:
     """
 
     name: str
-    precision: float
-    recall: float
-    f1: float
+    precision: float | None
+    recall: float | None
+    f1: float | None
     support: int
     predicted: int
     precision_interval: tuple[float, float]
     recall_interval: tuple[float, float]
 
 
-def compute_per_class(scores: Scores, class_names: tuple[str, ...]) -> list[ClassMetrics]:
-    """Compute the metrics of every class of the model, including classes without an image."""
+def compute_per_class(
+    scores: Scores, class_names: tuple[str, ...], groups: Sequence[str] | None = None
+) -> list[ClassMetrics]:
+    """Compute the metrics of every class of the model, including classes without an image.
+
+    Args:
+        scores: Scores of the images.
+        class_names: Names of the classes.
+        groups: Group of each image, which widens the intervals. None: each is its own group.
+    """
     support, predicted, correct = count_classes(scores)
+    is_present = support > 0
     columns = (
         correct / np.maximum(predicted, 1),
         correct / np.maximum(support, 1),
         2 * correct / np.maximum(support + predicted, 1),
-        support,
-        predicted,
     )
     # precision is a proportion of the predicted images, recall of the labelled ones
+    if groups is None:
+        intervals = [
+            list(zip(*compute_proportion_interval(correct, counts), strict=True))
+            for counts in (predicted, support)
+        ]
+    else:
+        clusters = number_clusters(groups, len(scores))
+        intervals = [
+            _compute_clustered_intervals(scores.correct, clusters, classes, scores.num_classes)
+            for classes in (scores.predicted, scores.labels)
+        ]
     rows = zip(
         class_names,
-        *(column.tolist() for column in columns),
-        zip(*compute_proportion_interval(correct, predicted), strict=True),
-        zip(*compute_proportion_interval(correct, support), strict=True),
+        *(np.where(is_present, column.astype(object), None).tolist() for column in columns),
+        support.tolist(),
+        predicted.tolist(),
+        *intervals,
         strict=True,
     )
     return [ClassMetrics(*row) for row in rows]
+
+
+def _compute_clustered_intervals(
+    correct: Bools, clusters: Ints, classes: Ints, num_classes: int
+) -> list[tuple[float, float]]:
+    """Compute the interval of the accuracy on the images of each class."""
+    order = np.argsort(classes, kind="stable")
+    ends = np.cumsum(np.bincount(classes, minlength=num_classes))[:-1]
+    return [
+        compute_clustered_interval(correct[members], clusters[members])
+        for members in np.split(order, ends)
+    ]
 
 
 def compute_proportion_interval(successes: Ints, counts: Ints) -> tuple[list[float], list[float]]:

@@ -23,7 +23,7 @@ from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
-from vit.prediction.conformal import SetMetrics
+from vit.prediction.conformal import SetMetrics, describe_low_coverage, find_low_coverage
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import check_schema, read_json, read_table
 from vit.runtime.files import FileContent, Result, expand_home, write_json
@@ -32,6 +32,10 @@ from vit.runtime.numbers import format_interval, format_number, format_percent
 EVALUATION_FILE = "evaluation.json"
 PREDICTIONS_FILE = "predictions.csv"
 COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
+# one more column where images come in groups
+GROUP_COLUMN = "group"
+# distance from the promised coverage from which it is a warning
+_FAR_COVERAGE = 0.03
 # metrics that are fractions; the others are shown as plain numbers
 _FRACTIONS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall")
 
@@ -59,14 +63,12 @@ class Evaluation(BaseModel):
         description="fraction of images whose label is among the five highest logits",
     )
     loss: float = Field(title="Loss", description="mean cross-entropy of the logits, nats")
-    macro_f1: float = Field(
-        title="Macro F1", description="mean F1 of the classes that occur as label or prediction"
-    )
+    macro_f1: float = Field(title="Macro F1", description="mean F1 of the classes that have images")
     macro_precision: float = Field(
-        title="Macro precision", description="mean precision of the classes that occur"
+        title="Macro precision", description="mean precision of the classes that have images"
     )
     macro_recall: float = Field(
-        title="Macro recall", description="mean recall of the classes that occur"
+        title="Macro recall", description="mean recall of the classes that have images"
     )
     ece: float = Field(
         title="Calibration error",
@@ -166,19 +168,27 @@ class Evaluation(BaseModel):
         if self.calibration is None:
             redundant.add("nll")
         # with equally many images of each class it equals top-1
-        if len({row.support for row in self.per_class}) == 1:
+        if len({row.support for row in self.per_class if row.support}) == 1:
             redundant.add("macro_recall")
         return [name for name in self.intervals if name not in redundant]
+
+    def is_better_than_majority(self) -> bool:
+        """Return whether the model is better than always predicting the most frequent class."""
+        return self.top1 > self._majority
+
+    @property
+    def _majority(self) -> float:
+        """Accuracy of always predicting the most frequent class."""
+        return max(row.support for row in self.per_class) / self.num_images
 
     def describe_accuracy(self) -> str:
         """Return the accuracy in a sentence, with the accuracy that needs no model."""
         count = self.num_images
-        majority = max(row.support for row in self.per_class) / count
         return (
             f"{round(self.top1 * count):,} of {count:,} images are classified correctly"
             f" ({format_percent(self.top1, count)}; 95 % interval"
             f" {format_interval(self.intervals['top1'], count)}). Always predicting the most"
-            f" frequent class would give {format_percent(majority, count)}, guessing"
+            f" frequent class would give {format_percent(self._majority, count)}, guessing"
             f" {format_percent(1 / len(self.per_class), count)}"
         )
 
@@ -190,6 +200,9 @@ class Evaluation(BaseModel):
                 f"{len(self.unreadable)} images could not be read and are not counted, the first:"
                 f" {': '.join(self.unreadable[0])}"
             )
+        for row in self.prediction_sets or []:
+            if find_low_coverage(row.num_images, row.coverage) < row.coverage - _FAR_COVERAGE:
+                warnings.append(describe_low_coverage(row.num_images, row.coverage))
         overlap = self.duplicates_of_training
         if overlap is not None and overlap.exact + overlap.near > 0:
             text = (
@@ -241,7 +254,10 @@ class EvaluationResult(Result):
         figure = plot_confusion(self.scores, class_names=names)
         return {
             PREDICTIONS_FILE: format_predictions(
-                self.scores, ids=self.images.ids, class_names=names
+                self.scores,
+                ids=self.images.ids,
+                class_names=names,
+                groups=self.images.groups,
             ),
             "confusion.png": partial(figure.savefig, format="png", dpi=120),
             "evaluation.md": render_markdown(self),
@@ -305,12 +321,17 @@ def find_evaluation(model: str, sha256: str) -> Evaluation | None:
     )
 
 
-def format_predictions(scores: Scores, *, ids: Sequence[str], class_names: tuple[str, ...]) -> str:
+def format_predictions(
+    scores: Scores,
+    *,
+    ids: Sequence[str],
+    class_names: tuple[str, ...],
+    groups: Sequence[str] | None = None,
+) -> str:
     """Return the text of predictions.csv: a line for each image, floats in full precision."""
     file = io.StringIO()
     writer = csv.writer(file)
-    writer.writerow(COLUMNS)
-    columns = (
+    columns = [
         ids,
         [class_names[label] for label in scores.labels],
         [class_names[label] for label in scores.predicted],
@@ -318,7 +339,12 @@ def format_predictions(scores: Scores, *, ids: Sequence[str], class_names: tuple
         scores.label_probability.tolist(),
         scores.loss.tolist(),
         scores.rank.tolist(),
-    )
+    ]
+    header = list(COLUMNS)
+    if groups is not None:
+        columns.append(groups)
+        header.append(GROUP_COLUMN)
+    writer.writerow(header)
     writer.writerows(zip(*columns, strict=True))
     return file.getvalue()
 
@@ -332,13 +358,14 @@ def load_predictions(path: Path) -> dict[str, list[str]]:
     rows: list[list[str]] = []
     table = read_table(path)
     _, header = next(table, ("", []))
-    if header != list(COLUMNS):
+    if header not in (list(COLUMNS), [*COLUMNS, GROUP_COLUMN]):
         raise ValueError(f"{path} line 1 is not {','.join(COLUMNS)}; evaluate again")
+    rank = header.index("rank")
     for line, row in table:
-        if len(row) != len(COLUMNS):
-            raise ValueError(f"{line} has {len(row)} fields instead of {len(COLUMNS)}")
+        if len(row) != len(header):
+            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
         # the number of a class
-        if not row[-1].isdecimal() or len(row[-1]) > 9:
-            raise ValueError(f"{line}: rank {shorten(row[-1])!r} is not a number; evaluate again")
+        if not row[rank].isdecimal() or len(row[rank]) > 9:
+            raise ValueError(f"{line}: rank {shorten(row[rank])!r} is not a number; evaluate again")
         rows.append(row)
-    return {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
+    return {name: [row[index] for row in rows] for index, name in enumerate(header)}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.special import betaincinv
 
 from vit.bundle import Bundle
 from vit.prediction.neighbours import compute_distances
@@ -22,6 +23,7 @@ from vit.prediction.probabilities import (
     chunk_rows,
     compute_log_probabilities,
 )
+from vit.runtime.numbers import format_percent
 
 # how often a set should include the right class
 LEVELS = (0.9, 0.95)
@@ -40,13 +42,41 @@ def find_threshold(probabilities: Floats, *, coverage: float) -> float | None:
         The threshold; None if n is below coverage / (1 - coverage), too few for this coverage.
     """
     count = len(probabilities)
-    # The rank, among n + 1 scores from the best, up to which a set may go. It is rounded because
-    # 10 * 0.9 could come out just above 9.
-    rank = math.ceil(round((count + 1) * coverage, 9))
+    rank = _find_rank(count, coverage)
     if rank > count:
         return None
     # NaN counts as probability 0
     return float(np.sort(np.nan_to_num(probabilities))[count - rank])
+
+
+def _find_rank(count: int, coverage: float) -> int:
+    """Return the rank, among n + 1 scores from the best, up to which a set may go."""
+    # rounded because 10 * 0.9 could come out just above 9
+    return math.ceil(round((count + 1) * coverage, 9))
+
+
+def find_low_coverage(num_images: int, coverage: float) -> float:
+    """Find the coverage below which the sets of one model in ten lie.
+
+    The threshold is found on a sample, too. Over all samples of n images the coverage has the
+    distribution Beta(r, n + 1 - r), where r is the rank of the threshold (Vovk 2012, "Conditional
+    validity of inductive conformal predictors").
+
+    Args:
+        num_images: Number n of held-out images that the threshold is from.
+        coverage: See `find_threshold`.
+    """
+    rank = _find_rank(num_images, coverage)
+    return float(betaincinv(rank, num_images + 1 - rank, 0.1))
+
+
+def describe_low_coverage(num_images: int, coverage: float) -> str:
+    """Return a sentence on how far the coverage of one model may lie from the promised one."""
+    low = format_percent(find_low_coverage(num_images, coverage), num_images)
+    return (
+        f"with {num_images:,} validation images, the prediction sets of one model in ten include"
+        f" the right class for less than {low} of new images instead of {100 * coverage:.0f} %"
+    )
 
 
 def count_needed(coverage: float) -> int:
@@ -119,6 +149,16 @@ def read_threshold(metadata: Mapping[str, Any], coverage: float) -> float | None
     thresholds = metadata.get("conformal", {}).get("thresholds", {})
     threshold = thresholds.get(str(coverage))
     return None if threshold is None else float(threshold)
+
+
+def describe_limits(metadata: Mapping[str, Any]) -> str:
+    """Return what `describe_low_coverage` says of the thresholds in the metadata of a model file;
+    empty if there are none."""
+    return "; ".join(
+        describe_low_coverage(metadata["conformal"]["num_images"], coverage)
+        for coverage in LEVELS
+        if read_threshold(metadata, coverage) is not None
+    )
 
 
 def explain_missing(bundle: Bundle, coverage: float) -> str | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from vit.config import Config
 from vit.data.dataset import printable
-from vit.evaluation.intervals import compute_clustered_interval
+from vit.evaluation.clusters import compute_clustered_interval
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.prediction.features import Features, compute_features
 from vit.prediction.probabilities import Ints

@@ -9,6 +9,7 @@ from PIL import Image
 from vit.analysis.audit.suspects import (
     find_confused,
     find_suspects,
+    measure_between,
     measure_image,
     predict_out_of_fold,
 )
@@ -99,3 +100,22 @@ def test_properties_by_hand() -> None:
     sharp = measure_image(Image.fromarray(board).convert("RGB"))["sharpness"]
     blurred = measure_image(Image.fromarray(board // 4 + 96).convert("RGB"))["sharpness"]
     assert sharp == pytest.approx(16 * blurred, rel=0.05)
+
+
+def test_the_share_between_classes_is_without_bias() -> None:
+    # 1, 3 and 5, 7: total 20, within 4, so η² = 0.8; 1 - 0.2 · 3 / 2
+    assert measure_between(np.array([1.0, 3, 5, 7]), np.array([0, 0, 1, 1])) == pytest.approx(0.7)
+    # numbers of classes without images change nothing, nor does the order
+    assert measure_between(np.array([5.0, 1, 7, 3]), np.array([9, 2, 9, 2])) == pytest.approx(0.7)
+    # pure noise in 37 classes of five: η² is 20 % on average
+    rng = np.random.default_rng(0)
+    labels = np.arange(185) % 37
+    shares = [measure_between(rng.normal(size=185), labels) for _ in range(200)]
+    assert np.mean(shares) < 0.05
+    # a planted share of 50 %
+    shares = [
+        measure_between(rng.normal(size=37)[labels] + rng.normal(size=185), labels)
+        for _ in range(200)
+    ]
+    assert np.mean(shares) == pytest.approx(0.5, abs=0.02)
+    assert measure_between(np.arange(3.0), np.arange(3)) == 0

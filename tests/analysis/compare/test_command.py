@@ -18,6 +18,7 @@ def test_two_recipes(cli: Launcher, tmp_path: Path) -> None:
     )
     assert "b against a: top-1 +0.1250" in outcome.text
     assert "difference significant (McNemar's exact test, p = 1.8e-15)" in outcome.text
+    assert "a true difference of 0.0510 or more would be found 8 times in 10" in outcome.text
     assert "50 images that only b predicts correctly: test/0003.png, test/0011.png" in outcome.text
     assert "0 images that only a predicts correctly" in outcome.text
     assert "class 3: 0.5000 → 1.0000 of 100" in outcome.text

@@ -15,7 +15,16 @@ from vit.analysis.compare.comparison import (
     group_seeds,
     load_evaluations,
 )
-from vit.evaluation.significance import compare_seeds, compute_mcnemar, compute_paired_interval
+from vit.evaluation.result import load_predictions
+from vit.evaluation.significance import (
+    compare_models,
+    compare_seeds,
+    compute_mcnemar,
+    compute_paired_interval,
+    correct_p_values,
+    count_changes,
+    find_detectable,
+)
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 
@@ -66,7 +75,7 @@ def test_two_recipes_that_are_alike_seldom_differ_significantly(
     num_significant = 0
     for _ in range(400):
         difficulty = rng.normal(1.5, 1, 300)
-        p_value, (low, high) = compare_seeds(train(num_a, difficulty), train(num_b, difficulty))
+        p_value, (low, high), _ = compare_seeds(train(num_a, difficulty), train(num_b, difficulty))
         assert (p_value < 0.05) == (low > 0 or high < 0)
         num_significant += p_value < 0.05
     assert num_significant <= 24
@@ -75,8 +84,9 @@ def test_two_recipes_that_are_alike_seldom_differ_significantly(
 def test_seeds_tell_a_large_difference() -> None:
     rng = np.random.default_rng(0)
     worse, better = ((rng.random((3, 1000)) < accuracy).astype(float) for accuracy in (0.8, 0.9))
-    p_value, (low, high) = compare_seeds(worse, better)
+    p_value, (low, high), detectable = compare_seeds(worse, better)
     assert p_value < 0.01
+    assert 0 < detectable < 0.1
     assert low < 0.1 < high
 
 
@@ -85,19 +95,126 @@ def test_seeds_that_agree_on_every_image_are_compared_as_single_models() -> None
     assert compare_seeds(1 - right, right) == (
         compute_mcnemar(0, 10),
         compute_paired_interval(0, 10, 10),
+        find_detectable(10, 10, 0.05),
     )
     assert compare_seeds(right, right)[0] == 1.0
     # of one image nothing follows
-    p_value, (low, high) = compare_seeds(1 - right[:, :1], right[:, :1])
+    p_value, (low, high), _ = compare_seeds(1 - right[:, :1], right[:, :1])
     assert p_value == 1.0
     assert low <= 0 <= high
     assert compare_seeds(np.array([[0.0], [1.0]]), right[:, :1])[0] > 0.05
 
 
 def test_no_interval_of_a_difference_goes_beyond_1() -> None:
-    p_value, interval = compare_seeds(np.array([[0.0, 0.0]]), np.array([[0.0, 0.0], [1.0, 1.0]]))
+    p_value, interval, _ = compare_seeds(np.array([[0.0, 0.0]]), np.array([[0.0, 0.0], [1.0, 1.0]]))
     assert p_value > 0.05
     assert interval == (-1.0, 1.0)
+
+
+def test_holm_of_cases_worked_by_hand() -> None:
+    # times 4, 3, 2 and 1, and never below a smaller one
+    assert correct_p_values([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert correct_p_values([0.2, 0.6]) == pytest.approx([0.4, 0.6])
+    assert correct_p_values([0.7, 0.9]) == [1.0, 1.0]
+    assert correct_p_values([0.03]) == [0.03]
+
+
+@pytest.mark.parametrize("num_pairs", [1, 4])
+def test_of_equal_models_one_in_twenty_comparisons_differs(num_pairs: int) -> None:
+    """Of 600 comparisons of all pairs at most 5 % would be 30; 45 come by chance once in 200."""
+    rng = np.random.default_rng(0)
+    num_significant = num_uncorrected = 0
+    for _ in range(600):
+        hits = rng.random((num_pairs + 1, 300)) < rng.beta(4, 1, 300)
+        p_values = [
+            compute_mcnemar(np.sum(hits[0] > other), np.sum(other > hits[0])) for other in hits[1:]
+        ]
+        num_significant += min(correct_p_values(p_values)) < 0.05
+        num_uncorrected += min(p_values) < 0.05
+    assert num_significant <= 45
+    assert num_pairs == 1 or num_uncorrected > 60
+
+
+@pytest.mark.parametrize(
+    ("changed", "significance"), [(40, 0.05), (200, 0.05), (40, 0.01), (3, 0.05)]
+)
+def test_the_smallest_difference_is_found_in_80_of_100(changed: int, significance: float) -> None:
+    detectable = find_detectable(changed, 1000, significance)
+    # all of six images are the fewest that decide
+    changed = max(changed, 6)
+    only_b = (changed / 1000 + detectable) / 2 / (changed / 1000)
+    drawn = np.random.default_rng(0).binomial(changed, only_b, 4000)
+    found = [compute_mcnemar(changed - each, each) < significance for each in drawn.tolist()]
+    assert np.mean(found) == pytest.approx(0.8, abs=0.02)
+
+
+def test_changes_in_groups_count_as_fewer() -> None:
+    """Each of 20 images eight times over is as good as 20 images."""
+    changes = np.array([1.0] * 9 + [-1.0] + [0.0] * 10)
+    clusters = np.repeat(np.arange(20), 8)
+    copied = count_changes(np.repeat(changes, 8), clusters)
+    assert count_changes(changes, np.arange(20)) == (1, 9, 20)
+    # 20/19 of an unbiased variance, and Student's t of 19 degrees instead of 159
+    factor = 20 / 19 * (2.0930 / 1.9750) ** 2
+    assert copied == pytest.approx((1 / factor, 9 / factor, 20 / factor), rel=1e-3)
+    # between whole numbers
+    assert compute_mcnemar(2, 9) > compute_mcnemar(1.5, 9) > compute_mcnemar(1, 9)
+
+
+@pytest.mark.parametrize(("groups", "size", "correlation"), [(10, 10, 0.6), (30, 5, 0.5)])
+def test_equal_models_seldom_differ_on_groups(groups: int, size: int, correlation: float) -> None:
+    """The shares of images on which one of two models is right vary between the groups."""
+    rng = np.random.default_rng(0)
+    clusters = np.repeat(np.arange(groups), size)
+    concentration = np.array([0.8, 0.1, 0.1]) * (1 - correlation) / correlation
+    num_significant = num_covered = num_naive = 0
+    for _ in range(500):
+        ends = rng.dirichlet(concentration, groups).cumsum(axis=1)[clusters, :2]
+        outcome = (rng.random(len(clusters))[:, None] > ends).sum(axis=1)
+        changes = np.array([0.0, -1.0, 1.0])[outcome]
+        p_value, (low, high), _ = compare_models(changes, clusters)
+        num_significant += p_value < 0.05
+        num_covered += low <= 0 <= high
+        num_naive += compare_models(changes, np.arange(len(clusters)))[0] < 0.05
+    assert num_significant <= 25
+    assert num_covered >= 475
+    assert num_naive > 50
+
+
+def test_groups_are_read_from_predictions(make_evaluation: MakeEvaluation) -> None:
+    better = flip(RANKS, *np.flatnonzero(RANKS[:40]).tolist())
+    groups = [f"burst{number // 40}" for number in range(len(RANKS))]
+    directories = [make_evaluation(name, ranks) for name, ranks in (("a", RANKS), ("b", better))]
+    (alone,) = compare(directories).pairs
+    for directory in directories:
+        path = directory / "predictions.csv"
+        header, *lines = path.read_text().splitlines()
+        rows = [f"{line},{group}" for line, group in zip(lines, groups, strict=True)]
+        path.write_text("\n".join([f"{header},group", *rows]))
+        assert load_predictions(path)["group"] == groups
+    (pair,) = compare(directories).pairs
+    # all 15 changes are in one of ten bursts
+    assert alone.is_significant
+    assert not pair.is_significant
+    assert pair.difference == alone.difference == 15 / 400
+    assert pair.detectable > alone.detectable
+
+
+def test_p_values_are_corrected_for_the_number_of_models(make_evaluation: MakeEvaluation) -> None:
+    first = make_evaluation("a", RANKS)
+    wrong = np.flatnonzero(RANKS).tolist()
+    others = [make_evaluation(f"b{number}", flip(RANKS, *wrong[:number])) for number in (6, 12, 5)]
+    six, twelve, five = compare([first, *others]).pairs
+    # 2 / 2^6 alone is 0.03
+    (alone,) = compare([first, others[0]]).pairs
+    assert alone.is_significant
+    assert (six.p_value, six.corrected_p_value) == pytest.approx((2 / 2**6, 4 / 2**6))
+    assert not six.is_significant
+    assert six.interval[0] <= 0
+    assert twelve.is_significant
+    assert twelve.corrected_p_value == pytest.approx(3 * 2 / 2**12)
+    assert five.corrected_p_value == pytest.approx(2 / 2**5)
+    assert six.detectable > alone.detectable
 
 
 def test_difference_is_of_the_same_images(make_evaluation: MakeEvaluation) -> None:

@@ -28,7 +28,10 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     )
     for sentence in found.warnings:
         typer.secho(f"warning: {sentence}", fg="yellow")
-    typer.echo(f"{len(found.label_errors)} likely label errors")
+    judged = ""
+    if found.num_judged < found.num_images:
+        judged = f" among the {found.num_judged:,} images whose labels the classifier can judge"
+    typer.echo(f"{len(found.label_errors)} likely label errors{judged}")
     for error in found.label_errors[:5]:
         typer.echo(f"  {error.path}: {error.given}, probably {error.suggested} ({error.score:.3f})")
     typer.echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them across classes")

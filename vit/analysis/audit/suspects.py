@@ -16,6 +16,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
+from vit.evaluation.examples import find_known
 from vit.evaluation.metrics import count_confusions
 from vit.prediction.neighbours import convert_to_distances, find_nearest
 from vit.prediction.probabilities import Floats, Ints
@@ -84,8 +85,8 @@ class ImageProperty:
     """A property of the pixels.
 
     Attributes:
-        between_classes: Share of its variance that lies between the classes. If it is near 1, the
-            property alone tells the classes apart.
+        between_classes: Share of its variance that lies between the classes: 0 if there is no more
+            than chance gives, near 1 if the property alone tells the classes apart.
         odd: Images far from the others.
     """
 
@@ -108,6 +109,7 @@ class Audit:
 
     Attributes:
         top1: Out-of-fold accuracy of the linear classifier, which says how good the features are.
+        num_judged: Images whose labels it can judge. See `find_known`.
         unreadable: Images that can't be read, with the reason.
         model: Model that gave the features.
         neighbours: For the page: the 5 nearest images of each likely label error, as (path, class).
@@ -120,6 +122,7 @@ class Audit:
     properties: Mapping[str, ImageProperty]
     confused_classes: list[ConfusedClasses]
     top1: float
+    num_judged: int
     num_images: int
     class_names: tuple[str, ...]
     unreadable: list[tuple[str, str]]
@@ -169,9 +172,13 @@ def audit_images(
     nearest, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, skip_self=True)
     distances = convert_to_distances(cosines[:, -1])
 
+    correct = probabilities.argmax(axis=1) == labels
+    is_known = find_known(correct, labels, dataset.groups)
     label_errors = []
     neighbours = {}
     for index, suggested in zip(*find_suspects(probabilities, labels), strict=True):
+        if not is_known[index]:
+            continue
         path = paths[index]
         score = 1 - float(probabilities[index, labels[index]])
         name = dataset.class_names[suggested]
@@ -198,7 +205,8 @@ def audit_images(
         outliers=outliers,
         properties=_describe_properties(dataset, paths, classes, convert),
         confused_classes=find_confused(probabilities, labels, dataset.class_names),
-        top1=float((probabilities.argmax(axis=1) == labels).mean()),
+        top1=float(correct.mean()),
+        num_judged=int(is_known.sum()),
         num_images=len(dataset),
         class_names=dataset.class_names,
         unreadable=[(printable(name), printable(text)) for name, text in dataset.unreadable],
@@ -349,7 +357,7 @@ def _describe_properties(
             for index in farthest_first
             if is_low[index] or is_high[index]
         ]
-        described[name] = ImageProperty(_measure_between(scale, dataset.labels), odd)
+        described[name] = ImageProperty(measure_between(scale, dataset.labels), odd)
     return described
 
 
@@ -373,12 +381,16 @@ def measure_image(image: Image.Image) -> dict[str, float]:
     }
 
 
-def _measure_between(values: Floats, labels: Ints) -> float:
-    """Compute the share of the variance between the classes (η², Pearson's correlation ratio)."""
+def measure_between(values: Floats, labels: Ints) -> float:
+    """Compute the share of the variance that lies between the classes, without bias (Kelley's ε²,
+    1935). Chance makes it negative as often as positive; a negative one is returned as 0."""
+    _, labels = np.unique(labels, return_inverse=True)
     counts = np.bincount(labels)
-    means = np.bincount(labels, values) / np.maximum(counts, 1)
+    means = np.bincount(labels, values) / counts
     total = ((values - values.mean()) ** 2).sum()
-    # the values are equal, except for rounding
-    if total < 1e-9:
+    # the values are equal, except for rounding; or each class has a single image
+    if total < 1e-9 or len(values) == len(counts):
         return 0.0
-    return float((counts * (means - values.mean()) ** 2).sum() / total)
+    within = ((values - means[labels]) ** 2).sum()
+    share = 1 - within / total * (len(values) - 1) / (len(values) - len(counts))
+    return max(float(share), 0.0)

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.evaluation.clusters import number_clusters
 from vit.evaluation.result import (
     EVALUATION_FILE,
+    GROUP_COLUMN,
     PREDICTIONS_FILE,
     Evaluation,
     EvaluationResult,
@@ -21,9 +23,9 @@ from vit.evaluation.result import (
 )
 from vit.evaluation.significance import (
     SIGNIFICANCE,
+    compare_models,
     compare_seeds,
-    compute_mcnemar,
-    compute_paired_interval,
+    correct_p_values,
 )
 from vit.prediction.probabilities import Floats
 from vit.runtime.arguments import check_kind, shorten
@@ -32,12 +34,17 @@ from vit.runtime.files import FileContent, Result, format_json
 
 @dataclass(frozen=True)
 class NamedEvaluation:
-    """An evaluation, its images in the order of the first evaluation that is compared."""
+    """An evaluation, its images in the order of the first evaluation that is compared.
+
+    Attributes:
+        groups: Group of each image; None if each is its own.
+    """
 
     name: str
     evaluation: Evaluation
     ids: list[str]
     labels: list[str]
+    groups: Sequence[str] | None
     correct: NDArray[np.bool_]
 
 
@@ -90,7 +97,11 @@ class Pair:
         difference: Top-1 of B minus top-1 of A, each the mean over its seeds.
         interval: Its 95 % interval, which holds 0 if the difference is not significant.
         test: Name of the test.
-        is_significant: True if p is below 0.05.
+        p_value: p-value of this pair alone.
+        corrected_p_value: p-value corrected for the number of pairs (Holm 1979).
+        is_significant: True if the corrected p-value is below 0.05.
+        detectable: Smallest true difference that would be significant in 80 % of such comparisons,
+            on as many images.
         recall_changes: The largest change first.
         only_a: Images that every seed of A predicts correctly and no seed of B.
         only_b: Images that every seed of B predicts correctly and no seed of A.
@@ -102,7 +113,9 @@ class Pair:
     interval: tuple[float, float]
     test: str
     p_value: float
+    corrected_p_value: float
     is_significant: bool
+    detectable: float
     recall_changes: list[RecallChange]
     only_a: list[str]
     only_b: list[str]
@@ -123,7 +136,7 @@ class Comparison(Result):
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
         pairs = [
-            f"{pair.b} - {pair.a}: {pair.difference:+.4f} (p = {pair.p_value:.3g})"
+            f"{pair.b} - {pair.a}: {pair.difference:+.4f} (p = {pair.corrected_p_value:.3g})"
             for pair in self.pairs
         ]
         return f"Comparison({shorten('; '.join(pairs))})"
@@ -158,9 +171,10 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
 
     Returns:
         The comparison: `.pairs` hold the difference in top-1 accuracy with
-        its 95 % interval and the p-value of McNemar's exact test. In
-        `.groups` the seeds of one recipe are one group, and groups are
-        compared by Welch's t-test over seeds.
+        its 95 % interval and the p-value of McNemar's exact test, corrected
+        for the number of pairs, and the smallest difference that it would
+        have found. In `.groups` the seeds of one recipe are one group, and
+        groups are compared by Welch's t-test over seeds.
 
     Raises:
         ValueError: There are fewer than two evaluations, or they are of
@@ -177,7 +191,9 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
     if len(groups) == 1:
         compared = [Group([member]) for member in members]
         groups = groups + compared
-    pairs = [compare_groups(compared[0], other) for other in compared[1:]]
+    pairs = correct_pairs(
+        [compare_groups(compared[0], other, num_pairs=len(compared) - 1) for other in compared[1:]]
+    )
     notes = [
         f"{first.name} and {second.name} are evaluations of one model file"
         for first, second in combinations(members, 2)
@@ -218,6 +234,7 @@ def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> li
                     evaluation=item.evaluation,
                     ids=list(item.images.ids),
                     labels=[class_names[label] for label in item.scores.labels.tolist()],
+                    groups=item.images.groups,
                     correct=item.scores.correct,
                 )
             )
@@ -254,21 +271,31 @@ def group_seeds(evaluations: Sequence[NamedEvaluation]) -> list[Group]:
     return groups
 
 
-def compare_groups(a: Group, b: Group) -> Pair:
-    """Compare B with A, image by image."""
+def compare_groups(a: Group, b: Group, *, num_pairs: int = 1) -> Pair:
+    """Compare B with A, image by image.
+
+    Args:
+        a: One or more seeds.
+        b: One or more seeds.
+        num_pairs: Number of pairs that are compared. See `correct_pairs`.
+    """
+    first = a.evaluations[0]
     mean_a = a.correct.mean(axis=0)
     mean_b = b.correct.mean(axis=0)
+    # an evaluation of an earlier version doesn't know the groups of its images
+    known = (member.groups for member in (*a.evaluations, *b.evaluations))
+    groups = next((groups for groups in known if groups is not None), None)
+    clusters = number_clusters(groups, len(first.ids))
+    # The lowest p-value of several pairs has to be below this.
+    significance = SIGNIFICANCE / num_pairs
     # with one model each the images are the sample, with several the seeds are
     if len(a.evaluations) == len(b.evaluations) == 1:
         test = "McNemar's exact test"
-        only_a = int((mean_a > mean_b).sum())
-        only_b = int((mean_b > mean_a).sum())
-        p_value = compute_mcnemar(only_a, only_b)
-        interval = compute_paired_interval(only_a, only_b, len(mean_a))
+        outcome = compare_models(mean_b - mean_a, clusters, significance=significance)
     else:
         test = f"Welch's t-test over {len(a.evaluations)} and {len(b.evaluations)} seeds"
-        p_value, interval = compare_seeds(a.correct, b.correct)
-    first = a.evaluations[0]
+        outcome = compare_seeds(a.correct, b.correct, clusters, significance=significance)
+    p_value, interval, detectable = outcome
     ids = np.array(first.ids, dtype=object)
     return Pair(
         a=a.name,
@@ -277,11 +304,33 @@ def compare_groups(a: Group, b: Group) -> Pair:
         interval=interval,
         test=test,
         p_value=p_value,
+        corrected_p_value=p_value,
         is_significant=p_value < SIGNIFICANCE,
+        detectable=detectable,
         recall_changes=_find_recall_changes(first.labels, mean_a, mean_b),
         only_a=ids[(mean_a == 1) & (mean_b == 0)].tolist(),
         only_b=ids[(mean_b == 1) & (mean_a == 0)].tolist(),
     )
+
+
+def correct_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Correct the p-values and verdicts of pairs for their number."""
+    corrected = []
+    p_values = correct_p_values([pair.p_value for pair in pairs])
+    for pair, p_value in zip(pairs, p_values, strict=True):
+        is_significant = p_value < SIGNIFICANCE
+        low, high = pair.interval
+        if not is_significant:
+            low, high = min(low, 0.0), max(high, 0.0)
+        corrected.append(
+            replace(
+                pair,
+                interval=(low, high),
+                corrected_p_value=p_value,
+                is_significant=is_significant,
+            )
+        )
+    return corrected
 
 
 def _load(directory: Path, name: str) -> NamedEvaluation:
@@ -300,7 +349,9 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
             f"{path} has {len(ids)} predictions of {evaluation.num_images} images; evaluate again"
         )
     correct = np.array([rank == "0" for rank in columns["rank"]])
-    return NamedEvaluation(name, evaluation, ids, columns["label"], correct)
+    return NamedEvaluation(
+        name, evaluation, ids, columns["label"], columns.get(GROUP_COLUMN), correct
+    )
 
 
 def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
@@ -324,7 +375,12 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
         )
     # image by image, because tests of pairs are sharper than those of means
     order = [position[name] for name in first.ids]
-    return replace(other, ids=first.ids, labels=first.labels, correct=other.correct[order])
+    groups = other.groups
+    if groups is not None:
+        groups = [groups[index] for index in order]
+    return replace(
+        other, ids=first.ids, labels=first.labels, groups=groups, correct=other.correct[order]
+    )
 
 
 def _find_recall_changes(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from vit.evaluation.intervals import compute_clustered_interval
+from vit.evaluation.clusters import compute_clustered_interval
 from vit.evaluation.significance import SIGNIFICANCE, compute_mcnemar
 from vit.prediction.features import Features
 from vit.prediction.probabilities import Floats, Ints

@@ -18,6 +18,7 @@ from vit.explanation.items import find_items
 from vit.explanation.render.overlay import save_overlay
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.conformal import describe_limits
 from vit.runtime.arguments import check_arguments
 from vit.runtime.documents import read_json
 from vit.runtime.files import prepare_output, write_text
@@ -150,6 +151,7 @@ def _write_card(directory: Path, bundle: Bundle, to: str) -> None:
         bundle=bundle,
         evaluation=evaluation,
         metrics=metrics,
+        set_limits=describe_limits(bundle.metadata),
         warnings=evaluation.list_warnings() if evaluation else (),
     )
     write_text(directory / "README.md", text)

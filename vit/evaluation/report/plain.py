@@ -41,16 +41,20 @@ def describe_in_plain_words(result: "EvaluationResult") -> list[str]:
 
 def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
     # a class of a few images is the worst one by chance
-    rows = [row for row in evaluation.per_class if row.support >= _MIN_SUPPORT]
+    rows = [
+        (row.recall, row.support, row.name)
+        for row in evaluation.per_class
+        if row.recall is not None and row.support >= _MIN_SUPPORT
+    ]
     confusions = count_confusions(scores.labels, scores.predicted, num_classes=scores.num_classes)
     if not rows or not confusions:
         return ""
-    worst = min(rows, key=lambda row: row.recall)
+    recall, support, name = min(rows, key=lambda row: row[0])
     most = confusions[0]
     names = [row.name for row in evaluation.per_class]
     return (
-        f"It fails most on {worst.name}: {round(worst.recall * worst.support)} of {worst.support}"
-        f" images are recognised. The most frequent error is {names[most.label]} predicted as"
+        f"It fails most on {name}: {round(recall * support)} of {support} images are recognised."
+        f" The most frequent error is {names[most.label]} predicted as"
         f" {names[most.predicted]}: {most.count} of"
         f" {sum(pair.count for pair in confusions)} errors."
     )
@@ -89,11 +93,17 @@ def _describe_data(evaluation: "Evaluation") -> str:
         )
     if evaluation.unreadable:
         facts.append(f"{len(evaluation.unreadable)} can't be read")
-    if not facts:
-        return (
-            "No problems found in the data: no suspicious label, training image or unreadable file."
+    labels = ""
+    if not evaluation.is_better_than_majority():
+        labels = (
+            " Labels can't be checked: the model is no better than always predicting the most"
+            " frequent class."
         )
-    return f"Possible problems in the data: {', '.join(facts)}."
+    if facts:
+        return f"Possible problems in the data: {', '.join(facts)}.{labels}"
+    if labels:
+        return f"No problems found in the data: no training image or unreadable file.{labels}"
+    return "No problems found in the data: no suspicious label, training image or unreadable file."
 
 
 def _describe_maps(result: "EvaluationResult") -> str:

@@ -26,6 +26,7 @@ from vit.explanation.items import items_from_images
 from vit.explanation.render.overlay import blend
 from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
 from vit.explanation.training_photos import TrainingPhotos
+from vit.prediction.conformal import describe_low_coverage
 from vit.prediction.predictor import Pixels
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 from vit.runtime.numbers import format_interval, format_number, format_percent
@@ -86,6 +87,7 @@ def build_report(result: "EvaluationResult") -> str:
         "percent": partial(format_percent, count=evaluation.num_images),
         "interval_text": partial(format_interval, count=evaluation.num_images),
         "number": format_number,
+        "describe_low_coverage": describe_low_coverage,
         "history": _chart_history(load_history(evaluation.model)),
         "section": section,
         "matrix": describe_confusion(result.scores, class_names, result.images),
@@ -153,7 +155,7 @@ def _choose_classes(evaluation: "Evaluation") -> list[ClassMetrics]:
     classes = evaluation.per_class
     if len(classes) <= _MAX_CLASSES:
         return classes
-    worst_first = sorted(classes, key=lambda row: (row.support + row.predicted == 0, row.f1))
+    worst_first = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))
     return worst_first[:_MAX_CLASSES]
 
 
