@@ -201,7 +201,7 @@ def compute_per_class(
         groups: Group of each image, which widens the intervals. None: each is its own group.
     """
     support, predicted, correct = count_classes(scores)
-    is_present = support > 0
+    counts = support.tolist()
     columns = (
         correct / np.maximum(predicted, 1),
         correct / np.maximum(support, 1),
@@ -210,8 +210,8 @@ def compute_per_class(
     # precision is a proportion of the predicted images, recall of the labelled ones
     if groups is None:
         intervals = [
-            list(zip(*compute_proportion_interval(correct, counts), strict=True))
-            for counts in (predicted, support)
+            list(zip(*compute_proportion_interval(correct, sizes), strict=True))
+            for sizes in (predicted, support)
         ]
     else:
         clusters = number_clusters(groups, len(scores))
@@ -221,8 +221,11 @@ def compute_per_class(
         ]
     rows = zip(
         class_names,
-        *(np.where(is_present, column.astype(object), None).tolist() for column in columns),
-        support.tolist(),
+        *(
+            [value if count else None for value, count in zip(column.tolist(), counts, strict=True)]
+            for column in columns
+        ),
+        counts,
         predicted.tolist(),
         *intervals,
         strict=True,
