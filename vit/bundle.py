@@ -301,6 +301,7 @@ def save_bundle(
     weights: dict[str, Tensor] | None = None,
     training_hashes: Hashes | None = None,
     run_id: str | None = None,
+    step: int | None = None,
     submit: Callable[[Callable[[], None]], object] = lambda write: write(),
 ) -> None:
     """Write a model and its metadata, atomically. Equal inputs give equal bytes.
@@ -312,6 +313,7 @@ def save_bundle(
         preprocess, class_names, config, data, training_hashes: See `Bundle`.
         weights: Copies of the weights on the CPU. None: the model's own weights are written.
         run_id: Identifier of the run.
+        step: Step of the run after which the weights were taken.
         submit: Function that receives the write function and calls it, now or later. Until then
             `weights` must not change. By default the file is written at once.
 
@@ -330,6 +332,7 @@ def save_bundle(
         description = {"module": module_values}
     metadata = {
         "run_id": run_id,
+        "step": step,
         **description,
         "class_names": list(class_names),
         "config": config,

@@ -176,6 +176,14 @@ def test_closed_streams_are_said_and_nothing_is_written_into_files(
     assert no_input.returncode == 2
 
 
+def test_an_output_that_is_full_is_one_line(cli: Launcher) -> None:
+    with open("/dev/full", "w") as full:
+        process = cli.start("recipes", stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert err == "vit: error: No space left on device\n"
+    assert process.returncode == 2
+
+
 @pytest.mark.parametrize("columns", ["0", "x", ""])
 def test_a_terminal_of_no_width_shows_something(
     cli: Launcher, tiny_model_file: Path, monkeypatch: pytest.MonkeyPatch, columns: str

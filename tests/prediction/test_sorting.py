@@ -1,8 +1,11 @@
 """Photos go into a folder for each class; nothing is overwritten, whatever its name."""
 
+import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -66,6 +69,42 @@ def test_nothing_is_overwritten(sorter: PhotoSorter, tmp_path: Path) -> None:
     }  # fmt: skip
     assert not (tmp_path / "elsewhere").exists()
     assert [photo.read_bytes() for photo in photos] == [b"\0", b"\1", b"\2"]
+
+
+def test_a_program_that_is_killed_leaves_no_half_photo_under_its_name(
+    sorter: PhotoSorter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photo = tmp_path / "a.jpg"
+    photo.write_bytes(b"photo")
+    seen: list[list[str]] = []
+
+    def die(source: IO[bytes], copy: IO[bytes]) -> None:
+        copy.write(b"ph")
+        copy.flush()
+        seen.append([path.name for path in (tmp_path / "sorted/class 1").glob("[!.]*")])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", die)
+        with pytest.raises(KeyboardInterrupt):
+            sorter.copy(predict(photo, "class 1"))
+    assert seen == [[]]
+    sorter.copy(predict(photo, "class 1"))
+    (copy,) = (tmp_path / "sorted/class 1").iterdir()
+    assert (copy.name, copy.read_bytes()) == ("a.jpg", b"photo")
+
+
+def test_a_file_system_without_links_gets_copies(
+    sorter: PhotoSorter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", fail)
+    photo = tmp_path / "a.jpg"
+    photo.write_bytes(b"photo")
+    sorter.copy(predict(photo, "class 1"))
+    assert [path.name for path in (tmp_path / "sorted/class 1").iterdir()] == ["a.jpg"]
 
 
 def test_what_cannot_be_sorted_is_refused(

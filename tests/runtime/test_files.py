@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from vit.runtime.files import compute_sha256, prepare_output, write_atomically, write_text
+from vit.runtime.files import (
+    compute_sha256,
+    prepare_output,
+    replace_output,
+    write_atomically,
+    write_text,
+)
 
 
 def test_a_failing_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -36,6 +42,42 @@ def test_a_library_that_makes_the_file_anew_does_not_change_its_mode(tmp_path: P
     write_atomically(tmp_path / "ours", write)
     (tmp_path / "other").touch()
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with replace_output(output) as folder:
+        (folder / "maps").mkdir()
+        (folder / "maps" / "a.txt").write_text("old")
+
+    def fail() -> None:
+        with replace_output(output, overwrite=True) as folder:
+            (folder / "b.txt").write_text("half")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
+    assert {path.name for path in output.iterdir()} == {".vit-output", "maps"}
+    assert (output / "maps" / "a.txt").read_text() == "old"
+
+    # a writer that was killed has left this
+    (output / ".0123abcd.tmp").mkdir()
+    with replace_output(output, overwrite=True) as folder:
+        with (
+            pytest.raises(ValueError, match="another process is writing into"),
+            replace_output(output, overwrite=True),
+        ):
+            pass
+        (folder / "b.txt").write_text("new")
+    assert {path.name for path in output.iterdir()} == {".vit-output", "b.txt"}
+    with pytest.raises(FileExistsError, match="--overwrite"), replace_output(output):
+        pass
+
+    # neither a link nor a mounted volume can be replaced; its files can
+    (tmp_path / "link").symlink_to(output)
+    with replace_output(tmp_path / "link", overwrite=True) as folder:
+        (folder / "c.txt").touch()
+    assert {path.name for path in output.iterdir()} == {".vit-output", "c.txt"}
 
 
 def test_what_a_killed_writer_left_is_cleared_and_nothing_else(tmp_path: Path) -> None:

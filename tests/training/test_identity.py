@@ -7,20 +7,22 @@ import multiprocessing
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import BuildOnce, Launcher
+from tests.conftest import TINY_RUN, BuildOnce, Launcher
 from tests.training.conftest import MakeRun, read_metrics, run_until
 from tests.training.test_resume import assert_equal_runs
-from vit.bundle import load_bundle
+from vit.bundle import PRETRAINED_FOLDER, load_bundle
 from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.model.checkpoint import CheckpointStore, serialize_state
+from vit.model.model_file import read_model_file, write_model_file
 from vit.training.identity import RunIdentity
 
 
@@ -117,6 +119,96 @@ def test_a_model_file_that_cannot_be_written_again_is_an_error(
         assert "--overwrite" in cli.fail("train", "--resume", "--output", tmp_path / "run")
 
 
+@pytest.mark.parametrize("step", [4, 5, 10])
+def test_a_checkpoint_of_another_run_beside_its_own_is_refused(
+    make_run: MakeRun, half: Path, tmp_path: Path, step: int
+) -> None:
+    """Whichever name comes first, and whichever is newer: the others would be deleted."""
+    other = tmp_path / "other"
+    run_until(make_run(other, "train.seed=1", "train.checkpoint_every_steps=2"), 6)
+    (checkpoint,) = (other / "checkpoints").glob("step-00000004-*")
+    name = checkpoint.name.replace("00000004", f"{step:08d}")
+    shutil.copy(checkpoint, half / "checkpoints" / name)
+    before = sorted((half / "checkpoints").iterdir())
+    with pytest.raises(ValueError, match=r"holds checkpoints of several runs: step-.* of run"):
+        make_run(half).trainer.resume()
+    assert sorted((half / "checkpoints").iterdir()) == before
+
+
+def test_a_model_file_of_another_step_is_written_again(
+    make_run: MakeRun, half: Path, tmp_path: Path
+) -> None:
+    """A run that was killed between its model file and the checkpoint of that step."""
+    run_until(make_run(tmp_path / "early"), 9)
+    shutil.copy(tmp_path / "early/model.safetensors", half)
+    run = make_run(half)
+    best_step = run.trainer.resume() and run.trainer.progress.best_step
+    metadata = load_bundle(half).metadata
+    assert (metadata["step"], metadata["run_id"]) == (best_step, run.trainer.identity.run_id)
+    assert best_step == 10
+
+
+def test_a_model_file_without_its_step_is_taken(make_run: MakeRun, half: Path) -> None:
+    """Older files have none."""
+    path = half / "model.safetensors"
+    content = read_model_file(path)
+    metadata = {key: value for key, value in content.metadata.items() if key != "step"}
+    write_model_file(path, replace(content, metadata=metadata))
+    before = path.read_bytes()
+    assert make_run(half).trainer.resume()
+    assert path.read_bytes() == before
+
+
+def test_the_model_of_another_run_is_refused_without_checkpoints_too(
+    make_run: MakeRun, half: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(half / "checkpoints")
+    before = (half / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"model\.safetensors is of run [0-9a-f]{16}, this is run"):
+        make_run(half, "train.seed=1").trainer.resume()
+    assert not make_run(half).trainer.resume()
+    shutil.copy(PRETRAINED_FOLDER / "imagenette.safetensors", half / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors is (not )?of .*run"):
+        make_run(half).trainer.resume()
+    assert (half / "model.safetensors").read_bytes() != before
+
+
+def test_without_checkpoints_a_run_starts_anew_and_says_so(
+    cli: Launcher, tiny_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    (run / "cross_validation.json").write_text("{}")
+    outcome = cli.succeed("train", "--resume", "--output", run)
+    assert f"{run} holds no checkpoint; the run starts anew" in outcome.text
+    assert not (run / "cross_validation.json").exists()
+    assert_equal_runs(tiny_run, run)
+    assert (run / "model.safetensors").read_bytes() == (tiny_run / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"], ["--overwrite"]])
+@pytest.mark.parametrize("name", ["model.safetensors", "metrics.jsonl"])
+def test_a_strangers_file_is_not_taken_for_a_run(
+    cli: Launcher, empty_yaml: Path, tmp_path: Path, name: str, options: list[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("{}\n")
+    message = cli.fail("train", empty_yaml, *TINY_RUN, "--output", tmp_path / "run", *options)
+    assert f"holds {name}, which is not part of a run" in message
+    assert (tmp_path / "run" / name).read_text() == "{}\n"
+
+
+def test_the_metrics_of_another_run_are_refused(
+    cli: Launcher, tiny_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(tiny_run, tmp_path / "run")
+    lines = '{"epoch": 1, "step": 7}\n{"epoch": 2, "step": 14}\n'
+    (run / "metrics.jsonl").write_text(lines)
+    message = cli.fail("train", "--resume", "--output", run)
+    assert "metrics.jsonl is of another run: epoch 2 ends there at step 14" in message
+    assert (run / "metrics.jsonl").read_text() == lines
+
+
 def test_the_model_of_another_run_is_refused(make_run: MakeRun, half: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "other", "train.seed=1").trainer.train()
     shutil.copy(tmp_path / "other" / "model.safetensors", half)
@@ -145,7 +237,58 @@ def put_text_into_the_optimizer(state: dict[str, Any]) -> None:
     next(iter(optimizer_state.values()))["step"] = "x"
 
 
+def set_state(key: str, value: object) -> Any:
+    return lambda state: state["state"].update({key: value})
+
+
+def set_optimizer(key: str, value: float) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        (values, *_) = (
+            each for each in state["state"]["optimizer"]["state"].values() if key in each
+        )
+        values[key] = torch.full_like(values[key], value)
+
+    return change
+
+
+def spoil_weights(state: dict[str, Any]) -> None:
+    state["state"]["average"]["head.weight"].fill_(torch.nan)
+
+
+# A run of 15 steps, five to an epoch, of 256 images each; this is its checkpoint of step 10.
+NUMBERS = {
+    "endless": set_progress("total_steps", 1e30),
+    "longer than the plan": set_progress("total_steps", 16),
+    "shorter than it has run": set_progress("total_steps", 9),
+    "beyond the plan": set_progress("step", 20),
+    "step": set_progress("step", 9),
+    "epoch": set_progress("epoch", 3),
+    "step in the epoch": set_progress("step_in_epoch", 5),
+    "best step": set_progress("best_step", 11),
+    "evaluations": set_progress("evaluations_since_best", 3),
+    "best": set_progress("best", (0.5, 1.5, 0.5)),
+    "time before zero": set_progress("elapsed_seconds", -1.0),
+    "endless time": set_progress("elapsed_seconds", 1e30),
+    "no time": set_progress("epoch_seconds", float("nan")),
+    "sums": set_progress("epoch_sums", torch.tensor([0.0, 1, 0], dtype=torch.float64)),
+    "more sums": set_progress("epoch_sums", torch.zeros(4, dtype=torch.float64)),
+    "skipped steps": set_state("nonfinite_steps", torch.tensor(1e30)),
+    "more skipped steps": set_state("nonfinite_steps", torch.tensor(11)),
+    "a number of skipped steps": set_state("nonfinite_steps", 1e30),
+    "steps": set_state("num_steps", 10**30),
+    "no micro-batch": set_state("grad_accum_steps", 0),
+    "micro-batches": set_state("grad_accum_steps", 10**30),
+    "weights": spoil_weights,
+    "optimizer's step": set_optimizer("step", 1e30),
+    "momentum": set_optimizer("momentum_buffer", torch.inf),
+    "images": lambda state: state["validator"].update(probabilities=torch.zeros(3)),
+    "classes": lambda state: state["validator"].update(logits=torch.zeros(9, 3)),
+    "probabilities": lambda state: state["validator"].update(
+        probabilities=2 + state["validator"]["probabilities"]
+    ),
+}
 CHANGES = {
+    **NUMBERS,
     "no progress": drop_progress,
     "negative": set_progress("step", -1),
     "text": set_progress("epoch", "x"),
@@ -176,6 +319,21 @@ def test_wrong_content_under_a_right_checksum_is_refused_or_passed_over(
             run.trainer.resume()
         # nor the address of an object
         assert " at 0x" not in str(error.value)
+        assert not isinstance(error.value, OverflowError)
+
+
+def test_the_optimizers_settings_are_the_runs_own(make_run: MakeRun, half: Path) -> None:
+    def spoil(state: dict[str, Any]) -> None:
+        for group in state["state"]["optimizer"]["param_groups"]:
+            group.update(betas=(0.0, 0.0), weight_decay=1e30)
+
+    before = make_run(half).trainer.train_step.optimizer.param_groups
+    rewrite(latest(half), spoil)
+    run = make_run(half)
+    assert run.trainer.resume()
+    after = run.trainer.train_step.optimizer.param_groups
+    for key in ("betas", "weight_decay"):
+        assert [group[key] for group in after] == [group[key] for group in before]
 
 
 def test_a_pipe_in_place_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import html
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,6 +246,27 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     (parts / "model.safetensors").unlink()
     cli.succeed("train", "-o", parts, "--resume")
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_a_run_without_checkpoints_fits_its_probe_anew(
+    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
+) -> None:
+    start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    cli.succeed(*start, "-o", whole)
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints")
+    outcome = cli.succeed("train", "--resume", "-o", run)
+    assert "holds no checkpoint; the run starts anew" in outcome.text
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+    # neither a model file of another run alone, nor beside the checkpoints
+    shutil.copy(probe_alone / "model.safetensors", run)
+    message = cli.fail("train", "--resume", "-o", run)
+    assert "model.safetensors is of run" in message
+    shutil.rmtree(run / "checkpoints")
+    message = cli.fail("train", "--resume", "-o", run)
+    assert "model.safetensors is of run" in message
 
 
 def simulate_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:

@@ -95,10 +95,13 @@ def main(arguments: list[str] | None = None) -> None:
     original_handler = _exit_on_sigterm()
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
+        # Python itself would report a full disk in several lines.
+        sys.stdout.flush()
     except Exception as error:
         if os.environ.get("VIT_DEBUG") == "1":
             raise
         code = _report(error, arguments)
+        _drop_unwritten_output()
     finally:
         threading.excepthook = original_hook
         warnings.formatwarning = original_format
@@ -164,6 +167,15 @@ def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
     return f"warning: {lines[0]}\n"
 
 
+def _drop_unwritten_output() -> None:
+    """Drop what can't be written to standard output; otherwise Python would try again, and fail,
+    when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _report(error: Exception, arguments: list[str]) -> int:
     """Report an error to the user in one line.
 
@@ -172,7 +184,6 @@ def _report(error: Exception, arguments: list[str]) -> int:
     """
     # The reader of our output, such as `head`, has ended.
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     # `vit` without a command shows its help.
     if type(error).__name__ == "NoArgsIsHelpError":

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from vit.runtime.arguments import shorten
 from vit.runtime.files import compute_sha256, read_tensors, remove, write_atomically
 
 # the global step and the first digits of the SHA-256
@@ -70,6 +71,15 @@ class Checkpoint(NamedTuple):
         return serialize_state({name: value for name, value in items if value is not None})
 
 
+def check_number(name: str, value: Any, *, least: int | float, most: int | float) -> None:
+    """Raise RuntimeError for a checkpoint's number that is out of its range, or is none."""
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
+    if not isinstance(value, int | float) or not least <= value <= most:
+        shown = shorten(str(value))
+        raise RuntimeError(f"{name} is {shown}, not a number from {least:g} to {most:g}")
+
+
 def serialize_state(state: dict[str, Any]) -> memoryview:
     """Return the content of a file in the host's memory, where later steps don't change it.
 
@@ -87,14 +97,18 @@ def read_averaged_weights(path: Path) -> tuple[dict[str, Tensor], str]:
     Raises:
         ValueError: The file is damaged, or not a checkpoint.
     """
-    digits = path.stem.rpartition("-")[2]
-    if not compute_sha256(path).startswith(digits):
+    if not _is_intact(path):
         raise ValueError(f"{path} is damaged: its name says another checksum; use an earlier one")
     try:
         checkpoint = Checkpoint(**read_tensors(path))
         return checkpoint.state["average"], checkpoint.identity["run_id"]
     except (LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a checkpoint of vit") from error
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a checkpoint has the checksum that its name says."""
+    return compute_sha256(path).startswith(path.stem.rpartition("-")[2])
 
 
 @dataclass(frozen=True)
@@ -167,15 +181,35 @@ class CheckpointStore:
             )
         return None
 
+    def find_run_id(self) -> str | None:
+        """Return the id of the run whose checkpoints are here. None without any that can be read.
+
+        Raises:
+            ValueError: They are of several runs.
+        """
+        owners: dict[str, str] = {}
+        for _, path in self._list():
+            # A damaged one is passed over, as `load_latest` does.
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                if _is_intact(path):
+                    record = Checkpoint(**read_tensors(path, only_map=True)).identity
+                    owners.setdefault(str(record["run_id"]), path.name)
+        if len(owners) > 1:
+            (first, first_name), (second, second_name) = list(owners.items())[:2]
+            raise ValueError(
+                f"{self.directory} holds checkpoints of several runs: {first_name} of run {first},"
+                f" {second_name} of run {second}; move those of the other run away"
+            )
+        return next(iter(owners), None)
+
     def load(self, step: int) -> dict[str, Any] | None:
         """Load the checkpoint of global step `step`. None if it is missing or damaged."""
         for number, path in self._list():
             if number != step:
                 continue
-            digits = path.stem.rpartition("-")[2]
             # It may not be a file, or be damaged in spite of its checksum.
             with suppress(OSError, ValueError):
-                if compute_sha256(path).startswith(digits):
+                if _is_intact(path):
                     state = read_tensors(path)
                     if isinstance(state, dict):
                         return state

@@ -39,6 +39,7 @@ _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
 NUM_NEIGHBOURS = 5
 # the metadata that a checkpoint of the same run doesn't share
 _FITTED_TO_WEIGHTS = (
+    "step",
     "temperature",
     "temperature_fitted_on",
     "out_of_fold_temperature",
@@ -370,6 +371,8 @@ class _Schema(BaseModel):
     out_of_fold_temperature: TemperatureFit | None = None
     conformal: _Conformal = _Conformal(num_images=0, thresholds={})
     run_id: str | None = None
+    # step of the run after which the weights were taken
+    step: Annotated[int, Field(ge=0)] | None = None
     # Models that come with the package record their accuracy with its interval, and their limits.
     evaluation: dict[str, str | int | float] = {}
     limits: str = ""

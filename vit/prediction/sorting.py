@@ -2,6 +2,7 @@
 
 import filecmp
 import os
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from vit.bundle import Bundle
 from vit.data.images import ImageInputs
 from vit.prediction.conformal import explain_missing, read_threshold
 from vit.prediction.records import Prediction
-from vit.runtime.files import clean_name, open_regular, remove
+from vit.runtime.files import clean_name, open_regular
 
 # Folders for photos whose set has several classes or none, and for unusual photos.
 UNSURE = "unsure"
@@ -108,16 +109,21 @@ def _copy_new(source: Path, target: Path) -> bool:
     file with the same content, from an earlier run, counts as a copy."""
     if target.is_symlink():
         return False
-    with open_regular(source) as content:
+    if target.exists():
+        return target.is_file() and filecmp.cmp(source, target, shallow=False)
+
+    # A program that is killed must not leave half a photo under its name.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open_regular(source) as content, temporary.open("xb") as copy:
+            shutil.copyfileobj(content, copy)
         try:
-            # fails if anything is there, even a link
-            copy = target.open("xb")
+            # fails if anything is there now, even a link
+            os.link(temporary, target)
         except FileExistsError:
-            return target.is_file() and filecmp.cmp(source, target, shallow=False)
-        try:
-            with copy:
-                shutil.copyfileobj(content, copy)
-        except OSError:
-            remove(target)
-            raise
+            return _copy_new(source, target)
+        except OSError:  # The file system has no hard links.
+            temporary.rename(target)
+    finally:
+        temporary.unlink(missing_ok=True)
     return True

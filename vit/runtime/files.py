@@ -6,6 +6,7 @@ Only regular files are read. A result is written into a new or empty directory, 
 
 import argparse
 import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -17,7 +18,8 @@ import stat
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +31,7 @@ _MAX_BYTES = 2**30
 # Bytes. File systems allow 255, but a method, a class and a temporary suffix are added.
 _MAX_NAME = 120
 # Names of files that are being written.
-_TEMPORARIES = ".*.tmp"
+TEMPORARIES = ".*.tmp"
 # Name of a file that marks a directory made by vit, which vit may therefore clear.
 _MARK = ".vit-output"
 
@@ -111,8 +113,12 @@ def open_cached(path: Path, read: Callable[[], Opened]) -> Opened | None:
         return None
 
 
-def read_tensors(path: Path) -> Any:
+def read_tensors(path: Path, *, only_map: bool = False) -> Any:
     """Return the content of a file of `torch.save`: tensors, on the CPU, and plain values.
+
+    Args:
+        path: The file.
+        only_map: Map the tensors into memory instead of reading them, for who needs other values.
 
     Raises:
         ValueError: The file is damaged or holds anything else.
@@ -126,7 +132,8 @@ def read_tensors(path: Path) -> Any:
         try:
             # timm's training script saves its options in a Namespace, with the weights.
             with torch.serialization.safe_globals([argparse.Namespace]):
-                content = torch.load(file, map_location="cpu", weights_only=True)
+                source = str(path) if only_map else file
+                content = torch.load(source, map_location="cpu", weights_only=True, mmap=only_map)
             # A manipulated tensor may repeat a few bytes to any size.
             for tensor in list_tensors(content):
                 if tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -183,8 +190,8 @@ def write_atomically(
 def remove_temporaries(directory: Path) -> None:
     """Remove the temporary files of a writer that was killed. No other process may write to the
     directory meanwhile."""
-    for temporary in directory.glob(_TEMPORARIES):
-        temporary.unlink(missing_ok=True)
+    for temporary in directory.glob(TEMPORARIES):
+        remove(temporary)
 
 
 def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> None:
@@ -246,8 +253,8 @@ def compute_sha256(path: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a directory with its content, if it exists."""
-    if path.is_dir():
+    """Delete a file, a link, or a directory with its content, if it exists."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -282,7 +289,7 @@ def check_output(path: Path, *, overwrite: bool) -> None:
     is_ours = (path / _MARK).exists()
     # Temporary files alone: a writer was killed before its first file was complete.
     files = set(path.iterdir()) - {path / _MARK}
-    if not files or (is_ours and files.issubset(path.glob(_TEMPORARIES))):
+    if not files or (is_ours and files.issubset(path.glob(TEMPORARIES))):
         return
     if not overwrite:
         raise FileExistsError(
@@ -297,11 +304,50 @@ def prepare_output(path: str | Path, *, overwrite: bool = False) -> Path:
     """Create the empty output directory `path` and return it. Raises the errors of `check_output`."""
     path = expand_home(path)
     check_output(path, overwrite=overwrite)
-    if path.is_dir():
-        shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
+    _clear(path)
     (path / _MARK).touch()
     return path
+
+
+@contextmanager
+def replace_output(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty directory for the files of a result. Once all are written they go into the
+    output directory `path`; until then an earlier result stays there.
+
+    Raises:
+        FileExistsError, NotADirectoryError: See `check_output`.
+        ValueError: Another process is writing a result into it.
+    """
+    path = expand_home(path)
+    check_output(path, overwrite=overwrite)
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / _MARK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is writing into {path}; wait for it or choose another --output"
+            ) from None
+        # It may have been the other process's until now.
+        check_output(path, overwrite=overwrite)
+        remove_temporaries(path)
+        staged = path / f".{secrets.token_hex(4)}.tmp"
+        staged.mkdir()
+        try:
+            yield staged
+            _clear(path, keep=staged)
+            for file in staged.iterdir():
+                file.rename(path / file.name)
+            _flush(path)
+        finally:
+            remove(staged)
+
+
+def _clear(path: Path, *, keep: Path | None = None) -> None:
+    """Empty an output directory, which may be a link or a mounted volume, but for its mark."""
+    for entry in set(path.iterdir()) - {keep, path / _MARK}:
+        remove(entry)
 
 
 # The text of a file, or a function that writes the file at a path.
@@ -327,12 +373,12 @@ class Result(ABC):
         """
         # Built before the directory is made, so that a page that fails leaves no directory.
         files = self.build_files()
-        output = prepare_output(directory, overwrite=overwrite)
-        for name, content in files.items():
-            if isinstance(content, str):
-                write_text(output / name, content)
-            else:
-                write_atomically(output / name, content)
+        with replace_output(directory, overwrite=overwrite) as output:
+            for name, content in files.items():
+                if isinstance(content, str):
+                    write_text(output / name, content)
+                else:
+                    write_atomically(output / name, content)
 
 
 def compute_and_save(compute: Callable[[], Any], output: Path, *, overwrite: bool) -> Any:

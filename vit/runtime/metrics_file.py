@@ -1,6 +1,7 @@
 """Read and write the metrics file of a run: one line of JSON for each epoch."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
         check_schema(_EpochMetrics, metrics, origin=origin)
         epochs.append(metrics)
     return epochs
+
+
+def check_metrics(path: Path, *, steps_per_epoch: int) -> None:
+    """Raise ValueError for a metrics file whose epochs have another number of steps."""
+    for line in load_metrics(path):
+        # The last epoch may be shorter.
+        if line["epoch"] != math.ceil(line["step"] / steps_per_epoch):
+            raise ValueError(
+                f"{path} is of another run: epoch {line['epoch']} ends there at step"
+                f" {line['step']}, an epoch has {steps_per_epoch} steps here; move it away"
+            )
 
 
 def append_metrics(path: Path, metrics: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
+from vit.model.checkpoint import check_number
+
 _START = 2.0**16
 # The factor is doubled after this number of steps in a row with finite gradients.
 _DOUBLING_STEPS = 2000
@@ -33,6 +35,12 @@ class LossScale(nn.Module):
         # finite steps in a row since the factor was changed
         finite_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.register_buffer("finite_steps", finite_steps)
+
+    def check(self) -> None:
+        """Raise RuntimeError for values, perhaps of a file, that are out of their ranges."""
+        check_number("the loss scale", self.factor, least=1, most=_LARGEST)
+        most = _DOUBLING_STEPS
+        check_number("the loss scale's steps", self.finite_steps, least=0, most=most)
 
     def forward(self, loss: Tensor) -> Tensor:
         """Return the loss to differentiate."""

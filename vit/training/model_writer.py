@@ -9,11 +9,31 @@ from torch import nn
 
 from vit.bundle import MODEL_FILE, save_bundle
 from vit.config import Config, values_to_save
-from vit.model.model_file import read_model_file
+from vit.model.model_file import ModelFile, read_model_file
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import copy_to_host
 from vit.runtime.processes import Process
 from vit.training.data import TrainingData
+
+
+def read_run_model(directory: Path, *, run_id: str) -> ModelFile | None:
+    """Read the model file that a run has left in its directory. None if it is missing or damaged.
+
+    Raises:
+        ValueError: It is of another run.
+    """
+    path = directory / MODEL_FILE
+    try:
+        content = read_model_file(path)
+    except (OSError, ValueError):
+        return None
+    owner = content.metadata.get("run_id")
+    if owner != run_id:
+        owner = "not of a run" if owner is None else f"of run {owner}"
+        raise ValueError(
+            f"{path} is {owner}, this is run {run_id}; move it away, or choose another --output"
+        )
+    return content
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +56,8 @@ class BundleWriter:
     run_id: str
     writer: BackgroundWriter
 
-    def write(self, model: nn.Module) -> None:
-        """Write the model. All processes call it, with the best model so far."""
+    def write(self, model: nn.Module, *, step: int) -> None:
+        """Write the model. All processes call it, with the best model so far, of this step."""
         state = model.state_dict()
         weights = copy_to_host(state)
         if not self.process.is_main:
@@ -66,6 +86,7 @@ class BundleWriter:
             class_names=data.train.class_names,
             config=config,
             run_id=self.run_id,
+            step=step,
             data={
                 "name": data.train.name,
                 "fingerprint": data.train.fingerprint,
@@ -80,16 +101,9 @@ class BundleWriter:
             submit=self.writer.submit,
         )
 
-    def has_written(self) -> bool:
-        """Return whether the model file is there and intact. Raises ValueError for a file of
-        another run."""
-        path = self.directory / MODEL_FILE
-        try:
-            run_id = read_model_file(path).metadata.get("run_id")
-        except (OSError, ValueError):
-            return False
-        if run_id != self.run_id:
-            raise ValueError(
-                f"{path} is of run {run_id}, this is run {self.run_id}; move it away and resume"
-            )
-        return True
+    def has_written(self, step: int) -> bool:
+        """Return whether the model file is there, intact and of this step. Raises ValueError for a
+        file of another run."""
+        content = read_run_model(self.directory, run_id=self.run_id)
+        # Older files don't tell their step.
+        return content is not None and content.metadata.get("step") in (step, None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from typing import Literal, NamedTuple, Self
 
 import torch
@@ -10,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from vit.config import TrainConfig
+from vit.model.checkpoint import check_number
 
 SelectBy = Literal["top1", "macro_f1", "loss"]
 
@@ -86,6 +88,9 @@ class Validation(NamedTuple):
         return getattr(self, select_by), -self.loss
 
 
+# longest time of a run that is believed, in seconds: about 30 years
+_MAX_SECONDS = 1e9
+
 # worse than all others
 NO_VALIDATION = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)
 
@@ -118,6 +123,40 @@ class Progress:
     elapsed_seconds: float = 0.0
     epoch_seconds: float = 0.0
     epoch_sums: Tensor = Field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+
+    def check(self, plan: TrainingPlan) -> None:
+        """Check the numbers, which may come from a file, by the plan of the whole run.
+
+        Raises:
+            RuntimeError: A number is out of its range; the message names it.
+        """
+        total_steps = plan.total_steps
+        if self.total_steps is not None:
+            check_number("total_steps", self.total_steps, least=1, most=plan.total_steps)
+            total_steps = self.total_steps
+        check_number("step", self.step, least=0, most=total_steps)
+        check_number("step_in_epoch", self.step_in_epoch, least=0, most=plan.steps_per_epoch)
+        # The end of the run may cut its last epoch short.
+        epoch_start = self.step - self.step_in_epoch
+        epochs = epoch_start / plan.steps_per_epoch
+        if self.step == total_steps and self.step_in_epoch == 0:
+            epochs = math.ceil(epochs)
+        check_number("epoch", self.epoch, least=epochs, most=epochs)
+        check_number("best_step", self.best_step, least=0, most=self.step)
+        evaluations = self.evaluations_since_best
+        check_number("evaluations_since_best", evaluations, least=0, most=self.epoch)
+        for name in ("top1", "macro_f1"):
+            check_number(f"best.{name}", getattr(self.best, name), least=-1, most=1)
+        for name in ("elapsed_seconds", "epoch_seconds"):
+            check_number(name, getattr(self, name), least=0, most=_MAX_SECONDS)
+        if self.epoch_sums.shape != (3,):
+            raise RuntimeError(f"epoch_sums has the shape {list(self.epoch_sums.shape)}, not [3]")
+        num_images = self.step_in_epoch * plan.batch_size
+        limits = (sys.float_info.max, num_images, self.step_in_epoch)
+        for name, total, most in zip(
+            ("loss", "correct", "finite"), self.epoch_sums, limits, strict=True
+        ):
+            check_number(f"epoch_sums of {name}", total, least=0, most=most)
 
     def start_epoch(self) -> None:
         """Start the next epoch at zero."""

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from vit.config import Config
 from vit.data.dataset import ImageDataset
 from vit.model.logits import cut_model
-from vit.model.model_file import MODEL_FILE, read_model_file
+from vit.model.model_file import ModelFile
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit
 from vit.prediction.features import Features, compute_features
@@ -188,20 +188,18 @@ def build_probed_model(
     return probed
 
 
-def load_probed_model(config: Config, directory: Path) -> VisionTransformer | None:
-    """Load the model of the run in `directory`, which is to be resumed. Its architecture is that of
-    the probe; so are its weights until a better model is found. None if there is no model."""
-    path = directory / MODEL_FILE
-    try:
-        content = read_model_file(path)
-    except (OSError, ValueError):
-        return None
-    # The file holds weights of another program, or a module that isn't ours.
-    if "architecture" not in content.metadata:
-        return None
+def rebuild_probed_model(config: Config, content: ModelFile, *, origin: str) -> VisionTransformer:
+    """Build the model of a run's model file, which ends at the probe's block. Its weights are the
+    probe's until a better model is found.
+
+    Args:
+        config: Configuration of the run.
+        content: The model file.
+        origin: Its path, for messages.
+    """
     architecture = dict(content.metadata["architecture"])
     architecture["drop_path_rate"] = config.model.drop_path_rate
-    model = build_to_fit(architecture, content.weights, origin=str(path))
+    model = build_to_fit(architecture, content.weights, origin=origin)
     model.load_state_dict(content.weights)
     set_up_training(config, model)
     return model

@@ -11,7 +11,7 @@ from torch import nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle
 from vit.data.splits import DatasetSplits
-from vit.runtime.files import prepare_output
+from vit.runtime.files import replace_output
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 
 
@@ -61,7 +61,6 @@ class TrainingResult:
         Raises:
             FileExistsError: The directory holds files, and `overwrite` is not set.
         """
-        target = prepare_output(directory, overwrite=overwrite)
-        shutil.copytree(
-            self.directory, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock")
-        )
+        with replace_output(directory, overwrite=overwrite) as target:
+            ignore = shutil.ignore_patterns(".lock")
+            shutil.copytree(self.directory, target, dirs_exist_ok=True, ignore=ignore)

@@ -22,6 +22,7 @@ from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
 from vit.model.checkpoint import CheckpointStore
+from vit.model.model_file import MODEL_FILE, ModelFile
 from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
@@ -36,7 +37,7 @@ from vit.training.data import TrainingData, build_data, build_dataset, build_tra
 from vit.training.identity import RunIdentity
 from vit.training.micro_batches import choose_grad_accum_steps
 from vit.training.model import build_model, check_user_model
-from vit.training.model_writer import BundleWriter
+from vit.training.model_writer import BundleWriter, read_run_model
 from vit.training.observers import MetricsFile, Observer, ProgressBar
 from vit.training.plan import TrainingPlan
 from vit.training.probe import (
@@ -44,7 +45,7 @@ from vit.training.probe import (
     build_probed_model,
     fit_to_data,
     is_probe_alone,
-    load_probed_model,
+    rebuild_probed_model,
     uses_probe,
 )
 from vit.training.tensorboard import TensorBoard
@@ -126,7 +127,8 @@ def build_run(
         device_name: Device of this process, such as "cuda:1".
         parts: Parts that are there already.
         observers: Observers of the run. None: a progress bar, the metrics file and TensorBoard.
-        resume: Take the model that the run in `directory` has left, instead of fitting a probe.
+        resume: If the run in `directory` has left a checkpoint, take its model instead of fitting a
+            probe.
     """
     device = choose_device(device_name)
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
@@ -135,9 +137,20 @@ def build_run(
     model, data = _build_model_and_data(config, parts, device)
     probe = parts.probe
     uncut_model = parts.uncut_model
+    checkpoints = CheckpointStore(directory / "checkpoints")
     if probe is None and uses_probe(config) and isinstance(model, VisionTransformer):
         uncut_model = model if is_probe_alone(config) else None
-        model, probe = _start_from_probe(config, model, data, directory if resume else None)
+        left_model = None
+        if resume:
+            left_model = process.broadcast(
+                _read_left_model(checkpoints, directory) if process.is_main else None
+            )
+        if left_model is not None:
+            origin = str(directory / MODEL_FILE)
+            model = rebuild_probed_model(config, left_model, origin=origin)
+        else:
+            probe = fit_to_data(config, model, data, device=device)
+            model = build_probed_model(config, model, probe.probe)
         model.to(device)
     tokens = parts.tokens
     if tokens is None:
@@ -191,7 +204,7 @@ def build_run(
         plan=plan,
         train_batches=train_loader,
         validator=validator,
-        checkpoints=CheckpointStore(directory / "checkpoints"),
+        checkpoints=checkpoints,
         model_writer=BundleWriter(directory, config, data, process, identity.run_id, writer),
         observers=list(observers) if process.is_main else [],
         process=process,
@@ -222,19 +235,12 @@ def _build_model_and_data(
     return model.to(device), data
 
 
-def _start_from_probe(
-    config: Config, model: VisionTransformer, data: TrainingData, resumed: Path | None
-) -> tuple[VisionTransformer, FittedProbe | None]:
-    """Return the model that ends at the probe's block, and the probe.
-
-    If the run in the directory `resumed` has left a model, return that model and None.
-    """
-    left_model = load_probed_model(config, resumed) if resumed else None
-    if left_model is not None:
-        return left_model, None
-    device = next(model.parameters()).device
-    probe = fit_to_data(config, model, data, device=device)
-    return build_probed_model(config, model, probe.probe), probe
+def _read_left_model(checkpoints: CheckpointStore, directory: Path) -> ModelFile | None:
+    """Read the model file of the run that left the checkpoints. None without checkpoints, with which
+    alone a run goes on, or without a model of ours. Raises ValueError for a file of another run."""
+    run_id = checkpoints.find_run_id()
+    content = None if run_id is None else read_run_model(directory, run_id=run_id)
+    return content if content is not None and "architecture" in content.metadata else None
 
 
 def build_plan(

@@ -1,27 +1,23 @@
 """The output directory of one run: its lock and what an earlier run left in it."""
 
 import fcntl
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vit.runtime.files import remove, remove_temporaries
+from vit.runtime.files import TEMPORARIES, remove, remove_temporaries
 from vit.runtime.metrics_file import METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
 CROSS_VALIDATION_FILE = "cross_validation.json"
 _LOCK_FILE = ".lock"
-# Files that a run writes and --overwrite removes. Other files in the directory stay.
-_RUN_FILES = (
-    CONFIG_FILE,
-    METRICS_FILE,
-    "model.safetensors",
-    "checkpoints",
-    "tensorboard",
-    "dry_run.png",
-    CROSS_VALIDATION_FILE,
-    "learning_curve.json",
-)
+_DRY_RUN_FILE = "dry_run.png"
+# Measurements of a run. A run that starts anew in its directory removes them.
+_RESULT_FILES = (METRICS_FILE, "tensorboard", CROSS_VALIDATION_FILE, "learning_curve.json")
+# Files that a run writes and --overwrite removes. Other files in the directory stay. The
+# configuration comes last: without it the others would not be known as a run's.
+_RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", _DRY_RUN_FILE, CONFIG_FILE)
 
 
 @contextmanager
@@ -52,8 +48,13 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
             ) from None
 
         holds_run = (path / CONFIG_FILE).exists()
-        foreign = {entry.name for entry in path.iterdir()}.difference(_RUN_FILES, [_LOCK_FILE])
-        if foreign and not holds_run and not resume:
+        # A run writes its configuration before anything else but these.
+        ours = [path / _LOCK_FILE, path / _DRY_RUN_FILE, *path.glob(TEMPORARIES)]
+        foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
+        if resume:
+            # A job's log may lie there, and a run can go on from its checkpoints alone.
+            foreign = foreign.intersection(_RUN_FILES) if "checkpoints" not in foreign else set()
+        if foreign and not holds_run:
             raise FileExistsError(
                 f"{path} holds {min(foreign)}, which is not part of a run; choose another --output"
             )
@@ -68,3 +69,12 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
             for name in _RUN_FILES:
                 remove(path / name)
         yield
+
+
+def remove_results(path: Path) -> None:
+    """Remove what a run in the directory `path` has measured, before it starts anew there. Its
+    model file stays until there is a new one."""
+    if (path / CONFIG_FILE).exists():
+        print(f"{path} holds no checkpoint; the run starts anew", file=sys.stderr)
+    for name in _RESULT_FILES:
+        remove(path / name)

@@ -26,6 +26,7 @@ from vit.model.model_file import MODEL_FILE
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console
 from vit.runtime.files import expand_home, write_json, write_text
+from vit.runtime.metrics_file import METRICS_FILE, check_metrics
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config, find_device
 from vit.training.cross_validation import OVERRIDES, check_folds, cross_validate_run
@@ -40,6 +41,7 @@ from vit.training.run_directory import (
     CONFIG_FILE,
     CROSS_VALIDATION_FILE,
     open_run_directory,
+    remove_results,
 )
 from vit.training.tensorboard import save_first_images
 from vit.training.timing import time_steps
@@ -190,7 +192,10 @@ def train(
         if process.is_main:
             trainer.observers += callbacks
         is_resumed = resume and trainer.resume()
-        if process.is_main and not dry_run and not is_resumed:
+        if is_resumed:
+            check_metrics(directory / METRICS_FILE, steps_per_epoch=trainer.plan.steps_per_epoch)
+        elif process.is_main and not dry_run:
+            remove_results(directory)
             write_text(directory / CONFIG_FILE, dump_config(run.config))
             if run.probe is not None and run.probe.curve is not None:
                 run.probe.curve.save(directory)
@@ -362,6 +367,6 @@ def find_initial_weights(init: str | Path, directory: Path) -> str:
     if not path.exists():
         names = " or ".join(["timm:NAME", *list_pretrained()])
         raise FileNotFoundError(f"--init {init} is not {names}, and there is no {path}")
-    if path.resolve().parent == directory.resolve():
+    if directory.resolve() in path.resolve().parents:
         raise ValueError(f"--init {init} is the run in --output; choose another --output")
     return str(path.absolute())

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from vit.model.checkpoint import StepState
+from vit.model.checkpoint import StepState, check_number
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast, free_cached_memory
 from vit.runtime.threads import BatchThreads
@@ -300,22 +301,54 @@ class TrainStep:
         Raises:
             RuntimeError: The state is damaged or of another model.
         """
+        num_steps = state["num_steps"]
+        check_number("nonfinite_steps", state["nonfinite_steps"], least=0, most=num_steps)
         self.module.load_state_dict(state["model"])
         self.averaged_model.load_state_dict(state["average"])
-        # torch accepts any state, and fails at the next step.
-        for values in state["optimizer"]["state"].values():
-            if not all(value is None or isinstance(value, Tensor) for value in values.values()):
-                raise RuntimeError("the optimizer's state holds more than tensors")
-        self.optimizer.load_state_dict(state["optimizer"])
+        for module in (self.module, self.averaged_model):
+            for name, weight in module.named_parameters():
+                if not weight.isfinite().all():
+                    raise RuntimeError(f"{name} holds NaN or infinite weights")
+        # The settings of the groups are the run's own.
+        own = self.optimizer.state_dict()
+        self._check_optimizer_state(state["optimizer"], own["param_groups"], num_steps=num_steps)
+        self.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         if self.graphs is not None:
             self.graphs.forget()
-        self.num_steps = state["num_steps"]
-        self.grad_accum_steps = state["grad_accum_steps"]
+        self.num_steps = int(num_steps)
+        self.grad_accum_steps = int(state["grad_accum_steps"])
         self.nonfinite_steps.copy_(state["nonfinite_steps"])
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"] or {})
+            self.loss_scale.check()
+
+    def _check_optimizer_state(
+        self, state: dict[str, Any], groups: list[dict[str, Any]], *, num_steps: int
+    ) -> None:
+        """Raise RuntimeError for values that torch would take, to fail at the next step or never.
+
+        Args:
+            state: State of the optimizer, from a file.
+            groups: This optimizer's groups, as a state has them.
+            num_steps: Steps that the state was taken after.
+        """
+        numbers = [group["params"] for group in groups]
+        if numbers != [group["params"] for group in state["param_groups"]]:
+            raise RuntimeError("the optimizer's state is of other parameters")
+        parameters = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        shapes = dict(zip(chain(*numbers), (weight.shape for weight in parameters), strict=True))
+        for number, values in state["state"].items():
+            for name, value in values.items():
+                if value is None:
+                    continue
+                if not isinstance(value, Tensor):
+                    raise RuntimeError("the optimizer's state holds more than tensors")
+                if name == "step":
+                    check_number("the optimizer's step", value, least=0, most=num_steps)
+                elif value.shape != shapes[number] or not value.isfinite().all():
+                    raise RuntimeError(f"the optimizer's {name} is not that of a weight")
 
     def _compute_loss(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean loss and the number of correct images of a batch or a part of one."""

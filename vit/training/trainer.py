@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
-from vit.model.checkpoint import Checkpoint, CheckpointStore
+from vit.model.checkpoint import Checkpoint, CheckpointStore, check_number
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import autocast
@@ -157,7 +157,7 @@ class Trainer:
             # with a loss that label smoothing has raised, the two can't be told apart.
             best = best._replace(loss=math.inf)
         self.progress.record_best(best, select_by=self.plan.settings.select_by)
-        self.model_writer.write(model)
+        self.model_writer.write(model, step=self.progress.step)
         self._save()
 
     def _train_epoch(self) -> bool:
@@ -258,7 +258,7 @@ class Trainer:
         if image_size is not None:
             metrics["train_image_height"], metrics["train_image_width"] = image_size
         if is_due and progress.record_best(validation, select_by=plan.settings.select_by):
-            self.model_writer.write(model)
+            self.model_writer.write(model, step=progress.step)
         self._notify(lambda observer: observer.on_epoch(metrics, model))
         if progress.is_done(plan) and not is_last:
             self._message(
@@ -321,35 +321,41 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go back to the newest intact checkpoint. Returns False if there is none. A model file
-        that is missing or damaged is written again from the best checkpoint.
+        that is missing, damaged or of another step is written again from the best checkpoint.
 
         Raises:
-            ValueError: The checkpoint is of another run, or the model file can't be written again.
+            ValueError: A checkpoint or the model file is of another run, or the model file can't be
+                written again.
         """
+        self._from_main(self.checkpoints.find_run_id)
         values = self._from_main(lambda: self.checkpoints.load_latest(warn=self._message))
         if values is None:
+            # A model of another run is not overwritten.
+            self._from_main(lambda: self.model_writer.has_written(step=0))
             return False
         checkpoint = self._restore(values)
         if changes := self.identity.describe_changed_conditions(checkpoint.identity):
             self._message(changes)
 
         best_step = self.progress.best_step
-        if not self._has_model() or self._from_main(self.model_writer.has_written):
+        has_written = self._from_main(lambda: self.model_writer.has_written(best_step))
+        if has_written or not self._has_model():
             return True
 
         best_values = self._from_main(lambda: self.checkpoints.load(best_step))
         if best_values is None:
             raise ValueError(
-                "the model file is missing or damaged, and so is the checkpoint of its step,"
-                f" {best_step}; train again with --overwrite"
+                "the model file is missing, damaged or of another step, and there is no intact"
+                f" checkpoint of its step, {best_step}; train again with --overwrite"
             )
         self._restore(best_values)
-        self.model_writer.write(self.train_step.averaged_model.eval())
+        self.model_writer.write(self.train_step.averaged_model.eval(), step=best_step)
         # An error before the first step must not leave a thread that writes.
         self.writer.wait()
         self._restore(values)
         self._message(
-            f"the model file was missing or damaged; it is written again from step {best_step}"
+            "the model file was missing, damaged or of another step; it is written again from step"
+            f" {best_step}"
         )
         return True
 
@@ -367,11 +373,17 @@ class Trainer:
                 origin=f"the checkpoint of step {checkpoint.progress['step']}",
             )
             self.progress = Progress(**checkpoint.progress)
+            self.progress.check(self._full_plan)
             if self.progress.total_steps is not None:
                 self._set_length(self.progress.total_steps)
-            self.train_step.load_state_dict(checkpoint.state)
+            step = self.progress.step
+            state = checkpoint.state
+            check_number("num_steps", state["num_steps"], least=step, most=step)
+            most = self.plan.batch_size
+            check_number("grad_accum_steps", state["grad_accum_steps"], least=1, most=most)
+            self.train_step.load_state_dict(state)
             if self.validator is not None:
-                self.validator.held_aside.load_state_dict(checkpoint.validator or {})
+                self.validator.load_state_dict(checkpoint.validator or {})
             return checkpoint
         except (LookupError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
@@ -456,7 +468,8 @@ class Trainer:
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
         if not self._has_model():  # the result needs a model
-            self.model_writer.write(self.train_step.averaged_model.eval())
+            model = self.train_step.averaged_model.eval()
+            self.model_writer.write(model, step=self.progress.step)
         self._message(text)
         return True
 

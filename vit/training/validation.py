@@ -54,7 +54,7 @@ class HeldAside:
             digests: Their hashes, [n].
         """
         if not self.best:
-            num_kept = min(len(scores), max(1, _MAX_LOGITS // logits.shape[1]))
+            num_kept = _count_kept(len(scores), logits.shape[1])
             self.probabilities = np.zeros(len(scores))
             self.logits = np.zeros((num_kept, logits.shape[1]), np.float32)
             self.best = [NO_VALIDATION, NO_VALIDATION]
@@ -79,11 +79,34 @@ class HeldAside:
             "best": [tuple(validation) for validation in self.best],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a state that `state_dict` returned."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, num_images: int, num_classes: int
+    ) -> None:
+        """Go back to a state that `state_dict` returned.
+
+        Args:
+            state: The state, which may come from a file.
+            num_images: Validation images.
+            num_classes: Classes of the model.
+
+        Raises:
+            RuntimeError: The state is not of these images.
+        """
         self.probabilities = state["probabilities"].numpy().copy()
         self.logits = state["logits"].numpy().copy()
         self.best = [Validation(*values) for values in state["best"]]
+        shapes = (self.probabilities.shape, self.logits.shape, len(self.best))
+        num_kept = _count_kept(num_images, num_classes)
+        if shapes not in (((0,), (0, 0), 0), ((num_images,), (num_kept, num_classes), 2)):
+            raise RuntimeError("the validation's logits are of other images")
+        # NaN comes from a model that has diverged.
+        if (self.probabilities < 0).any() or (self.probabilities > 1).any():
+            raise RuntimeError("the validation's probabilities are not from 0 to 1")
+
+
+def _count_kept(num_images: int, num_classes: int) -> int:
+    """Return the number of images whose logits outlast the epochs."""
+    return min(num_images, max(1, _MAX_LOGITS // num_classes))
 
 
 def measure(scores: Scores) -> Validation:
@@ -142,3 +165,11 @@ class ImageValidator:
         self.last_scores = score_logits(logits, dataset.labels)
         self.held_aside.update(self.last_scores, logits, dataset.digests)
         return measure(self.last_scores)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a state that a checkpoint holds. See `HeldAside.load_state_dict`."""
+        self.held_aside.load_state_dict(
+            state,
+            num_images=len(self.data.decoded_validation),
+            num_classes=len(self.data.train.class_names),
+        )

@@ -21,7 +21,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.conformal import describe_limits
 from vit.runtime.arguments import check_arguments
 from vit.runtime.documents import read_json
-from vit.runtime.files import prepare_output, write_text
+from vit.runtime.files import expand_home, replace_output, write_text
 
 # classes that the card lists
 _MAX_CLASSES = 100
@@ -80,20 +80,19 @@ def export_model(
         decoded = load_images(bundle, splits, split)
         images = replace(decoded.dataset, labels=decoded.labels)
 
-    # before an earlier export is replaced
+    # before the model is written
     if to == "onnx":
         check_packages()
-    directory = prepare_output(output, overwrite=overwrite)
-    if to == "onnx":
-        path = export_onnx(
-            bundle, directory, precision=precision, attention=attention, images=images
-        )
-    else:
-        path = {"timm": export_timm, "huggingface": export_huggingface}[to](bundle, directory)
-
-    # after the other files, some of which the card describes
-    _write_card(directory, bundle, to)
-    return path
+    with replace_output(output, overwrite=overwrite) as directory:
+        if to == "onnx":
+            path = export_onnx(
+                bundle, directory, precision=precision, attention=attention, images=images
+            )
+        else:
+            path = {"timm": export_timm, "huggingface": export_huggingface}[to](bundle, directory)
+        # after the other files, some of which the card describes
+        _write_card(directory, bundle, to)
+    return expand_home(output) / path.relative_to(directory)
 
 
 def _write_map(bundle: Bundle, path: Path) -> str | None:
