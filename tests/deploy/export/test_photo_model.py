@@ -42,8 +42,6 @@ class Pixels(nn.Module):
         ("bilinear", (32, 32), 1.0, "crop"),
         ("bicubic", (16, 8), 0.4, "crop"),
         ("bicubic", (24, 40), 0.875, "pad"),
-        ("bilinear", (32, 32), 1.0, "pad"),
-        ("bicubic", (24, 40), 0.875, "stretch"),
         ("bilinear", (32, 32), 1.0, "stretch"),
     ],
 )
