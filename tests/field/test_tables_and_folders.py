@@ -292,6 +292,14 @@ def test_a_file_of_another_folder_is_not_taken_for_the_one_that_is_named(tmp_pat
         read(table)
 
 
+def test_a_linked_folder_of_images_is_searched(tmp_path: Path) -> None:
+    save_all(tmp_path / "disk", "1.png", "2.png")
+    table = write(tmp_path / "set" / "train.csv", "id,label\n1,x\n2,y\n")
+    (tmp_path / "set" / "images").symlink_to(tmp_path / "disk")
+    (tmp_path / "set" / "up").symlink_to(tmp_path)
+    assert read(table) == {"images/1.png": "x", "images/2.png": "y"}
+
+
 def test_guesses_are_in_the_plan(photos: Path) -> None:
     rows = "".join(f"{path[7:10]} ;{label}\r\n" for path, label in TRUTH.items())
     table = write(photos / "list.csv", f"Dateiname;Art\r\n{rows}", "cp1252")
@@ -461,7 +469,7 @@ def test_a_table_beside_folders_is_not_passed_over(tmp_path: Path) -> None:
     text = "\r\n".join(["Dateiname;Art;Zahl", *rows]).replace("/", "\\")
     table = write(tmp_path / "Auswertung.csv", text, "utf-8-sig")
     assert "Auswertung.csv in" in list_notes(tmp_path)
-    assert f"is not read: the folders are the classes; vit train {table}" in list_notes(tmp_path)
+    assert f"is not read: the folders are the classes; vit train {table} reads it" in list_notes(tmp_path)
     truth = {path: "xyz"[n % 3] for n, path in enumerate(paths)}
     assert read(table, label_column="Art") == read(tmp_path, label_column="Art") == truth
 
@@ -650,6 +658,9 @@ def test_label_by_says_what_it_leaves_out(tmp_path: Path) -> None:
     for wrong, sentence in (("(", "not a regular"), ("cat", "has 0 groups"), ("(x)", "no class")):
         with pytest.raises(ValueError, match=sentence):
             read(tmp_path, label_by=wrong)
+    save_all(tmp_path / "flat", "train/cat.0.png", "train/dog.0.png", "test/cat.1.png")
+    with pytest.raises(ValueError, match="finds test and train, which are splits"):
+        read(tmp_path / "flat", label_by="^([a-z]+)")
     with pytest.raises(ValueError, match="for folders and tables, not for data"):
         open_dataset("digits", labels=LabelRule(label_by="(x)"))
 

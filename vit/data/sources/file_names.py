@@ -12,8 +12,10 @@ from vit.data.sources.base import SPLIT_OF, count_suffixes, describe_counts
 from vit.data.sources.listed import ListedImage, find_listed
 from vit.runtime.arguments import shorten
 
-# proposed where most names have two classes or more of several images: cat.0.jpg, cat (12).jpg,
-# 0012-cat.jpg
+# proposed where most names have two classes or more of several images: cat.0.jpg (where all names
+# are so), red_fox_12.jpg or cat (12).jpg, 0012-cat.jpg
+_PLAIN_NAME = r"[A-Za-z]+[._-]?[0-9]+\.\w+"
+_PLAIN_PROPOSAL = r"([A-Za-z]+)[._-]?[0-9]+\."
 _PROPOSALS = (
     r"([^/]*[^/0-9_. (-])[_. (-]*[0-9]+\)?\.[^./]+$",
     r"[0-9]+[_. -]+([^/0-9]+)\.[^./]+$",
@@ -41,6 +43,9 @@ def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
         example = f"paths such as {shorten(paths[0])!r}" if paths else f"{root}, without images"
         raise ValueError(f"data.label_by {label_by!r} finds no class in {example}; try another one")
 
+    if {label.lower() for label in labels if label} <= SPLIT_OF.keys():
+        names = " and ".join(sorted({label for label in labels if label}))
+        raise ValueError(f"data.label_by {label_by!r} finds {names}, which are splits; correct it")
     found = [(path, label) for path, label in zip(paths, labels, strict=True) if label]
     splits = [SPLIT_OF.get(path.partition("/")[0].lower()) for path, _ in found]
     # folders of other names would have no split
@@ -102,7 +107,8 @@ def suggest_names(folder: Path) -> str:
     names = sorted(entry.name for entry in folder.iterdir() if is_image_name(entry.name))
     step = max(1, len(names) // _SAMPLE)
     names = names[::step]
-    for pattern in _PROPOSALS:
+    is_plain = all(re.fullmatch(_PLAIN_NAME, name) for name in names)
+    for pattern in (_PLAIN_PROPOSAL,) if is_plain else _PROPOSALS:
         matches = [re.search(pattern, name) for name in names]
         counts = Counter(match[1] for match in matches if match)
         # names of cameras, such as IMG_0001, are one class

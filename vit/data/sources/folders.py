@@ -75,7 +75,7 @@ def find_folder(request: Request) -> SourceSplits:
         names = shorten(", ".join(table.name for table in others))
         notes.append(
             f"{names} in {path.absolute().name}/ is not read: the folders are the classes; "
-            f"vit train {others[0]} reads the table"
+            f"vit train {others[0]} reads it"
         )
     return find_class_folders("folder", path, request.classes, notes=notes)
 

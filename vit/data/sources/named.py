@@ -166,7 +166,7 @@ def find_imagenet(request: Request) -> SourceSplits:
         raise ValueError(f"data.root {folder} has no train/ folder; {hint}")
 
     words = {}
-    # beside the folders, or above Kaggle's ILSVRC/Data/CLS-LOC
+    # it is beside the folders, or above Kaggle's ILSVRC/Data/CLS-LOC
     places = (folder, *folder.absolute().parents[:3])
     mappings = [place / "LOC_synset_mapping.txt" for place in places]
     mapping = next((path for path in mappings if path.is_file()), None)

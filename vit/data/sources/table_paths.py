@@ -5,7 +5,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
 
 from vit.data.images import IMAGE_SUFFIXES, list_files
@@ -118,7 +118,13 @@ class FileFinder:
     def _files(self) -> dict[str, list[str]]:
         """Paths of all images below the folder, by their names with and without suffix."""
         files: dict[str, list[str]] = {}
-        for file in list_files(self.folder, left_out=[]):
+        # images often are in a linked folder; links further down may lead anywhere
+        own = os.path.realpath(self.folder) + os.sep
+        links = (entry for entry in self.folder.iterdir() if entry.is_symlink() and entry.is_dir())
+        places = [link for link in links if not own.startswith(os.path.realpath(link) + os.sep)]
+        for file in chain.from_iterable(
+            list_files(place, left_out=[]) for place in (self.folder, *places)
+        ):
             name = _simplify(os.path.basename(file))
             stem, suffix = os.path.splitext(name)
             if suffix in IMAGE_SUFFIXES and not name.startswith("."):
