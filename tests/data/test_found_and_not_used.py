@@ -41,7 +41,7 @@ def test_a_class_may_have_the_name_of_a_split(make_folder: MakeFolder) -> None:
             ("train/a", "train/b", "dev/a", "dev/b"),
             "holds train/ beside dev/: if train/ is a class",
         ),
-        (("train", "test"), "test holds images in no folder of a class; move them into test/<"),
+        (("train", "test"), "train holds images in no folder of a class; move them into train/<"),
         (("nested/photos/a", "nested/photos/b"), r"did you mean .*nested/photos\?"),
         (("a", " a"), "'a' and ' a'|' a' and 'a' differ only in spaces"),
         (("caf\u00e9", "cafe\u0301"), "differ only in spaces or in how their characters"),

@@ -141,6 +141,8 @@ def list_styles() -> Iterator[Style]:
         "spaces": lambda path: f"  {path} ",
         "Windows": lambda path: "C:\\Users\\me\\photos\\" + path.replace("/", "\\"),
         "another computer": lambda path: f"/home/me/photos/{path}",
+        "a slash before it": lambda path: f"/{path}",
+        "web spaces": lambda path: path.replace("images", "%69mages"),
         "the folder's own name": lambda path: f"photos/{path}",
     }
     for name, path in paths.items():
@@ -469,7 +471,9 @@ def test_a_table_beside_folders_is_not_passed_over(tmp_path: Path) -> None:
     text = "\r\n".join(["Dateiname;Art;Zahl", *rows]).replace("/", "\\")
     table = write(tmp_path / "Auswertung.csv", text, "utf-8-sig")
     assert "Auswertung.csv in" in list_notes(tmp_path)
-    assert f"is not read: the folders are the classes; vit train {table} reads it" in list_notes(tmp_path)
+    assert f"is not read: the folders are the classes; vit train {table} reads it" in list_notes(
+        tmp_path
+    )
     truth = {path: "xyz"[n % 3] for n, path in enumerate(paths)}
     assert read(table, label_column="Art") == read(tmp_path, label_column="Art") == truth
 
@@ -545,6 +549,30 @@ def test_a_flat_test_beside_folders_of_classes_is_no_class(tmp_path: Path) -> No
         read(tmp_path)
     chosen = open_dataset("folder", root=tmp_path, classes=["cat", "dog", "test"]).split("all")
     assert chosen.class_names == ("cat", "dog", "test")
+
+
+def test_folders_that_are_named_like_splits_are_no_classes(tmp_path: Path) -> None:
+    # the cats and dogs of Kaggle
+    save_all(tmp_path / "a", *(f"train/{c}.{n}.png" for c in ("cat", "dog") for n in range(6)))
+    save_all(tmp_path / "a", *grid("test1", count=6))
+    with pytest.raises(ValueError, match=r"no folder of a class; their names look.*cat 6, dog 6"):
+        read(tmp_path / "a")
+    assert set(read(tmp_path / "a", label_by=r"([a-z]+)[.]").values()) == {"cat", "dog"}
+    assert "6 images have no class" in list_notes(tmp_path / "a", label_by=r"([a-z]+)[.]")
+    save_all(tmp_path / "b", *grid("train_images", "test_images"))
+    with pytest.raises(ValueError, match="train_images holds images in no"):
+        read(tmp_path / "b")
+    write(tmp_path / "b" / "train.csv", "id,label\n0,x\n1,y\n2,x\n3,y\n")
+    assert list(read(tmp_path / "b")) == grid("train_images")
+    assert "images in test_images/ 4" in list_notes(tmp_path / "b")
+    save_all(tmp_path / "c", *grid("train_set/a", "train_set/b", "test_set/a", "test_set/b"))
+    with pytest.raises(ValueError, match="holds test_set/, train_set/: call the splits train, val"):
+        read(tmp_path / "c")
+
+
+def test_photos_with_suffixes_in_large_letters_are_found(tmp_path: Path) -> None:
+    save_all(tmp_path, "cat/1.JPEG", "cat/2.BMP", "dog/1.JPEG", "dog/2.WEBP")
+    assert len(read(tmp_path)) == 4
 
 
 def test_cub_as_downloaded(tmp_path: Path) -> None:

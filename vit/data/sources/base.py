@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
+
+# names that a folder of images of a split may have besides: test1, train_images, val-set
+_SPLIT_LIKE = re.compile(
+    rf"({'|'.join(SPLIT_OF)}|dev|eval)(?:[-_ ]*(?:\d+|set|data|images?|imgs?|photos|unlabell?ed))*"
+)
 
 Root = Path | str | None
 
@@ -143,6 +149,11 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
             inode = stat.st_ino & (2**63 - 1)
             stats[index] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode
     return stats
+
+
+def looks_like_split(name: str) -> bool:
+    """Return true for the name of a folder that hardly is a class: train, test1, val_images."""
+    return _SPLIT_LIKE.fullmatch(name.lower()) is not None
 
 
 def find_split_folders(root: Path) -> dict[str, Path]:

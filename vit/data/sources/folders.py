@@ -25,7 +25,13 @@ from vit.data.dataset import (
     root_exists,
 )
 from vit.data.images import is_image_name, is_system_folder, list_files
-from vit.data.sources.base import FileReader, count_suffixes, describe_counts, find_split_folders
+from vit.data.sources.base import (
+    FileReader,
+    count_suffixes,
+    describe_counts,
+    find_split_folders,
+    looks_like_split,
+)
 from vit.data.sources.file_names import find_by_name, suggest_names
 from vit.data.sources.flat_splits import FlatSplit, read_flat_split
 from vit.data.sources.idx import find_idx, list_idx
@@ -281,23 +287,26 @@ def _find_splits(root: Path, classes: ClassChoice) -> dict[str, Path]:
     Raises:
         ValueError: The folders may be splits or classes.
     """
-    # a split holds folders of classes; a class may be called "test", too
+    # a split holds folders of classes; a class may be called "train", too
     named = find_split_folders(root)
-    if not named:
-        return {"train": root}
     splits = {split: folder for split, folder in named.items() if list_classes(folder)}
     others = [folder for folder in _list_folders(root) if folder not in splits.values()]
     others_with_images = [folder.name for folder in others if any(_find_images(folder))]
 
     if not splits:
-        flat = [folder for folder in named.values() if folder.name in others_with_images]
-        if flat and len(others_with_images) == len(flat):
-            text = f"{flat[0]} holds images in no folder of a class{suggest_names(flat[0])}"
-            raise ValueError(f"{text}; move them into {flat[0].name}/<class>/")
-        for split, folder in named.items():
-            is_chosen = classes is not None and folder.name in classes
-            if folder in flat and split != "train" and not is_chosen:
-                text = f"{root} holds {folder.name}/ beside folders of classes"
+        split_like = [name for name in others_with_images if looks_like_split(name)]
+        if split_like and len(split_like) == len(others_with_images):
+            # sorted by name, but training images first
+            folder = root / min(split_like, key=lambda name: not name.lower().startswith("train"))
+            if list_classes(folder):
+                names = shorten(", ".join(f"{name}/" for name in split_like))
+                raise ValueError(f"{root} holds {names}: call the splits train, val and test")
+            hint = suggest_names(folder) or f"; move them into {folder.name}/<class>/"
+            raise ValueError(f"{folder} holds images in no folder of a class{hint}")
+        for name in split_like:
+            is_chosen = classes is not None and name in classes
+            if not name.lower().startswith("train") and not is_chosen:
+                text = f"{root} holds {name}/ beside folders of classes"
                 names = ", ".join(others_with_images)
                 raise ValueError(
                     f"{text}: if it is a class, say data.classes=[{shorten(names)}]; "
@@ -322,7 +331,7 @@ def has_classes(root: Path) -> bool:
     named = find_split_folders(root).values()
     if any(len(list_classes(folder)) > 1 for folder in named):
         return True
-    others = [folder for folder in _list_folders(root) if folder not in named]
+    others = [folder for folder in _list_folders(root) if not looks_like_split(folder.name)]
     return sum(any(_find_images(folder)) for folder in others) > 1
 
 

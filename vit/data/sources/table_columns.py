@@ -41,8 +41,8 @@ _UNCLEAR_NAMES = (
     "holdout",
 )  # fmt: skip
 _SPLIT_VALUES = SPLIT_OF | {"dev": "validation", "publictest": "validation", "privatetest": "test"}
-_TRUE = ("true", "1", "yes", "1.0", "t", "y")
-_FALSE = ("false", "0", "no", "0.0", "f", "n", "")
+_TRUE = ("true", "1", "yes", "1.0", "1,0", "t", "y")
+_FALSE = ("false", "0", "no", "0.0", "0,0", "f", "n", "")
 # rows that a column is tried on
 _SAMPLE = 20
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 from vit.data.images import IMAGE_SUFFIXES, list_files
 from vit.data.sources.base import SPLIT_OF
@@ -80,6 +81,11 @@ class FileFinder:
             if self._exists(path):
                 self.guesses[f"{self._prefix} left out"] += 1
                 return [path]
+        # a slash of the web, which begins at the folder; and its spaces
+        for other in (path.lstrip("/"), unquote(path)):
+            if other != path and self._exists(other):
+                self.guesses["paths read as addresses of the web"] += 1
+                return [other]
         if not path or path.startswith("/") or ":" in path[:3]:
             return []
 
@@ -102,17 +108,18 @@ class FileFinder:
             return
         for file in self._files.get(parts[-1], ()):
             own = _simplify(file).split("/")
-            is_below = self._own_folder is None or own[0] == self._own_folder
+            is_below = not self._own_folders or own[0] in self._own_folders
             if is_below and own[-len(parts) : -1] == parts[:-1]:
                 yield file
 
     @cached_property
-    def _own_folder(self) -> str | None:
-        """Folder of images beside the table that has its name, such as train/ for train.csv."""
-        stems = _list_stems(self.table)
+    def _own_folders(self) -> set[str]:
+        """Folders of images beside the table that have its name, such as train/ or train_images/
+        for train.csv."""
+        stems = _list_stems(self.table.stem)
         all_files = (file for files in self._files.values() for file in files)
         folders = {_simplify(file.partition("/")[0]) for file in all_files if "/" in file}
-        return min(stems & folders, default=None)
+        return {folder for folder in folders if stems & _list_stems(folder)}
 
     @cached_property
     def _files(self) -> dict[str, list[str]]:
@@ -146,12 +153,12 @@ class FileFinder:
 
 def find_table_split(table: Path) -> str | None:
     """Find the split that a table's name says, such as that of train_labels.csv."""
-    return next((SPLIT_OF[stem] for stem in _list_stems(table) if stem in SPLIT_OF), None)
+    return next((SPLIT_OF[stem] for stem in _list_stems(table.stem) if stem in SPLIT_OF), None)
 
 
-def _list_stems(table: Path) -> set[str]:
-    """List the names that the images of a table may have: train for train_labels.csv."""
-    stem = _simplify(table.stem)
+def _list_stems(name: str) -> set[str]:
+    """List a name with and without its ending: train_labels and train."""
+    stem = _simplify(name)
     return {stem, *(stem.removesuffix(ending) for ending in _STEM_ENDINGS)}
 
 

@@ -17,6 +17,7 @@ from vit.data.sources.base import (
     SPLIT_OF,
     describe_counts,
     find_split_folders,
+    looks_like_split,
 )
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
 from vit.data.sources.table_columns import (
@@ -168,7 +169,7 @@ def _count_other_splits(root: Path, images: Sequence[ListedImage]) -> Counter[st
     counts: Counter[str] = Counter()
     used = {image.path.partition("/")[0] for image in images}
     for entry in sorted(root.iterdir()):
-        if entry.name.lower() in SPLIT_OF and entry.name not in used and entry.is_dir():
+        if looks_like_split(entry.name) and entry.name not in used and entry.is_dir():
             num_images = sum(map(is_image_name, list_files(entry, left_out=[])))
             counts[f"images in {entry.name}/"] = num_images
     return +counts
