@@ -455,7 +455,14 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
+    started, busy = time.monotonic(), time.process_time()
+
     def stop(*_: object) -> None:
+        # on a machine that does other work, seconds of this process count, up to ten times as many
+        waited = time.monotonic() - started < 10 * SECONDS
+        if waited and 0.1 < time.process_time() - busy < SECONDS / 2:
+            signal.alarm(SECONDS)
+            return
         raise Forbidden(f"more than {SECONDS} seconds")
 
     before = signal.signal(signal.SIGALRM, stop)

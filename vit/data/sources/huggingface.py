@@ -129,7 +129,7 @@ def find_huggingface(request: Request) -> SourceSplits:
         labels = {name: [number_of[str(value)] for value in labels[name]] for name in labels}
     class_names = tuple(map(str, class_names))
     named_labels = {
-        split: [class_names[number] for number in labels[name] if number < len(class_names)]
+        split: [class_names[number] for number in labels[name] if 0 <= number < len(class_names)]
         for split, name in name_of.items()
     }
     check_labels(named_labels, class_names, request.classes, origin=origin)
