@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.conftest import SaveModel
+from tests.conftest import SaveModel, hash_images
 from vit.bundle import Bundle, load_bundle, update_metadata
 from vit.model.model_file import Likeness
 
@@ -173,6 +173,11 @@ def named_bundle(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel
     Image.new("RGB", (60, 40), "red").save(photos / "ant" / "unnamed.png")
 
     config = {"data": {"name": "folder", "root": str(photos)}}
-    model = save_model(folder / "model.safetensors", class_names=class_names, config=config)
+    model = save_model(
+        folder / "model.safetensors",
+        class_names=class_names,
+        config=config,
+        training_hashes=hash_images(sorted(photos.rglob("*.png"))),
+    )
     features = vit.embed(model, [photos / name for name, _ in names], device="cpu")
     return name_training_photos(model, names, features)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,6 +233,18 @@ def tiny_bundle(tiny_model_file: Path) -> Any:
     from vit.bundle import load_bundle
 
     return load_bundle(tiny_model_file)
+
+
+def hash_images(paths: Iterable[Path]) -> Any:
+    """The hashes that a model file records of its training images, a pair of uint64 [n]."""
+    import numpy as np
+
+    from vit.data.duplicates import compute_dhash, hash_pixels
+    from vit.data.images import read_image
+
+    images = [read_image(path) for path in paths]
+    hashes = [[hash_pixels(image), compute_dhash(image)] for image in images]
+    return tuple(np.ascontiguousarray(np.array(hashes, dtype=np.uint64).T))
 
 
 SaveModel = Callable[..., Path]

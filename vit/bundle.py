@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from vit.data.open import RecordedImages
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.model.logits import count_features, has_features
@@ -141,6 +142,17 @@ class Bundle:
         if find not in self._found:
             self._found[find] = find(self.model)
         return cast(Found, self._found[find])
+
+    @property
+    def recorded_images(self) -> RecordedImages:
+        """The record of its training images in its file."""
+        return RecordedImages(
+            self.config.get("data", {}),
+            digests=None if self.training_hashes is None else self.training_hashes[0],
+            fingerprint=self.data.get("fingerprint"),
+            listing=self.data.get("listing"),
+            preprocess=self.preprocess,
+        )
 
     @property
     def temperature(self) -> float:

@@ -92,7 +92,7 @@ def test_the_model_file_keeps_them_for_all_that_follows(
         *[f"{wnid}/{number}.png" for wnid in WNIDS for number in range(2)], root="other"
     )
     for place in (None, other):
-        source = open_for_model(place, trained_on=bundle.config["data"]).split()
+        source = open_for_model(place, recorded=bundle.recorded_images).split()
         assert source.class_names == bundle.class_names
     cli.succeed(
         "evaluate",

@@ -1,5 +1,8 @@
 """Images of one group, and copies, are never on both sides of a split."""
 
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import vit
 from tests.conftest import Launcher
 from vit.config import load_config
 from vit.data.groups import choose_whole_groups, find_groups, hash_quickly, join_duplicates
-from vit.data.open import open_dataset, open_for_model
+from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.splits import SplitRule, _choose_stratified
+from vit.runtime.patterns import search_group
 
 BURST = 5
 
@@ -57,7 +61,8 @@ def test_near_duplicates_are_on_one_side_and_the_plan_says_so(tmp_path: Path, su
     trained_on = load_config(
         {"data": {"name": "folder", "root": str(tmp_path), "group_duplicates": True}}
     ).data.model_dump()
-    again = open_for_model(None, trained_on=trained_on).split("test")
+    recorded = RecordedImages(trained_on, fingerprint=splits[0].fingerprint)
+    again = open_for_model(None, recorded=recorded).split("test")
     assert list(again.ids) == list(splits[2].ids)
 
 
@@ -170,6 +175,54 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path, cli: 
     assert "12 groups stay whole" in " ".join(outcome.text.split())
     with pytest.raises(ValueError, match="finds no group"):
         vit.train(str(tmp_path / "folders"), output=run, group_by="(zebra)", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "ends"),
+    [
+        (r"((?:a+)+)$x", f"{'a' * 28}/1.png", False),
+        (r"((?:[a-z0-9_/A-Z.]+)+)\$x", "a_folder/a_file_with_a_long_name_0123456789.png", False),
+        (r"(a|aa)+$", f"{'a' * 60}b", True),
+    ],
+)
+def test_no_search_goes_on_without_end(pattern: str, path: str, ends: bool) -> None:
+    start = time.process_time()
+    found = search_group(pattern, [path] * 1000, name="data.group_by")
+    if ends:
+        text = r"data\.group_by .* takes more than 0\.5 s to search 1,000 paths, such as 'aaa"
+        with pytest.raises(ValueError, match=text):
+            list(found)
+    else:
+        assert set(found) == {None}
+    assert time.process_time() - start < 1
+    # a right one of so many paths is fast
+    assert list(search_group(r"/(\w+)\.", ["a/b.png"] * 1000 + ["c"], name="x"))[-2:] == ["b", None]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(",
+        "(a){99999999999999999999}",
+        "(" * 5000 + ")" * 5000,
+        "(?P<x>a)(?P<x>b)",
+        "(" + "a" * 10_000,
+    ],
+)
+def test_a_wrong_expression_is_refused_before_images_are_listed(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.group_by .* is (not a regular expression|longer)"):
+        SplitRule(group_by=pattern)
+
+
+def test_the_command_refuses_it_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from vit.cli.main import main\n"
+        "try: main(['train', 'photos', '--group-by', '(', '--output', 'x'])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "2 False\n"
+    assert ended.stderr.startswith("vit: error: --group-by '(' is not a regular expression")
 
 
 def test_a_thumbnail_has_the_hashes_of_its_own_kind(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import tarfile
 from collections import Counter
 from collections.abc import Callable
@@ -17,9 +18,10 @@ import pytest
 from PIL import Image
 from torchvision import datasets
 
-from vit.data.cache import decode_dataset
-from vit.data.open import open_dataset, open_for_model
+from vit.data.duplicates import hash_pixels
+from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.splits import SplitRule
+from vit.runtime.files import default_cache_dir
 
 MakeFolder = Callable[..., Path]
 
@@ -459,58 +461,132 @@ def test_each_folder_is_walked_once_whatever_is_asked(
 
 def test_without_data_it_is_the_test_split_of_the_training_data(make_folder: MakeFolder) -> None:
     root = make_folder(*grid(".", count=20))
-    trained_on = {"name": "folder", "root": str(root), "validation_fraction": 0.2, "split_seed": 3}
-    source = open_for_model(None, trained_on=trained_on).split()
-    expected = open_dataset(
+    config = {"name": "folder", "root": str(root), "validation_fraction": 0.2, "split_seed": 3}
+    splits = open_dataset(
         "folder", root=root, rule=SplitRule(validation_fraction=0.2, split_seed=3)
-    ).split("test")
+    )
+    expected = splits.split("test")
+    recorded = RecordedImages(config, fingerprint=splits.split("train").fingerprint)
+    source = open_for_model(None, recorded=recorded).split()
     assert (source.split, list(source.ids)) == ("test", list(expected.ids))
     # the same folder, named: not all of it, which would be the training images
-    named = open_for_model(str(root), trained_on=trained_on).split()
+    named = open_for_model(str(root), recorded=RecordedImages(config)).split()
     assert list(named.ids) == list(expected.ids)
 
 
 def test_another_folder_is_used_whole_unless_it_has_a_test_split(make_folder: MakeFolder) -> None:
     plain = make_folder(*grid(".", count=3), root="plain")
-    assert len(open_for_model(str(plain), trained_on={}).split()) == 6
+    assert len(open_for_model(str(plain), recorded=RecordedImages()).split()) == 6
     root = make_folder(*grid("train", "test", count=2), root="split")
-    source = open_for_model(root, trained_on={}).split()
+    source = open_for_model(root, recorded=RecordedImages()).split()
     assert (source.split, len(source)) == ("test", 4)
-    assert len(open_for_model(str(root), trained_on={}).split("all")) == 8
+    assert len(open_for_model(str(root), recorded=RecordedImages()).split("all")) == 8
 
 
-def test_the_cache_of_the_training_run_is_used_while_it_exists(
+@pytest.mark.parametrize("hashes", [True, False])
+def test_a_place_that_a_model_file_names_is_opened_if_its_images_are_the_recorded_ones(
+    make_folder: MakeFolder, tmp_path: Path, hashes: bool
+) -> None:
+    root = make_folder(*grid(".", count=20))
+    config = {"name": "folder", "root": str(root), "cache_dir": str(tmp_path)}
+    train = open_dataset("folder", root=root).split("train")
+    digests = np.array([hash_pixels(train.image(index)) for index in range(len(train))], np.uint64)
+    recorded = RecordedImages(config, fingerprint=train.fingerprint)
+    if hashes:
+        recorded = RecordedImages(config, digests=digests)
+    splits = open_for_model(None, recorded=recorded)
+    assert splits.split("train").ids == train.ids
+    # it writes nothing into a folder that a model file names
+    assert splits.cache_dir == default_cache_dir()
+
+    # one class of others, where a stranger knows all images of the first one
+    secret = Path(train.ids[-1]).parent
+    for path in (root / secret).iterdir():
+        Image.effect_noise((20, 20), 50).convert("RGB").save(path)
+        path.write_bytes(path.read_bytes() + b"secret")
+    with pytest.raises(ValueError, match=r"are not those that this model was .* name them: --data"):
+        open_for_model(None, recorded=recorded)
+    # nor by the name of its kind
+    with pytest.raises(ValueError, match="are not those"):
+        open_for_model("folder", recorded=recorded)
+    for named in ({"data": root}, {"data": None, "root": root}):
+        assert len(open_for_model(**named, recorded=recorded).split("train")) == len(train)
+    # a model file that records nothing names nothing
+    with pytest.raises(ValueError, match="are not those"):
+        open_for_model(None, recorded=RecordedImages(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"name": "webdataset", "root": "http://127.0.0.1:1/{0..9}.tar"}, "not opened unasked"),
+        ({"name": "huggingface", "root": "hf:owner/name"}, "not opened unasked"),
+        ({"name": "cifar10"}, "cifar10 is not on this machine.*--data cifar10"),
+        ({"name": "torchvision:SUN397"}, "SUN397 is not on this machine"),
+        ({"name": "imagenette"}, "imagenette is not on this machine"),
+    ],
+)
+def test_a_model_file_reaches_no_network(
+    config: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("it would use the network")
+
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.raises((ValueError, OSError), match=text):
+        open_for_model(None, recorded=RecordedImages(config)).split("test")
+
+
+def test_files_that_a_model_file_names_beside_its_images_are_not_read(
     make_folder: MakeFolder, tmp_path: Path
 ) -> None:
-    trained_on = {
-        "name": "folder",
-        "root": make_folder(*grid(".")),
-        "cache_dir": str(tmp_path / "cache"),
-    }
-    assert open_for_model(None, trained_on=trained_on).cache_dir != tmp_path / "cache"
-    (tmp_path / "cache").mkdir()
-    dataset = open_for_model(None, trained_on=trained_on)
-    decode_dataset(dataset.split("test"), size=(8, 8), cache_dir=dataset.cache_dir, progress=False)
-    assert [
-        entry.name for entry in (tmp_path / "cache").glob("folder-test-8x8-*") if entry.is_dir()
+    root = make_folder(*grid(".", count=20))
+    secret = tmp_path / "secret.txt"
+    secret.write_text("path,given,label\n")
+    train = open_dataset("folder", root=root).split("train")
+    config = {"name": "folder", "root": str(root)}
+    named = {"class_names": str(secret), "corrections": str(secret)}
+    secret.chmod(0)
+    recorded = RecordedImages({**config, **named}, fingerprint=train.fingerprint)
+    assert open_for_model(None, recorded=recorded).split("train").class_names == train.class_names
+
+    # rows of a table that lead elsewhere: of the table of the training alone
+    table = root / "labels.csv"
+    lines = [
+        f"{name},{Path(name).parent.name}"
+        for name in open_dataset("folder", root=root).split("all").ids
     ]
+    Image.new("RGB", (9, 9)).save(tmp_path / "secret.png")
+    table.write_text("\n".join(["path,label", *lines, f"../secret.png,{train.class_names[0]}"]))
+    splits = open_dataset("folder", root=root, allow_outside=True)
+    config["allow_outside"] = True
+    recorded = RecordedImages(config, fingerprint=splits.split("train").fingerprint)
+    own = recorded._replace(listing=splits.split("all").fingerprint)
+    assert len(open_for_model(None, recorded=own).split("all")) == len(lines) + 1
+    for data in (None, root):
+        with pytest.raises(ValueError, match="names images outside its folder, and others than"):
+            open_for_model(data, recorded=recorded)
+    with pytest.raises(ValueError, match=r"labels\.csv line \d+: \.\./secret\.png is outside"):
+        open_for_model(table, recorded=recorded)
 
 
 def test_what_is_no_data_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"--data cifar11 is not a data set \(cifar10, .*, a folder or shards"
     ):
-        open_for_model("cifar11", trained_on={})
+        open_for_model("cifar11", recorded=RecordedImages())
     with pytest.raises(
         ValueError, match="doesn't say what it was trained on; name the images with --data"
     ):
-        open_for_model(None, trained_on={})
+        open_for_model(None, recorded=RecordedImages())
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="names fewer than two classes: none"):
-        open_for_model(str(tmp_path / "empty"), trained_on={})
+        open_for_model(str(tmp_path / "empty"), recorded=RecordedImages())
 
 
 def test_a_wrong_line_of_a_label_file_is_named(make_folder: MakeFolder) -> None:
     root = write_labels(make_folder("a/0.png"), "path,label", "a/0.png,cat", "b/9.png,dog")
     with pytest.raises(ValueError, match=r"labels\.csv line 3: b/9\.png is not a file"):
-        open_for_model(str(root), trained_on={})
+        open_for_model(str(root), recorded=RecordedImages())

@@ -129,4 +129,10 @@ def test_logits_that_are_not_numbers_are_no_hits() -> None:
     logits = np.array(
         [[np.nan, np.nan, np.nan], [np.nan, 5.0, 0.0], [3.0, 1.0, 2.0]], dtype=np.float32
     )
-    assert score_logits(logits, np.array([0, 1, 0])).correct.tolist() == [False, False, True]
+    scores = score_logits(logits, np.array([0, 1, 0]))
+    assert scores.correct.tolist() == [False, False, True]
+    for compute in (compute_metrics, compute_reliability):
+        with pytest.raises(
+            ValueError, match="2 of 3 images have NaN or infinity among their logits"
+        ):
+            compute(scores)

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.browser import NASTY_CLASS, name_training_photos
-from tests.conftest import SaveModel
+from tests.conftest import SaveModel, hash_images
 from vit.bundle import Bundle
 from vit.data.images import read_image
 from vit.explanation.training_photos import TrainingPhotos
@@ -85,8 +85,12 @@ def test_a_name_is_never_opened_as_a_path(
         name = str(tmp_path / "secret.png")
     # of a file of class names that isn't there training would tell
     data = {"name": "folder", "root": str(photos), "class_names": str(tmp_path / "words.txt")}
-    config = {"data": {**data, "allow_outside": True}}
-    model = save_model(tmp_path / "m.safetensors", class_names=("ant", "bee"), config=config)
+    model = save_model(
+        tmp_path / "m.safetensors",
+        class_names=("ant", "bee"),
+        config={"data": {**data, "allow_outside": True}},
+        training_hashes=hash_images(tmp_path.rglob("*.png")),
+    )
     bundle = name_training_photos(model, [(name, 0), ("bee/in.png", 1)], np.ones((2, 24)))
 
     opened: list[Path] = []
@@ -111,7 +115,12 @@ def test_a_table_that_names_other_folders_is_not_followed(
     Image.new("RGB", (20, 20), "red").save(photos / "in.png")
     (photos / "labels.csv").write_text("path,label\n../secret.png,ant\nin.png,bee\n")
     config = {"data": {"name": "folder", "root": str(photos), "allow_outside": True}}
-    model = save_model(tmp_path / "m.safetensors", class_names=("ant", "bee"), config=config)
+    model = save_model(
+        tmp_path / "m.safetensors",
+        class_names=("ant", "bee"),
+        config=config,
+        training_hashes=hash_images(tmp_path.rglob("*.png")),
+    )
     bundle = name_training_photos(model, [("../secret.png", 0)], np.ones((1, 24)))
     (found,) = TrainingPhotos(bundle, side=SIDE).find([np.zeros((16, 16, 3), "u1")], 1)
     assert [neighbour.picture for neighbour in found] == [None]

@@ -17,7 +17,7 @@ import vit
 from tests.conftest import TINY_RUN
 from vit.data.class_names import sort_class_names
 from vit.data.dataset import LabelRule
-from vit.data.open import open_dataset, open_for_model
+from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.sources.python_objects import find_python_objects
 from vit.data.sources.registry import find_kind
 from vit.data.splits import DatasetSplits
@@ -327,7 +327,7 @@ def test_columns_may_be_named(photos: Path) -> None:
         read(table, path_column="Name")
     # a model finds them again in another table of these columns
     other = write(photos / "other.csv", f"Dateiname,Ort,Art\n{rows}")
-    opened = open_for_model(other, trained_on={"label_column": "Art"}).split()
+    opened = open_for_model(other, recorded=RecordedImages({"label_column": "Art"})).split()
     assert opened.class_names == ANIMALS
     table.unlink()
     other.unlink()
@@ -673,7 +673,7 @@ def test_classes_in_the_names_of_files(
     assert set(labels.values()) == set(classes)
     assert all(label in path for path, label in labels.items())
     # below a folder, too, and for a model that was trained so
-    opened = open_for_model(tmp_path, trained_on={"label_by": expression[1]})
+    opened = open_for_model(tmp_path, recorded=RecordedImages({"label_by": expression[1]}))
     assert opened.split().class_names == classes
 
 

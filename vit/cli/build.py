@@ -143,8 +143,12 @@ class CommandBuilder:
                     names = value.split(",")
                     arguments[name] = tuple(part.strip() for part in names if part)
             arguments |= self._read_rare(texts)
-            function = getattr(import_module("vit"), self.command.function)
-            self.command.run(partial(function, **arguments), **own_values)
+
+            # The command may look at the values before the function, with torch, is imported.
+            def call(*positional: Any, **values: Any) -> Any:
+                return getattr(import_module("vit"), self.command.function)(*positional, **values)
+
+            self.command.run(partial(call, **arguments), **own_values)
 
         parameters = [self._build_parameter(parameter) for parameter in self._sort()]
         if self.rare or self.command.rare_into:

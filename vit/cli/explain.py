@@ -5,10 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from vit.cli.predict import list_names
 from vit.runtime.command import Call, Command
+from vit.runtime.console import echo
 
 
 def explain(
@@ -53,10 +52,10 @@ def explain(
 
     _show(output)
     if "html" in options["formats"]:
-        typer.echo(f"open {output / 'gallery.html'} in a browser")
+        echo(f"open {output / 'gallery.html'} in a browser")
     best = describe_best_method(result.bundle)
     if best and not options.get("random_weights"):
-        typer.echo(best)
+        echo(best)
 
 
 def _list_methods() -> dict[str, list[tuple[str, str]]]:
@@ -133,13 +132,13 @@ def _show(output: Path) -> None:
             verdicts.setdefault(method, []).append(check["verdict"])
         sink_fractions.setdefault(method, []).append(entry["sink_fraction"])
     for line in count_confirmed(verdicts) + count_sinks(sink_fractions):
-        typer.echo(line)
+        echo(line)
 
     unreadable = manifest["unreadable"]
     for image in unreadable:
-        typer.secho(f"skipped {image['path']}: {image['reason']}", fg="yellow")
+        echo(f"skipped {image['path']}: {image['reason']}", color="yellow")
     skipped = f", {len(unreadable)} skipped" if unreadable else ""
-    typer.echo(f"{len(manifest['images'])} images explained{skipped}: {output}")
+    echo(f"{len(manifest['images'])} images explained{skipped}: {output}")
 
     if (output / SHEET_FILE).is_file():
-        typer.echo(f"open {output / SHEET_FILE} first: photos and maps side by side")
+        echo(f"open {output / SHEET_FILE} first: photos and maps side by side")

@@ -17,6 +17,7 @@ import typer
 import vit
 from vit.cli.build import add_command
 from vit.runtime.arguments import first_line, hide_tokens, replace_control_characters, shorten
+from vit.runtime.console import echo
 
 # Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -53,7 +54,7 @@ for command in COMMANDS:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"vit {vit.__version__}")
+        echo(f"vit {vit.__version__}")
         raise typer.Exit
 
 
@@ -158,13 +159,13 @@ def _prepare_streams() -> None:
 
 def _report_thread(failed: threading.ExceptHookArgs) -> None:
     """Print one line about an error in a library's thread, such as TensorBoard's writer."""
-    print(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", file=sys.stderr)
+    echo(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", err=True)
 
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
     """Format a warning as one line, without its place in the code."""
     lines = hide_tokens(str(message)).splitlines()
-    return f"warning: {lines[0]}\n"
+    return f"warning: {replace_control_characters(lines[0])}\n"
 
 
 def _drop_unwritten_output() -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import typer
 
 from vit.runtime.command import Call, Command
+from vit.runtime.console import echo
 
 
 def predict(
@@ -56,7 +57,7 @@ def predict(
         raise ValueError("there were no images to predict")
     if num_unreadable:
         message = f"{num_unreadable} of {count} images could not be read; their lines say why"
-        typer.echo(message, err=True)
+        echo(message, err=True)
     if num_unreadable == count:
         raise typer.Exit(1)
 

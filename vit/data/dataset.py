@@ -285,6 +285,7 @@ class Request(NamedTuple):
         classes: Classes to keep, by name; None keeps all.
         cache_dir: Folder for downloads and for what is read once.
         allow_outside: A table may name images outside its folder.
+        download: A published set that isn't on this machine may be downloaded.
         labels: How the class of an image is found.
     """
 
@@ -292,6 +293,7 @@ class Request(NamedTuple):
     classes: ClassChoice
     cache_dir: Path
     allow_outside: bool = False
+    download: bool = True
     labels: LabelRule = LabelRule()
 
 

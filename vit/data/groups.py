@@ -2,7 +2,6 @@
 burst, and copies. Otherwise a test measures how well the model has memorised them."""
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 from vit.data.images import DeepImage
 from vit.data.sources.base import FileReader
 from vit.runtime.arguments import shorten
+from vit.runtime.patterns import search_group
 
 # largest number of images that are compared with one another; it takes seconds
 MAX_COMPARED = 5000
@@ -41,17 +41,7 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
         folders = [PurePosixPath(image_id).parts[:-1] for image_id in dataset.ids]
         names = [parts[-group_by] if 1 <= group_by <= len(parts) else None for parts in folders]
     else:
-        try:
-            expression = re.compile(group_by)
-        except re.error as error:
-            raise ValueError(f"{origin} is not a regular expression: {error}") from None
-        if expression.groups != 1:
-            raise ValueError(
-                f"{origin} has {expression.groups} groups in brackets; give it one, such as"
-                r" '(site\d+)', or a folder's level such as 1"
-            )
-        matches = [expression.search(image_id) for image_id in dataset.ids]
-        names = [match[1] if match else None for match in matches]
+        names = list(search_group(group_by, dataset.ids, name="data.group_by"))
     if not any(names):
         path = shorten(dataset.ids[0])
         raise ValueError(f"{origin} finds no group in paths such as {path!r}; try another one")

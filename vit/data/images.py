@@ -65,6 +65,8 @@ IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _LARGE_PIXELS = 25_000_000
 # larger images are refused; VIT_MAX_PIXELS in the environment sets another limit
 _MAX_PIXELS = 100_000_000
+# JPEG's own limit: a line of millions of pixels takes five times the memory of a square
+_MAX_SIDE = 65_535
 _MAX_PIXELS_HINT = "set VIT_MAX_PIXELS in the environment to read it"
 _large_image_lock = threading.Lock()
 
@@ -176,8 +178,8 @@ def read_image(
             their size, down to an eighth, in less time. None decodes the full size.
 
     Raises:
-        ValueError: The file is truncated, is not an image, or has more than 100 million pixels (or
-            VIT_MAX_PIXELS of the environment).
+        ValueError: The file is truncated, is not an image, has more than 100 million pixels (or
+            VIT_MAX_PIXELS of the environment) or more than 65,535 a side.
         FileNotFoundError: There is no such file.
     """
     if isinstance(file, Path):
@@ -202,13 +204,10 @@ def read_image(
         if max_pixels > _MAX_PIXELS:
             Image.MAX_IMAGE_PIXELS = max_pixels
         with warnings.catch_warnings(action="ignore"), Image.open(file, formats=formats) as image:
-            num_pixels = image.width * image.height
-            if num_pixels > max_pixels:
-                text = f"it has {image.width:,} x {image.height:,} pixels, more than {max_pixels:,}"
-                raise ValueError(f"{text}; {_MAX_PIXELS_HINT}")
+            check_size(image.size)
+            is_large = image.width * image.height > _LARGE_PIXELS
             if draft_side is not None:
                 image.draft("RGB", (draft_side, draft_side))
-            is_large = num_pixels > _LARGE_PIXELS
             # The main thread doesn't take the lock: a process that is forked while it is held would
             # wait for ever.
             if is_large and threading.current_thread() is not threading.main_thread():
@@ -224,6 +223,15 @@ def read_image(
         # for broken bytes, Pillow's decoders raise errors of nearly any type
         reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
         raise ValueError(f"{name} can't be read as an image: {reason}") from error
+
+
+def check_size(size: tuple[int, int]) -> None:
+    """Raise ValueError if an image of this width and height would take too much memory."""
+    text = f"it has {size[0]:,} x {size[1]:,} pixels, more than"
+    if size[0] * size[1] > _max_pixels():
+        raise ValueError(f"{text} {_max_pixels():,}; {_MAX_PIXELS_HINT}")
+    if max(size) > _MAX_SIDE:
+        raise ValueError(f"{text} {_MAX_SIDE:,} a side; divide it")
 
 
 def _max_pixels() -> int:

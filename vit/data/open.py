@@ -4,11 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from vit.data.class_names import read_words
-from vit.data.corrections import read_corrections
-from vit.data.dataset import LabelRule, Request
+from vit.data.dataset import ImageDataset, LabelRule, Request, choose_evenly
+from vit.data.duplicates import hash_pixels
+from vit.data.preprocess import Preprocess
 from vit.data.sources.base import Root
 from vit.data.sources.folders import is_flat
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
@@ -19,10 +23,14 @@ from vit.data.sources.registry import (
     known_sources,
     list_named_sets,
 )
+from vit.data.sources.remote import is_remote
 from vit.data.sources.tables import is_table
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir
+
+# images of which a model file's hashes are compared, and as many first ones of a class
+_NUM_COMPARED = 16
 
 
 def open_dataset(
@@ -33,6 +41,7 @@ def open_dataset(
     class_names: Path | Mapping[str, str] | None = None,
     rule: SplitRule | None = None,
     allow_outside: bool = False,
+    download: bool = True,
     cache_dir: Path | None = None,
     labels: LabelRule = LabelRule(),  # noqa: B008 (immutable)
 ) -> DatasetSplits:
@@ -45,6 +54,7 @@ def open_dataset(
         class_names: Names of the classes in words, see `data.class_names` in docs/data.md.
         rule: How splits that the set doesn't have are drawn; None for the defaults.
         allow_outside: A table may name images outside its folder.
+        download: A published set that isn't on this machine may be downloaded.
         cache_dir: Folder for decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
         labels: How the class of an image is found, in a folder or a table.
 
@@ -71,7 +81,7 @@ def open_dataset(
         classes = [class_of.get(word, word) for word in classes]
 
     cache_dir = cache_dir or default_cache_dir()
-    source = kind.find(Request(root, classes, cache_dir, allow_outside, labels))
+    source = kind.find(Request(root, classes, cache_dir, allow_outside, download, labels))
     # "all" and "train" are listed from the same folders, which are walked once
     source = source._replace(load=cache(source.load))
 
@@ -90,52 +100,84 @@ def open_dataset(
     )
 
 
-def open_for_model(
-    data: Root, *, trained_on: Mapping[str, Any], root: Root = None
-) -> DatasetSplits:
+class RecordedImages(NamedTuple):
+    """The record of the training images in a model file.
+
+    Attributes:
+        config: Data section of the training's configuration.
+        digests: Hashes of the training images' pixels, see `vit.data.duplicates`; None: not recorded.
+        fingerprint: Fingerprint of the training images, see `ImageDataset`.
+        listing: Fingerprint of the list of all images, if a table names some outside its folder.
+        preprocess: Preprocessing of the model, which scales images of more than 8 bits.
+    """
+
+    config: Mapping[str, Any] = MappingProxyType({})
+    digests: np.ndarray | None = None
+    fingerprint: str | None = None
+    listing: str | None = None
+    preprocess: Preprocess = Preprocess((1, 1))
+
+
+def open_for_model(data: Root, *, recorded: RecordedImages, root: Root = None) -> DatasetSplits:
     """Open the images on which a trained model is evaluated or explained.
 
     The default split is "test", and "all" for files without one: as far as we know, the model has
     seen none of it. Classes get the names that the model has for them.
 
+    A place that the model file alone names is opened only if its training images are the recorded
+    ones. Nothing is downloaded because of a model file.
+
     Args:
         data: Name of a data set, or a place that `find_kind` knows; None for the images that the
             model was trained on.
-        trained_on: The data section of the model's configuration.
+        recorded: Record of these in the model file.
         root: Place of a data set that is given by its name.
 
     Raises:
-        ValueError: There are no such images, or `data` is None and the model doesn't name any.
+        ValueError: There are no such images, or `data` is None and the model file names none or
+            others than are there.
     """
-    if data is None and not trained_on:
+    config = recorded.config
+    if data is None and not config:
         text = "this model doesn't say what it was trained on"
         raise ValueError(f"{text}; name the images with --data")
 
-    # the cache of the training is used while it exists
-    cache_dir = _as_path(trained_on.get("cache_dir"))
-    if cache_dir is not None and not cache_dir.is_dir():
-        cache_dir = None
+    # the model file of a stranger may name any file
+    class_names = config.get("class_names")
     open_named = partial(
-        open_dataset,
-        cache_dir=cache_dir,
-        class_names=_as_path(trained_on.get("class_names")),
-        allow_outside=trained_on.get("allow_outside", False),
+        open_dataset, class_names=class_names if isinstance(class_names, Mapping) else None
     )
-
-    if data is None or _is_same(str(data), trained_on):
+    if data is None or _is_same(str(data), config):
         # an address is saved without its token
-        if data is not None and HIDDEN in str(trained_on.get("root")):
+        if data is not None and HIDDEN in str(config.get("root")):
             root = root or data
-        rule_keys = trained_on.keys() & {field.name for field in fields(SplitRule)}
+        is_named_by_user = root is not None or (data is not None and data not in known_sources())
+        root = root or config.get("root")
+        if not is_named_by_user:
+            _check_is_local(root)
+        rule_keys = config.keys() & {field.name for field in fields(SplitRule)}
+        allow_outside = config.get("allow_outside", False)
         splits = open_named(
-            trained_on["name"],
-            root=root or trained_on.get("root"),
-            classes=trained_on.get("classes"),
-            rule=SplitRule(**{key: trained_on[key] for key in rule_keys}),
-            labels=read_label_rule(trained_on),
+            config["name"],
+            root=root,
+            classes=config.get("classes"),
+            rule=SplitRule(**{key: config[key] for key in rule_keys}),
+            labels=read_label_rule(config),
+            allow_outside=allow_outside,
+            download=data is not None,
         )
-        corrections = read_corrections(_as_path(trained_on.get("corrections")))
-        return replace(splits, corrections=corrections)
+        corrections = config.get("corrections")
+        if isinstance(corrections, Mapping):
+            splits = replace(splits, corrections=corrections)
+        if allow_outside and splits.split("all").fingerprint != recorded.listing:
+            raise ValueError(
+                f"{root} names images outside its folder, and others than this model was trained on;"
+                " put links to them below the folder"
+            )
+        # a published set is the same for everybody
+        if not is_named_by_user and root is not None:
+            _check_images(splits.split("train"), recorded, root)
+        return splits
 
     kind = find_kind(data)
     named_sets = list_named_sets()
@@ -150,9 +192,9 @@ def open_for_model(
     labels = LabelRule()
     place = Path(str(data)).expanduser()
     if kind == "folder" and is_table(place):
-        labels = read_label_rule(trained_on)._replace(label_by=None)
+        labels = read_label_rule(config)._replace(label_by=None)
     elif kind == "folder" and is_flat(place):
-        labels = LabelRule(read_label_rule(trained_on).label_by)
+        labels = LabelRule(read_label_rule(config).label_by)
     splits = open_named(kind, root=data, labels=labels)
     default_split = "test" if "test" in splits.source.origins else "all"
     return replace(splits, default_split=default_split)
@@ -161,6 +203,38 @@ def open_for_model(
 def read_label_rule(trained_on: Mapping[str, Any]) -> LabelRule:
     """Return how the classes of a model's training images were found."""
     return LabelRule(*(trained_on.get(key) for key in LabelRule._fields))
+
+
+def _check_is_local(root: Root) -> None:
+    """Raise ValueError for a place that is read over a network."""
+    if is_remote(root) or str(root).startswith("hf:"):
+        raise ValueError(
+            f"this model was trained on {root}, and the address in a model file is not opened unasked;"
+            f" name it: --data {root}, or IMAGES of vit explain"
+        )
+
+
+def _check_images(train: ImageDataset, recorded: RecordedImages, root: Root) -> None:
+    """Check that a model was trained on these images: by a sample of them that has every class, or
+    by their list if the model file has no hashes.
+
+    Raises:
+        ValueError: It was trained on others.
+    """
+    if recorded.digests is None:
+        is_same = train.fingerprint == recorded.fingerprint
+    else:
+        _, first_of_class = np.unique(train.labels, return_index=True)
+        chosen = first_of_class[choose_evenly(len(first_of_class), _NUM_COMPARED)].tolist()
+        chosen += choose_evenly(len(train), _NUM_COMPARED)
+        sample = train.read_sample(sorted(set(chosen)))
+        digests = [hash_pixels(recorded.preprocess.to_rgb(image)) for image in sample]
+        is_same = bool(np.isin(digests, recorded.digests).all())
+    if not is_same:
+        raise ValueError(
+            f"the images in {root} are not those that this model was trained on; to use them"
+            f" nevertheless, name them: --data {root}, or IMAGES of vit explain"
+        )
 
 
 def open_passed(
@@ -188,11 +262,6 @@ def open_passed(
         default_split=default_split,
         title=FROM_PYTHON,
     )
-
-
-def _as_path(value: Any) -> Any:
-    """A path from a text of a saved configuration; other values as they are."""
-    return Path(value) if isinstance(value, str) else value
 
 
 def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:

@@ -27,6 +27,7 @@ from vit.data.groups import (
 )
 from vit.data.sources.base import describe_counts
 from vit.runtime.arguments import check_choice, shorten
+from vit.runtime.patterns import check_pattern
 
 SPLITS = ("train", "validation", "test", "all")
 
@@ -42,6 +43,9 @@ class SplitRule:
         group_by: Property that images of one group share, see `vit.data.groups.find_groups`; None
             keeps the groups that a table has, and the patients of DICOM files.
         group_duplicates: Keep copies of an image, and images nearly the same, on one side.
+
+    Raises:
+        ValueError: `group_by` is a wrong regular expression.
     """
 
     validation_fraction: float = 0.1
@@ -49,6 +53,11 @@ class SplitRule:
     split_seed: int = 0
     group_by: int | str | None = None
     group_duplicates: bool = False
+
+    def __post_init__(self) -> None:
+        # before images are listed
+        if isinstance(self.group_by, str):
+            check_pattern(self.group_by, name="data.group_by")
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,7 +146,7 @@ def open_data(
         return open_passed(dataset, class_names=class_names, model_classes=bundle.class_names)
     if data is None and bundle.passed_images is not None:
         return bundle.passed_images
-    return open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
+    return open_for_model(data, root=root, recorded=bundle.recorded_images)
 
 
 @dataclass(frozen=True)
@@ -201,13 +201,13 @@ def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
     """
     if bundle.training_hashes is not None:
         return np.stack(bundle.training_hashes)
-    trained_on = bundle.config.get("data", {})
-    if trained_on.get("pipeline") != "workers":
+    recorded = bundle.recorded_images
+    if recorded.config.get("pipeline") != "workers":
         return None
     try:
-        splits = open_for_model(None, trained_on=trained_on)
+        splits = open_for_model(None, recorded=recorded)
         train = splits.split("train")
-    # the images were passed from Python or are gone
+    # the images were passed from Python, are gone, or are others
     except (ValueError, OSError):
         return None
     # a download would take as long as an epoch

@@ -122,6 +122,9 @@ def compute_metrics(scores: Scores) -> dict[str, float]:
     Macro averages are over the classes that have images, with 0 for the precision of a class that
     is never predicted: scikit-learn's with `labels=np.unique(y_true)`. ECE is Guo et al. (2017),
     equation 3.
+
+    Raises:
+        ValueError: The logits hold NaN or infinity.
     """
     count = len(scores)
     # a dot product rounds in another way than a mean, and recorded metrics stay equal
@@ -167,7 +170,13 @@ def compute_reliability(scores: Scores) -> list[Bin]:
 
 
 def find_bins(confidence: Floats) -> Ints:
-    """Return the bin of each confidence, out of 15 of equal width."""
+    """Return the bin of each confidence, out of 15 of equal width. Raises ValueError for NaN."""
+    num_wrong = int(np.isnan(confidence).sum())
+    if num_wrong:
+        raise ValueError(
+            f"{num_wrong:,} of {len(confidence):,} images have NaN or infinity among their logits;"
+            " leave them out, or compute the logits in float32"
+        )
     return np.minimum((confidence * NUM_BINS).astype(np.int64), NUM_BINS - 1)
 
 

@@ -25,7 +25,7 @@ from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.prediction.conformal import SetMetrics, describe_low_coverage, find_low_coverage
 from vit.runtime.arguments import shorten
-from vit.runtime.documents import check_schema, read_json, read_table
+from vit.runtime.documents import check_schema, escape_formula, read_json, read_table
 from vit.runtime.files import FileContent, Result, expand_home, write_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
@@ -331,10 +331,11 @@ def format_predictions(
     """Return the text of predictions.csv: a line for each image, floats in full precision."""
     file = io.StringIO()
     writer = csv.writer(file)
+    names = [escape_formula(name) for name in class_names]
     columns = [
-        ids,
-        [class_names[label] for label in scores.labels],
-        [class_names[label] for label in scores.predicted],
+        list(map(escape_formula, ids)),
+        [names[label] for label in scores.labels],
+        [names[label] for label in scores.predicted],
         scores.confidence.tolist(),
         scores.label_probability.tolist(),
         scores.loss.tolist(),
@@ -342,7 +343,7 @@ def format_predictions(
     ]
     header = list(COLUMNS)
     if groups is not None:
-        columns.append(groups)
+        columns.append(list(map(escape_formula, groups)))
         header.append(GROUP_COLUMN)
     writer.writerow(header)
     writer.writerows(zip(*columns, strict=True))

@@ -146,7 +146,7 @@ def explain(
         )
     items = find_items(
         inputs,
-        trained_on=bundle.config.get("data", {}),
+        recorded=bundle.recorded_images,
         count=count,
         # the images that an interrupted export has written
         written=map_writer.names if map_writer else {},

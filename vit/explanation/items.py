@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vit.data.dataset import ImageDataset
 from vit.data.images import divide, read_image
-from vit.data.open import open_for_model
+from vit.data.open import RecordedImages, open_for_model
+from vit.data.sources.remote import is_remote
 from vit.data.splits import DatasetSplits
 from vit.runtime.files import clean_name, read_bytes
 
@@ -57,7 +57,7 @@ class ImageItem:
 def find_items(
     images: Sequence[str | Image.Image] | None,
     *,
-    trained_on: Mapping[str, Any],
+    recorded: RecordedImages,
     count: int,
     written: Mapping[str, str] | None = None,
     passed_images: DatasetSplits | None = None,
@@ -65,19 +65,22 @@ def find_items(
     """Find the images to explain.
 
     Args:
-        images: Paths of files and images in memory from `list_images`. None: `count` images of the
-            model's test split.
-        trained_on: Data section of the model's configuration, which describes that split.
+        images: Paths of files and images in memory from `list_images`; or the address of shards, of
+            which `count` images are taken. None: `count` images of the model's test split.
+        recorded: Record of that split in the model file.
         count: Number of images from the test split.
         written: Names of the images that are left out, by their paths.
         passed_images: Images that were passed to `vit.train` from Python.
     """
     written = written or {}
-    if images is None:
-        if passed_images is not None:
+    address = None
+    if images is not None and len(images) == 1 and isinstance(images[0], str):
+        address = images[0] if is_remote(images[0]) else None
+    if images is None or address is not None:
+        if images is None and passed_images is not None:
             source = passed_images.split()
         else:
-            source = open_for_model(None, trained_on=trained_on).split("test")
+            source = open_for_model(address, recorded=recorded).split()
         items = items_from_dataset(source, count=count)
         return [item for item in items if item.path not in written]
     # images in memory have no path to identify them, so all are explained again

@@ -6,9 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset, printable
-from vit.data.open import open_dataset, read_label_rule
+from vit.data.duplicates import hash_pixels
+from vit.data.open import open_dataset, open_for_model, read_label_rule
 from vit.data.sources.registry import is_here
 from vit.data.splits import DatasetSplits
 from vit.explanation.render.page import encode_photo
@@ -30,10 +33,11 @@ class Neighbour(Similar):
 class TrainingPhotos:
     """The training photos that a model file names.
 
-    Only images that the model file names and that are in the recorded training folder have a
-    picture. Names are looked up in a list of that folder, in which links are followed as in
-    training, and never opened as paths. Data sets that would have to be downloaded have no
-    pictures.
+    Only images that the model file names, that are in the recorded training folder and whose pixels
+    have a recorded hash have a picture; without hashes, the list of the training images must be the
+    recorded one. So the file of a stranger shows nothing that the stranger hasn't seen. Names are
+    looked up in a list of that folder, in which links are followed as in training, and never opened
+    as paths. Data sets that would have to be downloaded have no pictures.
 
     Args:
         bundle: The model.
@@ -105,10 +109,13 @@ class TrainingPhotos:
         index = self._indices.get(path)
         if index is None or self._dataset is None:
             return None
+        digests = self.bundle.recorded_images.digests
         # it may be deleted since it was listed
         with suppress(ValueError, OSError):
-            photo = self._dataset.reader.thumbnail(index, side=self._side)
-            return encode_photo(self.bundle.preprocess.to_rgb(photo), side=self._side)
+            photo = self.bundle.preprocess.to_rgb(self._dataset.image(index))
+            # images that are open already are those of the user
+            if self._splits is not None or digests is None or np.isin(hash_pixels(photo), digests):
+                return encode_photo(photo, side=self._side)
         return None
 
     @cached_property
@@ -121,15 +128,16 @@ class TrainingPhotos:
                 dataset = self._splits.split("train")
                 # a page must not wait for a network
                 return None if dataset.reader.is_remote else dataset
-            trained_on = self.bundle.config.get("data", {})
-            if is_here(trained_on.get("name"), trained_on.get("root")):
-                # splits, class names and corrections don't matter, because the model file names the
-                # training images; the files of the latter aren't opened
-                return open_dataset(
-                    trained_on["name"],
-                    root=trained_on.get("root"),
-                    labels=read_label_rule(trained_on),
-                ).split("all")
+            recorded = self.bundle.recorded_images
+            name, root = recorded.config.get("name", ""), recorded.config.get("root")
+            if not is_here(name, root):
+                return None
+            if recorded.digests is None:
+                return open_for_model(None, recorded=recorded).split("train")
+            # splits and class names don't matter, because the model file names the training images
+            return open_dataset(
+                name, root=root, download=False, labels=read_label_rule(recorded.config)
+            ).split("all")
         return None
 
     @cached_property

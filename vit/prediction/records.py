@@ -9,6 +9,8 @@ from typing import TextIO
 
 from vit.prediction.neighbours import Similar
 from vit.prediction.probabilities import Float32s
+from vit.runtime.arguments import is_control_character, replace_control_characters
+from vit.runtime.documents import escape_formula
 from vit.runtime.files import FileContent, Result
 
 # index, name and probability, the most probable first
@@ -80,8 +82,8 @@ def describe_similar(images: Sequence[Similar]) -> list[dict[str, str | float]]:
 
 
 def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write a JSON object on a line for each prediction, and yield the prediction once it is
-    written."""
+    """Write a JSON object on a line for each prediction, with escapes for control characters, and
+    yield the prediction once it is written."""
     for prediction in predictions:
         record: dict[str, object] = {"path": prediction.path}
         if prediction.error is None:
@@ -92,7 +94,13 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
                 record["similar"] = describe_similar(prediction.similar)
         else:
             record["error"] = prediction.error
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        line = json.dumps(record, ensure_ascii=False)
+        if not line.isprintable():
+            line = "".join(
+                json.dumps(character)[1:-1] if is_control_character(character) else character
+                for character in line
+            )
+        file.write(f"{line}\n")
         yield prediction
 
 
@@ -100,7 +108,8 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
     """Write a line for each class of an image, and yield the prediction once it is written.
 
     The columns are path, rank from 1, name, probability, whether the class is in the image's
-    prediction set (true, false, or empty if there is no set), the image's p-value, and error.
+    prediction set (true, false, or empty if there is no set), the image's p-value, and error. Names
+    have � for control characters, and an apostrophe where a spreadsheet would see a formula.
     """
     # without carriage returns, so that command-line tools can read the last column
     writer = csv.writer(file, lineterminator="\n")
@@ -108,9 +117,15 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
     for prediction in predictions:
         chosen = prediction.prediction_set
         p_value = "" if prediction.p_value is None else prediction.p_value
+        path = _format_cell(prediction.path)
         for rank, (_, name, probability) in enumerate(prediction.classes, start=1):
             in_set = "" if chosen is None else str(name in chosen).lower()
-            writer.writerow((prediction.path, rank, name, probability, in_set, p_value, ""))
+            writer.writerow((path, rank, _format_cell(name), probability, in_set, p_value, ""))
         if prediction.error is not None:
-            writer.writerow((prediction.path, "", "", "", "", "", prediction.error))
+            writer.writerow((path, "", "", "", "", "", _format_cell(prediction.error)))
         yield prediction
+
+
+def _format_cell(text: str) -> str:
+    # bytes of names that aren't UTF-8 pass through: the name must still find its file
+    return escape_formula(replace_control_characters(text, keep_bytes=True))

@@ -7,6 +7,7 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from types import FunctionType, NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from unicodedata import category
 
 Precision = Literal["float32", "bfloat16", "float16"]
 # Pixels of both sides, or (height, width).
@@ -38,14 +39,30 @@ def hide_tokens(text: str) -> str:
     """Return text with "***" for the passwords and tokens of addresses: user:password@ before the
     host, and the values of parameters such as token, signature, X-Amz-Credential or sig."""
     text = re.sub(r"(\w://)[^/\s@'\"]*@", rf"\1{HIDDEN}@", text)
-    return re.sub(rf"(?i)([?&;][\w.-]*(?:{_SECRET})[\w.-]*=)[^&;\s'\"<>)]+", rf"\1{HIDDEN}", text)
+    # names of parameters are short; without a bound, the time grows with the square of the text
+    name = rf"[\w.-]{{0,99}}(?:{_SECRET})[\w.-]{{0,99}}"
+    return re.sub(rf"(?i)([?&;]{name}=)[^&;\s'\"<>)]+", rf"\1{HIDDEN}", text)
 
 
-def replace_control_characters(text: str) -> str:
-    """Return text without the control characters that a terminal obeys."""
+def is_control_character(character: str) -> bool:
+    """Return true for a character that a terminal obeys or that changes the order of others: control
+    characters, line separators and Unicode's format characters. Newlines aren't, nor the joiners of
+    emoji and of Persian."""
+    is_control = category(character) in ("Cc", "Cf", "Zl", "Zp")
+    return is_control and character not in "\n\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+
+
+def replace_control_characters(text: str, *, keep_bytes: bool = False) -> str:
+    """Return text for a terminal: with � for control characters and, unless `keep_bytes`, for bytes
+    that aren't UTF-8."""
     # Escape sequences in a file's name could change text that is already on the screen.
+    if text.isprintable():
+        return text
     return "".join(
-        character if character.isprintable() or character == "\n" else "�" for character in text
+        "�"
+        if is_control_character(character) or (category(character) == "Cs" and not keep_bytes)
+        else character
+        for character in text
     )
 
 

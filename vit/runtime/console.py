@@ -1,13 +1,21 @@
-"""Text and tables on the terminal."""
+"""Text and tables on the terminal, without the control characters that names may hold."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from vit.runtime.arguments import replace_control_characters
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+
+def echo(text: str, *, err: bool = False, color: str | None = None) -> None:
+    """Print text on standard output or, with `err`, on standard error."""
+    typer.secho(replace_control_characters(text), err=err, fg=color)
 
 
 def build_console(*, stderr: bool = False) -> "Console":
@@ -15,7 +23,12 @@ def build_console(*, stderr: bool = False) -> "Console":
     # rich takes longer to import than `vit --help` may take
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    class PlainConsole(Console):
+        # also called for the cells of a table
+        def render_str(self, text: str, **options: Any) -> "Text":
+            return super().render_str(replace_control_characters(text), **options)
+
+    return PlainConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 def build_table(
@@ -33,5 +46,5 @@ def build_table(
         is_text = number < num_text_columns
         table.add_column(heading, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(replace_control_characters(str(cell)) for cell in row))
+        table.add_row(*map(str, row))
     return table

@@ -5,6 +5,7 @@ Every mistake in a text becomes one ValueError that names where the text comes f
 
 import csv
 import json
+import re
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,10 @@ from vit.runtime.files import open_regular, read_text
 _MAX_YAML_CHARACTERS = 2**20
 # Levels of nested lists and mappings. The parser's time grows with the square of their number.
 _MAX_YAML_DEPTH = 100
+# Beginnings of a cell that spreadsheets take for a formula, with apostrophes already before it or not
+# (OWASP, "CSV injection"), and of one that `escape_formula` has changed.
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
+_ESCAPED = re.compile(r"'+[=+\-@\t\r\n]")
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -107,13 +112,30 @@ def explain_error(error: Any) -> str:
     return f"{shorten(key)}: {message}, not {shorten(repr(error['input']))}"
 
 
+def escape_formula(text: str) -> str:
+    """Return text as a cell of a CSV table that a spreadsheet doesn't take for a formula: an
+    apostrophe is put before =, +, -, @, tabs and line breaks, except in numbers. `read_table` removes
+    it."""
+    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each row of a CSV file: its place, "FILE line N", and its fields."""
+    """Yield each row of a CSV file: its place, "FILE line N", and its fields, without the apostrophes
+    of `escape_formula`."""
     with open_regular(path, encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         try:
             for row in reader:
-                yield f"{path} line {reader.line_num}", row
+                fields = [text[1:] if _ESCAPED.match(text) else text for text in row]
+                yield f"{path} line {reader.line_num}", fields
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} line {reader.line_num} is not a row of a CSV table: {error}"

@@ -8,6 +8,8 @@ from typing import Any
 import typer
 
 from vit.runtime.command import Command
+from vit.runtime.console import echo
+from vit.runtime.patterns import check_pattern
 from vit.runtime.plugins import list_plugins
 
 # EX_TEMPFAIL: stopped by a signal, or another process was lost; a scheduler may start the run again
@@ -32,6 +34,13 @@ def train(
         overrides: Changes of the configuration, key.path=value ….
         output: Directory for the results.
     """
+    # a wrong expression is refused before torch is imported
+    for name in ("group_by", "label_by"):
+        pattern = start.keywords[name]
+        # a number is the level of a folder
+        if isinstance(pattern, str) and not pattern.isdecimal():
+            check_pattern(pattern, name=f"--{name.replace('_', '-')}")
+
     # torch, which `vit --help` does without
     from vit.runtime.processes import ProcessLostError
     from vit.training.signals import TrainingInterrupted
@@ -46,17 +55,17 @@ def train(
     try:
         result = start(config, overrides=overrides or [], output=output, show_plan=True)
     except (TrainingInterrupted, ProcessLostError) as stopped:
-        typer.echo(str(stopped), err=True)
+        echo(str(stopped), err=True)
         raise typer.Exit(REQUEUE) from None
 
     if start.keywords["dry_run"]:
-        typer.echo(f"one batch as the model gets it: {output / 'dry_run.png'}", err=True)
+        echo(f"one batch as the model gets it: {output / 'dry_run.png'}", err=True)
     # Only the first of the processes that torchrun starts writes to the user.
     elif os.environ.get("RANK", "0") == "0":
         message = f"{result.steps} steps in {result.seconds:.0f} s; model: {result.model_path}"
         if result.best_top1 is not None:
             message += f", validation top-1 {result.best_top1:.2%}"
-        typer.echo(message, err=True)
+        echo(message, err=True)
 
 
 COMMAND = Command(

@@ -62,6 +62,12 @@ class TrainingData:
     class_balance_reason: str
 
     @cached_property
+    def listing(self) -> str | None:
+        """Fingerprint of the list of all images, by which the table of a model file that names images
+        outside its folder is known; None for other data."""
+        return self.splits.split("all").fingerprint if self.config.data.allow_outside else None
+
+    @cached_property
     def decoded_validation(self) -> ImageDataset:
         """The validation images with their pixels, decoded when they are first needed."""
         assert self.validation is not None

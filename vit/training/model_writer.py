@@ -70,6 +70,7 @@ class BundleWriter:
         # The values themselves: the files that they are from may change.
         config["data"]["class_names"] = data.splits.renamed_classes or None
         config["data"]["corrections"] = dict(data.splits.corrections) or None
+        listing = {"listing": data.listing} if data.listing else {}
         datasets = {"train": data.train}
         if data.validation is not None:
             datasets["validation"] = data.decoded_validation
@@ -96,6 +97,7 @@ class BundleWriter:
                 },
                 "unreadable": sum(len(dataset.unreadable) for dataset in datasets.values()),
                 "notes": list(data.train.notes),
+                **listing,
             },
             training_hashes=hashes,
             submit=self.writer.submit,

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from vit.runtime.arguments import replace_control_characters
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.metrics_file import METRICS_FILE, append_metrics
 from vit.runtime.progress import Advance, show_progress
@@ -127,7 +128,7 @@ class ProgressBar(Observer):
             self._print_line()
 
     def on_message(self, text: str) -> None:
-        print(text, file=sys.stderr)
+        print(replace_control_characters(text), file=sys.stderr)
 
     def on_end(self) -> None:
         self._print_line()

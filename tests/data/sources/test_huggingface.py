@@ -18,7 +18,7 @@ from PIL import Image
 from tests.conftest import TINY_RUN, Launcher
 from tests.data.conftest import draw_pixels
 from vit.data.cache import decode_dataset
-from vit.data.open import open_dataset, open_for_model
+from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.sources.registry import find_kind
 from vit.data.splits import SplitRule
 
@@ -219,7 +219,7 @@ def test_the_cache_follows_the_rows(tmp_path: Path) -> None:
 def test_it_is_trained_on_and_evaluated_by_its_path(tmp_path: Path, cli: Launcher) -> None:
     path = write_parquet(tmp_path / "x.parquet", make_rows(60))
     assert find_kind(path) == find_kind(tmp_path) == "huggingface"
-    assert len(open_for_model(path, trained_on={}).split()) == 60
+    assert len(open_for_model(path, recorded=RecordedImages()).split()) == 60
     data = ["data.name=huggingface", f"data.root={path}", "train.batch_size=16", "train.epochs=1"]
     for pipeline, workers in (("resident", 0), ("workers", 1)):
         more = [f"data.pipeline={pipeline}", f"data.workers={workers}"]

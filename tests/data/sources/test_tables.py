@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY_RUN, Launcher
-from vit.data.open import open_dataset, open_for_model
+from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.sources.registry import find_kind
 from vit.data.splits import SplitRule
 
@@ -219,4 +219,4 @@ def test_a_table_is_evaluated_by_its_path(make_folder: MakeFolder) -> None:
     )
     assert find_kind(table) == find_kind(root) == "folder"
     assert find_kind(root / "absent.csv") is None
-    assert len(open_for_model(table, trained_on={}).split()) == 6
+    assert len(open_for_model(table, recorded=RecordedImages()).split()) == 6

@@ -230,21 +230,34 @@ def test_other_names_and_other_sites_are_refused(
     assert named.get("/").status_code == 200
 
 
-def test_a_slow_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "RECEIVING_SECONDS", 0.2)
-    sent = iter([FILE])
+@pytest.mark.parametrize(
+    ("chunk", "pause", "is_refused"),
+    [(0, 0.1, True), (1000, 0.05, True), (10_000, 0.01, False), (40_000, 0.5, True)],
+)
+def test_an_upload_that_is_too_slow_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, pause: float, is_refused: bool
+) -> None:
+    """100 kB in all: nothing comes, too little comes, it comes quickly, and in more than a minute."""
+    monkeypatch.setattr(serve, "_SILENCE_SECONDS", 0.3 if chunk < 20_000 else 2)
+    monkeypatch.setattr(serve, "RECEIVING_SECONDS", 0.8)
+    sent = [FILE] + [b"x" * chunk] * (100_000 // max(chunk, 1000)) + [b"\r\n--x--\r\n"]
 
     async def receive() -> dict[str, Any]:
-        await asyncio.sleep(0 if (body := next(sent, b"")) else 30)
-        return {"type": "http.request", "body": body, "more_body": True}
+        await asyncio.sleep(pause)
+        return {"type": "http.request", "body": sent.pop(0), "more_body": bool(sent)}
 
-    scope = {
-        "type": "http",
-        "headers": [(name.encode(), value.encode()) for name, value in FORM.items()],
-    }
-    with pytest.raises(HTTPException, match="took more than") as error:
-        asyncio.run(serve.receive_photo(Request(scope, receive)))
-    assert error.value.status_code == 408
+    headers = [(name.encode(), value.encode()) for name, value in FORM.items()]
+    request = Request({"type": "http", "headers": headers}, receive)
+    uploads: set[serve.Upload] = set()
+    if not is_refused:
+        photo = asyncio.run(serve.receive_photo(request, uploads))
+        assert photo.size == 100_000
+        photo.file.close()
+    else:
+        with pytest.raises(HTTPException, match="arrived too slowly") as error:
+            asyncio.run(serve.receive_photo(request, uploads))
+        assert error.value.status_code == 408
+    assert not uploads
 
 
 def test_one_photo_is_in_the_model_at_a_time_and_a_long_wait_is_given_up(
@@ -477,6 +490,44 @@ def test_idle_connections_take_no_place_and_each_request_is_a_line(bundle: Bundl
         for connection in idle:
             connection.close()
     assert sum("/health" in line for line in lines) == 1
+
+
+# the form's parser leaves the file of a broken upload to the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_slow_uploads_lose_their_places_to_others(
+    bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_MAX_REQUESTS", 8)
+    monkeypatch.setattr(serve, "_PROTECTED_SECONDS", 0.1)
+    head = b"POST /predict?map=none HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n"
+    head += b"Content-Type: multipart/form-data; boundary=x\r\nConnection: close\r\n\r\n"
+    body = FILE + photo + b"\r\n--x--\r\n"
+    with serve_in_thread(bundle) as (port, _):
+        slow = []
+        for _ in range(8):
+            slow.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+            slow[-1].sendall(head % 10_000 + FILE)
+        time.sleep(0.3)
+        # one that has sent more is not the one that goes
+        slow[0].sendall(b"x" * 5000)
+        for number in range(3):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                connection.sendall(head % len(body) + body)
+                assert connection.recv(100).startswith(b"HTTP/1.1 200"), number
+        slow[0].sendall(b"x" * (5000 - len(FILE)))
+        assert slow[0].recv(1)
+        answers = []
+        for connection in slow:
+            connection.settimeout(0.05)
+            try:
+                answers.append(connection.recv(12))
+            except TimeoutError:
+                answers.append(b"")
+            connection.close()
+    # the first is complete, and no photo
+    assert answers[0] == b"TTP/1.1 400 "
+    # a place is free after the first
+    assert answers.count(b"HTTP/1.1 408") == 1
 
 
 def test_every_address_of_this_machine_is_allowed_and_named() -> None:

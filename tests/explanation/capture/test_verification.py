@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.explanation.model_zoo import build, build_ours, build_timm, prepare
 from vit.bundle import Bundle
+from vit.data.open import RecordedImages
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import find_items
@@ -223,7 +224,7 @@ def test_a_layer_that_never_runs_is_refused_in_a_sentence() -> None:
 def explain_photo(model: nn.Module) -> None:
     count = {"class_names": [str(label) for label in range(model.head.out_features)]}
     bundle = Bundle.from_model(model.eval(), **count)
-    items = find_items([Image.new("RGB", (96, 64))], trained_on={}, count=1)
+    items = find_items([Image.new("RGB", (96, 64))], recorded=RecordedImages(), count=1)
     Explainer(bundle, ["rollout"]).explain(items)
 
 

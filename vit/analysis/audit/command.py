@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import typer
-
 from vit.runtime.command import Call, Command
+from vit.runtime.console import echo
 from vit.runtime.files import compute_and_save
 
 
@@ -22,31 +21,31 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     """
     found = compute_and_save(find, output, overwrite=overwrite).audit
     between = sum(pair.classes[0] != pair.classes[1] for pair in found.near_duplicates)
-    typer.echo(
+    echo(
         f"{found.num_images:,} images of {found.data}; a linear classifier on these features"
         f" predicts {found.top1:.1%} of them correctly without having seen them"
     )
     for sentence in found.warnings:
-        typer.secho(f"warning: {sentence}", fg="yellow")
+        echo(f"warning: {sentence}", color="yellow")
     judged = ""
     if found.num_judged < found.num_images:
         judged = f" among the {found.num_judged:,} images whose labels the classifier can judge"
-    typer.echo(f"{len(found.label_errors)} likely label errors{judged}")
+    echo(f"{len(found.label_errors)} likely label errors{judged}")
     for error in found.label_errors[:5]:
-        typer.echo(f"  {error.path}: {error.given}, probably {error.suggested} ({error.score:.3f})")
-    typer.echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them across classes")
-    typer.echo(f"{len(found.outliers)} unusual images")
+        echo(f"  {error.path}: {error.given}, probably {error.suggested} ({error.score:.3f})")
+    echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them across classes")
+    echo(f"{len(found.outliers)} unusual images")
     for name, described in found.properties.items():
         if described.odd:
             example = described.odd[0].path
-            typer.echo(f"{len(described.odd)} images with odd {name}, such as {example}")
+            echo(f"{len(described.odd)} images with odd {name}, such as {example}")
     for pair in found.confused_classes[:5]:
         first, second = pair.classes
         count = f"{pair.confused} of {pair.count} images"
-        typer.echo(f"{first} and {second} are hard to tell apart: {count} are confused")
+        echo(f"{first} and {second} are hard to tell apart: {count} are confused")
     for name, reason in found.unreadable[:5]:
-        typer.secho(f"skipped {name}: {reason}", fg="yellow")
-    typer.echo(f"open {output / 'audit.html'} in a browser")
+        echo(f"skipped {name}: {reason}", color="yellow")
+    echo(f"open {output / 'audit.html'} in a browser")
 
 
 COMMAND = Command(run=audit, function="audit", flags={"data": "images"})

@@ -10,7 +10,7 @@ from vit.analysis.audit.suspects import Audit, audit_images
 from vit.bundle import Bundle, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.open import open_for_model
+from vit.data.open import RecordedImages, open_for_model
 from vit.data.statistics import (
     MIN_LEVELS,
     describe_few_levels,
@@ -94,7 +94,7 @@ def audit(
     # before minutes of work
     if find_spec("cleanlab") is None:
         raise ValueError("vit audit needs cleanlab: pip install 'vit-pipeline[audit]'")
-    splits = open_for_model(data, root=root, trained_on={})
+    splits = open_for_model(data, root=root, recorded=RecordedImages())
     listed = splits.split("all")
     bundle = _load_backbone(str(init or model), device)
     value_range = measure_value_range(listed)

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import typer
-
 from vit.runtime.command import Call
+from vit.runtime.console import echo
 from vit.runtime.files import compute_and_save
 
 
@@ -19,15 +18,15 @@ def write_summary(summarize: Call, *, output: Path, overwrite: bool) -> None:
     summary = compute_and_save(summarize, output, overwrite=overwrite).summary
     for name, cluster in summary.flagged:
         removal = cluster.removal
-        typer.secho(
+        echo(
             f"likely shortcut of {name}: patches {', '.join(cluster.suspicions)}; without them"
             f" {removal.flips} of {removal.num_images} other predictions change, without random"
             f" patches {removal.random_flips}",
-            fg="yellow",
+            color="yellow",
         )
-    typer.echo(
+    echo(
         f"{len(summary.classes)} classes by {summary.method}, {summary.num_tests} suspicious"
         f" clusters tested, {len(summary.flagged)} flagged (false alarms in at most"
         f" {summary.false_alarm_rate:.0%} of summaries)"
     )
-    typer.echo(f"open {output / 'summary.html'} in a browser")
+    echo(f"open {output / 'summary.html'} in a browser")

@@ -19,7 +19,14 @@ from PIL import Image, ImageDraw
 from vit.analysis.class_summary.places import MAX_IMAGES_A_CLASS
 from vit.bundle import Bundle
 from vit.data.dataset import printable
-from vit.data.images import ImageInputs, is_image_name, list_files, list_images, read_image
+from vit.data.images import (
+    ImageInputs,
+    check_size,
+    is_image_name,
+    list_files,
+    list_images,
+    read_image,
+)
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import match_classes, open_data
 from vit.explanation.items import ImageItem, items_from_dataset, items_from_images
@@ -252,6 +259,7 @@ def _list_polygons(annotation: Mapping[str, Any]) -> list[list[float]]:
 
 
 def _draw(size: tuple[int, int], polygons: list[list[float]]) -> Image.Image:
+    check_size(size)
     mask = Image.new("RGB", size)
     draw = ImageDraw.Draw(mask)
     for polygon in polygons:

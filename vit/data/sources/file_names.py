@@ -3,7 +3,6 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from vit.data.dataset import Request, SourceSplits
@@ -11,6 +10,7 @@ from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import SPLIT_OF, count_suffixes, describe_counts
 from vit.data.sources.listed import ListedImage, find_listed
 from vit.runtime.arguments import shorten
+from vit.runtime.patterns import check_pattern, search_group
 
 # proposed where most names have two classes or more of several images: cat.0.jpg (where all names
 # are so), red_fox_12.jpg or cat (12).jpg, 0012-cat.jpg
@@ -35,10 +35,12 @@ def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
     Raises:
         ValueError: The expression is wrong, or finds no class.
     """
+    # before images are listed
+    check_pattern(label_by, name="data.label_by")
     left_out: list[str] = []
     files = [os.path.relpath(file, root) for file in list_files(root, left_out=left_out)]
     paths = sorted(filter(is_image_name, files))
-    labels = match_paths(label_by, paths, name="data.label_by")
+    labels = list(search_group(label_by, paths, name="data.label_by"))
     if not any(labels):
         example = f"paths such as {shorten(paths[0])!r}" if paths else f"{root}, without images"
         raise ValueError(f"data.label_by {label_by!r} finds no class in {example}; try another one")
@@ -75,30 +77,6 @@ def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
         notes=notes,
     )
     return source.with_test_split()
-
-
-def match_paths(pattern: str, paths: Sequence[str], *, name: str) -> list[str | None]:
-    """Search a user's regular expression in paths.
-
-    Args:
-        pattern: The expression, with one group.
-        paths: The paths.
-        name: Name of the option, for messages.
-
-    Returns:
-        The text of the group in each path; None where the path doesn't match.
-
-    Raises:
-        ValueError: The expression is wrong.
-    """
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{name} {pattern!r} is not a regular expression: {error}") from None
-    if expression.groups != 1:
-        raise ValueError(f"{name} {pattern!r} has {expression.groups} groups in brackets; give one")
-    matches = [expression.search(path) for path in paths]
-    return [match[1] if match else None for match in matches]
 
 
 def suggest_names(folder: Path) -> str:

@@ -116,7 +116,9 @@ def find_cifar(name: str, request: Request) -> SourceSplits:
     def load(split: str) -> ImageDataset:
         open_published = partial(dataset_class, folder, train=split == "train")
         archive = f"{dataset_class.filename} (from {dataset_class.url})"
-        published = open_or_download(open_published, name, folder, archive)
+        published = open_or_download(
+            open_published, name, folder, archive, download=request.download
+        )
         labels = np.array(published.targets)
         dataset = _make_dataset(name, split, published.data, labels, published.classes)
         return dataset.keep_classes(request.classes)
@@ -143,6 +145,7 @@ def find_imagenette(request: Request) -> SourceSplits:
             "imagenette",
             folder,
             f"{_IMAGENETTE}.tgz (from {_IMAGENETTE_URL})",
+            download=request.download,
         )
         copy = folder / _IMAGENETTE
     return find_class_folders("imagenette", copy, request.classes, aliases=_IMAGENETTE_CLASSES)
@@ -200,7 +203,7 @@ def choose_folder(name: str, root: Root) -> Path:
 
 
 def open_or_download(
-    open_published: Callable[..., Any], name: str, folder: Path, archive: str
+    open_published: Callable[..., Any], name: str, folder: Path, archive: str, *, download: bool
 ) -> Any:
     """Open torchvision's data set in `folder`; download it (with its checksum) if it is missing.
 
@@ -209,6 +212,7 @@ def open_or_download(
         name: Name of the set, for messages.
         folder: The folder.
         archive: Files to download by hand, for messages.
+        download: False raises an error instead of downloading it.
 
     Raises:
         OSError: The download failed; the message says how to do it by hand.
@@ -221,6 +225,8 @@ def open_or_download(
         pass
     except Exception as error:
         raise _explain_damage(name, folder, error) from error
+    if not download:
+        raise OSError(f"{name} is not on this machine; to download it, name it (--data {name})")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open_published(download=True)
@@ -278,7 +284,9 @@ def find_torchvision(set_name: str, request: Request) -> SourceSplits:
         if "loader" in inspect.signature(dataset_class).parameters:
             open_published = partial(open_published, loader=os.fspath)
         archive = f"the files of torchvision's {set_name}"
-        dataset = open_or_download(open_published, set_name, folder, archive)
+        dataset = open_or_download(
+            open_published, set_name, folder, archive, download=request.download
+        )
         try:
             images = _list_images(dataset, set_name, split, folder)
         except Exception as error:

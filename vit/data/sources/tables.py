@@ -221,7 +221,12 @@ def _read_images(
         folder = file.partition("/")[0]
         if folder == ".." and not request.allow_outside:
             text = f"{shorten(str(fields[columns.path]), 60)} is outside {root}"
-            problems.add(path, line, text, "set data.allow_outside=true to read it")
+            problems.add(
+                path,
+                line,
+                text,
+                "train with data.allow_outside=true, or put a link to it below the folder",
+            )
             continue
         place = f"{split} in {path.name}"
         if path.name in _METADATA and columns.split is None and folder.lower() in SPLIT_OF:

@@ -1,8 +1,7 @@
 """The command `vit export`."""
 
-import typer
-
 from vit.runtime.command import Call, Command
+from vit.runtime.console import echo
 
 
 def export(write: Call) -> None:
@@ -15,7 +14,7 @@ def export(write: Call) -> None:
     """
     path = write()
     folder = path if path.is_dir() else path.parent
-    typer.echo(f"{path} is written; {folder / 'README.md'} says how to open it")
+    echo(f"{path} is written; {folder / 'README.md'} says how to open it")
 
 
 COMMAND = Command(run=export, function="export_model")

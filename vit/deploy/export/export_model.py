@@ -76,7 +76,7 @@ def export_model(
     images = None
     if precision == "int8":
         # quantised weights may be less accurate, which is measured
-        splits = open_for_model(data, root=root, trained_on=bundle.config.get("data", {}))
+        splits = open_for_model(data, root=root, recorded=bundle.recorded_images)
         decoded = load_images(bundle, splits, split)
         images = replace(decoded.dataset, labels=decoded.labels)
 
@@ -102,7 +102,7 @@ def _write_map(bundle: Bundle, path: Path) -> str | None:
         The result of the sanity check; None without an image.
     """
     try:
-        (item,) = find_items(None, trained_on=bundle.config.get("data", {}), count=1)
+        (item,) = find_items(None, recorded=bundle.recorded_images, count=1)
     # the data may be on another machine: the card has no picture then
     except (OSError, ValueError):
         return None

@@ -5,6 +5,7 @@ A client's upload is an image or is refused with one sentence; no name in it is 
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -43,6 +44,11 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")
 MAX_BYTES = 20 * 2**20
 # to receive a photo
 RECEIVING_SECONDS = 60.0
+# within which this many more bytes of a photo, or its end, must arrive
+_SILENCE_SECONDS = 5.0
+_MIN_BYTES = 64 * 2**10
+# after which an upload may lose its place to another request
+_PROTECTED_SECONDS = 1.0
 # until the model is free
 WAITING_SECONDS = 60.0
 # requests that are received or wait for the model
@@ -143,6 +149,7 @@ class _Service:
         self.model_is_free = asyncio.Lock()
         # requests are limited, not connections: one that asks for nothing costs next to nothing
         self.places = asyncio.Semaphore(_MAX_REQUESTS)
+        self.uploads: set[Upload] = set()
 
     def show_page(self) -> HTMLResponse:
         """Answer `GET /`."""
@@ -156,10 +163,10 @@ class _Service:
         """Answer `POST /predict`."""
         if options.similar and self.no_similar:
             raise HTTPException(400, self.no_similar)
-        if self.places.locked():
+        if self.places.locked() and not self._end_slowest_upload():
             raise HTTPException(503, "too many requests at once; try again", _RETRY)
         async with self.places:
-            upload = await receive_photo(request)
+            upload = await receive_photo(request, self.uploads)
             try:
                 await self._wait_for_model()
                 try:
@@ -168,6 +175,16 @@ class _Service:
                     self.model_is_free.release()
             finally:
                 await upload.close()
+
+    def _end_slowest_upload(self) -> bool:
+        """End the slowest upload, which frees its place; return false if none is old enough."""
+        candidates = [upload for upload in self.uploads if upload.age > _PROTECTED_SECONDS]
+        if not candidates:
+            return False
+        slowest = min(candidates, key=lambda upload: upload.num_bytes / upload.age)
+        self.uploads.discard(slowest)
+        slowest.end()
+        return True
 
     async def _wait_for_model(self) -> None:
         try:
@@ -201,8 +218,47 @@ class _Service:
         return facts
 
 
-async def receive_photo(request: Request) -> UploadFile:
+class Upload:
+    """A photo that is being received. Its `limit` raises TimeoutError if bytes come too slowly, after a
+    minute, or when its place is needed.
+
+    Attributes:
+        num_bytes: Bytes that have arrived.
+        limit: Context in which the photo is received.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._num_expected = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._start = self._loop.time()
+        self.limit = asyncio.timeout_at(self._start + _SILENCE_SECONDS)
+
+    @property
+    def age(self) -> float:
+        """Seconds since its start."""
+        return self._loop.time() - self._start
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived."""
+        self.num_bytes += num_bytes
+        if self.num_bytes >= self._num_expected:
+            self._num_expected = self.num_bytes + _MIN_BYTES
+            end = self._loop.time() + _SILENCE_SECONDS
+            self.limit.reschedule(min(end, self._start + RECEIVING_SECONDS))
+
+    def end(self) -> None:
+        """End it now, whatever arrives."""
+        self._num_expected = math.inf
+        self.limit.reschedule(self._start)
+
+
+async def receive_photo(request: Request, uploads: set[Upload]) -> UploadFile:
     """Receive the photo of a form; its name is never used.
+
+    Args:
+        request: The request.
+        uploads: Photos that are being received; this one is among them meanwhile.
 
     Raises:
         HTTPException: The request has no photo, more than one, or is over a limit.
@@ -216,33 +272,38 @@ async def receive_photo(request: Request) -> UploadFile:
     if int(request.headers.get("content-length", 0)) > MAX_BYTES:
         raise _refuse_size()
 
-    parser = MultiPartParser(request.headers, _read_chunks(request), max_files=1, max_fields=1)
+    upload = Upload()
+    chunks = _read_chunks(request, upload)
+    parser = MultiPartParser(request.headers, chunks, max_files=1, max_fields=1)
     try:
-        async with asyncio.timeout(RECEIVING_SECONDS):
-            form = await parser.parse()
+        async with upload.limit:
+            uploads.add(upload)
+            try:
+                form = await parser.parse()
+            finally:
+                uploads.discard(upload)
     except TimeoutError:
-        raise HTTPException(
-            408, f"the photo took more than {RECEIVING_SECONDS:.0f} s to arrive"
-        ) from None
+        text = f"the photo arrived too slowly; it must arrive within {RECEIVING_SECONDS:.0f} s, and"
+        rate = _MIN_BYTES / _SILENCE_SECONDS / 2**10
+        raise HTTPException(408, f"{text} at {rate:.0f} KB/s or more") from None
     except (MultiPartException, ClientDisconnect) as error:
         raise HTTPException(
             400, f"the form is damaged or holds more than a photo; {_HINT}"
         ) from error
 
-    uploads = [value for value in form.values() if isinstance(value, UploadFile)]
-    if uploads and uploads[0].size:
-        return uploads[0]
+    photos = [value for value in form.values() if isinstance(value, UploadFile)]
+    if photos and photos[0].size:
+        return photos[0]
     await form.close()
-    problem = "the photo is empty" if uploads else "the form has no file"
+    problem = "the photo is empty" if photos else "the form has no file"
     raise HTTPException(400, f"{problem}; {_HINT}")
 
 
-async def _read_chunks(request: Request) -> AsyncGenerator[bytes, None]:
-    # a request in chunks doesn't say its size, and one that does may lie
-    size = 0
+async def _read_chunks(request: Request, upload: Upload) -> AsyncGenerator[bytes, None]:
     async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BYTES:
+        upload.add(len(chunk))
+        # a request in chunks doesn't say its size, and one that does may lie
+        if upload.num_bytes > MAX_BYTES:
             raise _refuse_size()
         yield chunk
 

@@ -1,9 +1,8 @@
 """The command `vit serve`."""
 
-import typer
-
 from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Command
+from vit.runtime.console import echo
 
 
 @check_arguments(port=(0, 65535), similar=(0, 20))
@@ -52,7 +51,7 @@ def serve(
         build_app(bundle, method=method, hosts=hosts, num_similar=similar),
         host=host,
         port=port,
-        on_start=lambda address: typer.echo(f"{address}  (Ctrl-C ends it)", err=True),
+        on_start=lambda address: echo(f"{address}  (Ctrl-C ends it)", err=True),
     )
 
 

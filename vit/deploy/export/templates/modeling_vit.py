@@ -59,8 +59,8 @@ def read_rgb(image, value_range=None):
         # only these: some formats of Pillow start programs
         formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
         with Image.open(image, formats=formats) as opened:
-            if opened.width * opened.height > 100_000_000:
-                raise ValueError(f"{image} has more than 100 million pixels")
+            if opened.width * opened.height > 100_000_000 or max(opened.size) > 65_535:
+                raise ValueError(f"{image} has more than 100 million pixels or 65,535 a side")
             image = _scale_deep(opened, value_range)
     elif isinstance(image, Image.Image):
         image = _scale_deep(image, value_range)

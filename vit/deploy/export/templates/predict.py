@@ -17,8 +17,8 @@ def read_pixels(path, value_range=None):
     # only these: some formats of Pillow start programs
     formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
     with Image.open(path, formats=formats) as opened:
-        if opened.width * opened.height > 100_000_000:
-            raise ValueError(f"{path} has more than 100 million pixels")
+        if opened.width * opened.height > 100_000_000 or max(opened.size) > 65_535:
+            raise ValueError(f"{path} has more than 100 million pixels or 65,535 a side")
         if opened.mode == "F" and value_range is None:
             raise ValueError(f"{path} has floating-point pixels, which have no fixed range")
         if is_deep(opened) and value_range is not None:
@@ -53,4 +53,6 @@ for path in sys.argv[1:]:
             answer["p_value"] = float(outputs["p_value"][0])
     except Exception as error:  # broken bytes raise nearly any error in Pillow's decoders
         answer = {"path": path, "error": str(error)}
-    print(json.dumps(answer, ensure_ascii=False))
+    line = json.dumps(answer, ensure_ascii=False)
+    # a terminal would obey control characters in names: they are escaped
+    print(line if line.isprintable() else json.dumps(answer))

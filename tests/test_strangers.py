@@ -1,0 +1,171 @@
+"""The model file of a stranger opens no images of this machine, whichever product reads it; that of the
+user's own training does."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vit
+from tests.browser import name_training_photos
+from tests.conftest import Launcher, SaveModel, hash_images
+from vit.bundle import Bundle
+from vit.data.open import open_dataset
+
+CLASSES = ("ant", "bee")
+
+
+def save_photos(folder: Path, *, seed: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    names = [f"{name}/{number}.png" for name in CLASSES for number in range(10)]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / name)
+    return names
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strangers")
+    save_photos(folder / "private", seed=0)
+    # what the stranger trained on has the same names
+    save_photos(folder / "elsewhere", seed=1)
+    return folder
+
+
+def save_trained(folder: Path, save_model: SaveModel, *, on: str) -> Bundle:
+    """A model file that names the folder "private" and was trained on the images in `on`."""
+    train = open_dataset("folder", root=folder / on).split("train")
+    config = {"data": {"name": "folder", "root": str(folder / "private")}}
+    path = save_model(
+        folder / f"{on}.safetensors",
+        class_names=CLASSES,
+        config=config,
+        training_hashes=hash_images(folder / on / name for name in train.ids),
+    )
+    names = [(name, label) for name, label in zip(train.ids, train.labels.tolist(), strict=True)]
+    features = np.random.default_rng(0).normal(size=(len(names), 24))
+    return name_training_photos(path, names, features)
+
+
+@pytest.fixture(scope="module")
+def stranger(folder: Path, save_model: SaveModel) -> Bundle:
+    return save_trained(folder, save_model, on="elsewhere")
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path, save_model: SaveModel) -> Bundle:
+    return save_trained(folder, save_model, on="private")
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[Image.Image]:
+    """The training photos whose pictures were put into a page or an answer."""
+    pictures: list[Image.Image] = []
+
+    def encode(photo: Image.Image, *, side: int) -> str:
+        pictures.append(photo)
+        return "data:image/jpeg;base64,"
+
+    monkeypatch.setattr("vit.explanation.training_photos.encode_photo", encode)
+    return pictures
+
+
+def serve(bundle: Bundle, photo: Path, output: Path) -> None:
+    pytest.importorskip("fastapi", reason="the extra serve is not installed")
+    from fastapi.testclient import TestClient
+
+    from vit.deploy.serve.app import build_app
+
+    client = TestClient(build_app(bundle), base_url="http://127.0.0.1")
+    address = "/predict?map=none&similar=3&pictures=true"
+    answer = client.post(address, files={"image": photo.read_bytes()}).json()
+    assert len(answer["similar"]) == len(answer["similar_pictures"]) == 3
+
+
+def show_gallery(bundle: Bundle, photo: Path, output: Path) -> None:
+    vit.explain(bundle, photo, methods="raw", output=output, formats="html")
+
+
+def report(bundle: Bundle, photo: Path, output: Path) -> None:
+    # its labels are noise, so there are errors
+    result = vit.evaluate(bundle, data=photo.parents[1])
+    assert result.evaluation.examples.most_confident_errors
+    result.save(output)
+
+
+@pytest.mark.parametrize(
+    "product", [serve, show_gallery, pytest.param(report, marks=pytest.mark.extended)]
+)
+def test_pictures_of_training_photos_are_shown_if_their_pixels_are_recorded(
+    product: Callable[[Bundle, Path, Path], None],
+    folder: Path,
+    stranger: Bundle,
+    own: Bundle,
+    shown: list[Image.Image],
+    tmp_path: Path,
+) -> None:
+    photo = folder / "elsewhere/ant/0.png"
+    product(stranger, photo, tmp_path / "stranger")
+    assert not shown
+    product(own, photo, tmp_path / "own")
+    assert shown
+
+
+USES: dict[str, Callable[[Bundle, Path], Any]] = {
+    "evaluate": lambda bundle, _: vit.evaluate(bundle),
+    "explain": lambda bundle, _: vit.explain(bundle, methods="raw", sanity_checks=False),
+    "summary": lambda bundle, _: vit.summarize_classes(bundle),
+    "faithfulness": lambda bundle, _: vit.measure_faithfulness(bundle, methods="raw"),
+    "export": lambda bundle, output: vit.export_model(bundle, output=output, precision="int8"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*list(USES)[:-1], pytest.param("export", marks=pytest.mark.extended)]
+)
+def test_images_of_the_training_folder_are_used_if_they_are_the_recorded_ones(
+    name: str, stranger: Bundle, own: Bundle, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="private are not those that this model was trained on"):
+        USES[name](stranger, tmp_path / "out")
+    if name in ("evaluate", "explain"):
+        USES[name](own, tmp_path / "out")
+
+
+def test_the_card_of_an_export_shows_no_image_of_a_stranger(
+    stranger: Bundle, own: Bundle, tmp_path: Path
+) -> None:
+    for bundle, has_picture in ((stranger, False), (own, True)):
+        output = tmp_path / str(has_picture)
+        vit.export_model(bundle, output=output, to="timm")
+        assert (output / "map.png").exists() == has_picture
+
+
+def test_naming_the_folder_allows_it(
+    cli: Launcher, folder: Path, stranger: Bundle, tmp_path: Path
+) -> None:
+    line = cli.fail("evaluate", stranger.name, "--output", tmp_path / "out")
+    assert f"name them: --data {folder / 'private'}" in line
+    assert vit.evaluate(stranger, data=folder / "private").evaluation.num_images == 4
+
+
+@pytest.mark.extended
+def test_an_audit_opens_the_images_that_the_user_names_alone(
+    folder: Path, stranger: Bundle, shown: list[Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cleanlab", reason="the extra audit is not installed")
+    opened: list[Path] = []
+    read_image = vit.data.images.read_image
+
+    def record(path: Path, **options: Any) -> Image.Image:
+        opened.append(path)
+        return read_image(path, **options)
+
+    monkeypatch.setattr("vit.data.sources.base.read_image", record)
+    vit.audit(folder / "elsewhere", model=stranger.name, device="cpu").build_files()
+    assert not shown
+    assert not [path for path in opened if "private" in path.parts]
