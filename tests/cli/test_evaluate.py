@@ -177,7 +177,7 @@ def test_class_names_in_another_order_are_matched_by_name(
         data=bundle.data,
     )
     for name, path in (("plain", model_file), ("flipped", tmp_path / "flipped.safetensors")):
-        assert evaluate(path, "--output", tmp_path / name)[0] == 0
+        assert evaluate(path, "--data", root, "--output", tmp_path / name)[0] == 0
     plain, flipped = (
         read_predictions(tmp_path / name / "predictions.csv") for name in ("plain", "flipped")
     )
@@ -218,8 +218,10 @@ def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
         data=bundle.data,
     )
     before = model_file.read_bytes()
-    assert evaluate(model_file, "--output", tmp_path / "plain")[0] == 0
-    code, out, _ = evaluate(model_file, "--output", tmp_path / "first", "--calibrate")
+    assert evaluate(model_file, "--data", root, "--output", tmp_path / "plain")[0] == 0
+    code, out, _ = evaluate(
+        model_file, "--data", root, "--output", tmp_path / "first", "--calibrate"
+    )
     assert code == 0
     assert model_file.read_bytes() == before
     calibrated = load_bundle(tmp_path / "first" / "model.safetensors")
@@ -241,11 +243,14 @@ def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
     info = cli.succeed("info", tmp_path / "first" / "model.safetensors").text
     assert f"{calibrated.temperature:.4f}" in info
     # the directory of an evaluation isn't replaced with the model in it
-    again = (tmp_path / "first", "--output", tmp_path / "first", "--overwrite")
+    again = (tmp_path / "first", "--data", root, "--output", tmp_path / "first", "--overwrite")
     assert "holds the evaluated model" in evaluate(*again)[2]
 
     assert (
-        evaluate(model_file, "--output", tmp_path / "second", "--calibrate", "--in-place")[0] == 0
+        evaluate(
+            model_file, "--data", root, "--output", tmp_path / "second", "--calibrate", "--in-place"
+        )[0]
+        == 0
     )
     assert load_bundle(model_file).temperature == calibrated.temperature
     assert not (tmp_path / "second" / "model.safetensors").exists()
