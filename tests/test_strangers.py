@@ -48,6 +48,7 @@ def save_trained(folder: Path, save_model: SaveModel, *, on: str) -> Bundle:
     )
     names = [(name, label) for name, label in zip(train.ids, train.labels.tolist(), strict=True)]
     features = np.random.default_rng(0).normal(size=(len(names), 24))
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
     return name_training_photos(path, names, features)
 
 

@@ -1,11 +1,11 @@
 """The output directory of one run: its lock and what an earlier run left in it."""
 
 import fcntl
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vit.runtime.console import echo
 from vit.runtime.files import TEMPORARIES, remove, remove_temporaries
 from vit.runtime.metrics_file import METRICS_FILE
 
@@ -75,6 +75,6 @@ def remove_results(path: Path) -> None:
     """Remove what a run in the directory `path` has measured, before it starts anew there. Its
     model file stays until there is a new one."""
     if (path / CONFIG_FILE).exists():
-        print(f"{path} holds no checkpoint; the run starts anew", file=sys.stderr)
+        echo(f"{path} holds no checkpoint; the run starts anew", err=True)
     for name in _RESULT_FILES:
         remove(path / name)
