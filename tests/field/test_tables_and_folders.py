@@ -158,6 +158,7 @@ def list_styles() -> Iterator[Style]:
     yield Style("blank lines", after="\n\n,,\n\n")
     yield Style("text file of tabs", delimiter="\t", suffix=".txt", encoding="utf-16")
     yield Style("no header", header="")
+    yield Style("no header and no suffix", header="", path=lambda path: Path(path).stem)
     yield Style("spaces around labels", row="{path}, {label} ")
     yield Style(
         "id and words", header="path,class_id,class", row="{path},{label}7,{label}", delimiter="\t"
@@ -197,6 +198,11 @@ ROWS = "".join(f"{path},{label}\n" for path, label in TRUTH.items())
         (
             "name,animal,site\n" + ROWS.replace("\n", ",1\n"),
             ("(--label-column NAME), or call it label", "'animal'"),
+        ),
+        (
+            "bild,maske,label\n"
+            + "".join(f"{p},{q},x\n" for p, q in zip(TRUTH, [*TRUTH][::-1], strict=True)),
+            ("both 'bild' and 'maske' may name the images", "--path-column NAME"),
         ),
         ("a,b\n1,x\n2,x\n3,y\n4,y\n", ("no column is known to name the images", "--path-column")),
         (
@@ -416,7 +422,9 @@ def test_a_damaged_table_is_refused_in_one_sentence(photos: Path) -> None:
         content = bytearray(STYLES[number % len(STYLES)].content)
         for _ in range(random.integers(1, 4)):
             place = int(random.integers(len(content)))
-            content[place : place + int(random.integers(3))] = random.bytes(random.integers(3))
+            content[place : place + int(random.integers(3))] = bytes(
+                random.integers(32, 127, random.integers(3)).tolist()
+            )
         table.write_bytes(content)
         try:
             labels = read(table)
@@ -426,7 +434,7 @@ def test_a_damaged_table_is_refused_in_one_sentence(photos: Path) -> None:
             # a byte of a label may be another one, but no image gets the label of another
             assert sum(TRUTH[path] not in labels[path] for path in labels) <= 3
     table.unlink()
-    assert 20 < len(errors) < 180
+    assert 20 < len(errors) < 190
     assert not any("\n" in error for error in errors)
 
 

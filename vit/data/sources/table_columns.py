@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from vit.data.dataset import LabelRule
+from vit.data.images import is_image_name
 from vit.data.sources.base import SPLIT_OF
 from vit.data.sources.table_text import Table
 from vit.runtime.arguments import shorten
@@ -156,7 +157,17 @@ def _choose_path(
     known = [place for name in PATH_NAMES for place, other in enumerate(names) if name == other]
     # any other column may hold the paths, too
     others = [place for place in range(len(names)) if place not in known]
-    chosen = next((place for place in [*known, *others] if holds_files(place)), None)
+    chosen = next(filter(holds_files, known), None)
+    if chosen is None:
+        # numbers may be names of files, too, and one file may be named by all rows
+        with_files = list(filter(holds_files, others))
+        best = max((_rate_paths(table, place) for place in with_files), default=None)
+        with_files = [place for place in with_files if _rate_paths(table, place) == best]
+        if len(with_files) > 1:
+            columns = " and ".join(_describe(table, place) for place in with_files[:2])
+            text = f"both {columns} may name the images"
+            raise ValueError(_ask(table, text, "--path-column"))
+        chosen = with_files[0] if with_files else None
     if chosen is None and known:
         # its rows are then reported
         chosen = known[0]
@@ -165,6 +176,12 @@ def _choose_path(
     if names[chosen] != "path":
         guesses.append(f"image in {_describe(table, chosen)}")
     return chosen
+
+
+def _rate_paths(table: Table, place: int) -> tuple[bool, bool]:
+    """Rate how much a column looks like one of paths: by suffixes, then by different values."""
+    values = _sample(table, place)
+    return sum(map(is_image_name, values)) > len(values) / 2, len(set(values)) > len(values) / 2
 
 
 def _describe(table: Table, place: int) -> str:

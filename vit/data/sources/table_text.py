@@ -57,12 +57,15 @@ class Table(NamedTuple):
     short: list[Row]
 
 
-def read_table_file(path: Path, *, count_known: Callable[[Sequence[str]], int]) -> Table:
+def read_table_file(
+    path: Path, *, count_known: Callable[[Sequence[str]], int], has_header: bool | None = None
+) -> Table:
     """Read a table.
 
     Args:
         path: A file with one of `TEXT_SUFFIXES`.
         count_known: Function that counts the known names in a row, by which a header is found.
+        has_header: False: the first row is no header. None: it is found out.
 
     Raises:
         ValueError: It isn't a table; the message names it.
@@ -83,7 +86,7 @@ def read_table_file(path: Path, *, count_known: Callable[[Sequence[str]], int]) 
     rows, num_spaces = _strip(rows)
     if num_spaces:
         guesses.append(f"spaces around {num_spaces:,} values removed")
-    header = _find_header(rows, count_known)
+    header = None if has_header is False else _find_header(rows, count_known)
     if header is None:
         width = Counter(len(fields) for _, fields in rows).most_common(1)[0][0] if rows else 0
         columns: tuple[str, ...] = ()

@@ -95,9 +95,7 @@ def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
         if "submission" in path.name.lower():
             continue
         try:
-            table = read_table_file(path, count_known=count_known)
-            finder = FileFinder(path)
-            columns = choose_columns(table, rule, count_files=finder.count_files)
+            table, finder, columns = _open_table(path, rule)
             values = [str(fields[columns.path]) for _, fields in table.rows]
             if not finder.count_files(values[:_MAX_LISTED]):
                 text = f"{path} names no images below {root}, such as {shorten(values[0], 60)!r}"
@@ -191,13 +189,27 @@ class _TableImages(NamedTuple):
     notes: tuple[str, ...]
 
 
+def _open_table(path: Path, rule: LabelRule) -> tuple[Table, FileFinder, Columns]:
+    """Read a table, and choose its columns."""
+    table = read_table_file(path, count_known=count_known)
+    finder = FileFinder(path)
+    columns = choose_columns(table, rule, count_files=finder.count_files)
+    # the first row may be an image without a suffix
+    if (
+        table.columns
+        and not count_known(table.columns)
+        and finder.find(table.columns[columns.path])
+    ):
+        table = read_table_file(path, count_known=count_known, has_header=False)
+        columns = choose_columns(table, rule, count_files=finder.count_files)
+    return table, finder, columns
+
+
 def _read_images(
     path: Path, tables: Sequence[Path], root: Path, request: Request, problems: _Problems
 ) -> _TableImages:
     """Read the images that one table lists."""
-    table = read_table_file(path, count_known=count_known)
-    finder = FileFinder(path)
-    columns = choose_columns(table, request.labels, count_files=finder.count_files)
+    table, finder, columns = _open_table(path, request.labels)
     finder.learn([str(fields[columns.path]) for _, fields in table.rows])
     finder.guesses.clear()
     for line, fields in table.short:
