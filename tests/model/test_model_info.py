@@ -8,6 +8,8 @@ import timm
 import torch
 import torchvision
 import transformers
+from PIL import Image
+from sklearn.datasets import load_sample_images
 
 from tests.explanation.model_zoo import _HUGGING_FACE, build_hugging_face_tower
 from vit.bundle import Bundle
@@ -67,9 +69,24 @@ class TestTimm:
         assert find_class_names(module)[999] == "class 999"
         assert Preprocess.from_dict(find_preprocess(module)).image_size == (32, 32)
 
+    @pytest.mark.parametrize(("crop_mode", "mode"), [("squash", "stretch"), ("border", "pad")])
+    def test_crop_modes_of_the_whole_image(self, crop_mode: str, mode: str) -> None:
+        """The pixels are those of timm's transform, which rounds to another grid of the resize."""
+        module = timm.create_model("vit_tiny_patch16_224", depth=1)
+        changes = {"crop_mode": crop_mode, "crop_pct": 1.0}
+        module.pretrained_cfg = {**module.pretrained_cfg, **changes}
+        preprocess = Preprocess.from_dict(find_preprocess(module))
+        assert preprocess.resize_mode == mode
+        image = Image.fromarray(load_sample_images().images[0])
+        config = timm.data.resolve_model_data_config(module)
+        theirs = timm.data.create_transform(**config, is_training=False)(image)
+        difference = (theirs - preprocess([image])[0]).abs()
+        assert difference.max() < 0.02
+
     def test_another_crop_mode_is_told(self) -> None:
         module = timm.create_model("vit_tiny_patch16_224", depth=1)
-        module.pretrained_cfg = {**module.pretrained_cfg, "crop_mode": "squash"}
+        changes = {"crop_mode": "squash", "crop_pct": 0.9}
+        module.pretrained_cfg = {**module.pretrained_cfg, **changes}
         with pytest.warns(
             UserWarning, match="crop_mode 'squash'; here images keep their aspect ratio"
         ):

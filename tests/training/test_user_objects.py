@@ -118,7 +118,6 @@ def test_a_pair_is_training_and_validation_images(arrays: Arrays, tmp_path: Path
 
 
 BAD: dict[str, tuple[Callable[[Arrays], Any], str]] = {
-    "floats": (lambda a: (a[0] / 255, a[1]), r"array of float64 \[12, 12, 3\]"),
     "channels first": (
         lambda a: (a[0].transpose(0, 3, 1, 2), a[1]),
         r"array of uint8 \[3, 12, 12\]",
@@ -128,7 +127,10 @@ BAD: dict[str, tuple[Callable[[Arrays], Any], str]] = {
     "label too large": (lambda a: (a[0], a[1] + 1), "labels from 1 to 3, and 3 class names"),
     "a number": (lambda a: 3, "dataset is an int"),
     "paths": (lambda a: [("a.png", 0)], "item 0 of dataset holds 'a.png'"),
-    "float images": (lambda a: Colours(a, convert=lambda pixels: pixels / 255), "array of float64"),
+    "complex images": (
+        lambda a: Colours(a, convert=lambda pixels: 1j * pixels),
+        "array of complex",
+    ),
 }
 
 

@@ -19,9 +19,13 @@ _MAX_PIXELS = 2 * 10**8
 
 # names of files that never have more than 8 bits a channel
 _SHALLOW_SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".webp")
-# images that are read to see if there are deep ones, and then to measure their range
+# images that are read to see if there are deep ones, fewer if they are large
 _FIRST_SAMPLE = 64
+_MAX_FIRST_PIXELS = 5 * 10**7
+# images whose values are measured, fewer if they are large
 _RANGE_SAMPLE = 256
+_MIN_RANGE_SAMPLE = 16
+_MAX_DEEP_PIXELS = 4 * 10**8
 # a range that rounds up to whole bits must leave this fraction of the grey levels in use: 32 of 256
 _MIN_USED = 1 / 8
 # Fraction of the typical image that a crop may leave out. A square leaves out a quarter of 4:3.
@@ -134,9 +138,11 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
         for index, name in enumerate(dataset.ids)
         if not name.lower().endswith(_SHALLOW_SUFFIXES)
     ]
-    if not _describe_values(dataset, candidates, _FIRST_SAMPLE):
+    num_pixels = _measure_deep(dataset, candidates)
+    if num_pixels is None:
         return None
-    described = _describe_values(dataset, candidates, _RANGE_SAMPLE)
+    count = min(max(_MAX_DEEP_PIXELS // num_pixels, _MIN_RANGE_SAMPLE), _RANGE_SAMPLE)
+    described = _describe_values(dataset, candidates, count)
     lows, highs, bits, limits = zip(*described, strict=True)
     known_limits = [each for each in limits if each is not None]
     known_bits = [each for each in bits if each is not None]
@@ -178,6 +184,25 @@ def choose_value_range(
     shift = (bits & -bits).bit_length() - 1 if bits else 0
     top = max(((1 << (int(high) >> shift).bit_length()) - 1) << shift, 255)
     return (0.0, float(top)) if high - low >= _MIN_USED * top else measured
+
+
+def _measure_deep(dataset: ImageDataset, candidates: list[int]) -> int | None:
+    """Return the number of pixels of the first deep image of a sample; None without one."""
+    chosen = [candidates[place] for place in choose_evenly(len(candidates), _FIRST_SAMPLE)]
+    # in an order that has all classes at its beginning
+    order = np.random.default_rng(0).permutation(len(chosen))
+    sample = dataset.subset([chosen[place] for place in order])
+    sample.reader.fetch(range(len(sample)))
+    num_read = 0
+    for index in range(len(sample)):
+        with suppress(ValueError, OSError):
+            image = sample.image(index)
+            if isinstance(image, DeepImage):
+                return image.width * image.height
+            num_read += image.width * image.height
+        if num_read > _MAX_FIRST_PIXELS:
+            break
+    return None
 
 
 def _describe_values(

@@ -17,6 +17,9 @@ _PROCESSORS = {
     "siglip": "SiglipImageProcessor",
 }
 
+# timm's names → ours, for modes that show the whole image
+_RESIZE_MODES = {"squash": "stretch", "border": "pad"}
+
 
 @contextmanager
 def keep_mode(model: object) -> Iterator[None]:
@@ -159,7 +162,9 @@ def _find_timm_preprocess(model: nn.Module) -> Mapping[str, Any]:
     from timm.data import resolve_model_data_config  # a second to import
 
     config = resolve_model_data_config(model)
-    if config["crop_mode"] != "center":
+    # timm cuts a part also from what it squashes or pads
+    resize_mode = _RESIZE_MODES.get(config["crop_mode"]) if config["crop_pct"] == 1 else None
+    if config["crop_mode"] != "center" and resize_mode is None:
         warnings.warn(
             f"these weights were trained with crop_mode {config['crop_mode']!r}; "
             "here images keep their aspect ratio and are cropped at the centre",
@@ -173,7 +178,7 @@ def _find_timm_preprocess(model: nn.Module) -> Mapping[str, Any]:
         "std": list(config["std"]),
         "crop_pct": config["crop_pct"],
         "interpolation": config["interpolation"],
-    }
+    } | ({} if resize_mode is None else {"resize_mode": resize_mode})
 
 
 def _find_processor(config: Any) -> Mapping[str, Any] | None:
