@@ -25,8 +25,8 @@ from vit.data.preprocess import Preprocess
 
 pytestmark = pytest.mark.chaos
 
-# Kills of each command. 8 take a few seconds each; VIT_KILLS asks for more.
-KILLS = int(os.environ.get("VIT_KILLS", "8"))
+# Kills of each command; VIT_KILLS asks for more.
+KILLS = int(os.environ.get("VIT_KILLS", "4"))
 # Changes of the file system that a child counts.
 CHANGES = ("fsync", "link", "mkdir", "rename", "replace", "rmdir", "unlink")
 _SIZES = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 3, "num_heads": 2}
