@@ -1,8 +1,10 @@
 """A file written atomically is the old one or the new one, whatever happens."""
 
+import errno
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from vit.runtime.files import (
     compute_sha256,
@@ -78,6 +80,16 @@ def test_an_earlier_result_stays_until_the_new_one_is_complete(tmp_path: Path) -
     with replace_output(tmp_path / "link", overwrite=True) as folder:
         (folder / "c.txt").touch()
     assert {path.name for path in output.iterdir()} == {".vit-output", "c.txt"}
+
+
+def test_a_full_disk_is_an_os_error_for_weights_too(tmp_path: Path) -> None:
+    def write(_: Path) -> None:
+        raise SafetensorError("Error while serializing: I/O error: full (os error 28)")
+
+    with pytest.raises(OSError, match="No space left on device") as error:
+        write_atomically(tmp_path / "model.safetensors", write)
+    assert error.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_killed_writer_left_is_cleared_and_nothing_else(tmp_path: Path) -> None:

@@ -181,9 +181,13 @@ def write_atomically(
         # Some libraries create the file anew, readable by its owner only.
         temporary.chmod(stat.S_IMODE(mode))
         rename_durably(temporary, path, flush_name=flush_name)
-    except BaseException:
+    except BaseException as error:
         # BaseException, because the program may also be interrupted.
         temporary.unlink(missing_ok=True)
+        # safetensors, which is written in Rust, has its own error for a full disk.
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number and not isinstance(error, OSError):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         raise
 
 

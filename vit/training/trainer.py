@@ -387,6 +387,9 @@ class Trainer:
             return checkpoint
         except (LookupError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, ValidationError):
+                detail = error.errors()[0]
+                reason = f"{detail['loc'][0]}: {detail['msg']}"
             raise ValueError(
                 f"a checkpoint does not hold the state of this run ({reason}); remove it"
             ) from error
