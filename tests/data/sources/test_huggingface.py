@@ -173,6 +173,22 @@ def test_a_directory_of_save_to_disk_is_read(tmp_path: Path) -> None:
     )
 
 
+def test_a_directory_without_splits_or_with_damaged_places_is_one_line(tmp_path: Path) -> None:
+    root = save_to_disk(tmp_path / "saved", train=make_rows())
+    (path,) = root.rglob("*.arrow")
+    content = path.read_bytes()
+    # the places of the second and later images, as Arrow stores them
+    sizes = [0, *np.cumsum([len(encode(number)) for number in range(12)])]
+    places = np.array(sizes, dtype="<i4").tobytes()
+    assert content.count(places) == 1
+    path.write_bytes(content.replace(places, places[:4] + b"\xff" * 4 + places[8:]))
+    with pytest.raises(OSError, match=r"can't be read as a data set: .*offset"):
+        open_dataset("huggingface", root=root, cache_dir=tmp_path / "cache").split("all")
+    (root / "dataset_dict.json").write_text('{"splits": []}')
+    with pytest.raises(OSError, match="can't be read as a data set: it names no splits"):
+        open_dataset("huggingface", root=root, cache_dir=tmp_path / "cache").split("all")
+
+
 def test_splits_without_labels_and_other_splits_are_left_out(tmp_path: Path) -> None:
     root = save_to_disk(
         tmp_path / "saved", train=make_rows(), test=make_rows(3, label=[-1] * 3), extra=make_rows(3)

@@ -238,11 +238,16 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
                 )
             else:
                 tables = datasets.load_from_disk(str(path))
+            by_split = dict(tables) if isinstance(tables, dict) else {"train": tables}
+            if not by_split:
+                raise ValueError("it names no splits")
+            # damaged places of values would be read outside the file
+            for table in by_split.values():
+                table.data.validate(full=True)
         except Exception as error:
             # the library, pyarrow and the client of the Hub raise errors of many types
             reason = shorten(first_line(error.__cause__ or error))
             raise OSError(f"data.root {root} can't be read as a data set: {reason}") from error
-    by_split = dict(tables) if isinstance(tables, dict) else {"train": tables}
     # a directory may ask for rows of another library's types
     return {split: table.with_format(None) for split, table in by_split.items()}
 
