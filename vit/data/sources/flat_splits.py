@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from vit.data.images import is_image_name, list_files
 from vit.runtime.arguments import shorten
 from vit.runtime.files import read_text
@@ -46,6 +48,15 @@ class FlatSplit(NamedTuple):
     labels: list[str]
     source: Path
     num_others: int
+
+    def list_images(self, class_names: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        """List the images of some classes: their paths, and their labels [n], places in
+        `class_names`."""
+        number_of = {name: number for number, name in enumerate(class_names)}
+        pairs = zip(self.paths, self.labels, strict=True)
+        chosen = [(path, number_of[label]) for path, label in pairs if label in number_of]
+        labels = np.array([number for _, number in chosen], dtype=np.int64)
+        return [path for path, _ in chosen], labels
 
 
 def read_flat_split(folder: Path, root: Path, class_names: Collection[str]) -> FlatSplit | None:

@@ -164,44 +164,32 @@ def find_class_folders(
 
     readable = aliases or {}
     class_names = tuple(readable.get(folder, folder) for folder in class_folders)
-    all_notes = (*notes, *flat_notes)
 
     def load(split: str) -> ImageDataset:
+        split_notes = [*notes, *flat_notes]
+        unused: Counter[str] = Counter()
         if split in flat_splits:
-            return load_flat(flat_splits[split])
-        folder = folders[split]
-        directories = [folder / class_folder for class_folder in class_folders]
-        paths, counts, unused = _list_images(
-            directories, root, needs_every_class=folder == first, check_link=check_link
-        )
+            paths, labels = flat_splits[split].list_images(class_folders)
+        else:
+            directories = [folders[split] / class_folder for class_folder in class_folders]
+            paths, counts, unused = _list_images(
+                directories, root, needs_every_class=folders[split] == first, check_link=check_link
+            )
+            labels = np.repeat(np.arange(len(counts)), counts)
         if not paths:
-            raise ValueError(f"{folder} holds no images; check the path")
-        split_notes: tuple[str, ...] = ()
+            raise ValueError(f"{folders.get(split, split)} holds no images; check the path")
         others = {suffix: count for suffix, count in unused.items() if " " not in suffix}
         if others:
-            text = describe_counts(others)
-            split_notes = (f"not images in {folder.absolute().name}/: {text}",)
+            place = folders[split].absolute().name
+            split_notes.append(f"not images in {place}/: {describe_counts(others)}")
         return ImageDataset(
             name=name,
             class_names=class_names,
-            labels=np.repeat(np.arange(len(counts)), counts),
+            labels=labels,
             ids=paths,
             reader=FileReader(root, paths),
-            notes=(*all_notes, *split_notes),
+            notes=tuple(split_notes),
             unused=unused,
-        )
-
-    def load_flat(flat: FlatSplit) -> ImageDataset:
-        number_of = {folder: number for number, folder in enumerate(class_folders)}
-        pairs = zip(flat.paths, flat.labels, strict=True)
-        chosen = [(path, number_of[label]) for path, label in pairs if label in number_of]
-        paths = [path for path, _ in chosen]
-        return ImageDataset(
-            name=name,
-            class_names=class_names,
-            labels=np.array([number for _, number in chosen], dtype=np.int64),
-            ids=paths,
-            reader=FileReader(root, paths),
         )
 
     origins = {split: f"{folder.absolute().name}/" for split, folder in folders.items()}

@@ -179,9 +179,9 @@ def _choose_path(
 
 
 def _rate_paths(table: Table, place: int) -> tuple[bool, bool]:
-    """Rate how much a column looks like one of paths: by suffixes, then by different values."""
+    """Rate how much a column looks like one of paths: by different values, then by suffixes."""
     values = _sample(table, place)
-    return sum(map(is_image_name, values)) > len(values) / 2, len(set(values)) > len(values) / 2
+    return len(set(values)) > len(values) / 2, sum(map(is_image_name, values)) > len(values) / 2
 
 
 def _describe(table: Table, place: int) -> str:
