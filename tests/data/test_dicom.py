@@ -129,6 +129,15 @@ def test_without_the_package_the_way_to_read_them_is_named(
         read_image(path)
 
 
+def test_large_ones_are_refused_as_other_images_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.dcm", STORED)
+    monkeypatch.setenv("VIT_MAX_PIXELS", "4095")
+    with pytest.raises(ValueError, match=r"it has 64 x 64 pixels, more than 4,095; set VIT_MAX"):
+        read_image(path)
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.dcm", STORED)
     content = path.read_bytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,14 +31,14 @@ def is_dicom(file: BinaryIO) -> bool:
 
 
 def read_dicom(
-    file: BinaryIO, *, name: str, max_pixels: int
+    file: BinaryIO, *, name: str, check_size: Callable[[tuple[int, int]], None]
 ) -> tuple[np.ndarray, tuple[float, float] | None, bool]:
     """Read the first frame, with its rescale slope and intercept, clipped to its first window.
 
     Args:
         file: The opened file.
         name: Its name, for messages.
-        max_pixels: Pixels that the image may have.
+        check_size: Function that raises ValueError for a (width, height) that is too large.
 
     Returns:
         Values [H, W] or uint8 [H, W, 3]; the range that the window or the stored bits give; and
@@ -54,8 +54,7 @@ def read_dicom(
 
     try:
         dataset = pydicom.dcmread(file)
-        if dataset.Rows * dataset.Columns > max_pixels:
-            raise ValueError(f"it has more than {max_pixels:,} pixels")
+        check_size((dataset.Columns, dataset.Rows))
         # colours are converted to RGB
         stored = pixel_array(dataset, index=0)
         if stored.ndim == 3:

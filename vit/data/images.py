@@ -191,7 +191,7 @@ def read_image(
             raise ValueError(f"{file} {text}") from error
 
     if is_dicom(file):
-        values, limits, is_inverted = read_dicom(file, name=name, max_pixels=_max_pixels())
+        values, limits, is_inverted = read_dicom(file, name=name, check_size=check_size)
         if values.dtype == np.uint8:
             return Image.fromarray(values).convert("RGB")
         return DeepImage(values, limits=limits, is_inverted=is_inverted)

@@ -113,7 +113,7 @@ def train(
         dataset: Images instead of those of the configuration: a map-style data
             set of torch with items (image, label), a pair of them (training,
             validation), or a pair of arrays (images, labels [n]). An image is
-            a PIL image, a uint8 array [H, W, 3], or a tensor [3, H, W] of
+            a PIL image, an array [H, W, 3], or a tensor [3, H, W] of
             uint8 or of values from 0 to 1. A label is an integer or a class
             name.
         class_names: Class names of `dataset`, in the order of the labels.
