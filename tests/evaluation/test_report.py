@@ -520,3 +520,15 @@ def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(
     )
     explanations = Explanations(tiny_bundle, ["rollout"], [], [("a.png", "broken")])
     assert repr(explanations) == "Explanations(0 images by rollout; 1 could not be read)"
+
+
+def test_a_class_without_images_has_no_numbers() -> None:
+    names = ("ant", "bee", *(f"class {index}" for index in range(40)))
+    result = make_case(12, names, side=8, examples=2)
+    page = build(result)
+    rows = re.findall(r"<tr><td>([^<]+)</td>(.*?)</tr>", page)
+    cells = {name: re.findall(r"<td[^>]*>([^<]*)</td>", row) for name, row in rows}
+    for row in result.evaluation.per_class:
+        shown = cells[row.name]
+        assert (shown[:3] == ["–"] * 3) == (row.support == 0), row.name
+        assert shown[3] == str(row.support)

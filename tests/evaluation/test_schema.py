@@ -9,6 +9,7 @@ import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
 from vit.evaluation.result import Evaluation, load_evaluation, load_predictions
+from vit.prediction.conformal import SetMetrics
 from vit.runtime.files import write_json
 
 RANKS = np.array([0, 1, 0, 3])
@@ -109,3 +110,16 @@ def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
         r"frequent class would give (40(\.0)?|38|39\.9) %, guessing 25(\.0)? %$", sentence
     )
     assert "top5" not in evaluation.list_metrics()
+
+
+def test_few_validation_images_are_a_warning(make_evaluation: MakeEvaluation) -> None:
+    evaluation = load_evaluation(make_evaluation("a", RANKS) / "evaluation.json")
+
+    def warn(count: int) -> list[str]:
+        sets = SetMetrics(0.9, count, 0.9, 1.0, 0.9, 1.0)
+        return evaluation.model_copy(update={"prediction_sets": [sets]}).list_warnings()
+
+    (sentence,) = warn(19)
+    assert sentence.startswith("with 19 validation images, the prediction sets of one model in ten")
+    assert sentence.endswith("less than 81 % of new images instead of 90 %")
+    assert warn(1000) == []
