@@ -1,6 +1,6 @@
 # vit on a CPU, as a user who isn't root:
 #   docker build -t vit .
-#   docker run --rm -v "$PWD:/work" --user "$(id -u)" vit train digits --output runs/digits
+#   docker run --rm --shm-size=8g -v "$PWD:/work" --user "$(id -u)" vit train digits --output runs/digits
 FROM python:3.12-slim
 
 # pip's address of CPU wheels, as pytorch.org shows it; empty for the larger torch with CUDA

@@ -2,7 +2,6 @@
 commands, one tiny model."""
 
 import contextlib
-import fcntl
 import io
 import os
 import shutil
@@ -19,6 +18,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 import vit.runtime.memory
+from vit.runtime.locks import lock_file
 
 # a command that runs inside a test would set it for all that follow, whose process then stays at
 # its largest size
@@ -113,8 +113,7 @@ def build_once(tmp_path_factory: pytest.TempPathFactory) -> BuildOnce:
     def build_once(name: str, build: Callable[[Path], object]) -> Path:
         folder = shared / name
         is_built = shared / f"{name}.built"
-        with (shared / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        with lock_file(shared / f"{name}.lock"):
             if not is_built.exists():
                 # what a build that failed left
                 shutil.rmtree(folder, ignore_errors=True)

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from vit.data.open import RecordedImages
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
+from vit.model.find_file import MODEL_FILE as MODEL_FILE
+from vit.model.find_file import PRETRAINED_FOLDER as PRETRAINED_FOLDER
+from vit.model.find_file import find_model_file
+from vit.model.find_file import list_pretrained as list_pretrained
 from vit.model.logits import count_features, has_features
-from vit.model.model_file import MODEL_FILE as MODEL_FILE
 from vit.model.model_file import (
     Hashes,
     Likeness,
@@ -40,9 +43,6 @@ from vit.runtime.device import choose_device
 from vit.runtime.files import compute_sha256
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.version import __version__
-
-# Models that come with the package, as NAME.safetensors.
-PRETRAINED_FOLDER = Path(__file__).parent / "pretrained"
 
 Values = Mapping[str, Any]  # values that JSON can hold
 Found = TypeVar("Found")
@@ -243,7 +243,7 @@ def load_bundle(
         module = create_timm(str(source).removeprefix("timm:"), pretrained=not random_weights)
         return dataclasses.replace(Bundle.from_model(module.to(device)), name=str(source))
 
-    path = _find_file(source)
+    path = find_model_file(source)
     content = read_model_file(path)
     metadata = content.metadata
     if not metadata:
@@ -277,29 +277,6 @@ def load_bundle(
         training_hashes=content.training_hashes,
         likeness=content.likeness,
     )
-
-
-def list_pretrained() -> list[str]:
-    """Return the names of the models that come with the package."""
-    return sorted(path.stem for path in PRETRAINED_FOLDER.glob("*.safetensors"))
-
-
-def _find_file(source: str | Path) -> Path:
-    path = Path(source)
-    file = path / MODEL_FILE if path.is_dir() else path
-    if file.is_file():
-        return file
-
-    # A folder of images may have the same name.
-    names = list_pretrained()
-    if str(source) in names:
-        return PRETRAINED_FOLDER / f"{source}.safetensors"
-    if path.is_dir():
-        raise FileNotFoundError(
-            f"{source} holds no {MODEL_FILE}; training writes it after the first evaluation"
-        )
-    choices = ", ".join([f"a {MODEL_FILE}", "a run", "timm:NAME", *names])
-    raise FileNotFoundError(f"{path} does not exist; MODEL is one of: {choices}")
 
 
 def save_bundle(

@@ -84,7 +84,8 @@ class DataConfig(_Section):
     # resident: decoded once, kept in memory; workers: decoded by processes during training; tokens:
     # computed by the frozen blocks once (model.freeze: N), with no augmentation but flips
     pipeline: Literal["auto", "resident", "workers", "tokens"] = "auto"
-    # processes that decode images; None: one for each core
+    # processes that decode images; None: one for each core, divided among the processes of the run on
+    # the machine, at most 16
     workers: int | None = Field(None, ge=0)
     # true: a table may name images outside its folder
     allow_outside: bool = False

@@ -212,17 +212,17 @@ def test_tokens_that_do_not_fit_memory_are_not_kept(
 ) -> None:
     image_bytes = 17 * 32 * 4
     free = image_bytes * 387 / 0.4
-    monkeypatch.setattr("vit.data.loader._free_host_memory", lambda: free + 10)
+    monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: free + 10)
     run = make_run(tmp_path / "kept")
     assert len(run.data.train) == 387
     assert run.config.data.pipeline == "tokens"
     assert "of tokens fit in 40%" in run.data.pipeline_reason
-    monkeypatch.setattr("vit.data.loader._free_host_memory", lambda: free - 10)
+    monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: free - 10)
     run = make_run(tmp_path / "not_kept")
     assert run.config.data.pipeline == "resident"
     run.trainer.train()
     # two views of each image are twice as many
-    monkeypatch.setattr("vit.data.loader._free_host_memory", lambda: 1.9 * free)
+    monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: 1.9 * free)
     assert make_run(tmp_path / "both", "augment.flip=random").config.data.pipeline == "resident"
 
 

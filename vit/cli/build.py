@@ -29,6 +29,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from vit.cli.first_look import check_paths
 from vit.runtime.arguments import check_value, shorten
 from vit.runtime.command import Command
 from vit.runtime.files import expand_home
@@ -134,6 +135,7 @@ class CommandBuilder:
         def run(**values: Any) -> None:
             texts = values.pop("rare", None) or []
             arguments = {name: _expand_home(value) for name, value in values.items()}
+            check_paths(arguments)
             own_values = {name: arguments.pop(name) for name in self.own}
             if not self.command.function:
                 self.command.run(**own_values)

@@ -18,6 +18,8 @@ import vit
 from vit.cli.build import add_command
 from vit.runtime.arguments import first_line, hide_tokens, replace_control_characters, shorten
 from vit.runtime.console import echo
+from vit.runtime.drive import DriveError
+from vit.runtime.places import suggest_quotes
 
 # Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -193,7 +195,9 @@ def _report(error: Exception, arguments: list[str]) -> int:
 
     code = 2
     text = _describe_user_error(error, arguments)
-    if text is None:
+    if text is not None:
+        text += suggest_quotes(arguments)
+    else:
         code = 70
         problem = f"{type(error).__name__}: {first_line(error)}"
         text = f"internal error, a bug in vit: {problem}; {_save_report(error)}"
@@ -213,7 +217,7 @@ def _describe_user_error(error: Exception, arguments: list[str]) -> str | None:
         return f"{error.format_message()} ({command} --help lists the options)"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, ValueError | OSError | DriveError):
         return str(error) or type(error).__name__
     # torch has several errors for too little memory.
     if isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, repr(error)):

@@ -5,10 +5,10 @@ under a lock next to its place, and moved there when complete. Changed files hav
 hence another folder; a damaged folder is built again.
 """
 
-import fcntl
 import hashlib
 import math
 import os
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from vit.runtime.files import (
     rename_durably,
     write_arrays,
 )
+from vit.runtime.locks import lock_file
 from vit.runtime.progress import show_progress
 
 # raise it when the files or the pixels in them change
@@ -94,21 +96,32 @@ def decode_dataset(
     decoded = open_decoded()
     if decoded is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock_file(folder.with_suffix(".lock")) as is_locked:
             # another process may have built it while this one waited
             decoded = open_decoded()
             if decoded is None:
-                has_pixels = size is not None
-                _build(
-                    dataset,
-                    folder,
-                    stored,
-                    has_pixels=has_pixels,
-                    workers=workers,
-                    progress=progress,
+                # without a lock, another process may build it at the same time, in a place of its own
+                building = folder.with_suffix(
+                    ".building" if is_locked else f".{secrets.token_hex(4)}.building"
                 )
-                decoded = open_decoded()
+                try:
+                    _build(
+                        dataset,
+                        building,
+                        stored,
+                        has_pixels=size is not None,
+                        workers=workers,
+                        progress=progress,
+                    )
+                    # without a lock, another process may have been quicker
+                    decoded = open_decoded()
+                    if decoded is None:
+                        # there may be a damaged one
+                        shutil.rmtree(folder, ignore_errors=True)
+                        rename_durably(building, folder)
+                        decoded = open_decoded()
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
 
     assert decoded is not None
     check_unreadable(decoded.unreadable, len(dataset), max_unreadable_fraction)
@@ -117,61 +130,65 @@ def decode_dataset(
 
 def _build(
     dataset: ImageDataset,
-    folder: Path,
+    building: Path,
     preprocess: Preprocess,
     *,
     has_pixels: bool,
     workers: int | None,
     progress: bool,
 ) -> None:
-    """Decode the images into `folder`. The caller holds the lock of the folder."""
-    building = folder.with_suffix(".building")
+    """Decode the images into the folder `building`. The caller removes it."""
     # a process that was killed may have left it
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
-    try:
-        # every image has its place in the file, so that processes write side by side
-        pixels = building / "images.u8"
-        image_bytes = 3 * math.prod(preprocess.image_size) if has_pixels else 0
-        with pixels.open("wb") as file:
-            if image_bytes:
-                # reserved now: writing through a memory map to a full disk would kill the process
-                os.posix_fallocate(file.fileno(), 0, image_bytes * len(dataset))
+    # every image has its place in the file, so that processes write side by side
+    pixels = building / "images.u8"
+    image_bytes = 3 * math.prod(preprocess.image_size) if has_pixels else 0
+    with pixels.open("wb") as file:
+        # reserved now: writing through a memory map to a full disk would kill the process
+        _reserve(file, image_bytes * len(dataset))
 
-        hashes, failures = _decode_images(
-            dataset,
-            pixels if has_pixels else None,
-            preprocess,
-            workers=workers,
-            progress=progress,
-        )
+    hashes, failures = _decode_images(
+        dataset,
+        pixels if has_pixels else None,
+        preprocess,
+        workers=workers,
+        progress=progress,
+    )
 
-        # unreadable images have no place in the file, only in the index
-        readable = np.delete(np.arange(len(dataset)), list(failures))
-        if image_bytes and len(readable):
-            images = np.memmap(pixels, dtype=np.uint8, mode="r+").reshape(-1, image_bytes)
-            # the places ascend, so no image is written over one that is still needed
-            for place, index in enumerate(readable):
-                if place != index:
-                    images[place] = images[index]
-        os.truncate(pixels, len(readable) * image_bytes)
+    # unreadable images have no place in the file, only in the index
+    readable = np.delete(np.arange(len(dataset)), list(failures))
+    if image_bytes and len(readable):
+        images = np.memmap(pixels, dtype=np.uint8, mode="r+").reshape(-1, image_bytes)
+        # the places ascend, so no image is written over one that is still needed
+        for place, index in enumerate(readable):
+            if place != index:
+                images[place] = images[index]
+        # Windows cuts no file that is mapped
+        del images
+    os.truncate(pixels, len(readable) * image_bytes)
 
-        # each block has a checksum, so that a part of a large file can be checked
-        num_blocks = math.ceil(pixels.stat().st_size / _BLOCK)
-        unreadable = [(dataset.ids[failed], failures[failed]) for failed in sorted(failures)]
-        arrays = {
-            "readable": readable,
-            "hashes": hashes[:, readable],
-            "unreadable": np.array(unreadable, dtype=str).reshape(-1, 2),
-            "checksums": _compute_checksums(pixels, range(num_blocks)),
-        }
-        write_arrays(building / "index.npz", arrays)
+    # each block has a checksum, so that a part of a large file can be checked
+    num_blocks = math.ceil(pixels.stat().st_size / _BLOCK)
+    unreadable = [(dataset.ids[failed], failures[failed]) for failed in sorted(failures)]
+    arrays = {
+        "readable": readable,
+        "hashes": hashes[:, readable],
+        "unreadable": np.array(unreadable, dtype=str).reshape(-1, 2),
+        "checksums": _compute_checksums(pixels, range(num_blocks)),
+    }
+    write_arrays(building / "index.npz", arrays)
 
-        # there may be a damaged one
-        shutil.rmtree(folder, ignore_errors=True)
-        rename_durably(building, folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+
+def _reserve(file: BinaryIO, num_bytes: int) -> None:
+    """Take the space of a file's bytes, which are zeros then. Raises OSError if the disk is full."""
+    if num_bytes and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        return
+    # macOS and Windows
+    zeros = bytes(_BLOCK)
+    for start in range(0, num_bytes, _BLOCK):
+        file.write(zeros[: num_bytes - start])
 
 
 def _decode_images(
@@ -282,5 +299,8 @@ def _open_images(path: Path, shape: tuple[int, ...], checksums: np.ndarray) -> n
 def _compute_checksums(path: Path, blocks: range) -> np.ndarray:
     """Compute the CRC-32 of blocks of a file, uint32."""
     with open_regular(path) as file:
-        contents = (os.pread(file.fileno(), _BLOCK, block * _BLOCK) for block in blocks)
-        return np.array([zlib.crc32(content) for content in contents], dtype=np.uint32)
+        checksums = []
+        for block in blocks:
+            file.seek(block * _BLOCK)
+            checksums.append(zlib.crc32(file.read(_BLOCK)))
+        return np.array(checksums, dtype=np.uint32)

@@ -15,8 +15,12 @@ import numpy as np
 from PIL import Image
 
 from vit.data.class_names import ClassChoice, choose_classes
+from vit.data.images import UNREADABLE
 from vit.data.sources.base import ImageReader, Root
 from vit.runtime.arguments import shorten
+
+# unreadable images that an error names
+_MAX_NAMED = 10
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -255,10 +259,15 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
     """
     num_unreadable = len(unreadable)
     if num_unreadable > fraction * count or num_unreadable == count:
-        text = f"{num_unreadable} of {count} images can't be read"
-        first = ": ".join(unreadable[0])
+        # a reason may begin with the path of the file
+        named = [
+            f"{name}: {reason.partition(UNREADABLE)[2] or reason}"
+            for name, reason in unreadable[:_MAX_NAMED]
+        ]
+        rest = f", and {num_unreadable - _MAX_NAMED} others" * (num_unreadable > _MAX_NAMED)
         raise ValueError(
-            f"{text}, more than the allowed fraction of {fraction}; the first is {first}"
+            f"{num_unreadable} of {count} images can't be read, more than the allowed fraction of"
+            f" {fraction}; the first is {', then '.join(named)}{rest}"
         )
 
 

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, BinaryIO, Protocol, runtime_checkable
 
@@ -16,7 +16,9 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from vit.data.depth import is_deep, read_values, scale_values
 from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
 from vit.runtime.arguments import check_kind
+from vit.runtime.drive import is_drive_error, wait_for_drive
 from vit.runtime.files import open_regular
+from vit.runtime.places import is_archive
 
 IMAGE_SUFFIXES = (
     ".avif",
@@ -33,6 +35,8 @@ IMAGE_SUFFIXES = (
     ".tiff",
     ".webp",
 )
+# between the name of a file and the reason
+UNREADABLE = " can't be read as an image: "
 # photos of telephones; the package pillow-heif reads them
 HEIF_SUFFIXES = (".heic", ".heif")
 HEIF_HINT = "pip install 'vit-pipeline[heic]' reads .heic"
@@ -181,11 +185,17 @@ def read_image(
         ValueError: The file is truncated, is not an image, has more than 100 million pixels (or
             VIT_MAX_PIXELS of the environment) or more than 65,535 a side.
         FileNotFoundError: There is no such file.
+        DriveError: Its drive doesn't answer.
     """
     if isinstance(file, Path):
+        path = file
+
+        def read() -> Image.Image:
+            with open_regular(path) as opened:
+                return read_image(opened, name=str(path), draft_side=draft_side)
+
         try:
-            with open_regular(file) as opened:
-                return read_image(opened, name=str(file), draft_side=draft_side)
+            return wait_for_drive(read, path)
         except IsADirectoryError as error:
             text = "is a folder that holds no images, or can't be read"
             raise ValueError(f"{file} {text}") from error
@@ -215,14 +225,16 @@ def read_image(
                     return decoder.submit(_decode, image).result()
             return _decode(image)
     except UnidentifiedImageError as error:
-        raise ValueError(f"{name} can't be read as an image: {_explain_format(file)}") from error
+        raise ValueError(f"{name}{UNREADABLE}{_explain_format(file)}") from error
     except Image.DecompressionBombError as error:
         text = f"it has more than {max_pixels:,} pixels; {_MAX_PIXELS_HINT}"
-        raise ValueError(f"{name} can't be read as an image: {text}") from error
+        raise ValueError(f"{name}{UNREADABLE}{text}") from error
     except Exception as error:
+        if is_drive_error(error):
+            raise
         # for broken bytes, Pillow's decoders raise errors of nearly any type
         reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
-        raise ValueError(f"{name} can't be read as an image: {reason}") from error
+        raise ValueError(f"{name}{UNREADABLE}{reason}") from error
 
 
 def check_size(size: tuple[int, int]) -> None:
@@ -378,7 +390,11 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
             return
         paths = _list_folder(images)
         if not paths:
-            raise ValueError(f"{images} holds no images; check the path")
+            archives = [name for name in os.listdir(images) if is_archive(name)]
+            held = (
+                f", but the archive {min(archives)}; unpack it" if archives else "; check the path"
+            )
+            raise ValueError(f"{images} holds no images{held}")
         yield from paths
     elif isinstance(images, Image.Image):
         # Pillow would copy upright images, too
@@ -418,6 +434,11 @@ def _list_folder(folder: str | Path) -> list[str]:
     return sorted(filter(is_image_name, list_files(folder)))
 
 
+def _scan(directory: str) -> list[os.DirEntry[str]]:
+    with os.scandir(directory) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
 def is_system_folder(name: str) -> bool:
     """Return true for the name of a folder that a system or a program makes beside a user's files:
     thumbnails, waste baskets, hidden folders."""
@@ -442,14 +463,14 @@ def list_files(
 
     Raises:
         OSError: A directory can't be read.
+        DriveError: The drive doesn't answer.
     """
     waiting = [os.fspath(folder)]
     while waiting:
         directory = waiting.pop()
         # not os.walk, which recurses: folders may be nested deeper than Python's stack
         try:
-            with os.scandir(directory) as entries:
-                sorted_entries = sorted(entries, key=lambda entry: entry.name)
+            sorted_entries = wait_for_drive(partial(_scan, directory), directory)
         except OSError:
             if check_link is not None and os.path.exists(directory):
                 raise

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.workers import Decoding, DecodingWorkers, Steps, apply_transform
 from vit.runtime.device import copy_to_device, count_free_bytes
+from vit.runtime.machine import count_free_memory
 from vit.runtime.processes import Process
 
 # part of the free memory that decoded pixels may take
@@ -144,7 +144,13 @@ class TrainLoader:
             assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size
             self._resident_pixels = torch.from_numpy(self.dataset.pixels).to(self.device)
         crop = self.augmentation.crop
-        self._workers = DecodingWorkers(self.dataset, self.decoding, crop, self.preprocess)
+        self._workers = DecodingWorkers(
+            self.dataset,
+            self.decoding,
+            crop,
+            self.preprocess,
+            batch_size=self.batch_size // self.order.process.world_size,
+        )
         # the part of the augmentation that is left for the device
         self._device_augmentation = self.augmentation
         if self.dataset.pixels is None and crop.scale is not None:
@@ -292,23 +298,9 @@ def choose_pipeline(
     Returns:
         The pipeline, and the reason in words.
     """
-    free = _free_host_memory() if device.type == "cpu" else count_free_bytes(device)
+    free = count_free_memory() if device.type == "cpu" else count_free_bytes(device)
     fits = num_bytes <= MAX_MEMORY_FRACTION * free
     verb = "fit" if fits else "do not fit"
     share = f"{MAX_MEMORY_FRACTION:.0%} of the {free / 2**20:,.0f} MiB free on {device.type}"
     reason = f"{num_bytes / 2**20:,.0f} MiB of {what} {verb} in {share}"
     return "resident" if fits else "workers", reason
-
-
-def _free_host_memory() -> int:
-    """Bytes that the kernel says are available or, if less, that the container's limit leaves."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    cgroup = Path("/sys/fs/cgroup")
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        # no such limit, or "max"
-        return free
-    return min(free, limit - used)

@@ -14,17 +14,17 @@ from vit.data.dataset import ImageDataset, LabelRule, Request, choose_evenly
 from vit.data.duplicates import hash_pixels
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import Root
-from vit.data.sources.folders import is_flat
+from vit.data.sources.folders import check_not_packed, is_flat
+from vit.data.sources.idx import list_idx
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.registry import (
-    describe_names,
-    find_kind,
     find_source,
     known_sources,
     list_named_sets,
+    require_kind,
 )
 from vit.data.sources.remote import is_remote
-from vit.data.sources.tables import is_table
+from vit.data.sources.tables import is_table, list_tables
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir
@@ -98,6 +98,22 @@ def open_dataset(
         class_names=class_names,
         unit=kind.unit,
     )
+
+
+def check_place(place: str, *, with_classes: bool = False) -> None:
+    """Raise the error of images that can't be opened, if it is found at once.
+
+    Args:
+        place: Name of a data set, or a place that `find_kind` knows.
+        with_classes: Also look for the classes in a folder, as `open_dataset` does by default.
+    """
+    kind = require_kind(place)
+    path = Path(place).expanduser()
+    if kind != "folder" or list_tables(path) or list_idx(path):
+        return
+    check_not_packed(path)
+    if with_classes:
+        find_source(kind).find(Request(path, None, default_cache_dir()))
 
 
 class RecordedImages(NamedTuple):
@@ -179,13 +195,8 @@ def open_for_model(data: Root, *, recorded: RecordedImages, root: Root = None) -
             _check_images(splits.split("train"), recorded, root)
         return splits
 
-    kind = find_kind(data)
-    named_sets = list_named_sets()
-    if kind is None:
-        known = describe_names(named_sets)
-        files = "a table (.csv, .jsonl, .parquet), a folder or shards (.tar); check the path"
-        raise ValueError(f"--data {data} is not a data set ({known}), {files}")
-    if kind in named_sets:
+    kind = require_kind(data)
+    if kind in list_named_sets():
         return open_named(kind, root=root)
 
     # own images are named by their place, and their classes as those of the training were

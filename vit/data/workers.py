@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom, seed_generators
 from vit.data.sources.base import ImageReader
 from vit.data.sources.remote import RemoteError
+from vit.runtime.arguments import first_line
+from vit.runtime.drive import DriveError
+from vit.runtime.machine import count_free_shared_memory, count_workers
 
 Transform = Callable[..., Any]
 
@@ -151,7 +155,8 @@ class BatchIndices(NamedTuple):
 class DecodedBatch(NamedTuple):
     """The images of `BatchIndices`, decoded by a worker."""
 
-    pixels: UInt8[Tensor, "B H W 3"]
+    # torch sends a tensor through shared memory; an array goes through a pipe
+    pixels: UInt8[Tensor, "B H W 3"] | UInt8[np.ndarray, "B H W 3"]
     # row → why its image can't be read
     unreadable: dict[int, str]
     # why the user's transform failed, or why images can't be reached now; else empty
@@ -171,9 +176,13 @@ class BatchDecoder(Dataset[DecodedBatch]):
     """Decodes batches in a worker.
 
     A worker has no list of all files: in each of many it would grow with the number of images.
+
+    Attributes:
+        shares_memory: Return tensors, which are sent through shared memory.
     """
 
     def __init__(self, reader: ImageReader, transform: TrainTransform) -> None:
+        self.shares_memory = True
         self.transform = transform
         self.reader = None if reader.has_small_subsets else reader
 
@@ -197,9 +206,10 @@ class BatchDecoder(Dataset[DecodedBatch]):
                     unreadable[row] = str(error)
                     continue
                 pixels[row] = self.transform(image, seed=seed)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, DriveError) as error:
             message = str(error)
-        return DecodedBatch(torch.from_numpy(pixels), unreadable, message)
+        sent = torch.from_numpy(pixels) if self.shares_memory else pixels
+        return DecodedBatch(sent, unreadable, message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +218,7 @@ class Decoding:
 
     Args:
         transform: The user's transform of one image, before all augmentation.
-        workers: Processes that decode; None starts one a core, 0 decodes in this process.
+        workers: Processes that decode; None is `count_workers`, 0 decodes in this process.
         max_unreadable_fraction: Fraction of the images that may be unreadable.
     """
 
@@ -218,12 +228,20 @@ class Decoding:
 
 
 class DecodingWorkers:
-    """Worker processes that live until `close()` or until this object is deleted."""
+    """Worker processes that live until `close()` or until this object is deleted. Each batch that
+    they decode has `batch_size` images."""
 
     def __init__(
-        self, dataset: ImageDataset, decoding: Decoding, crop: Crop, preprocess: Preprocess
+        self,
+        dataset: ImageDataset,
+        decoding: Decoding,
+        crop: Crop,
+        preprocess: Preprocess,
+        *,
+        batch_size: int,
     ) -> None:
         self._dataset = dataset
+        self._batch_size = batch_size
         self._decoding = decoding
         self._crop = crop
         self._preprocess = preprocess
@@ -276,7 +294,8 @@ class DecodingWorkers:
         if self._data_loader is None:
             workers = self._decoding.workers
             if workers is None:
-                workers = len(os.sched_getaffinity(0))
+                workers = count_workers()
+            self._choose_transport(workers, on_warning)
             self._data_loader = DataLoader(
                 self.decoder,
                 sampler=self._batch_sampler,
@@ -288,9 +307,30 @@ class DecodingWorkers:
                 # or each epoch would take a number from torch's own
                 generator=torch.Generator(),
             )
-        self._decoded_batches = iter(self._data_loader)
+        try:
+            self._decoded_batches = iter(self._data_loader)
+        # where processes don't begin as a copy of this one, as on Windows and macOS
+        except (PicklingError, AttributeError, TypeError) as error:
+            text = "the images or the transform can't be sent to other processes"
+            hint = "define the transform in a module, or set data.workers=0"
+            raise ValueError(f"{text} ({first_line(error)}); {hint}") from error
         for decoded in self._decoded_batches:
             yield self._receive(sent.popleft(), decoded, on_warning)
+
+    def _choose_transport(self, workers: int, on_warning: Callable[[str], object]) -> None:
+        """Send batches through pipes if shared memory doesn't hold those that are on their way: a
+        worker that writes to a full /dev/shm is killed."""
+        batch_bytes = self._batch_size * 3 * math.prod(self.decoder.transform.size)
+        # two for each worker, and the one that is trained on
+        needed = (2 * workers + 1) * batch_bytes
+        free = count_free_shared_memory()
+        self.decoder.shares_memory = needed <= free
+        if workers and needed > free:
+            text = f"/dev/shm has {free / 2**20:,.0f} MiB for this process, but {workers} workers"
+            hint = "docker run --shm-size=8g enlarges it"
+            on_warning(
+                f"{text} need {needed / 2**20:,.0f}: batches come through pipes, slower; {hint}"
+            )
 
     def build_indices(self, rng: StatelessRandom) -> BatchIndices:
         """The task that a worker is sent for a batch."""
@@ -306,7 +346,8 @@ class DecodingWorkers:
         """A batch and its pixels; in place of an unreadable image another is decoded here."""
         dataset = self._dataset
         sample_ids = rng.sample_ids.clone()
-        pixels, failures, message = decoded
+        array, failures, message = decoded
+        pixels = torch.as_tensor(array)
         # rows of the batch that were decoded last
         rows = torch.arange(len(sample_ids))
         while True:
@@ -325,7 +366,8 @@ class DecodingWorkers:
             check_unreadable(unreadable, len(dataset), self._decoding.max_unreadable_fraction)
             rows = rows[[*failures]]
             replacement = self._replace_unreadable(replace(rng, sample_ids=sample_ids[rows]))
-            pixels[rows], failures, message = self.decoder[self.build_indices(replacement)]
+            array, failures, message = self.decoder[self.build_indices(replacement)]
+            pixels[rows] = torch.as_tensor(array)
             sample_ids[rows] = replacement.sample_ids
 
     def _replace_unreadable(self, rng: StatelessRandom) -> StatelessRandom:

@@ -1,7 +1,5 @@
 """The cost of a prediction: time, FLOPs and memory."""
 
-import resource
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from vit.model.logits import compute_logits
 from vit.runtime.device import Precision, autocast
+from vit.runtime.machine import measure_peak_memory
 
 _WARM_UP = 3
 # seconds for each of latency and throughput
@@ -77,8 +76,7 @@ def measure_cost(
     if on_cuda:
         peak_memory_bytes = torch.cuda.max_memory_allocated(device)
     else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        peak_memory_bytes = measure_peak_memory()
     return Cost(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         flops_per_image=int(counter.get_total_flops()),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vit.runtime.arguments import shorten
+from vit.runtime.drive import wait_for_drive
 from vit.runtime.files import compute_sha256, read_tensors, remove, write_atomically
 
 # the global step and the first digits of the SHA-256
@@ -136,7 +138,8 @@ class CheckpointStore:
             OSError: The disk is full or read-only, or its mount has vanished. The earlier
                 checkpoints are as they were.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make = partial(self.directory.mkdir, parents=True, exist_ok=True)
+        wait_for_drive(make, self.directory)
         digest = hashlib.sha256(content).hexdigest()
         path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
         write_atomically(path, lambda temporary: temporary.write_bytes(content))

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vit.model.checkpoint import CHECKPOINT_NAME, read_averaged_weights
+from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import MAX_SIDE
 from vit.runtime.documents import check_schema, parse_json
@@ -30,7 +31,6 @@ from vit.runtime.files import (
     write_atomically,
 )
 
-MODEL_FILE = "model.safetensors"
 SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
 _CHECKSUM = "content_sha256"

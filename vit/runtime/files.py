@@ -15,6 +15,8 @@ import re
 import secrets
 import shutil
 import stat
+import sys
+import tempfile
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
@@ -22,9 +24,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from vit.runtime.arguments import first_line
+from vit.runtime.drive import wait_for_drive
 
 # Largest file that is read as a whole.
 _MAX_BYTES = 2**30
@@ -49,9 +52,15 @@ def open_regular(path: Path, *, encoding: str | None = None) -> Any:
 
     Raises:
         OSError: The file isn't regular. Reading a pipe or a device may never end.
+        DriveError: Its drive doesn't answer.
     """
-    # O_NONBLOCK, because opening a pipe without a writer would wait for ever.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 (the caller closes it)
+    # Opening a pipe without a writer would wait for ever. Windows has no such flag, nor such pipes.
+    no_wait = getattr(os, "O_NONBLOCK", 0)
+
+    def open_file() -> BinaryIO:
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_wait))
+
+    file = wait_for_drive(open_file, path)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -60,10 +69,14 @@ def open_regular(path: Path, *, encoding: str | None = None) -> Any:
 
 def read_bytes(path: Path) -> bytes:
     """Return a regular file's content. Raises OSError for more than 1 GiB."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > _MAX_BYTES:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
-        return bytes(file.read())
+
+    def read() -> bytes:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > _MAX_BYTES:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+            return bytes(file.read())
+
+    return wait_for_drive(read, path)
 
 
 def read_text(path: Path) -> str:
@@ -164,14 +177,20 @@ def write_atomically(
 ) -> None:
     """Write a file so that a reader sees the old one or the new one, also after a power cut.
 
-    If `write` raises an error, `path` is unchanged and no temporary file is left.
+    If `write` raises an error, `path` is unchanged and no temporary file is left. While the drive
+    fails, the file is written again.
 
     Args:
         path: Path of the file.
         write: Function that writes a temporary file, whose path it gets. The file is then renamed.
+            It may be called several times.
         flush_name: False: the new name is only certain to be on disk when the next file of the
             directory has been written.
     """
+    wait_for_drive(lambda: _write_once(path, write, flush_name=flush_name), path)
+
+
+def _write_once(path: Path, write: Callable[[Path], object], *, flush_name: bool) -> None:
     # Hidden, and in the same directory, so that renaming is one step of the file system.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -214,7 +233,11 @@ def rename_durably(source: Path, target: Path, *, flush_name: bool = True) -> No
 
 def _flush(path: Path) -> None:
     """Wait until a file's content, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    is_windows = sys.platform == "win32"
+    # Windows flushes a file that is open for writing, and no directories.
+    if is_windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -265,8 +288,16 @@ def remove(path: Path) -> None:
 
 
 def default_cache_dir() -> Path:
-    """Return the folder of downloads and decoded images: $VIT_CACHE, or ~/.cache/vit."""
-    return Path(os.environ.get("VIT_CACHE") or Path.home() / ".cache" / "vit")
+    """Return the folder of downloads and decoded images: $VIT_CACHE, or ~/.cache/vit, or one among the
+    temporary files for a user without a home to write to."""
+    if named := os.environ.get("VIT_CACHE"):
+        return Path(named)
+    # ~ stays as it is for a user id without a name, as in a container
+    home = expand_home("~")
+    cache = home / ".cache"
+    if home.is_absolute() and os.access(cache if cache.exists() else home, os.W_OK):
+        return cache / "vit"
+    return Path(tempfile.gettempdir()) / f"vit-{os.getuid()}"
 
 
 def expand_home(path: str | Path) -> Path:

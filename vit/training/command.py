@@ -1,6 +1,7 @@
 """`vit train`: from a configuration, or images alone, to a model file that needs nothing else."""
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,6 @@ def train(
         if isinstance(pattern, str) and not pattern.isdecimal():
             check_pattern(pattern, name=f"--{name.replace('_', '-')}")
 
-    # torch, which `vit --help` does without
-    from vit.runtime.processes import ProcessLostError
-    from vit.training.signals import TrainingInterrupted
-
     # `vit train --resume train.epochs=3`: the first argument is an override already
     key, equals, _ = (config or "").partition("=")
     # An address may have parameters.
@@ -52,6 +49,12 @@ def train(
     if config is not None and is_override:
         overrides = [config, *(overrides or [])]
         config = None
+    _check(start, config, overrides or [], output=output)
+
+    # torch, which takes seconds to import
+    from vit.runtime.processes import ProcessLostError
+    from vit.training.signals import TrainingInterrupted
+
     try:
         result = start(config, overrides=overrides or [], output=output, show_plan=True)
     except (TrainingInterrupted, ProcessLostError) as stopped:
@@ -66,6 +69,28 @@ def train(
         if result.best_top1 is not None:
             message += f", validation top-1 {result.best_top1:.2%}"
         echo(message, err=True)
+
+
+def _check(
+    start: partial[Any], config: str | None, overrides: Sequence[str], *, output: Path
+) -> None:
+    """Raise the error that the arguments would raise later, after torch is imported."""
+    # numpy and pydantic, which `vit --help` does without
+    from vit.data.open import check_place
+    from vit.training.recipe import names_images
+    from vit.training.resolve import resolve_arguments
+
+    values = start.keywords
+    names = ("init", "minutes", "group_by", "folds", "resume", "overwrite")
+    options = {name: values[name] for name in names}
+    labels = {name: values[name] for name in ("label_by", "path_column", "label_column")}
+    _, all_overrides, _ = resolve_arguments(
+        config, output=output, overrides=overrides, labels=labels, **options
+    )
+    if config is not None and names_images(config):
+        # A key of `data` may say how the images are found.
+        says_how = any(override.startswith("data.") for override in all_overrides)
+        check_place(config, with_classes=not says_how)
 
 
 COMMAND = Command(

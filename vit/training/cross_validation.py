@@ -15,16 +15,9 @@ from vit.prediction.probabilities import Ints
 from vit.training.folds import assign_folds, number_groups
 from vit.training.linear_probe import fit_probe
 from vit.training.probe import is_probe_alone
+from vit.training.resolve import FOLDS_OVERRIDES
 from vit.training.run import Run
 from vit.training.validation import build_predictor
-
-# With --folds the probe is fitted on all images.
-OVERRIDES = (
-    "data.validation_fraction=0",
-    "data.test_fraction=0",
-    "model.probe=true",
-    "model.freeze=backbone",
-)
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ def check_folds(config: Config) -> None:
     if not is_probe_alone(config) or config.data.validation_fraction or config.data.test_fraction:
         raise ValueError(
             "--folds cross-validates a linear probe of all images: it needs --init WEIGHTS, and"
-            f" {', '.join(OVERRIDES)} as it sets them"
+            f" {', '.join(FOLDS_OVERRIDES)} as it sets them"
         )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import vit  # its folder holds the recipes
 from vit.config import Config
 from vit.runtime.files import read_text
+from vit.runtime.places import explain_file, suggest
 
 # The configuration of a run: a YAML file, the name of a packaged recipe, sections, or a `Config`.
 ConfigLike = str | Path | Mapping[str, object] | Config
@@ -23,12 +24,18 @@ class Recipe(NamedTuple):
 
 def names_images(source: ConfigLike | None) -> bool:
     """Return whether a user named images, for which a configuration is to be chosen. A text that is
-    neither images nor a recipe counts as a recipe, which is then named in an error."""
+    neither images nor a recipe counts as a recipe, which is then named in an error.
+
+    Raises:
+        ValueError: It is an archive or a document.
+    """
     if not isinstance(source, str | Path):
         return False
     is_yaml = Path(source).suffix in (".yaml", ".yml")
     if is_yaml or (_recipe_folder() / f"{source}.yaml").is_file():
         return False
+    if problem := explain_file(source):
+        raise ValueError(problem)
     # numpy and Pillow, which `vit recipes` doesn't need
     from vit.data.sources.registry import find_kind
 
@@ -49,10 +56,11 @@ def find_recipe(name: str | Path) -> Path:
         return path
     recipe = folder / f"{name}.yaml"
     if not recipe.is_file():
-        known = f"packaged recipes: {', '.join(list_recipes())}"
-        raise FileNotFoundError(
-            f"configuration {name} does not exist; {known}; or name a folder of images"
-        )
+        if hint := suggest(name):
+            raise FileNotFoundError(f"{name} does not exist{hint}")
+        known = list_recipes()
+        text = f"packaged recipes: {', '.join(known)}; or name a folder of images"
+        raise FileNotFoundError(f"{name} does not exist; {text}{suggest(name, known)}")
     return recipe
 
 
@@ -68,7 +76,7 @@ def list_recipes() -> dict[str, Recipe]:
         # A recipe without a result is not offered; its file can still be named.
         if accuracy is None:
             continue
-        recipes[str(path.relative_to(folder).with_suffix(""))] = Recipe(
+        recipes[path.relative_to(folder).with_suffix("").as_posix()] = Recipe(
             task=re.split(r"[.:] ", comment)[0],
             accuracy=accuracy[1],
             time=time[1] if time else "",

@@ -1,12 +1,12 @@
 """The output directory of one run: its lock and what an earlier run left in it."""
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from vit.runtime.console import echo
 from vit.runtime.files import TEMPORARIES, remove, remove_temporaries
+from vit.runtime.locks import lock_file
 from vit.runtime.metrics_file import METRICS_FILE
 
 CONFIG_FILE = "config.yaml"
@@ -19,11 +19,15 @@ _RESULT_FILES = (METRICS_FILE, "tensorboard", CROSS_VALIDATION_FILE, "learning_c
 # configuration comes last: without it the others would not be known as a run's.
 _RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", _DRY_RUN_FILE, CONFIG_FILE)
 
+# Without these there is nothing to resume.
+_SAVED_FILES = ("model.safetensors", "checkpoints")
+
 
 @contextmanager
 def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Create and lock a directory for one run, for as long as the context lasts. The lock is the
-    kernel's (flock): it goes with the process, however that ends.
+    """Create and lock a directory for one run, for as long as the context lasts.
+
+    A new run that fails before it has saved anything leaves nothing in the directory.
 
     Args:
         path: The directory.
@@ -38,37 +42,60 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
+    # What is there already is kept if the run fails.
+    kept = {path, *path.iterdir()} if path.exists() else set()
     path.mkdir(parents=True, exist_ok=True)
-    with (path / _LOCK_FILE).open("a+") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(lock_file(path / _LOCK_FILE, wait=False))
         except BlockingIOError:
             raise ValueError(
                 f"another process is training into {path}; wait for it or choose another --output"
             ) from None
+        try:
+            _prepare(path, resume=resume, overwrite=overwrite)
+            if overwrite:
+                kept -= {path / name for name in _RUN_FILES}
+            yield
+        except BaseException:
+            if not any((path / name).exists() for name in _SAVED_FILES):
+                _remove_new(path, kept)
+            raise
 
-        holds_run = (path / CONFIG_FILE).exists()
-        # A run writes its configuration before anything else but these.
-        ours = [path / _LOCK_FILE, path / _DRY_RUN_FILE, *path.glob(TEMPORARIES)]
-        foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
-        if resume:
-            # A job's log may lie there, and a run can go on from its checkpoints alone.
-            foreign = foreign.intersection(_RUN_FILES) if "checkpoints" not in foreign else set()
-        if foreign and not holds_run:
-            raise FileExistsError(
-                f"{path} holds {min(foreign)}, which is not part of a run; choose another --output"
-            )
-        if holds_run and not overwrite and not resume:
-            raise FileExistsError(
-                f"{path} already holds a run;"
-                " continue it with --resume or replace it with --overwrite"
-            )
-        # A run that was killed has left them; nobody else writes here.
-        remove_temporaries(path)
-        if holds_run and overwrite:
-            for name in _RUN_FILES:
-                remove(path / name)
-        yield
+
+def _prepare(path: Path, *, resume: bool, overwrite: bool) -> None:
+    """Check the files in a directory, and remove those of a run that is overwritten."""
+    holds_run = (path / CONFIG_FILE).exists()
+    # A run writes its configuration before anything else but these.
+    ours = [path / _LOCK_FILE, path / _DRY_RUN_FILE, *path.glob(TEMPORARIES)]
+    foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
+    if resume:
+        # A job's log may lie there, and a run can go on from its checkpoints alone.
+        foreign = foreign.intersection(_RUN_FILES) if "checkpoints" not in foreign else set()
+    if foreign and not holds_run:
+        raise FileExistsError(
+            f"{path} holds {min(foreign)}, which is not part of a run; choose another --output"
+        )
+    if holds_run and not overwrite and not resume:
+        raise FileExistsError(
+            f"{path} already holds a run;"
+            " continue it with --resume or replace it with --overwrite"
+        )
+    # A run that was killed has left them; nobody else writes here.
+    remove_temporaries(path)
+    if holds_run and overwrite:
+        for name in _RUN_FILES:
+            remove(path / name)
+
+
+def _remove_new(path: Path, kept: Collection[Path]) -> None:
+    """Remove what a run that failed has written into its directory."""
+    for file in {path / name for name in (*_RUN_FILES, _LOCK_FILE)}.difference(kept):
+        remove(file)
+    if path not in kept:
+        # another program may have put a file there
+        with suppress(OSError):
+            path.rmdir()
 
 
 def remove_results(path: Path) -> None:

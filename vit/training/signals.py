@@ -1,6 +1,7 @@
 """Stopping a run from outside."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,11 @@ class TrainingInterrupted(Exception):
 @contextmanager
 def stop_on_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
     """Call `request_stop` with the name of the first SIGINT or SIGTERM; a second one ends the
-    process at once."""
+    process at once. In another thread than the main one, which receives no signals, they are left
+    alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def handle(number: int, frame: object) -> None:
         for kind in _SIGNALS:

@@ -1,6 +1,5 @@
 """`vit.train`: a training run from its configuration, or images alone, to its end."""
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -10,31 +9,23 @@ from typing import Any
 
 from torch import nn
 
-from vit.bundle import PRETRAINED_FOLDER, list_pretrained
-from vit.config import (
-    Config,
-    dump_config,
-    load_config,
-    plain_values,
-    read_sections,
-    validate_config,
-)
-from vit.data.sources.folders import check_not_inside
-from vit.data.sources.python_objects import FROM_PYTHON
+from vit.config import Config, dump_config
 from vit.data.workers import Transform
-from vit.model.model_file import MODEL_FILE
+from vit.model.find_file import find_initial_weights as find_initial_weights
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console
-from vit.runtime.files import expand_home, write_json, write_text
+from vit.runtime.files import write_json, write_text
 from vit.runtime.metrics_file import METRICS_FILE, check_metrics
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config, find_device
-from vit.training.cross_validation import OVERRIDES, check_folds, cross_validate_run
+from vit.training.cross_validation import check_folds, cross_validate_run
 from vit.training.data import build_dataset
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
 from vit.training.print_plan import print_plan
-from vit.training.recipe import ConfigLike, find_recipe, names_images
+from vit.training.recipe import ConfigLike
+from vit.training.resolve import resolve_arguments
+from vit.training.resolve import resolve_config as resolve_config
 from vit.training.result import TrainingResult
 from vit.training.run import Run, RunParts, build_run
 from vit.training.run_directory import (
@@ -149,16 +140,20 @@ def train(
         model=model,
         callbacks=callbacks,
     )
-    if resume and overwrite:
-        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
-    directory = expand_home(output)
-    labels = {"label_by": label_by, "path_column": path_column, "label_column": label_column}
-    overrides = [*_list_overrides(init, group_by, folds, directory, labels), *overrides]
     passed = [name for name, value in (("dataset", dataset), ("model", model)) if value is not None]
-    resolved = resolve_config(
-        config, overrides, directory, resume=resume, minutes=minutes, passed=passed
+    directory, overrides, resolved = resolve_arguments(
+        config,
+        output=output,
+        overrides=overrides,
+        init=init,
+        minutes=minutes,
+        group_by=group_by,
+        labels={"label_by": label_by, "path_column": path_column, "label_column": label_column},
+        folds=folds,
+        resume=resume,
+        overwrite=overwrite,
+        passed=passed,
     )
-    _check_directory(directory, config, resolved)
     device = find_device(overrides) if resolved is None else resolved.train.device
     # A dry run leaves a run that is there alone.
     resume = resume and not dry_run
@@ -246,37 +241,6 @@ def _check_arguments(
         check_kind(callback, Observer, name="a callback", expected=expected)
 
 
-def _list_overrides(
-    init: str | Path | None,
-    group_by: str | int | None,
-    folds: int | None,
-    directory: Path,
-    labels: Mapping[str, str | None],
-) -> list[str]:
-    """Return the arguments that stand for keys of the configuration, as overrides."""
-    overrides: list[str] = []
-    if folds is not None:
-        overrides += OVERRIDES
-    if group_by is not None:
-        # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
-        text = str(group_by)
-        overrides.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
-    overrides += [
-        f"data.{name}={json.dumps(text)}" for name, text in labels.items() if text is not None
-    ]
-    if init is not None:
-        overrides.append(f"model.init={find_initial_weights(init, directory)}")
-    return overrides
-
-
-def _check_directory(directory: Path, source: ConfigLike | None, config: Config | None) -> None:
-    """Raise ValueError if the run would lie in its folder of images: made there, the directory
-    would spoil the images for each later run."""
-    root = source if config is None else config.data.root
-    if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
-        check_not_inside(directory, Path(root).expanduser())
-
-
 def _estimate_time(run: Run) -> str:
     """Estimate the time of all training steps. A few steps train for it, in all processes."""
     trainer = run.trainer
@@ -284,89 +248,3 @@ def _estimate_time(run: Run) -> str:
     seconds = step_seconds * trainer.plan.count_full_steps(run.data.preprocess.image_size)
     duration = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     return f"{duration} of training steps"
-
-
-def resolve_config(
-    source: ConfigLike | None,
-    overrides: Sequence[str],
-    directory: Path,
-    *,
-    resume: bool = False,
-    minutes: float | None = None,
-    passed: Sequence[str] = (),
-) -> Config | None:
-    """Return the configuration of a run, or None for images, for which one is to be chosen.
-
-    Args:
-        source: A file, a recipe's name, sections or a `Config`; or images. None for the
-            configuration of the run that is to be resumed.
-        overrides: `key.path=value`, applied on top of it.
-        directory: Directory of the run.
-        resume: Continue the run in the directory, if there is one.
-        minutes: Minutes of training, where a configuration is chosen.
-        passed: "dataset" and "model", where they are passed from Python.
-
-    Raises:
-        ValueError: There is no configuration, it is wrong, or it differs from that of the run
-            that is to be resumed.
-    """
-    saved = directory / CONFIG_FILE
-    continues = resume and saved.exists()
-    has_images = names_images(source)
-    if minutes is not None and not has_images:
-        raise ValueError(
-            "--minutes is for a configuration that is chosen for images; others have train.epochs"
-        )
-    if has_images and not continues:
-        if passed:
-            raise ValueError(
-                "a configuration is chosen for images and models that are named; "
-                "name a recipe to pass them from Python"
-            )
-        return None
-    if source is None and not continues:
-        usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
-        raise ValueError(f"which configuration? {usage}")
-
-    if source is None or has_images:
-        source = saved
-    elif isinstance(source, Config):
-        source = plain_values(source)
-    elif not isinstance(source, Mapping):
-        source = find_recipe(source)
-    sections = read_sections(source, overrides)
-    # The file of the configuration must not name images or weights that are not used.
-    if "dataset" in passed:
-        sections.setdefault("data", {}).update(name=FROM_PYTHON, root=None, classes=None)
-    if "model" in passed:
-        sections.setdefault("model", {})["init"] = FROM_PYTHON
-    config = validate_config(sections)
-    # The pipeline that was chosen at the start holds, whatever memory is free now.
-    if continues and config.data.pipeline == "auto":
-        sections.setdefault("data", {})["pipeline"] = load_config(saved).data.pipeline
-        config = validate_config(sections)
-    return config
-
-
-def find_initial_weights(init: str | Path, directory: Path) -> str:
-    """Return the value of `model.init` for the weights that a user names: timm:NAME, or the
-    absolute path of a file, a folder, a run or the model that comes with the package.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is the run that is about to be trained.
-    """
-    if str(init).startswith("timm:"):
-        return str(init)
-    path = Path(init).expanduser()
-    # A folder of timm has a config.json and is opened as a whole.
-    if path.is_dir() and not (path / "config.json").is_file():
-        path /= MODEL_FILE
-    if not path.exists() and str(init) in list_pretrained():
-        path = PRETRAINED_FOLDER / f"{init}.safetensors"
-    if not path.exists():
-        names = " or ".join(["timm:NAME", *list_pretrained()])
-        raise FileNotFoundError(f"--init {init} is not {names}, and there is no {path}")
-    if directory.resolve() in path.resolve().parents:
-        raise ValueError(f"--init {init} is the run in --output; choose another --output")
-    return str(path.absolute())

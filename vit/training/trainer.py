@@ -124,10 +124,12 @@ class Trainer:
                 # the worker's pipe ends first.
                 if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
-                raise OSError(
+                text = (
                     "a data-loading worker was killed (out of memory?); continue with --resume and"
-                    " fewer data.workers"
-                ) from error
+                )
+                if "Bus error" in str(error):
+                    text += " a larger /dev/shm (docker run --shm-size=8g), or"
+                raise OSError(f"{text} fewer data.workers") from error
             finally:
                 # This comes first: nothing may be written after observers hear of the end.
                 self.writer.finish()

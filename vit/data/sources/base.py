@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from PIL import Image
 
 from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX, has_dicom
 from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, is_image_name, read_image, to_rgb
+from vit.runtime.drive import wait_for_drive
 
 # split → names that its folder, its shards or its value in a table may have
 SPLIT_NAMES = {
@@ -53,6 +55,7 @@ class ImageReader(Protocol):
         Raises:
             ValueError, OSError: It can't be decoded; the message names it.
             RemoteError: Object storage can't be reached; the image itself may be good.
+            DriveError: The drive doesn't answer.
         """
 
     def thumbnail(self, index: int, *, side: int) -> Image.Image:
@@ -141,7 +144,7 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
     stats = np.zeros((len(paths), 4), dtype=np.int64)
     for index, path in enumerate(paths):
         try:
-            stat = os.stat(path)
+            stat = wait_for_drive(partial(os.stat, path), path)
         except OSError:
             # a link to nothing; reading the image names it
             stats[index, 0] = -1

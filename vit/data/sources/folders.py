@@ -43,6 +43,7 @@ from vit.data.sources.tables import (
     list_tables,
 )
 from vit.runtime.arguments import shorten
+from vit.runtime.places import explain_file, is_archive, suggest
 
 
 def find_folder(request: Request) -> SourceSplits:
@@ -110,8 +111,11 @@ SOURCE = Source(
 def check_root(root: Path | str) -> Path:
     """Return the root as a folder. Raises FileNotFoundError if it doesn't exist."""
     folder = Path(root).expanduser()
+    if problem := explain_file(folder):
+        raise ValueError(f"data.root {problem}")
     if not folder.is_dir():
-        raise FileNotFoundError(f"data.root {folder} is not a folder; check the path")
+        hint = suggest(folder) or "; check the path"
+        raise FileNotFoundError(f"data.root {folder} is not a folder{hint}")
     # ImageNet as Kaggle packs it
     inner = folder / "ILSVRC" / "Data" / "CLS-LOC"
     return inner if inner.is_dir() else folder
@@ -144,6 +148,7 @@ def find_class_folders(
     # the training images say which classes there are
     first = folders.get("train") or next(iter(folders.values()))
     all_classes = sort_class_names(list_classes(first))
+    check_not_packed(first)
     flat_folders = _find_flat_splits(root, folders, all_classes)
     flat_splits, flat_notes = _read_flat_splits(root, flat_folders, all_classes)
     folders = {split: folder for split, folder in folders.items() if split not in flat_folders}
@@ -250,6 +255,15 @@ def _read_flat_splits(
             )
         notes.append(f"{text}: they are not used, and test images are taken from the others")
     return flat_splits, notes
+
+
+def check_not_packed(folder: Path) -> None:
+    """Raise ValueError for a folder that holds archives and no folder of a class."""
+    names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+    archives = [name for name in names if is_archive(name)]
+    if archives and not list_classes(folder) and not any(map(is_image_name, names)):
+        text = f"{folder} holds no folder of a class, but the archive {min(archives)}"
+        raise ValueError(f"{text}; unpack it there")
 
 
 def check_not_inside(output: Path, root: Path) -> None:
@@ -451,7 +465,8 @@ def _list_images(
         # cutting texts is many times faster than making a relative path for each image
         relative = os.path.relpath(directory, root)
         start = len(str(directory))
-        paths.extend(relative + image[start:] for image in images)
+        # with the same names on Windows
+        paths.extend((relative + image[start:]).replace(os.sep, "/") for image in images)
         counts.append(len(images))
         unused += others
     return paths, counts, unused

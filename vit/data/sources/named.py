@@ -311,7 +311,7 @@ def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> Image
         return replace(pixels, name=set_name, split="all")
 
     labels = np.array([label for _, label in samples], dtype=np.int64)
-    paths = [os.path.relpath(path, folder) for path, _ in samples]
+    paths = [os.path.relpath(path, folder).replace(os.sep, "/") for path, _ in samples]
     # without names, there are at most as many classes as images
     limit = len(class_names or samples)
     if labels.min() < 0 or labels.max() >= limit:

@@ -7,6 +7,7 @@ from vit.data.dataset import Source
 from vit.data.sources import folders, huggingface, named, published, shards
 from vit.data.sources.base import Root
 from vit.runtime.arguments import check_kind, shorten
+from vit.runtime.places import explain_file, suggest
 from vit.runtime.plugins import load_plugins
 
 _sources: dict[str, Source] = {}
@@ -96,6 +97,22 @@ def find_kind(data: object) -> str | None:
         if source.recognizes is not None and source.recognizes(text):
             return source.name
     return None
+
+
+def require_kind(data: object) -> str:
+    """The `data.name` of `find_kind`. Raises ValueError if no source knows the data."""
+    kind = find_kind(data)
+    if kind is None:
+        text = str(data)
+        if problem := explain_file(text):
+            raise ValueError(f"--data {problem}")
+        known = list_named_sets()
+        files = "a table (.csv, .jsonl, .parquet), a folder or shards (.tar)"
+        hint = suggest(text, known) or "; check the path"
+        raise ValueError(
+            f"--data {text} is not a data set ({describe_names(known)}), {files}{hint}"
+        )
+    return kind
 
 
 def is_here(name: str | None, root: Root) -> bool:

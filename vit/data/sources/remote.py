@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vit.runtime.arguments import HIDDEN, first_line, hide_tokens, shorten
+from vit.runtime.drive import wait_for_drive
 from vit.runtime.files import open_regular
 
 SCHEMES = ("s3", "hf", "https", "http")
@@ -63,18 +64,21 @@ class StoredFile(NamedTuple):
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:16]
 
     def read(self, start: int, end: int) -> bytes:
-        """Read the bytes from `start` up to `end`. Raises RemoteError."""
-        content: bytes
+        """Read the bytes from `start` up to `end`. Raises RemoteError or DriveError."""
         if not is_remote(self.path):
-            with open_regular(Path(self.path)) as file:
-                file.seek(start)
-                content = file.read(end - start)
-            return content
+            return wait_for_drive(lambda: self._read_local(start, end), self.path)
 
-        content = request(self.path, lambda filesystem: _read_range(filesystem, self, start, end))
+        content: bytes = request(
+            self.path, lambda filesystem: _read_range(filesystem, self, start, end)
+        )
         if len(content) != end - start:
             raise RemoteError(f"{_show(self.path)} {_CHANGED}")
         return content
+
+    def _read_local(self, start: int, end: int) -> bytes:
+        with open_regular(Path(self.path)) as file:
+            file.seek(start)
+            return bytes(file.read(end - start))
 
     def open(self) -> Any:
         """Open the file as a stream that can be read in parts. Reading raises RemoteError."""
@@ -101,7 +105,7 @@ def is_remote(path: object) -> bool:
 def match_files(pattern: str) -> list[str]:
     """List the paths or addresses of a pattern, sorted. Raises RemoteError."""
     if not is_remote(pattern):
-        return sorted(glob.glob(pattern))
+        return sorted(path.replace(os.sep, "/") for path in glob.glob(pattern))
     if "*" not in pattern:
         return [pattern]
 

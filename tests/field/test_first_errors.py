@@ -1,0 +1,165 @@
+"""What can be said from the arguments alone is said before torch is imported, in the user's words."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import Launcher
+from vit.runtime.places import find_nearest
+
+# Runs each command of a JSON list of lists, and notes its error and whether torch was imported.
+RUNNER = """
+import contextlib, io, json, sys
+from vit.cli.main import main
+outcomes = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            code = end.code
+    outcomes.append((code, err.getvalue(), "torch" in sys.modules))
+print(json.dumps(outcomes))
+"""
+
+# command → what its error says
+COMMANDS = [
+    (["train", "Meine Foto"], "did you mean 'Meine Fotos (Klasse 9b)'?"),
+    (["train", "Meine", "Fotos", "(Klasse", "9b)"], "needs quotes: 'Meine Fotos (Klasse 9b)'"),
+    (["train", "klasse.zip"], "klasse.zip is an archive; unpack it and name the folder"),
+    (["train", "gepackt"], "holds no folder of a class, but the archive klasse.zip; unpack it"),
+    (["train", "arbeit.pdf"], "arbeit.pdf is a document; save its pictures as image files"),
+    (["train", "liste.xlsx"], "liste.xlsx is a spreadsheet; save the table as CSV"),
+    (["train", "aussen"], "did you mean aussen/innen?"),
+    (["train", "eine"], "fewer than two classes: 'Fisch'"),
+    (["train", "cifar10/cpuu"], "did you mean cifar10/cpu?"),
+    (["train", "digits", "train.epoch=3"], "did you mean train.epochs?"),
+    (["train", "digits", "--init", "lauf"], "did you mean laeufe?"),
+    (["audit", "Meine Foto", "--init", "imagenette"], "did you mean 'Meine Fotos (Klasse 9b)'?"),
+    (["audit", "klasse.zip", "--init", "imagenette"], "klasse.zip is an archive; unpack it"),
+    (["evaluate", "imagenete"], "did you mean imagenette?"),
+    (["evaluate", "laeufe"], "laeufe holds no model.safetensors"),
+    (["evaluate", "imagenette", "--data", "gepackt"], "but the archive klasse.zip; unpack it"),
+    (["evaluate", "imagenette", "--data", "cifar11"], "did you mean cifar10?"),
+    (["explain", "imagenette", "zebra.jgp"], "did you mean zebra.jpg?"),
+    (["explain", "imagenette", "arbeit.pdf"], "arbeit.pdf is a document"),
+    (["explain", "imagenette", "zebra.jpg", "--masks", "Maske"], "did you mean Masken?"),
+    (["predict", "zebra.jpg", "imagenette"], "zebra.jpg is an image, not a model"),
+    (["predict", "imagenette", "klasse.zip"], "klasse.zip is an archive; unpack it"),
+    (["predict", "imagenette", "zebra.jgp"], "did you mean zebra.jpg?"),
+    (
+        ["predict", "imagenette", "gepackt"],
+        "gepackt holds no images, but the archive klasse.zip; unpack it",
+    ),
+    (["compare", "laeufe", "lauf"], "lauf does not exist; did you mean laeufe?"),
+    (["faithfulness", "klasse.zip"], "klasse.zip is an archive"),
+    (["export", "imagenete"], "did you mean imagenette?"),
+    (["serve", "imagenete"], "did you mean imagenette?"),
+    (["info", "imagenete"], "did you mean imagenette?"),
+]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the commands name."""
+    folder = tmp_path_factory.mktemp("desk")
+    picture = Image.new("RGB", (8, 8))
+    for name in ("Meine Fotos (Klasse 9b)/Fisch", "aussen/innen/Fisch", "eine/Fisch", "Masken"):
+        (folder / name).mkdir(parents=True)
+        picture.save(folder / name / "1.png")
+    for name in ("Meine Fotos (Klasse 9b)/Hund", "aussen/innen/Hund"):
+        (folder / name).mkdir()
+        picture.save(folder / name / "1.png")
+    (folder / "laeufe").mkdir()
+    (folder / "gepackt").mkdir()
+    for place in (folder, folder / "gepackt"):
+        with zipfile.ZipFile(place / "klasse.zip", "w") as archive:
+            archive.writestr("Fisch/1.png", b"")
+    (folder / "arbeit.pdf").write_bytes(b"%PDF-1.7")
+    (folder / "liste.xlsx").write_bytes(b"PK")
+    picture.save(folder / "zebra.jpg")
+    return folder
+
+
+def test_errors_of_arguments_come_without_torch_and_name_the_remedy(desk: Path) -> None:
+    commands = []
+    for arguments, _ in COMMANDS:
+        output = [] if arguments[0] in ("predict", "compare", "serve", "info") else ["-o", "out"]
+        commands.append([*arguments, *output])
+    program = [sys.executable, "-c", RUNNER, json.dumps(commands)]
+    finished = subprocess.run(program, cwd=desk, capture_output=True, text=True, check=True)
+    outcomes = json.loads(finished.stdout)
+    for (arguments, expected), (code, text, has_torch) in zip(COMMANDS, outcomes, strict=True):
+        assert code == 2, (arguments, text)
+        assert expected in text, (arguments, text)
+        assert len(text.splitlines()) == 1, text
+        assert not has_torch, arguments
+    assert not (desk / "out").exists()
+
+
+def test_the_first_error_takes_less_than_a_second(desk: Path) -> None:
+    """Of processor time, because other tests run beside it; the best of three."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "vit", "train", "Meine Foto", "--output", "out"]
+        subprocess.run(command, cwd=desk, capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if seconds[-1] < 1:
+            break
+    assert min(seconds) < 1
+
+
+def test_the_nearest_name_may_be_longer_or_in_other_letters() -> None:
+    names = ["Photos", "photos-old", "Urlaub 2024"]
+    assert find_nearest("photo", names) == "Photos"
+    assert find_nearest("URLAUB", names) == "Urlaub 2024"
+    assert find_nearest("xyz", names) is None
+    assert find_nearest("", names) is None
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """Two classes of 20 images; 12 of the 40 are damaged."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(20):
+            path = tmp_path / "photos" / name / f"{number:02}.png"
+            Image.fromarray(rng.integers(0, 256, (9, 9, 3), dtype=np.uint8)).save(path)
+            if number < 6:
+                path.write_bytes(path.read_bytes()[:60])
+    return tmp_path / "photos"
+
+
+def test_ten_unreadable_files_are_named_and_nothing_is_left(
+    cli: Launcher, broken: Path, tmp_path: Path
+) -> None:
+    line = cli.fail("train", broken, "--output", tmp_path / "run")
+    assert "images can't be read, more than the allowed fraction of 0.05" in line
+    assert (
+        sum(f"{name}/{number:02}.png" in line for name in ("cat", "dog") for number in range(6))
+        >= 7
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_leaves_what_was_there(
+    cli: Launcher, broken: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    cli.fail("train", broken, "--output", tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+    (tmp_path / "run" / "notes.txt").touch()
+    (tmp_path / "run" / "tensorboard").mkdir()
+    assert "not part of a run" in cli.fail("train", "digits", "--output", tmp_path / "run")
+    assert sorted(os.listdir(tmp_path / "run")) == ["notes.txt", "tensorboard"]

@@ -1,0 +1,76 @@
+"""What can be said of the paths of a command before torch is imported, which takes seconds."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vit.runtime.places import explain_file, suggest
+
+
+def check_paths(values: Mapping[str, Any]) -> None:
+    """Raise the error that a path among the values of a command's parameters would raise later.
+
+    Raises:
+        ValueError, OSError: See the public functions.
+    """
+    for name, check in _CHECKS.items():
+        if values.get(name) is not None:
+            check(values[name])
+
+
+def _check_model(model: str) -> None:
+    from vit.data.images import is_image_name
+    from vit.model.find_file import find_model_file
+
+    if model.startswith("timm:"):
+        return
+    path = find_model_file(model)
+    if is_image_name(str(path)):
+        raise ValueError(f"{model} is an image, not a model; the model comes before the images")
+
+
+def _check_init(init: str) -> None:
+    from vit.model.find_file import find_initial_weights
+
+    find_initial_weights(init)
+
+
+def _check_data(data: str) -> None:
+    from vit.data.open import check_place
+
+    check_place(data)
+
+
+def _check_images(images: str | Sequence[str]) -> None:
+    """Raise the error of the first path if no path can be an image."""
+    from vit.data.images import list_images
+
+    paths = [images] if isinstance(images, str) else images
+    for path in paths:
+        if os.path.isdir(path):
+            # raises an error for a folder without images
+            next(list_images(path), None)
+        if path == "-" or (os.path.lexists(path) and not explain_file(path)):
+            return
+    _check_exists(paths[0])
+    raise ValueError(explain_file(paths[0]))
+
+
+def _check_exists(path: str | os.PathLike[str]) -> None:
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"{os.fspath(path)} does not exist{suggest(os.fspath(path))}")
+
+
+def _check_evaluations(evaluations: Sequence[str]) -> None:
+    for path in evaluations:
+        _check_exists(path)
+
+
+_CHECKS: Mapping[str, Callable[[Any], None]] = {
+    "model": _check_model,
+    "init": _check_init,
+    "data": _check_data,
+    "images": _check_images,
+    "masks": _check_exists,
+    "evaluations": _check_evaluations,
+}

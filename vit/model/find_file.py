@@ -1,0 +1,76 @@
+"""Find the file of a model that a user names. This needs no torch, whose import takes seconds."""
+
+from pathlib import Path
+
+import vit  # its folder holds the models of the package
+from vit.runtime.places import explain_file, suggest
+
+MODEL_FILE = "model.safetensors"
+# Models that come with the package, as NAME.safetensors.
+PRETRAINED_FOLDER = Path(vit.__file__).parent / "pretrained"
+
+
+def list_pretrained() -> list[str]:
+    """Return the names of the models that come with the package."""
+    return sorted(path.stem for path in PRETRAINED_FOLDER.glob("*.safetensors"))
+
+
+def find_model_file(source: str | Path) -> Path:
+    """Return the model file that a user names: itself, that of a run, or one of the package.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is an archive or a document.
+    """
+    path = Path(source)
+    file = path / MODEL_FILE if path.is_dir() else path
+    if problem := explain_file(file):
+        raise ValueError(problem)
+    if file.is_file():
+        return file
+
+    # A folder of images may have the same name.
+    names = list_pretrained()
+    if str(source) in names:
+        return PRETRAINED_FOLDER / f"{source}.safetensors"
+    if path.is_dir():
+        raise FileNotFoundError(
+            f"{source} holds no {MODEL_FILE}; training writes it after the first evaluation"
+        )
+    choices = ", ".join([f"a {MODEL_FILE}", "a run", "timm:NAME", *names])
+    raise FileNotFoundError(
+        f"{path} does not exist; MODEL is one of: {choices}{suggest(path, names)}"
+    )
+
+
+def find_initial_weights(init: str | Path, directory: Path | None = None) -> str:
+    """Return the value of `model.init` for the weights that a user names: timm:NAME, or the
+    absolute path of a file, a folder, a run or the model that comes with the package.
+
+    Args:
+        init: What the user names.
+        directory: Directory of the run that starts from them.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is the run that is about to be trained, an archive or a document.
+    """
+    if str(init).startswith("timm:"):
+        return str(init)
+    path = Path(init).expanduser()
+    # A folder of timm has a config.json and is opened as a whole.
+    if path.is_dir() and not (path / "config.json").is_file():
+        path /= MODEL_FILE
+    if not path.exists() and str(init) in list_pretrained():
+        path = PRETRAINED_FOLDER / f"{init}.safetensors"
+    if problem := explain_file(path):
+        raise ValueError(f"--init {problem}")
+    if not path.exists():
+        names = ["timm:NAME", *list_pretrained()]
+        hint = suggest(init, list_pretrained())
+        raise FileNotFoundError(
+            f"--init {init} is not {' or '.join(names)}, and there is no {path}{hint}"
+        )
+    if directory is not None and directory.resolve() in path.resolve().parents:
+        raise ValueError(f"--init {init} is the run in --output; choose another --output")
+    return str(path.absolute())

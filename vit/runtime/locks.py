@@ -1,0 +1,52 @@
+"""Locks between processes. A lock ends with the process that holds it, however that ends."""
+
+import errno
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+# Errors of file systems without locks: Lustre without its option flock, some NFS and FUSE mounts.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
+# Device numbers of the file systems that a warning has named.
+_named: set[int] = set()
+
+
+@contextmanager
+def lock_file(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock on a file, which is made if it is missing, as long as the context lasts.
+
+    Args:
+        path: The file.
+        wait: Wait for another process that holds the lock.
+
+    Yields:
+        False if the file system has no locks. One warning then names the folder.
+
+    Raises:
+        BlockingIOError: Another process holds the lock, and `wait` is not set.
+    """
+    lock = FileLock(path, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=wait)
+    except Timeout:
+        raise BlockingIOError(errno.EAGAIN, "another process holds the lock", str(path)) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        file_system = path.parent.stat().st_dev
+        if file_system not in _named:
+            _named.add(file_system)
+            warnings.warn(
+                f"{path.parent} is on a file system without locks ({error.strerror}); "
+                "don't start two commands that write into one folder there",
+                stacklevel=3,
+            )
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

@@ -1,0 +1,156 @@
+"""From the arguments of `vit.train` to its configuration, without torch: a mistake in them is reported
+before torch is imported, which takes seconds."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from vit.config import (
+    Config,
+    load_config,
+    plain_values,
+    read_sections,
+    validate_config,
+)
+from vit.data.sources.folders import check_not_inside
+from vit.data.sources.python_objects import FROM_PYTHON
+from vit.model.find_file import find_initial_weights
+from vit.runtime.files import expand_home
+from vit.training.recipe import ConfigLike, find_recipe, names_images
+from vit.training.run_directory import CONFIG_FILE
+
+# What `--folds` sets: a linear probe is fitted on all images.
+FOLDS_OVERRIDES = (
+    "data.validation_fraction=0",
+    "data.test_fraction=0",
+    "model.probe=true",
+    "model.freeze=backbone",
+)
+
+
+def resolve_arguments(
+    source: ConfigLike | None,
+    *,
+    output: str | Path,
+    overrides: Sequence[str] = (),
+    init: str | Path | None = None,
+    minutes: float | None = None,
+    group_by: str | int | None = None,
+    labels: Mapping[str, str | None] | None = None,
+    folds: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    passed: Sequence[str] = (),
+) -> tuple[Path, list[str], Config | None]:
+    """Resolve the arguments of `vit.train`, which are described there. `labels` are its `label_by`,
+    `path_column` and `label_column`.
+
+    Returns:
+        The directory of the run, all overrides, and the configuration; None for images, for which
+        one is to be chosen.
+
+    Raises:
+        ValueError, OSError: See `vit.train`.
+    """
+    if resume and overwrite:
+        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
+    directory = expand_home(output)
+    all_overrides = [*_list_overrides(init, group_by, folds, directory, labels or {}), *overrides]
+    config = resolve_config(
+        source, all_overrides, directory, resume=resume, minutes=minutes, passed=passed
+    )
+    _check_directory(directory, source, config)
+    return directory, all_overrides, config
+
+
+def _list_overrides(
+    init: str | Path | None,
+    group_by: str | int | None,
+    folds: int | None,
+    directory: Path,
+    labels: Mapping[str, str | None],
+) -> list[str]:
+    """Return the arguments that stand for keys of the configuration, as overrides."""
+    overrides: list[str] = []
+    if folds is not None:
+        overrides += FOLDS_OVERRIDES
+    if group_by is not None:
+        # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
+        text = str(group_by)
+        overrides.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
+    overrides += [
+        f"data.{name}={json.dumps(text)}" for name, text in labels.items() if text is not None
+    ]
+    if init is not None:
+        overrides.append(f"model.init={find_initial_weights(init, directory)}")
+    return overrides
+
+
+def _check_directory(directory: Path, source: ConfigLike | None, config: Config | None) -> None:
+    """Raise ValueError if the run would lie in its folder of images: made there, the directory
+    would spoil the images for each later run."""
+    root = source if config is None else config.data.root
+    if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
+        check_not_inside(directory, Path(root).expanduser())
+
+
+def resolve_config(
+    source: ConfigLike | None,
+    overrides: Sequence[str],
+    directory: Path,
+    *,
+    resume: bool = False,
+    minutes: float | None = None,
+    passed: Sequence[str] = (),
+) -> Config | None:
+    """Return the configuration of a run, or None for images, for which one is to be chosen.
+
+    Args:
+        source: A file, a recipe's name, sections or a `Config`; or images. None for the
+            configuration of the run that is to be resumed.
+        overrides: `key.path=value`, applied on top of it.
+        directory: Directory of the run.
+        resume: Continue the run in the directory, if there is one.
+        minutes: Minutes of training, where a configuration is chosen.
+        passed: "dataset" and "model", where they are passed from Python.
+
+    Raises:
+        ValueError: There is no configuration, it is wrong, or it differs from that of the run
+            that is to be resumed.
+    """
+    saved = directory / CONFIG_FILE
+    continues = resume and saved.exists()
+    has_images = names_images(source)
+    if minutes is not None and not has_images:
+        raise ValueError(
+            "--minutes is for a configuration that is chosen for images; others have train.epochs"
+        )
+    if has_images and not continues:
+        if passed:
+            raise ValueError(
+                "a configuration is chosen for images and models that are named; "
+                "name a recipe to pass them from Python"
+            )
+        return None
+    if source is None and not continues:
+        usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
+        raise ValueError(f"which configuration? {usage}")
+
+    if source is None or has_images:
+        source = saved
+    elif isinstance(source, Config):
+        source = plain_values(source)
+    elif not isinstance(source, Mapping):
+        source = find_recipe(source)
+    sections = read_sections(source, overrides)
+    # The file of the configuration must not name images or weights that are not used.
+    if "dataset" in passed:
+        sections.setdefault("data", {}).update(name=FROM_PYTHON, root=None, classes=None)
+    if "model" in passed:
+        sections.setdefault("model", {})["init"] = FROM_PYTHON
+    config = validate_config(sections)
+    # The pipeline that was chosen at the start holds, whatever memory is free now.
+    if continues and config.data.pipeline == "auto":
+        sections.setdefault("data", {})["pipeline"] = load_config(saved).data.pipeline
+        config = validate_config(sections)
+    return config
