@@ -1,4 +1,4 @@
-"""What can be said of the paths of a command before torch is imported, which takes seconds."""
+"""Check the paths of a command before torch is imported, which takes seconds."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

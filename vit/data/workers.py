@@ -124,6 +124,11 @@ class TrainTransform:
         return pixels
 
 
+def as_it_is(batch: DecodedBatch) -> DecodedBatch:
+    """Return a decoded batch unchanged."""
+    return batch
+
+
 def use_one_thread(_worker: int) -> None:
     """Keep OpenCV from starting a thread for each core in every worker."""
     # takes long to import
@@ -301,6 +306,8 @@ class DecodingWorkers:
                 sampler=self._batch_sampler,
                 # the decoder gives batches
                 batch_size=None,
+                # torch's own would make tensors of arrays
+                collate_fn=as_it_is,
                 num_workers=workers,
                 persistent_workers=workers > 0,
                 worker_init_fn=use_one_thread,
@@ -324,8 +331,9 @@ class DecodingWorkers:
         # two for each worker, and the one that is trained on
         needed = (2 * workers + 1) * batch_bytes
         free = count_free_shared_memory()
+        had_room = self.decoder.shares_memory
         self.decoder.shares_memory = needed <= free
-        if workers and needed > free:
+        if workers and needed > free and had_room:
             text = f"/dev/shm has {free / 2**20:,.0f} MiB for this process, but {workers} workers"
             hint = "docker run --shm-size=8g enlarges it"
             on_warning(

@@ -48,7 +48,7 @@ def find_initial_weights(init: str | Path, directory: Path | None = None) -> str
     absolute path of a file, a folder, a run or the model that comes with the package.
 
     Args:
-        init: What the user names.
+        init: Name or path of the weights.
         directory: Directory of the run that starts from them.
 
     Raises:

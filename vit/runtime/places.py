@@ -1,4 +1,4 @@
-"""What may be meant by a path that is misspelled, or that names another kind of file."""
+"""Suggest the right path for a misspelled one, and the remedy for a file of another kind."""
 
 import difflib
 import os

@@ -19,7 +19,7 @@ from vit.runtime.files import expand_home
 from vit.training.recipe import ConfigLike, find_recipe, names_images
 from vit.training.run_directory import CONFIG_FILE
 
-# What `--folds` sets: a linear probe is fitted on all images.
+# Keys that `--folds` sets: a linear probe is fitted on all images.
 FOLDS_OVERRIDES = (
     "data.validation_fraction=0",
     "data.test_fraction=0",

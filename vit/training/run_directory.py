@@ -42,7 +42,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
-    # What is there already is kept if the run fails.
+    # Files that are there already are kept if the run fails.
     kept = {path, *path.iterdir()} if path.exists() else set()
     path.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
