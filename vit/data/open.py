@@ -24,7 +24,7 @@ from vit.data.sources.registry import (
     require_kind,
 )
 from vit.data.sources.remote import is_remote
-from vit.data.sources.tables import is_table, list_tables
+from vit.data.sources.tables import is_table, list_other_tables, list_tables
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir
@@ -112,7 +112,8 @@ def check_place(place: str, *, with_classes: bool = False) -> None:
     if kind != "folder" or list_tables(path) or list_idx(path):
         return
     check_not_packed(path)
-    if with_classes:
+    # a table would be read twice
+    if with_classes and not list_other_tables(path):
         find_source(kind).find(Request(path, None, default_cache_dir()))
 
 

@@ -246,10 +246,11 @@ def cpu_flags() -> frozenset[str]:
 @lru_cache
 def _read_cpuinfo(key: str) -> list[str]:
     """Return a property of every core from Linux's /proc/cpuinfo."""
-    path = Path("/proc/cpuinfo")
-    if not path.is_file():
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
         return []
-    return re.findall(rf"^{key}\s*:[ \t]*(.*?)[ \t]*$", path.read_text(), re.MULTILINE)
+    return re.findall(rf"^{key}\s*:[ \t]*(.*?)[ \t]*$", text, re.MULTILINE)
 
 
 def copy_to_device(values: T, device: torch.device) -> T:

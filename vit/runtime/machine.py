@@ -5,8 +5,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 # Processes that decode images beyond which one training process gains little.
 _MAX_WORKERS = 16
@@ -41,7 +40,11 @@ def count_free_shared_memory() -> float:
 def count_free_memory() -> int:
     """Return the bytes that the system says are available or, if less, that the container's limit
     leaves."""
-    free = int(psutil.virtual_memory().available)
+    psutil = _import_psutil()
+    if psutil is not None:
+        free = int(psutil.virtual_memory().available)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cgroup = Path("/sys/fs/cgroup")
     try:
         limit = int((cgroup / "memory.max").read_text())
@@ -52,13 +55,22 @@ def count_free_memory() -> int:
     return min(free, limit - used)
 
 
+def _import_psutil() -> Any:
+    """Return the library; None if it can't be imported, as on Linux without the modules of Linux."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return psutil
+
+
 def measure_peak_memory() -> int:
-    """Return the largest resident set of this process so far, in bytes."""
+    """Return the largest resident set of this process so far, in bytes; 0 if it isn't known."""
     try:
         import resource
     except ImportError:
         # Windows
-        memory = psutil.Process().memory_info()
-        return int(getattr(memory, "peak_wset", memory.rss))
+        psutil = _import_psutil()
+        return int(psutil.Process().memory_info().peak_wset) if psutil is not None else 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
