@@ -19,9 +19,6 @@ _RESULT_FILES = (METRICS_FILE, "tensorboard", CROSS_VALIDATION_FILE, "learning_c
 # configuration comes last: without it the others would not be known as a run's.
 _RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", _DRY_RUN_FILE, CONFIG_FILE)
 
-# Without these there is nothing to resume.
-_SAVED_FILES = ("model.safetensors", "checkpoints")
-
 
 @contextmanager
 def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
@@ -58,7 +55,8 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
                 kept -= {path / name for name in _RUN_FILES}
             yield
         except BaseException:
-            if not any((path / name).exists() for name in _SAVED_FILES):
+            # The error may be that of a disk.
+            with suppress(OSError):
                 _remove_new(path, kept)
             raise
 
@@ -78,8 +76,7 @@ def _prepare(path: Path, *, resume: bool, overwrite: bool) -> None:
         )
     if holds_run and not overwrite and not resume:
         raise FileExistsError(
-            f"{path} already holds a run;"
-            " continue it with --resume or replace it with --overwrite"
+            f"{path} already holds a run; continue it with --resume or replace it with --overwrite"
         )
     # A run that was killed has left them; nobody else writes here.
     remove_temporaries(path)
@@ -89,13 +86,14 @@ def _prepare(path: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def _remove_new(path: Path, kept: Collection[Path]) -> None:
-    """Remove what a run that failed has written into its directory."""
+    """Remove the files of a run that failed before it saved a model or a checkpoint, but `kept`."""
+    if (path / "model.safetensors").exists() or any(path.glob("checkpoints/step-*")):
+        return
     for file in {path / name for name in (*_RUN_FILES, _LOCK_FILE)}.difference(kept):
         remove(file)
-    if path not in kept:
-        # another program may have put a file there
-        with suppress(OSError):
-            path.rmdir()
+    # another program may have put a file there
+    if path not in kept and not any(path.iterdir()):
+        path.rmdir()
 
 
 def remove_results(path: Path) -> None:
