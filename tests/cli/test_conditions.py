@@ -210,13 +210,18 @@ def test_characters_that_an_encoding_lacks_are_replaced(cli: Launcher, tmp_path:
     ],
 )
 def test_too_little_memory_for_a_library_is_said_as_that(
-    cli: Launcher, monkeypatch: pytest.MonkeyPatch, tiny_model_file: Path, error: Exception
+    cli: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model_file: Path,
+    tmp_path: Path,
+    error: Exception,
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr("vit.prediction.predict.iterate_predictions", fail)
-    message = cli.fail("predict", tiny_model_file, "a.png")
+    (tmp_path / "a.png").touch()
+    message = cli.fail("predict", tiny_model_file, tmp_path / "a.png")
     assert message.startswith("vit: error: not enough memory (")
 
 

@@ -259,15 +259,16 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
     """
     num_unreadable = len(unreadable)
     if num_unreadable > fraction * count or num_unreadable == count:
-        # a reason may begin with the path of the file
-        named = [
+        others = [
             f"{name}: {reason.partition(UNREADABLE)[2] or reason}"
-            for name, reason in unreadable[:_MAX_NAMED]
+            for name, reason in unreadable[1:_MAX_NAMED]
         ]
-        rest = f", and {num_unreadable - _MAX_NAMED} others" * (num_unreadable > _MAX_NAMED)
+        if num_unreadable > _MAX_NAMED:
+            others.append(f"{num_unreadable - _MAX_NAMED} more")
+        also = f"; also {', '.join(others)}" if others else ""
         raise ValueError(
             f"{num_unreadable} of {count} images can't be read, more than the allowed fraction of"
-            f" {fraction}; the first is {', then '.join(named)}{rest}"
+            f" {fraction}; the first is {': '.join(unreadable[0])}{also}"
         )
 
 

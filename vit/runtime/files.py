@@ -6,7 +6,6 @@ Only regular files are read. A result is written into a new or empty directory, 
 
 import argparse
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -21,13 +20,14 @@ import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from vit.runtime.arguments import first_line
 from vit.runtime.drive import wait_for_drive
+from vit.runtime.locks import lock_file
 
 # Largest file that is read as a whole.
 _MAX_BYTES = 2**30
@@ -357,9 +357,9 @@ def replace_output(path: str | Path, *, overwrite: bool = False) -> Iterator[Pat
     path = expand_home(path)
     check_output(path, overwrite=overwrite)
     path.mkdir(parents=True, exist_ok=True)
-    with (path / _MARK).open("a") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(lock_file(path / _MARK, wait=False))
         except BlockingIOError:
             raise ValueError(
                 f"another process is writing into {path}; wait for it or choose another --output"
@@ -377,6 +377,8 @@ def replace_output(path: str | Path, *, overwrite: bool = False) -> Iterator[Pat
             _flush(path)
         finally:
             remove(staged)
+    # Windows removes the file with its lock.
+    (path / _MARK).touch()
 
 
 def _clear(path: Path, *, keep: Path | None = None) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 # Errors of file systems without locks: Lustre without its option flock, some NFS and FUSE mounts.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
 # Device numbers of the file systems that a warning has named.
@@ -28,6 +26,9 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[bool]:
     Raises:
         BlockingIOError: Another process holds the lock, and `wait` is not set.
     """
+    # takes longer to import than `vit --help` may take
+    from filelock import FileLock, Timeout
+
     lock = FileLock(path, fallback_to_soft=False)
     try:
         lock.acquire(blocking=wait)
