@@ -118,7 +118,7 @@ def open_cached(path: Path, read: Callable[[], Opened]) -> Opened | None:
     """Return what `read` returns; None if the cache lacks `path` or, after a warning, if it is damaged."""
     try:
         return read()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, LookupError):
         # one place in the code, so that a second attempt doesn't warn again
