@@ -57,8 +57,8 @@ def choose_grad_accum_steps(
         micro_batch_size = max(_CACHE_BYTES * torch.get_num_threads() // image_bytes, 1)
         return -(-batch_size // micro_batch_size)
 
-    # What is allocated is read once: an earlier pass frees its gradients a little after its end,
-    # and what is freed while a pass is measured would be taken off its bytes.
+    # The allocated bytes are read once. An earlier pass frees its gradients a little after its end,
+    # and memory that is freed while a pass is measured would be taken off the bytes of that pass.
     gc.collect()
     allocated_bytes = torch.get_device_module(device).memory_allocated(device)
     measure = partial(_measure_peak_bytes, model, image_size, device, precision)
