@@ -7,6 +7,7 @@ values as plain arguments.
 
 import copy
 import difflib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -344,6 +345,21 @@ def read_sections(
     for override in overrides:
         _apply_override(sections, override)
     return sections
+
+
+def list_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Return changes of a configuration as `key.path=value`, from such texts, from a dictionary by
+    key.path, or from one of sections."""
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    listed = []
+    for key, value in overrides.items():
+        if isinstance(value, Mapping):
+            listed += [f"{key}.{text}" for text in list_overrides(value)]
+        else:
+            # JSON is YAML, in which nothing of a text is read as YAML's own.
+            listed.append(f"{key}={json.dumps(value, default=str)}")
+    return listed
 
 
 def validate_config(sections: Mapping[str, Any]) -> Config:

@@ -36,6 +36,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor
 from vit.training import automatic, timing
+from vit.training.folds import assign_folds
 from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
@@ -402,16 +403,26 @@ def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # so slow that half of the minutes hold 0.6 images
+    # so slow that half of the minutes hold 0.6 images; no earlier run has computed features
     monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 0.1)
+    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
     overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "model.freeze=backbone"]
     choice = automatic.choose_config("digits", overrides, minutes=0.2)
     assert choice.config.model.probe == 200
     assert choice.parts.probe is not None
     assert "(200 of 387 training images;" in choice.parts.probe.describe()
     assert choice.reasons["length"] == "the probe alone (given)"
+    # half of the minutes hold 287 images: √2 times 200 are taken
+    monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 287 / 6)
+    assert automatic.choose_config("digits", overrides, minutes=0.2).config.model.probe == 282
+    monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 0.1)
     # what the user sets holds: all of them
     choice = automatic.choose_config("digits", [*overrides, "model.probe=true"], minutes=0.2)
+    assert choice.config.model.probe is True
+    assert choice.parts.probe is not None
+    assert "(387 training images;" in choice.parts.probe.describe()
+    # their features are there now, and cost no more time
+    choice = automatic.choose_config("digits", overrides, minutes=0.2)
     assert choice.config.model.probe is True
     assert choice.parts.probe is not None
     assert "(387 training images;" in choice.parts.probe.describe()
@@ -437,7 +448,7 @@ def test_images_of_one_group_are_in_one_fold(
     groups: list[list[str]] = []
 
     def fit(*args: Any, **options: Any) -> LinearProbe:
-        folds.append(options["folds"])
+        folds.append(assign_folds(args[1], options["groups"]))
         return fit_probe(*args, **options)
 
     def measure(*args: Any, **options: Any) -> LearningCurve:

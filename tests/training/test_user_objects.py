@@ -118,10 +118,11 @@ def test_a_pair_is_training_and_validation_images(arrays: Arrays, tmp_path: Path
 
 
 BAD: dict[str, tuple[Callable[[Arrays], Any], str]] = {
-    "channels first": (
-        lambda a: (a[0].transpose(0, 3, 1, 2), a[1]),
-        r"array of uint8 \[3, 12, 12\]",
+    "float tensors": (
+        lambda a: (torch.from_numpy(a[0] / 1.0), a[1]),
+        "tensor of values from 0 to .*, not 0 to 1",
     ),
+    "four channels": (lambda a: (a[0][..., [0, 1, 2, 0]], a[1]), r"array of uint8 \[12, 12, 4\]"),
     "labels missing": (lambda a: (a[0], a[1][:80]), "80 labels"),
     "label fractions": (lambda a: (a[0], a[1] / 2), "not integers"),
     "label too large": (lambda a: (a[0], a[1] + 1), "labels from 1 to 3, and 3 class names"),
@@ -131,6 +132,7 @@ BAD: dict[str, tuple[Callable[[Arrays], Any], str]] = {
         lambda a: Colours(a, convert=lambda pixels: 1j * pixels),
         "array of complex",
     ),
+    "bytes with a sign": (lambda a: (a[0].astype(np.int8), a[1]), "array of int8"),
 }
 
 

@@ -116,6 +116,11 @@ class ImageDataset:
         facts = self.labels.tobytes() + self.reader.cache_key()
         return hashlib.sha256(names + facts).hexdigest()
 
+    def count_groups(self, label: int) -> int:
+        """Count the groups of a class; the images, if each is its own group."""
+        indices = np.flatnonzero(self.labels == label).tolist()
+        return len(indices if self.groups is None else {self.groups[index] for index in indices})
+
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageDataset:
         """The images at `indices`, in that order."""
         chosen = np.asarray(indices, dtype=np.int64)
@@ -188,14 +193,16 @@ def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
     ]
     readers = [dataset.reader for dataset in datasets]
     notes = [note for dataset in datasets for note in dataset.notes]
+    groups = None
+    if any(dataset.groups is not None for dataset in datasets):
+        groups = [group for dataset in datasets for group in dataset.groups or dataset.ids]
     return replace(
         first,
         split="all",
         labels=np.concatenate([dataset.labels for dataset in datasets]),
         ids=[name for dataset in datasets for name in dataset.ids],
         reader=_JoinedReader(readers, np.concatenate(places)),
-        # the joined images are not split again
-        groups=None,
+        groups=groups,
         notes=tuple(dict.fromkeys(notes)),
     )
 

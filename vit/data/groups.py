@@ -3,7 +3,7 @@ burst, and copies. Otherwise a test measures how well the model has memorised th
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
 
@@ -19,11 +19,15 @@ from vit.runtime.patterns import search_group
 
 # largest number of images that are compared with one another; it takes seconds
 MAX_COMPARED = 5000
+# orders in which groups are tried until every class with enough groups is in each split
+_NUM_DRAWS = 20
 # smallest side in pixels at which JPEG files are decoded for their hashes
 _DRAFT_SIDE = 128
 
 
-def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
+def find_groups(
+    dataset: ImageDataset, group_by: int | str, *, is_divided: bool = True
+) -> tuple[str, ...]:
     """Find the group of each image, by its path.
 
     Args:
@@ -31,10 +35,11 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
         group_by: 1 for the name of the folder that an image is in, 2 for the folder above it, and
             so on; or a regular expression with one group, which is searched in the path. An image
             whose path doesn't match is a group of its own.
+        is_divided: The images are to be divided into splits or folds.
 
     Raises:
-        ValueError: No image has such a folder or such a path, the expression is wrong, or all
-            images of a class are one group.
+        ValueError: No image has such a folder or such a path, the expression is wrong, or images
+            that are to be divided are one group in each class.
     """
     origin = f"data.group_by {shorten(repr(group_by))}"
     if isinstance(group_by, int):
@@ -47,13 +52,15 @@ def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
         raise ValueError(f"{origin} finds no group in paths such as {path!r}; try another one")
 
     groups = [name or image_id for name, image_id in zip(names, dataset.ids, strict=True)]
-    for label, class_name in enumerate(dataset.class_names):
-        class_groups = {groups[index] for index in np.flatnonzero(dataset.labels == label)}
-        if len(class_groups) == 1 and (dataset.labels == label).sum() > 1:
-            raise ValueError(
-                f"{origin} puts all images of {shorten(class_name)!r} into one group,"
-                f" {shorten(class_groups.pop())!r}, which can't be split; try another one"
-            )
+    pairs = set(zip(dataset.labels.tolist(), groups, strict=True))
+    counts = Counter(label for label, _ in pairs)
+    if is_divided and len(pairs) < len(dataset) and max(counts.values()) == 1:
+        label, group = min(pairs)
+        raise ValueError(
+            f"{origin} puts all images of {shorten(dataset.class_names[label])!r} into one group,"
+            f" {shorten(group)!r}, and those of each other class, which can't be split; try another"
+            " one"
+        )
     return tuple(groups)
 
 
@@ -139,33 +146,69 @@ def join_duplicates(
 
 
 def choose_whole_groups(
-    groups: Sequence[str], labels: np.ndarray, *, fraction: float, salt: str
+    groups: Sequence[str],
+    labels: np.ndarray,
+    *,
+    fraction: float,
+    salt: str,
+    num_splits: int = 2,
 ) -> np.ndarray:
     """Choose whole groups that have about a fraction of every class.
 
     Groups are tried in the order of the hashes of (salt, group), and chosen if they bring the
     numbers of their classes nearer to the fraction. A class without a chosen group gets its
-    smallest one. At least one group of every class is not chosen.
+    smallest one that can be chosen. At least one group of every class is not chosen. If the choice
+    lacks a class that has enough groups, or leaves too few of them, other orders are tried.
 
     Args:
         groups: Group of each image.
         labels: Class of each image.
         fraction: Fraction of the images to choose.
         salt: Text that decides which groups are chosen.
+        num_splits: Splits that a class should have a group in: the chosen one, those that will be
+            chosen from the other images, and the training images.
 
     Returns:
         Mask of the images, bool [n].
     """
-    class_sizes = Counter(labels.tolist())
+    members: dict[str, Counter[int]] = {}
+    for group, label in zip(groups, labels.tolist(), strict=True):
+        members.setdefault(group, Counter())[label] += 1
+    num_groups = Counter(label for counts in members.values() for label in counts)
+
+    best: set[str] = set()
+    fewest = None
+    for draw in range(_NUM_DRAWS if fraction else 1):
+        chosen = _draw_groups(members, fraction=fraction, salt=f"{salt}:{draw}" if draw else salt)
+        num_chosen = Counter(label for group in chosen for label in members[group])
+        num_lacking = sum(
+            not 1 <= num_chosen[label] <= count - num_splits + 1
+            for label, count in num_groups.items()
+            if count >= num_splits
+        )
+        if fewest is None or num_lacking < fewest:
+            best, fewest = chosen, num_lacking
+        if not num_lacking:
+            break
+    return np.array([group in best for group in groups])
+
+
+def _draw_groups(members: Mapping[str, Counter[int]], *, fraction: float, salt: str) -> set[str]:
+    """Choose groups in the order of their hashes. See `choose_whole_groups`.
+
+    Args:
+        members: Group → class → number of its images.
+        fraction: Fraction of the images to choose.
+        salt: Text that decides the order.
+    """
+    class_sizes: Counter[int] = Counter()
+    for counts in members.values():
+        class_sizes += counts
     # at least one image, but never all of a class
     targets = {
         label: min(max(round(fraction * size), fraction > 0), size - 1)
         for label, size in class_sizes.items()
     }
-    members: dict[str, Counter[int]] = {}
-    for group, label in zip(groups, labels.tolist(), strict=True):
-        members.setdefault(group, Counter())[label] += 1
-
     chosen: set[str] = set()
     num_chosen: Counter[int] = Counter()
 
@@ -189,14 +232,16 @@ def choose_whole_groups(
     for group in sorted(members, key=hash_group):
         if measure_gain(group) > 0 and leaves_some(group):
             chosen.add(group)
-            num_chosen += members[group]
+            num_chosen.update(members[group])
     for label, target in targets.items():
         if target and not num_chosen[label]:
-            class_groups = [group for group in members if label in members[group]]
-            smallest = min(
-                class_groups, key=lambda group: (members[group].total(), hash_group(group))
-            )
-            if leaves_some(smallest):
+            class_groups = [
+                group for group in members if label in members[group] and leaves_some(group)
+            ]
+            if class_groups:
+                smallest = min(
+                    class_groups, key=lambda group: (members[group].total(), hash_group(group))
+                )
                 chosen.add(smallest)
-                num_chosen += members[smallest]
-    return np.array([group in chosen for group in groups])
+                num_chosen.update(members[smallest])
+    return chosen

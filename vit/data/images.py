@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol, runtime_checkable
+from typing import IO, Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vit.data.depth import is_deep, read_values, scale_values
 from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
-from vit.runtime.arguments import check_kind
+from vit.data.python_images import convert_pixels, iterate_images
 from vit.runtime.drive import is_drive_error, wait_for_drive
 from vit.runtime.files import open_regular
 from vit.runtime.places import is_archive
@@ -366,17 +366,28 @@ class PixelArray(Protocol):
     def __array__(self) -> np.ndarray: ...
 
 
+@runtime_checkable
+class ImageSet(Protocol):
+    """A map-style data set of torch."""
+
+    def __getitem__(self, index: int) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
 ImageInput = str | Path | Image.Image | PixelArray
-ImageInputs = ImageInput | Iterable[ImageInput]
+# several may be items of a data set, which have labels
+ImageInputs = ImageInput | Iterable[Any] | ImageSet
 
 
 def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     """List images, in order: each as the path of a file or as an upright PIL image in RGB.
 
     Args:
-        images: Paths, PIL images or arrays, one or several. A folder gives the image files below
-            it, sorted. An array (or torch tensor) is [H, W, 3], [H, W] or, for several images,
-            [N, H, W, 3]: uint8, or a type of more bits for a `DeepImage`. A path that doesn't
+        images: Paths, PIL images or arrays, one or several; or a set or loader of images with
+            labels, which are left out. A folder gives the image files below it, sorted. For an
+            array (or torch tensor) see `convert_pixels`; several images are [N, H, W, 3] or
+            [N, 3, H, W], and values of more than 8 bits become a `DeepImage`. A path that doesn't
             exist, and in a list a folder without images, is listed too: reading it raises an error
             that names it.
 
@@ -402,32 +413,21 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
         yield to_rgb(images if is_upright else ImageOps.exif_transpose(images))
     # before sequences: arrays and tensors are iterable, too
     elif isinstance(images, PixelArray):
-        yield from _list_array(np.asarray(images))
+        several: Iterable[Any] = [images]
+        if isinstance(images, Iterable) and np.ndim(images) == 4:
+            several = images
+        for pixels in several:
+            array = convert_pixels(pixels)
+            if array.dtype == np.uint8:
+                yield Image.fromarray(array).convert("RGB")
+            else:
+                yield DeepImage(array)
     else:
-        expected = "a path, an image, an array or a list of them"
-        check_kind(images, Iterable, name="images", expected=expected)
-        for image in images:
+        for image in iterate_images(images):
             if isinstance(image, str | Path) and os.path.isdir(image):
                 yield from _list_folder(image) or [str(image)]
             else:
                 yield from list_images(image)
-
-
-def _list_array(pixels: np.ndarray) -> Iterator[Image.Image]:
-    is_color = pixels.ndim in (3, 4) and pixels.shape[-1] == 3
-    is_number = pixels.dtype.kind in "iuf" and pixels.dtype != np.int8
-    if not is_number or not (pixels.ndim == 2 or is_color):
-        raise ValueError(
-            f"an array of {pixels.dtype} {list(pixels.shape)} is not an image; pass uint8 of 0 to "
-            "255, [H, W, 3] or [H, W]"
-        )
-    if pixels.ndim == 2 or (pixels.ndim == 3 and is_color):
-        pixels = pixels[None]
-    for image in pixels:
-        if image.dtype == np.uint8:
-            yield Image.fromarray(image).convert("RGB")
-        else:
-            yield DeepImage(image)
 
 
 def _list_folder(folder: str | Path) -> list[str]:

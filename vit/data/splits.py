@@ -30,6 +30,9 @@ from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.patterns import check_pattern
 
 SPLITS = ("train", "validation", "test", "all")
+# classes that are all counted for the user; of more, so many of the smallest and of the largest
+_MAX_CLASSES = 20
+_NUM_EXTREMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,35 @@ class DatasetSplits:
                 rest = "the rest"
         return sentences + self._kept_together
 
+    def describe_classes(self) -> str:
+        """Count the images of each class in each split, and their groups; of many classes, the
+        smallest and the largest. Splits of a published set that aren't read yet are left out."""
+        names = [
+            name
+            for name in ("train", "validation", "test")
+            if name in self._listed or (self.unit and name in self.source.origins)
+        ]
+        datasets = [self.split(name) for name in names]
+        class_names = datasets[0].class_names
+        counts = np.array(
+            [np.bincount(dataset.labels, minlength=len(class_names)) for dataset in datasets]
+        )
+        order = list(range(len(class_names)))
+        if len(order) > _MAX_CLASSES:
+            by_size = np.argsort(counts.sum(axis=0), kind="stable").tolist()
+            order = [*by_size[:_NUM_EXTREMES], *by_size[-_NUM_EXTREMES:]]
+        has_groups = all(dataset.groups is not None for dataset in datasets)
+        parts = []
+        for label in order:
+            text = f"{class_names[label]} {'/'.join(map(str, counts[:, label]))}"
+            if has_groups:
+                groups = [dataset.count_groups(label) for dataset in datasets]
+                text += f" ({'/'.join(map(str, groups))} groups)"
+            parts.append(text)
+        if len(order) < len(class_names):
+            parts.insert(_NUM_EXTREMES, "…")
+        return f"{', '.join(parts)} ({'/'.join(names)})"
+
     def describe_files(self, num_unreadable: int = 0) -> str:
         """Count the images that were found and the files that are not used.
 
@@ -196,7 +228,8 @@ class DatasetSplits:
         """A split that the data set has of its own."""
         dataset = self.source.load(split)
         if self.rule.group_by is not None:
-            dataset = replace(dataset, groups=find_groups(dataset, self.rule.group_by))
+            groups = find_groups(dataset, self.rule.group_by, is_divided=split == "train")
+            dataset = replace(dataset, groups=groups)
         elif dataset.groups is None:
             # every file is opened for it
             if split not in self._patients:
@@ -217,23 +250,31 @@ class DatasetSplits:
         num_splits = 1 + sum(fraction > 0 for fraction in self._held_out.values())
         counts = dict(zip(rest.class_names, np.bincount(rest.labels).tolist(), strict=False))
         few = {name: count for name, count in counts.items() if count < num_splits}
-        if few:
+        groups = self._group_images(rest, num_splits)
+        notes = list(rest.notes)
+        if few and groups is None:
             text = (
                 f"{len(few)} of {len(counts)} classes have too few images for {num_splits} splits"
             )
-            note = f"{text}: {shorten(describe_counts(few))}"
-            rest = replace(rest, notes=(*rest.notes, note))
-        rest = replace(rest, groups=self._group_images(rest, num_splits))
+            notes.append(f"{text}: {shorten(describe_counts(few))}")
+        rest = everything = replace(rest, groups=groups)
+        drawn: dict[str, ImageDataset] = {}
         for split, fraction in self._held_out.items():
             salt = f"{self.rule.split_seed}:{split}"
             if rest.groups is None:
                 mask = _choose_stratified(rest, fraction, salt=salt)
             else:
-                mask = choose_whole_groups(rest.groups, rest.labels, fraction=fraction, salt=salt)
+                mask = choose_whole_groups(
+                    rest.groups, rest.labels, fraction=fraction, salt=salt, num_splits=num_splits
+                )
+                num_splits -= fraction > 0
             if mask.any():
-                self._listed[split] = replace(rest.subset(np.flatnonzero(mask)), split=split)
+                drawn[split] = rest.subset(np.flatnonzero(mask))
             rest = rest.subset(np.flatnonzero(~mask))
-        self._listed["train"] = replace(rest, split="train")
+        if groups is not None:
+            notes += [_describe_missing(everything, drawn[split], split) for split in drawn]
+        for split, dataset in {**drawn, "train": rest}.items():
+            self._listed[split] = replace(dataset, split=split, notes=tuple(filter(None, notes)))
 
     def _group_images(self, dataset: ImageDataset, num_splits: int) -> Sequence[str] | None:
         """Find the groups of the images that splits are drawn from."""
@@ -256,6 +297,19 @@ class DatasetSplits:
             f"{num_copies:,} images have a copy or a near-copy, which is on the same side"
         )
         return joined
+
+
+def _describe_missing(everything: ImageDataset, drawn: ImageDataset, split: str) -> str:
+    """Name the classes of which a split has no image in a sentence; empty if there are none."""
+    assert everything.groups is not None
+    missing = np.setdiff1d(everything.labels, drawn.labels)
+    pairs = set(zip(everything.labels.tolist(), everything.groups, strict=True))
+    counts = Counter(label for label, _ in pairs)
+    names = [
+        f"{everything.class_names[label]} ({counts[label]} group{'s' * (counts[label] != 1)})"
+        for label in missing.tolist()
+    ]
+    return f"the {split} split has no image of {shorten(', '.join(names))}" if names else ""
 
 
 def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:

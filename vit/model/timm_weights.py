@@ -23,6 +23,8 @@ from vit.runtime.hub import offline_if_unreachable
 
 _LOCAL = "local-dir:"
 _TIMM_ORIGIN = "the timm model"  # in messages
+# The end of a message about a model that isn't a plain vision transformer.
+OTHER_MODELS = "vit.train(model=…) trains models of other kinds, from Python"
 
 
 def create_timm(name: str, *, pretrained: bool) -> nn.Module:
@@ -58,7 +60,8 @@ def create_timm(name: str, *, pretrained: bool) -> nn.Module:
             f"download their file on another machine{command} and give its path"
         ) from error
     except Exception as error:  # An odd config.json raises almost any exception in timm.
-        raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
+        hint = f"; {OTHER_MODELS}" if is_local else ""
+        raise ValueError(f"timm can't load {name!r} ({first_line(error)}){hint}") from error
     return module.eval()
 
 
@@ -183,10 +186,12 @@ def describe_timm(module: nn.Module) -> Architecture:
         ValueError: The model has a feature that VisionTransformer lacks; the message names it.
     """
     if not isinstance(module, timm_vit.VisionTransformer):
-        raise ValueError(f"only timm's VisionTransformer loads, not its {type(module).__name__}")
+        text = f"only timm's VisionTransformer loads, not its {type(module).__name__}"
+        raise ValueError(f"{text}; {OTHER_MODELS}")
     feature = next(_list_features_without_counterpart(module), None)
     if feature is not None:
-        raise ValueError(f"this timm model has {feature}, which our VisionTransformer doesn't have")
+        text = f"this timm model has {feature}, which our VisionTransformer doesn't have"
+        raise ValueError(f"{text}; {OTHER_MODELS}")
 
     block = module.blocks[0]
     has_scale = isinstance(block.ls1, layers.LayerScale)

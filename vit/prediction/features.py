@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
@@ -66,21 +66,37 @@ def compute_features(
         OSError: An image can't be read, or the cache can't be written.
     """
     model = predictor.model
-    readouts = list_readouts(model)
-    weights = model.state_dict()
-    if isinstance(model, VisionTransformer):
-        # the features don't depend on the head, which changes with the number of classes
-        weights = {name: value for name, value in weights.items() if not name.startswith("head")}
+    weights, shape = _describe_features(model)
     values = _compute_once(
         "features",
         predictor,
         dataset,
         partial(compute_block_features, model),
         weights=weights,
-        shape=(len(readouts), count_channels(model)),
+        shape=shape,
         cache_dir=cache_dir,
     )
+    readouts = list_readouts(model)
     return {readout: values[:, place] for place, readout in enumerate(readouts)}
+
+
+def are_features_cached(
+    predictor: Predictor, dataset: ImageDataset, *, cache_dir: Path | None = None
+) -> bool:
+    """Return true if `compute_features` was called with these arguments earlier, and its results
+    are in the cache. The images are decoded."""
+    weights, shape = _describe_features(predictor.model)
+    key = _cache_key(predictor, dataset, weights, shape)
+    return _find_place("features", dataset, key, cache_dir).exists()
+
+
+def _describe_features(model: nn.Module) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Return the weights that the features depend on, and the shape of those of one image."""
+    weights = model.state_dict()
+    if isinstance(model, VisionTransformer):
+        # the features don't depend on the head, which changes with the number of classes
+        weights = {name: value for name, value in weights.items() if not name.startswith("head")}
+    return weights, (len(list_readouts(model)), count_channels(model))
 
 
 def count_token_bytes(model: VisionTransformer, precision: Precision, *, mirrored: bool) -> int:
@@ -155,9 +171,8 @@ def _compute_once(
         weights: Weights of the model that the results depend on.
         shape: Shape of the result for one image.
     """
-    folder = cache_dir or default_cache_dir()
     key = _cache_key(predictor, dataset, weights, shape)
-    path = folder / f"{dataset.name}-{dataset.split}-{name}-{key}.npz"
+    path = _find_place(name, dataset, key, cache_dir)
     # bytes, because numpy has no bfloat16
     values = open_cached(path, lambda: torch.from_numpy(read_arrays(path)[name]).view(dtype))
     process = current_process()
@@ -173,10 +188,16 @@ def _compute_once(
                 on_progress=advance,
             )
         if process.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_arrays(path, {name: values.view(torch.uint8).numpy()})
     assert values is not None
     return values
+
+
+def _find_place(name: str, dataset: ImageDataset, key: str, cache_dir: Path | None) -> Path:
+    """Return the path of results in the cache. See `_compute_once` and `_cache_key`."""
+    folder = cache_dir or default_cache_dir()
+    return folder / f"{dataset.name}-{dataset.split}-{name}-{key}.npz"
 
 
 def compute_readable_features(bundle: Bundle, dataset: ImageDataset) -> tuple[Float32s, Ints]:

@@ -28,7 +28,13 @@ from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import current_process
 from vit.training.data import TrainingData, build_data, build_dataset
 from vit.training.model import build_model, load_initial_model, resize_model, set_up_training
-from vit.training.probe import build_probed_model, fit_to_data, is_probe_alone, uses_probe
+from vit.training.probe import (
+    build_probed_model,
+    fit_to_data,
+    has_features,
+    is_probe_alone,
+    uses_probe,
+)
 from vit.training.recipe import find_recipe
 from vit.training.run import RunParts
 from vit.training.timing import measure_forward_rate, measure_training_rate
@@ -229,7 +235,11 @@ class Choice(NamedTuple):
 
 
 def choose_config(
-    data: str | Path, overrides: Sequence[str] = (), minutes: float | None = None
+    data: str | Path,
+    overrides: Sequence[str] = (),
+    minutes: float | None = None,
+    *,
+    class_weights: Mapping[str, float] | None = None,
 ) -> Choice:
     """Choose a configuration for images.
 
@@ -238,6 +248,7 @@ def choose_config(
             `vit.data.sources.registry.find_kind`.
         overrides: `key.path=value` of the user.
         minutes: Minutes of training; None for `DEFAULT_MINUTES`.
+        class_weights: See `build_data`.
 
     Raises:
         ValueError: The images can't be opened, or the overrides don't fit.
@@ -294,7 +305,9 @@ def choose_config(
         # Fitting a probe needs all processes of a run, but only the main one is here.
         if uses_probe(config) and current_process().world_size == 1:
             resize_model(config, loaded)
-            decoded = build_data(config, splits, device=device, pretrained=pretrained)
+            decoded = build_data(
+                config, splits, device=device, pretrained=pretrained, class_weights=class_weights
+            )
             loaded.to(device)
             return _choose_fine_tuning(rows[0], sections, task, decoded, loaded)
     sections, model, reasons = _choose_by_speed(rows, task, loaded)
@@ -527,10 +540,13 @@ def _choose_fine_tuning(
     device = task.device
     forward_rate = measure_forward_rate(model, device=device)
     max_images = int(_FEATURE_FRACTION * 60 * task.minutes * forward_rate)
-    if max_images < _NEARLY_ALL * task.num_images:
-        # Keep a minimum in case the measured speed is wrong. Another number makes another run.
-        sections["model"]["probe"] = max(max_images, _MIN_PROBED_IMAGES)
     config = task.load(sections)
+    if max_images < _NEARLY_ALL * task.num_images and not has_features(model, data, device=device):
+        # Keep a minimum in case the measured speed is wrong. Numbers are few, because another
+        # number makes another run, and needs features of other images.
+        num_doublings = math.log2(max(max_images / _MIN_PROBED_IMAGES, 1))
+        sections["model"]["probe"] = int(_MIN_PROBED_IMAGES * 2 ** (int(2 * num_doublings) / 2))
+        config = task.load(sections)
     probe = fit_to_data(config, model, data, device=device)
     probed = build_probed_model(config, model, probe.probe).to(device)
 

@@ -97,5 +97,14 @@ COMMAND = Command(
     run=train,
     function="train",
     sections=lambda: {"Data sets of other packages": list_plugins("vit.register_source")},
-    python_only=("show_plan", "transform", "dataset", "class_names", "model", "callbacks"),
+    python_only=(
+        "show_plan",
+        "transform",
+        "dataset",
+        "class_names",
+        "model",
+        "loss",
+        "class_weights",
+        "callbacks",
+    ),
 )

@@ -2,7 +2,7 @@
 nor another image of its group."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,8 +12,14 @@ from vit.evaluation.clusters import compute_clustered_interval
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.prediction.features import Features, compute_features
 from vit.prediction.probabilities import Ints
-from vit.training.folds import assign_folds, number_groups
-from vit.training.linear_probe import fit_probe
+from vit.training.folds import (
+    assign_folds,
+    describe_always_trained,
+    list_always_trained,
+    number_groups,
+    train_on_whole_classes,
+)
+from vit.training.linear_probe import Balance, fit_probe
 from vit.training.probe import is_probe_alone
 from vit.training.resolve import FOLDS_OVERRIDES
 from vit.training.run import Run
@@ -41,8 +47,10 @@ class CrossValidation:
     """The out-of-fold predictions of all images and their accuracy. Accuracies are from 0 to 1.
 
     Attributes:
-        num_groups: None where each image is its own group.
+        num_images: Images that were left out once.
+        num_groups: Groups of these images; None where each image is its own group.
         interval: 95 % interval of `top1`, clustered by group.
+        always_trained: Classes of which no image was left out. See `assign_folds`.
     """
 
     num_folds: int
@@ -54,6 +62,7 @@ class CrossValidation:
     majority: float
     chance: float
     predictions: list[FoldPrediction]
+    always_trained: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
         """The result in a sentence."""
@@ -63,7 +72,7 @@ class CrossValidation:
             f"{self.num_folds}-fold cross-validation of {self.num_images:,} images: top-1"
             f" {self.top1:.1%} ({100 * low:.1f}–{high:.1%} with 95 % confidence{clusters}), macro F1"
             f" {self.macro_f1:.1%}; always the most frequent class: {self.majority:.1%}; chance:"
-            f" {self.chance:.1%}"
+            f" {self.chance:.1%}{describe_always_trained(self.always_trained)}"
         )
 
 
@@ -88,7 +97,7 @@ def cross_validate_run(run: Run, *, num_folds: int) -> CrossValidation:
         class_names=images.class_names,
         groups=images.groups,
         num_folds=num_folds,
-        balanced=run.data.class_balance != "none",
+        balanced=run.data.probe_balance,
     )
 
 
@@ -100,7 +109,7 @@ def cross_validate(
     class_names: Sequence[str],
     groups: Sequence[str] | None,
     num_folds: int,
-    balanced: bool = False,
+    balanced: Balance = False,
 ) -> CrossValidation:
     """Predict each image by a probe of the other folds. These choose the block, the pooling and the
     strength anew each time, so that nothing of the result has seen the image.
@@ -115,52 +124,59 @@ def cross_validate(
         balanced: See `fit_probe`.
 
     Raises:
-        ValueError: Too few images or groups to leave any out.
+        ValueError: Every class has too few images or groups to leave any out.
     """
     folds = assign_folds(labels, groups, num_folds=num_folds)
-    if folds.max() < 1 or (folds < 0).any():
+    if folds.max() < 1:
         raise ValueError(
-            "--folds leaves out every image once, and a class has one image or group alone; add"
-            " some, or leave the class out with data.classes"
+            "--folds leaves out images of each class in turn, and every class has one image or"
+            " group alone; add some"
         )
     logits = np.zeros((len(labels), len(class_names)), dtype=np.float32)
     for fold in range(folds.max() + 1):
         is_out = folds == fold
+        inner_groups = None
+        if groups is not None:
+            inner_groups = [groups[index] for index in np.flatnonzero(~is_out).tolist()]
         # The folds of the other images serve to choose by.
-        _, inner_folds = np.unique(folds[~is_out], return_inverse=True)
-        if not inner_folds.any():
+        inner_folds = folds[~is_out]
+        inner_folds = train_on_whole_classes(inner_folds - (inner_folds > fold), labels[~is_out])
+        if inner_folds.max() < 1:
             # Only one of two folds is left.
-            inner_folds = assign_folds(labels[~is_out])
+            inner_folds = assign_folds(labels[~is_out], inner_groups)
         probe = fit_probe(
             {readout: values[~is_out] for readout, values in features.items()},
             labels[~is_out],
             num_classes=len(class_names),
             balanced=balanced,
             folds=inner_folds,
+            groups=inner_groups,
         )
         logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
 
-    scores = score_logits(logits, labels)
+    measured = np.flatnonzero(folds >= 0)
+    scores = score_logits(logits[measured], labels[measured])
     predictions = [
         FoldPrediction(
             path=ids[index],
             group=None if groups is None else groups[index],
             fold=int(folds[index]),
             label=class_names[labels[index]],
-            predicted=class_names[scores.predicted[index]],
-            probability=float(scores.confidence[index]),
+            predicted=class_names[scores.predicted[place]],
+            probability=float(scores.confidence[place]),
         )
-        for index in range(len(labels))
+        for place, index in enumerate(measured.tolist())
     ]
-    clusters = number_groups(groups, len(labels))
+    clusters = number_groups(groups, len(labels))[measured]
     return CrossValidation(
         num_folds=int(folds.max()) + 1,
-        num_images=len(labels),
-        num_groups=None if groups is None else len(set(groups)),
+        num_images=len(measured),
+        num_groups=None if groups is None else len(set(clusters.tolist())),
         top1=float(scores.correct.mean()),
         interval=compute_clustered_interval(scores.correct, clusters),
         macro_f1=compute_metrics(scores)["macro_f1"],
-        majority=float(np.bincount(labels).max() / len(labels)),
+        majority=float(np.bincount(labels[measured]).max() / len(measured)),
         chance=1 / len(class_names),
         predictions=predictions,
+        always_trained=[class_names[label] for label in list_always_trained(folds, labels)],
     )

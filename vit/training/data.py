@@ -1,7 +1,7 @@
 """Config → the images of a run: its splits, their normalisation, and the loader of batches."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,6 +30,7 @@ from vit.data.statistics import (
     measure_value_range,
 )
 from vit.data.workers import Decoding, Transform, apply_transform
+from vit.runtime.arguments import check_choice
 from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import Process
 
@@ -48,6 +49,8 @@ class TrainingData:
         train, validation: Images; not decoded in the pipeline "workers".
         decode: Returns images of the run with their pixels; decoded images as they are.
         pipeline: Chosen pipeline, where `config.data.pipeline` may say "auto".
+        class_weights: Weights of the classes in the loss, passed from Python. Their mean over the
+            training images is 1.
     """
 
     config: Config
@@ -60,6 +63,14 @@ class TrainingData:
     pipeline_reason: str
     class_balance: ClassBalance
     class_balance_reason: str
+    class_weights: Float[np.ndarray, " C"] | None = None
+
+    @property
+    def probe_balance(self) -> bool | dict[int, float]:
+        """How a probe of these images balances the classes, see `fit_probe`."""
+        if self.class_weights is None:
+            return self.class_balance != "none"
+        return dict(enumerate(self.class_weights.tolist()))
 
     @cached_property
     def listing(self) -> str | None:
@@ -129,6 +140,7 @@ def build_data(
     *,
     device: torch.device,
     pretrained: Preprocess | None = None,
+    class_weights: Mapping[str, float] | None = None,
 ) -> TrainingData:
     """List the training and validation images, and decode them where they fit into memory. The test
     images are not touched.
@@ -139,10 +151,17 @@ def build_data(
         splits: The data set.
         device: Device on which the images will be.
         pretrained: Preprocessing of pretrained weights, which comes before measured values.
+        class_weights: Weight of each class in the loss, by its name; 1 for a class without a name.
+
+    Raises:
+        ValueError: Images can't be read, or class weights don't fit the classes.
     """
     data = config.data
     preprocess = pretrained or Preprocess(data.size)
     train = splits.split("train")
+    weights = None
+    if class_weights is not None:
+        weights = _list_class_weights(config, train, class_weights)
     preprocess = replace(
         preprocess,
         image_size=data.size,
@@ -200,6 +219,8 @@ def build_data(
         preprocess = _normalize(config, preprocess, map(preprocess.to_uint8, sample))
 
     balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
+    if weights is not None:
+        balance, balance_reason = "weights", "class_weights"
     return TrainingData(
         config=config,
         splits=splits,
@@ -211,6 +232,7 @@ def build_data(
         pipeline_reason=reason,
         class_balance=balance,
         class_balance_reason=balance_reason,
+        class_weights=weights,
     )
 
 
@@ -219,6 +241,28 @@ def _normalize(config: Config, preprocess: Preprocess, images: Iterable[np.ndarr
     configuration doesn't give them."""
     mean, std = measure_mean_and_std(images)
     return replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
+
+
+def _list_class_weights(
+    config: Config, dataset: ImageDataset, class_weights: Mapping[str, float]
+) -> Float[np.ndarray, " C"]:
+    """Return the weight of each class, with a mean of 1 over the images. Raise ValueError for
+    unknown classes, or for values that are no weights."""
+    if config.train.class_balance == "sampler":
+        raise ValueError(
+            "train.class_balance=sampler and class_weights both balance the classes; use one"
+        )
+    for name, weight in class_weights.items():
+        check_choice(name, dataset.class_names, name="class in class_weights")
+        # false for NaN, too
+        if not (isinstance(weight, int | float) and 0 <= weight < math.inf):
+            raise ValueError(f"class_weights: {name} has {weight!r}, not a number of at least 0")
+    weights = np.array([class_weights.get(name, 1.0) for name in dataset.class_names])
+    mean = weights[dataset.labels].mean()
+    if mean == 0:
+        raise ValueError("class_weights give every image the weight 0; raise one")
+    scaled: np.ndarray = (weights / mean).astype(np.float32)
+    return scaled
 
 
 def build_train_loader(

@@ -1,10 +1,13 @@
 """How images are divided into folds, of which each is left out once."""
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 from numpy.typing import NDArray
+
+from vit.runtime.arguments import shorten
 
 NUM_FOLDS = 5
 
@@ -17,14 +20,15 @@ def assign_folds(
 ) -> NDArray[np.int64]:
     """Return the number of the fold that leaves out each image, or −1 for an image that never is.
 
-    Each class is spread over the folds as evenly as possible.
+    Each class is spread over the folds as evenly as possible. Images of a class that can't be left
+    out in parts, because it has one group or one image, are always trained on.
 
     Args:
         labels: [n].
-        groups: Group of each image; the images of a group share a fold. None: each image is its
-            own group.
-        num_folds: Folds at most; there are fewer where a class has fewer images or groups. The only
-            image of a class is never left out. If a class has one group, no image is left out.
+        groups: Group of each image; the images of a group that are left out share a fold. None:
+            each image is its own group.
+        num_folds: Folds at most; there are fewer where all images together have fewer groups, or
+            where a class has fewer images if there are no groups.
     """
     folds = np.full(len(labels), -1, dtype=np.int64)
     if groups is not None:
@@ -32,12 +36,22 @@ def assign_folds(
         from sklearn.model_selection import StratifiedGroupKFold
 
         clusters = number_groups(groups, len(labels))
-        groups_a_class = [len(set(clusters[labels == label])) for label in np.unique(labels)]
-        num_folds = min(num_folds, *groups_a_class)
+        # The number of a fold isn't needed here: this finds the classes of one group.
+        inside = np.flatnonzero(train_on_whole_classes(clusters, labels) >= 0)
+        class_sizes = np.bincount(labels[inside], minlength=1)
+        num_folds = min(num_folds, len(np.unique(clusters[inside])), int(class_sizes.max()))
         if num_folds > 1:
             splitter = StratifiedGroupKFold(num_folds, shuffle=True, random_state=0)
-            for fold, (_, out) in enumerate(splitter.split(clusters, labels, clusters)):
-                folds[out] = fold
+            with warnings.catch_warnings():
+                # A class may have fewer images than there are folds.
+                warnings.filterwarnings("ignore", "The least populated class", UserWarning)
+                splits = splitter.split(inside, labels[inside], clusters[inside])
+                for fold, (_, out) in enumerate(splits):
+                    folds[inside[out]] = fold
+            folds = train_on_whole_classes(folds, labels)
+            # Folds without images don't count.
+            is_out = folds >= 0
+            folds[is_out] = np.unique(folds[is_out], return_inverse=True)[1]
         return folds
 
     counts = np.bincount(labels)
@@ -53,6 +67,32 @@ def assign_folds(
         folds[indices] = (start + np.arange(len(indices))) % num_folds
         start += len(indices)
     return folds
+
+
+def train_on_whole_classes(
+    folds: Int[np.ndarray, " n"], labels: Int[np.ndarray, " n"]
+) -> NDArray[np.int64]:
+    """Return folds with −1 for the images of each class that one fold would leave out as a whole:
+    without an image to train on, the class could not be predicted."""
+    kept = folds.copy()
+    pairs = np.unique(np.stack([labels, folds]), axis=1)
+    classes, counts = np.unique(pairs[0], return_counts=True)
+    kept[np.isin(labels, classes[counts == 1])] = -1
+    return kept
+
+
+def list_always_trained(folds: Int[np.ndarray, " n"], labels: Int[np.ndarray, " n"]) -> list[int]:
+    """Return the labels of the classes of which no image is ever left out."""
+    always_trained: list[int] = np.setdiff1d(labels, labels[folds >= 0]).tolist()
+    return always_trained
+
+
+def describe_always_trained(class_names: Sequence[str]) -> str:
+    """Return the end of a sentence about an accuracy, which names the classes that it leaves out."""
+    if not class_names:
+        return ""
+    names = shorten(", ".join(class_names))
+    return f", without {names}: images of one group, or one image, are always trained on"
 
 
 def number_groups(groups: Sequence[str] | None, count: int) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ from vit.config import Config, plain_values
 from vit.data.workers import Transform
 from vit.model.checkpoint import IdentityRecord
 from vit.runtime.arguments import shorten
+from vit.training.train_step import Loss
 
 # These change no number: where the images lie or are cached, and how many processes decode them.
 # Class names are in the fingerprint of the data.
@@ -56,6 +57,8 @@ class RunIdentity:
         conditions: Mapping[str, str],
         transform: Transform | None = None,
         model: nn.Module | None = None,
+        loss: Loss | None = None,
+        class_weights: Mapping[str, float] | None = None,
     ) -> Self:
         """Return the identity of a run.
 
@@ -63,8 +66,8 @@ class RunIdentity:
             config: Configuration of the run.
             data_fingerprint: Fingerprint of the training images.
             conditions: Conditions under which the run computes.
-            transform, model: Objects passed from Python, which tell a run from others. Images have
-                a fingerprint of their own.
+            transform, model, loss, class_weights: Objects passed from Python, which tell a run from
+                others. Images have a fingerprint of their own.
         """
         settings = {
             f"{section}.{key}": value
@@ -73,13 +76,13 @@ class RunIdentity:
             if f"{section}.{key}" not in _NEUTRAL_KEYS
             and not (f"{section}.{key}" in _LATER_KEYS and value is None)
         }
-        description = None
-        if transform is not None:
-            # An object's address in memory is another one in each process.
-            text = re.sub(" at 0x[0-9a-f]+", "", repr(transform))
-            description = " ".join(text.split())
-        settings["the argument transform"] = description
+        settings["the argument transform"] = None if transform is None else _describe(transform)
         settings["the argument model"] = None if model is None else type(model).__qualname__
+        # Runs without them are known by the settings above alone, as they were before these existed.
+        if loss is not None:
+            settings["the argument loss"] = _describe(loss)
+        if class_weights is not None:
+            settings["the argument class_weights"] = dict(class_weights)
         return cls(settings, data_fingerprint, conditions)
 
     @cached_property
@@ -139,3 +142,10 @@ class RunIdentity:
         if not changes:
             return None
         return f"{'; '.join(changes)}: the run goes on, but not to the same last bits"
+
+
+def _describe(function: object) -> str:
+    """Describe a function that was passed from Python, the same in each process."""
+    # An object's address in memory is another one in each process.
+    text = re.sub(" at 0x[0-9a-f]+", "", repr(function))
+    return " ".join(text.split())

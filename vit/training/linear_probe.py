@@ -18,6 +18,9 @@ from vit.prediction.features import Features
 from vit.training.folds import assign_folds
 
 FloatArray = NDArray[np.float64]
+# True weights each class by the inverse of its number of images; a dictionary has the weight of each
+# label.
+Balance = bool | dict[int, float]
 
 # Strengths, C of scikit-learn's LogisticRegression. All are tried for the best readout, every third
 # for the others.
@@ -63,8 +66,9 @@ def fit_probe(
     labels: Int[np.ndarray, " n"],
     *,
     num_classes: int,
-    balanced: bool = False,
+    balanced: Balance = False,
     folds: Int[np.ndarray, " n"] | None = None,
+    groups: Sequence[str] | None = None,
 ) -> LinearProbe:
     """Choose readout and strength by the cross-validated log loss, and fit on all images.
 
@@ -72,9 +76,12 @@ def fit_probe(
         features: Features of the training images, at each readout.
         labels: Labels of the same images, 0 to C − 1.
         num_classes: C; a class without images gets a negligible probability.
-        balanced: Give all classes the same weight, whatever their numbers of images.
+        balanced: Give all classes the same weight, whatever their numbers of images, or these
+            weights by label.
         folds: Number of the fold that leaves out each image, −1 for an image that never is. None:
             see `assign_folds`.
+        groups: Group of each image; no group is measured by a probe that has seen a part of it.
+            None: each image is its own group.
 
     Raises:
         ValueError: Fewer than two classes have images.
@@ -82,7 +89,10 @@ def fit_probe(
     if len(np.unique(labels)) < 2:
         raise ValueError("a probe needs training images of at least two classes")
     if folds is None:
-        folds = assign_folds(labels)
+        folds = assign_folds(labels, groups)
+    # With one class to measure on, the probe that always predicts it would be the best.
+    if groups is not None and len(np.unique(labels[folds >= 0])) < 2:
+        folds = np.full(len(labels), -1)
     # The matrices are small, and several threads would wait for one another, longer if other
     # programs run.
     with threadpool_limits(1):
@@ -92,7 +102,12 @@ def fit_probe(
         top1 = None
         if folds.max() >= 1:
             readout = _choose_readout(
-                features, labels, folds, num_classes=num_classes, balanced=balanced
+                features,
+                labels,
+                folds,
+                num_classes=num_classes,
+                balanced=balanced,
+                by_fold=groups is not None,
             )
             losses, accuracies = _cross_validate(
                 as_array(features, readout), labels, folds, strengths=_STRENGTHS, balanced=balanced
@@ -118,10 +133,12 @@ def _choose_readout(
     folds: NDArray[np.int64],
     *,
     num_classes: int,
-    balanced: bool,
+    balanced: Balance,
+    by_fold: bool,
 ) -> Readout:
     """Return the readout with the smallest loss at its best strength. With many images a sample
-    decides, and only readouts that do best by least squares, which are faster, are tried."""
+    decides, and only readouts that do best by least squares, which are faster, are tried. These
+    leave out one image at a time, or one fold (`by_fold`)."""
     width = next(iter(features.values())).shape[1]
     max_images = _MAX_VALUES // (width * num_classes)
     # The sample has equally many images of each class.
@@ -131,8 +148,10 @@ def _choose_readout(
     sample = np.sort(np.concatenate([indices[:images_a_class] for indices in shuffled]))
 
     arrays = {readout: as_array(features, readout)[sample] for readout in features}
+    ridge_folds = folds[sample] if by_fold else None
     errors = {
-        readout: _compute_ridge_error(values, labels[sample]) for readout, values in arrays.items()
+        readout: _compute_ridge_error(values, labels[sample], ridge_folds)
+        for readout, values in arrays.items()
     }
     losses = {}
     for readout in sorted(errors, key=lambda readout: errors[readout])[:_NUM_CANDIDATES]:
@@ -147,9 +166,18 @@ def _choose_readout(
     return min(losses, key=lambda readout: losses[readout])
 
 
-def _compute_ridge_error(features: FloatArray, labels: NDArray[np.int64]) -> float:
-    """Compute the mean squared error of ridge regressions on the classes' indicators, each image
-    left out in turn, at the best of a few penalties; in closed form (Allen 1974, PRESS)."""
+def _compute_ridge_error(
+    features: FloatArray, labels: NDArray[np.int64], folds: NDArray[np.int64] | None
+) -> float:
+    """Compute the mean squared error of ridge regressions on the classes' indicators, each fold
+    left out in turn, at the best of a few penalties; in closed form (Allen 1974, PRESS).
+
+    Args:
+        features: [n, D].
+        labels: [n].
+        folds: Number of the fold that leaves out each image, −1 for an image that never is. None:
+            each image is left out alone.
+    """
     standardised, _, _ = _standardise(features)
     targets = np.eye(labels.max() + 1)[labels]
     targets -= targets.mean(axis=0)
@@ -158,11 +186,31 @@ def _compute_ridge_error(features: FloatArray, labels: NDArray[np.int64]) -> flo
     for penalty in _PENALTIES:
         shrinkage = values**2 / (values**2 + penalty)
         fitted = (vectors * shrinkage) @ (vectors.T @ targets)
-        # the diagonal of the projection, with the intercept's
-        leverage = (vectors**2) @ shrinkage + 1 / len(labels)
-        residuals = (targets - fitted) / np.maximum(1 - leverage, 1e-9)[:, None]
+        if folds is None:
+            # the diagonal of the projection, with the intercept's
+            leverage = (vectors**2) @ shrinkage + 1 / len(labels)
+            residuals = (targets - fitted) / np.maximum(1 - leverage, 1e-9)[:, None]
+        else:
+            residuals = _leave_out_folds(targets - fitted, vectors, shrinkage, folds)
         errors.append((residuals**2).sum(axis=1).mean())
     return float(min(errors))
+
+
+def _leave_out_folds(
+    residuals: FloatArray,
+    vectors: FloatArray,
+    shrinkage: FloatArray,
+    folds: NDArray[np.int64],
+) -> FloatArray:
+    """Return the residuals of the images that folds leave out, for regressions without their fold:
+    (1 − H)⁻¹ r, where H is the block of the fold in the projection."""
+    left_out = []
+    for fold in range(folds.max() + 1):
+        is_out = folds == fold
+        # with the intercept's part of the projection
+        block = (vectors[is_out] * shrinkage) @ vectors[is_out].T + 1 / len(folds)
+        left_out.append(np.linalg.solve(np.eye(len(block)) - block, residuals[is_out]))
+    return np.concatenate(left_out)
 
 
 def _standardise(features: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -181,7 +229,7 @@ def _cross_validate(
     folds: NDArray[np.int64],
     *,
     strengths: Sequence[float],
-    balanced: bool,
+    balanced: Balance,
 ) -> tuple[FloatArray, FloatArray]:
     """Compute the mean log loss and the accuracy of each strength on images that were left out."""
     losses = np.zeros(len(strengths))
@@ -207,7 +255,7 @@ def fit_path(
     labels: NDArray[np.int64],
     strengths: Sequence[float],
     *,
-    balanced: bool,
+    balanced: Balance,
 ) -> list[tuple[FloatArray, FloatArray, NDArray[np.int64]]]:
     """Fit a logistic regression on standardised features for each strength, weakest first.
 
@@ -219,9 +267,8 @@ def fit_path(
 
     standardised, mean, std = _standardise(features)
     # Each fit starts from the one before, which is near it.
-    model = LogisticRegression(
-        max_iter=1000, warm_start=True, class_weight="balanced" if balanced else None
-    )
+    class_weight = balanced if isinstance(balanced, dict) else "balanced" if balanced else None
+    model = LogisticRegression(max_iter=1000, warm_start=True, class_weight=class_weight)
     path = []
     for strength in strengths:
         model.set_params(C=strength).fit(standardised, labels)

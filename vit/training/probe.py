@@ -15,13 +15,14 @@ from vit.model.logits import cut_model
 from vit.model.model_file import ModelFile
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit
-from vit.prediction.features import Features, compute_features
+from vit.prediction.features import Features, are_features_cached, compute_features
+from vit.runtime.arguments import shorten
 from vit.runtime.console import build_console
 from vit.runtime.processes import current_process
 from vit.runtime.products import find_product
 from vit.training.data import TrainingData
-from vit.training.folds import assign_folds
-from vit.training.linear_probe import LinearProbe, fit_probe
+from vit.training.folds import assign_folds, describe_always_trained, list_always_trained
+from vit.training.linear_probe import Balance, LinearProbe, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
@@ -50,6 +51,7 @@ class FittedProbe:
         features: Features that its head reads, of the images that it was fitted on, float32 [n, D].
         feature_seconds: Seconds of the forward pass, or of reading its results from the cache.
         fit_seconds: Seconds of the regressions.
+        always_trained: Classes that cross-validation doesn't measure. See `assign_folds`.
         curve: Growth of the accuracy with the number of images; in the main process only.
     """
 
@@ -60,6 +62,7 @@ class FittedProbe:
     features: Float[np.ndarray, "n D"]
     feature_seconds: float
     fit_seconds: float
+    always_trained: tuple[str, ...] = ()
     curve: ProbeMeasurement | None = None
 
     def describe(self) -> str:
@@ -68,6 +71,10 @@ class FittedProbe:
         text = f"block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
         if self.probe.top1 is not None:
             text += f"; top-1 in cross-validation {self.probe.top1:.1%}"
+            text += describe_always_trained(self.always_trained)
+        elif self.always_trained:
+            names = shorten(", ".join(self.always_trained))
+            text += f"; no cross-validation, because of one group (or image) in {names}"
         count = f"{self.num_images:,}"
         if self.num_images < self.num_training_images:
             count += f" of {self.num_training_images:,}"
@@ -84,6 +91,14 @@ def is_probe_alone(config: Config) -> bool:
     """Return whether nothing is trained after the probe: its regression is the best head of a
     frozen backbone."""
     return uses_probe(config) and config.model.freeze == "backbone"
+
+
+def has_features(model: VisionTransformer, data: TrainingData, *, device: torch.device) -> bool:
+    """Return true if the features of all training images are in the cache, from an earlier run."""
+    if data.train.pixels is None:
+        return False
+    predictor = build_predictor(data, model, device=device)
+    return are_features_cached(predictor, data.train, cache_dir=data.splits.cache_dir)
 
 
 def fit_to_data(
@@ -114,22 +129,18 @@ def fit_to_data(
     features = compute_features(predictor, dataset, cache_dir=data.splits.cache_dir)
 
     computed_at = time.perf_counter()
-    balanced = data.class_balance != "none"
+    balanced = data.probe_balance
     process = current_process()
+    folds = assign_folds(dataset.labels, dataset.groups)
     probe = None
     if process.is_main:
-        folds = None
-        if dataset.groups is not None:
-            folds = assign_folds(dataset.labels, dataset.groups)
-            # A class of one group can't be left out as a whole.
-            if folds.max() < 1:
-                folds = None
         probe = fit_probe(
             features,
             dataset.labels,
             num_classes=len(dataset.class_names),
             balanced=balanced,
             folds=folds,
+            groups=dataset.groups,
         )
     # Other processes take the main process's probe, because their libraries may round differently.
     probe = process.broadcast(probe)
@@ -139,6 +150,7 @@ def fit_to_data(
     curve = None
     if process.is_main:
         curve = _measure_curve(features, dataset, probe, balanced=balanced)
+    always_trained = list_always_trained(folds, dataset.labels)
     return FittedProbe(
         probe,
         depth=len(model.blocks),
@@ -147,12 +159,13 @@ def fit_to_data(
         features=features[probe.readout].numpy(),
         feature_seconds=computed_at - started_at,
         fit_seconds=fit_seconds,
+        always_trained=tuple(dataset.class_names[label] for label in always_trained),
         curve=curve,
     )
 
 
 def _measure_curve(
-    features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: bool
+    features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: Balance
 ) -> ProbeMeasurement | None:
     measure = find_product("learning curve")
     if measure is None:

@@ -5,7 +5,7 @@ Nothing else builds a run. `vit.training.automatic` hands over what it built to 
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from vit.training.compiled_function import should_compile
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.training.identity import RunIdentity
 from vit.training.micro_batches import choose_grad_accum_steps
-from vit.training.model import build_model, check_user_model
+from vit.training.model import build_model, check_loss, check_user_model
 from vit.training.model_writer import BundleWriter, read_run_model
 from vit.training.observers import MetricsFile, Observer, ProgressBar
 from vit.training.plan import TrainingPlan
@@ -51,7 +51,7 @@ from vit.training.probe import (
 from vit.training.tensorboard import TensorBoard
 from vit.training.threaded_step import choose_threads
 from vit.training.tokens import keep_tokens
-from vit.training.train_step import TrainStep
+from vit.training.train_step import Loss, TrainStep
 from vit.training.trainer import Trainer
 from vit.training.validation import HeldAside, ImageValidator
 
@@ -69,6 +69,8 @@ class RunParts:
         splits: The images, opened.
         transform: Function of one image, passed from Python.
         user_model: Module passed from Python, which is trained.
+        loss: Function passed from Python, which takes the place of the cross-entropy.
+        class_weights: Weights of the classes in the loss by their names, passed from Python.
         model: Model of the run; it ends at the probe's block if there is a `probe`.
         pretrained: Preprocessing that the loaded weights were trained with.
         data: Images, decoded, with the configuration of the run.
@@ -80,6 +82,8 @@ class RunParts:
     splits: DatasetSplits | None = None
     transform: Transform | None = None
     user_model: nn.Module | None = None
+    loss: Loss | None = None
+    class_weights: Mapping[str, float] | None = None
     model: nn.Module | None = None
     pretrained: Preprocess | None = None
     data: TrainingData | None = None
@@ -130,6 +134,8 @@ def build_run(
         resume: If the run in `directory` has left a checkpoint, take its model instead of fitting a
             probe.
     """
+    if parts.loss is not None and is_probe_alone(config):
+        raise ValueError("loss is for training steps, and this run is a linear probe alone")
     device = choose_device(device_name)
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
     keep_freed_memory()
@@ -164,16 +170,25 @@ def build_run(
     plan = build_plan(
         config, model, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size
     )
-    class_weights = None
-    if data.class_balance == "weights":
+    weights = data.class_weights
+    if weights is None and data.class_balance == "weights":
         weights = compute_class_weights(data.train.labels, len(data.train.class_names))
-        class_weights = torch.from_numpy(weights).to(device)
+    class_weights = None if weights is None else torch.from_numpy(weights).to(device)
+    if parts.loss is not None:
+        check_loss(
+            config,
+            parts.loss,
+            num_classes=len(data.train.class_names),
+            device=device,
+            has_class_weights=class_weights is not None,
+        )
     train_step = build_train_step(
         config,
         model,
         plan=plan,
         process=process,
         device=device,
+        loss=parts.loss,
         class_weights=class_weights,
         compile=choose_compile(config, model, plan, device),
     )
@@ -198,6 +213,8 @@ def build_run(
         },
         transform=parts.transform,
         model=parts.user_model,
+        loss=parts.loss,
+        class_weights=parts.class_weights,
     )
     trainer = Trainer(
         train_step=train_step,
@@ -230,7 +247,13 @@ def _build_model_and_data(
         model, pretrained = build_model(config, num_classes=num_classes)
     data = parts.data
     if data is None:
-        data = build_data(config, splits, device=device, pretrained=pretrained)
+        data = build_data(
+            config,
+            splits,
+            device=device,
+            pretrained=pretrained,
+            class_weights=parts.class_weights,
+        )
     # The model moves first, because the optimizer creates its state on the device of the weights.
     return model.to(device), data
 
@@ -281,6 +304,7 @@ def build_train_step(
     plan: TrainingPlan,
     process: Process,
     device: torch.device,
+    loss: Loss | None = None,
     class_weights: Float[Tensor, " C"] | None = None,
     compile: bool = False,
 ) -> TrainStep:
@@ -293,6 +317,7 @@ def build_train_step(
         plan: Plan of the run.
         process: This process's place in the run.
         device: Device of this process.
+        loss: Loss instead of the cross-entropy.
         class_weights: Weights of the classes in the loss; None for equal ones.
         compile: Compile the forward pass.
     """
@@ -338,6 +363,7 @@ def build_train_step(
         optimizer,
         lr_factor,
         precision=precision,
+        loss=loss,
         label_smoothing=train.label_smoothing,
         class_weights=class_weights,
         clip_grad=train.clip_grad,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from vit.config import Config, dump_config
+from vit.config import Config, dump_config, list_overrides
 from vit.data.workers import Transform
 from vit.model.find_file import find_initial_weights as find_initial_weights
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
@@ -36,6 +36,7 @@ from vit.training.run_directory import (
 )
 from vit.training.tensorboard import save_first_images
 from vit.training.timing import time_steps
+from vit.training.train_step import Loss
 
 
 @check_arguments(minutes=(0.01, None), folds=(2, 100))
@@ -43,7 +44,7 @@ def train(
     config: ConfigLike | None = None,
     *,
     output: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
     init: str | Path | None = None,
     minutes: float | None = None,
     group_by: str | int | None = None,
@@ -59,6 +60,8 @@ def train(
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
     model: nn.Module | None = None,
+    loss: Loss | None = None,
+    class_weights: Mapping[str, float] | None = None,
     callbacks: Sequence[Observer] = (),
 ) -> TrainingResult:
     """Train a model and keep the run in a directory.
@@ -70,8 +73,9 @@ def train(
             configuration is chosen. None with `resume`: the run's own.
         output: Directory of the run.
         overrides: Changes of the configuration, such as ["train.epochs=20",
-            "train.seed=1", "train.device=cpu"]. `vit.config.Config` and
-            docs/configuration.md list the keys.
+            "train.seed=1", "train.device=cpu"], or a dictionary such as
+            {"train.epochs": 20}. `vit.config.Config` and docs/configuration.md
+            list the keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
             Face, a file of weights, a model file, a run directory or a
             checkpoint in one. None: random weights, or those of `model.init`.
@@ -93,7 +97,8 @@ def train(
             the other folds, which has seen neither it nor its group. The
             result is in `cross_validation.json`. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
-            is one. Pass `transform`, `dataset`, `model` and `callbacks` again.
+            is one. Pass `transform`, `dataset`, `model`, `loss`,
+            `class_weights` and `callbacks` again.
         overwrite: Replace the run in `output`.
         dry_run: Write a picture of one batch, `dry_run.png`, and stop before
             training. With `show_plan` the time is estimated.
@@ -101,17 +106,26 @@ def train(
         transform: Function called on each training image, uint8 [H, W, 3],
             before the augmentation of the configuration: a transform of
             albumentations or torchvision, or any function.
-        dataset: Images instead of those of the configuration: a map-style data
-            set of torch with items (image, label), a pair of them (training,
-            validation), or a pair of arrays (images, labels [n]). An image is
-            a PIL image, an array [H, W, 3], or a tensor [3, H, W] of
-            uint8 or of values from 0 to 1. A label is an integer or a class
-            name.
+        dataset: Images instead of those of the configuration: a data set of
+            torch or Hugging Face, a DataLoader (its data set is taken), or any
+            iterable of items; a pair of them (training, validation); or a pair
+            (images, labels [n]). An item is (image, label) or a dictionary
+            with the keys image (img, pixel_values) and label (labels). An
+            image is a PIL image, or an array or tensor [H, W, 3], [3, H, W] or
+            [H, W], of uint8 or of values from 0 to 1; arrays may have more
+            bits. A label is a whole number, a class name or a one-hot row.
         class_names: Class names of `dataset`, in the order of the labels.
-            None: its attribute `classes`, the labels where they are names, or
-            "class 0" and so on.
+            None: its attribute `classes` or its features, the labels where
+            they are names, or "class 0" and so on.
         model: A module from images [B, 3, H, W] to logits [B, C], which is
             trained itself. None: a vision transformer as configured.
+        loss: Function that takes the place of the cross-entropy and its label
+            smoothing, from logits [B, C] and targets to the losses [B] or
+            their mean. The targets are classes [B], or with mixup and cutmix
+            class probabilities [B, C]. Validation measures cross-entropy.
+        class_weights: Weights of the classes in the loss, by name; 1 for a
+            class without one. Their ratios count: the mean over the images is
+            1. None: as `train.class_balance` says.
         callbacks: Objects of `vit.Observer`, whose methods are called after
             each step and epoch. One that returns True saves the state and ends
             the run.
@@ -138,13 +152,17 @@ def train(
         overrides,
         transform=transform,
         model=model,
+        class_weights=class_weights,
         callbacks=callbacks,
     )
+    listed_overrides = list_overrides(overrides)
+    if loss is not None:
+        listed_overrides.insert(0, "train.label_smoothing=0")
     passed = [name for name, value in (("dataset", dataset), ("model", model)) if value is not None]
-    directory, overrides, resolved = resolve_arguments(
+    directory, all_overrides, resolved = resolve_arguments(
         config,
         output=output,
-        overrides=overrides,
+        overrides=listed_overrides,
         init=init,
         minutes=minutes,
         group_by=group_by,
@@ -154,7 +172,7 @@ def train(
         overwrite=overwrite,
         passed=passed,
     )
-    device = find_device(overrides) if resolved is None else resolved.train.device
+    device = find_device(all_overrides) if resolved is None else resolved.train.device
     # A dry run leaves a run that is there alone.
     resume = resume and not dry_run
     with ExitStack() as stack:
@@ -167,7 +185,9 @@ def train(
         if resolved is None and process.is_main:
             # It measures the speed of training: one process does so for all.
             assert isinstance(config, str | Path)
-            resolved, choices, parts = choose_config(config, overrides, minutes)
+            resolved, choices, parts = choose_config(
+                config, all_overrides, minutes, class_weights=class_weights
+            )
         resolved = process.broadcast(resolved)
         assert resolved is not None
         if folds is not None:
@@ -180,7 +200,13 @@ def train(
             directory=directory,
             process=process,
             device_name=device_name,
-            parts=replace(parts, transform=transform, user_model=model),
+            parts=replace(
+                parts,
+                transform=transform,
+                user_model=model,
+                loss=loss,
+                class_weights=class_weights,
+            ),
             resume=resume,
         )
         trainer = run.trainer
@@ -221,7 +247,14 @@ def train(
 
 
 def _check_arguments(
-    config: Any, output: Any, overrides: Any, *, transform: Any, model: Any, callbacks: Any
+    config: Any,
+    output: Any,
+    overrides: Any,
+    *,
+    transform: Any,
+    model: Any,
+    class_weights: Any,
+    callbacks: Any,
 ) -> None:
     """Raise ValueError for an argument of another kind."""
     sources = (str, Path, Mapping, Config, NoneType)
@@ -229,7 +262,18 @@ def _check_arguments(
     for name, value, kinds, expected in (
         ("config", config, sources, passing),
         ("output", output, (str, Path), "the path of a directory"),
-        ("overrides", overrides, (list, tuple), 'a list of texts, such as ["train.epochs=20"]'),
+        (
+            "overrides",
+            overrides,
+            (list, tuple, Mapping),
+            'a list of texts, such as ["train.epochs=20"], or a dictionary',
+        ),
+        (
+            "class_weights",
+            class_weights,
+            (Mapping, NoneType),
+            "a dictionary of numbers by class name",
+        ),
         ("model", model, (nn.Module, NoneType), "an object of an nn.Module"),
         ("callbacks", callbacks, (list, tuple), "a list of objects of vit.Observer's subclasses"),
     ):

@@ -25,6 +25,9 @@ from vit.training.loss_scale import LossScale
 from vit.training.step_graphs import StepGraphs
 from vit.training.threaded_step import forward_backward_on_threads
 
+# (logits [B, C], classes [B] or class probabilities [B, C]) → the loss of each image [B], or the mean
+Loss = Callable[[Tensor, Tensor], Tensor]
+
 
 class StepResult(NamedTuple):
     """The result of a step over all processes: tensors on the device, so that nothing waits for it.
@@ -58,6 +61,7 @@ class TrainStep:
         lr_factor: Factor of all learning rates, from the number of a step, counted from 0.
         precision: Precision of the forward pass; weights and gradients are float32. In float16 the
             loss is scaled, see `vit.training.loss_scale`.
+        loss: Loss instead of the cross-entropy.
         label_smoothing: Label smoothing of `torch.nn.functional.cross_entropy`, from 0 to 1.
         class_weights: Factor of a sample's loss for each class; their mean over the training images
             is 1. None: all classes have the same weight.
@@ -76,6 +80,7 @@ class TrainStep:
     lr_factor: Callable[[float], float]
     _: KW_ONLY
     precision: Precision = "bfloat16"
+    loss: Loss | None = None
     label_smoothing: float = 0.0
     class_weights: Float[Tensor, " C"] | None = None
     clip_grad: float | None = None
@@ -120,9 +125,9 @@ class TrainStep:
             self.loss_scale = LossScale(self.device)
 
         self.graphs: StepGraphs | None = None
-        # Other models may do something else in each step, by numbers of the host. torch's gradient
-        # checkpointing reads the state of the device's random numbers.
-        is_capturable = isinstance(self.model, VisionTransformer)
+        # Other models and losses may do something else in each step, by numbers of the host. torch's
+        # gradient checkpointing reads the state of the device's random numbers.
+        is_capturable = isinstance(self.model, VisionTransformer) and self.loss is None
         if is_capturable and not self.model.grad_checkpointing and self.device.type == "cuda":
             self.graphs = StepGraphs(self.run_on_device, self.optimizer, self.device)
 
@@ -355,16 +360,25 @@ class TrainStep:
         with autocast(self.device, self.precision):
             logits = self.model(images)
 
-        loss = F.cross_entropy(
-            logits.float(),
-            targets,
-            weight=self.class_weights,
-            label_smoothing=self.label_smoothing,
-            reduction="mean" if self.class_weights is None else "none",
-        )
+        if self.loss is not None:
+            loss = self.loss(logits.float(), targets)
+            if self.class_weights is not None:
+                is_label = targets.ndim == 1
+                loss = loss * (
+                    self.class_weights[targets] if is_label else targets @ self.class_weights
+                )
+            loss = loss.mean()
+        else:
+            loss = F.cross_entropy(
+                logits.float(),
+                targets,
+                weight=self.class_weights,
+                label_smoothing=self.label_smoothing,
+                reduction="mean" if self.class_weights is None else "none",
+            )
         # torch's own mean would divide by the sum of the weights. Divided by the number of samples,
         # micro-batches and processes add up to the batch.
-        if self.class_weights is not None:
+        if self.class_weights is not None and self.loss is None:
             loss = loss.mean()
 
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)

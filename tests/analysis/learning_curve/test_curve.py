@@ -155,7 +155,7 @@ def test_where_it_cannot_tell_it_says_so() -> None:
     assert alone.points == []
     assert "too few photos to leave any out" in alone.describe()
     of_one_group = measure(values, labels, [str(label) for label in labels])
-    assert "too few photos to leave any out" in of_one_group.describe()
+    assert "every class has too few groups to leave any out" in of_one_group.describe()
 
     easy, labels = GaussianClasses(0, separation=20).draw(40)
     assert "0 errors in 160 photos are too few" in measure(easy, labels).describe()

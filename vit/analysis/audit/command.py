@@ -33,6 +33,9 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     echo(f"{len(found.label_errors)} likely label errors{judged}")
     for error in found.label_errors[:5]:
         echo(f"  {error.path}: {error.given}, probably {error.suggested} ({error.score:.3f})")
+    if found.always_trained:
+        names = ", ".join(found.always_trained)
+        echo(f"labels of {names} are not examined, because all of a class are one group")
     echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them across classes")
     echo(f"{len(found.outliers)} unusual images")
     for name, described in found.properties.items():
@@ -48,4 +51,9 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     echo(f"open {output / 'audit.html'} in a browser")
 
 
-COMMAND = Command(run=audit, function="audit", flags={"data": "images"})
+COMMAND = Command(
+    run=audit,
+    function="audit",
+    flags={"data": "images"},
+    python_only=("dataset", "class_names"),
+)

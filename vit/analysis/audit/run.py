@@ -1,22 +1,25 @@
 """The public function `vit.audit`, and its result."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
 from vit.bundle import Bundle, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.open import RecordedImages, open_for_model
+from vit.data.open import RecordedImages, open_for_model, open_passed
 from vit.data.statistics import (
     MIN_LEVELS,
     describe_few_levels,
     measure_value_range,
     survey_images,
 )
+from vit.evaluation.images import check_data
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
@@ -48,8 +51,10 @@ class AuditResult(Result):
 
 @check_arguments(batch_size=(1, None))
 def audit(
-    data: str | Path,
+    data: str | Path | None = None,
     *,
+    dataset: Any = None,
+    class_names: Sequence[str] | None = None,
     init: str | Path | None = None,
     model: str | Path | None = None,
     root: str | Path | None = None,
@@ -62,7 +67,10 @@ def audit(
 
     Args:
         data: A data set's name, a folder with a folder for each class, a
-            table or shards. All its splits are used.
+            table or shards. All its splits are used. A column "group" of a
+            table holds: no image is judged by others of its group.
+        dataset: Images instead of `data`, as `vit.train` takes them.
+        class_names: Class names of `dataset`. None: its own.
         init: Pretrained weights whose features are used: timm:NAME, a folder
             of timm, or a model file.
         model: A run, instead of `init`. Its features are used. It was trained
@@ -78,9 +86,9 @@ def audit(
         what `vit audit` writes.
 
     Raises:
-        ValueError: Not exactly one of `init` and `model` is given, the data
-            is unknown, it has fewer than two classes, or cleanlab isn't
-            installed.
+        ValueError: Not exactly one of `init` and `model`, or of `data` and
+            `dataset`, is given; the data is unknown, it has fewer than two
+            classes, or cleanlab isn't installed.
 
     Example:
         >>> result = vit.audit("photos", init="timm:vit_small_patch14_dinov2")
@@ -91,10 +99,16 @@ def audit(
             "vit audit compares images by features: add --init WEIGHTS (timm:NAME, a folder of timm"
             " or a model file) or --model RUN, and not both"
         )
+    check_data(data, dataset)
+    if data is None and dataset is None:
+        raise ValueError("which images? name them as data, or pass them as dataset=…")
     # before minutes of work
     if find_spec("cleanlab") is None:
         raise ValueError("vit audit needs cleanlab: pip install 'vit-pipeline[audit]'")
-    splits = open_for_model(data, root=root, recorded=RecordedImages())
+    if dataset is None:
+        splits = open_for_model(data, root=root, recorded=RecordedImages())
+    else:
+        splits = open_passed(dataset, class_names=class_names, model_classes=())
     listed = splits.split("all")
     bundle = _load_backbone(str(init or model), device)
     value_range = measure_value_range(listed)

@@ -16,10 +16,12 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
+from vit.data.groups import join_duplicates
 from vit.evaluation.examples import find_known
 from vit.evaluation.metrics import count_confusions
 from vit.prediction.neighbours import convert_to_distances, find_nearest
 from vit.prediction.probabilities import Floats, Ints
+from vit.training.folds import assign_folds
 
 _NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
@@ -111,6 +113,7 @@ class Audit:
         top1: Out-of-fold accuracy of the linear classifier, which says how good the features are.
         num_judged: Images whose labels it can judge. See `find_known`.
         unreadable: Images that can't be read, with the reason.
+        always_trained: Classes whose labels are not examined: their images are one group.
         model: Model that gave the features.
         neighbours: For the page: the 5 nearest images of each likely label error, as (path, class).
         warnings: Problems of all images together, a sentence each.
@@ -132,6 +135,7 @@ class Audit:
     model_sha256: str
     neighbours: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    always_trained: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
@@ -166,21 +170,32 @@ def audit_images(
     paths = [printable(image_id) for image_id in dataset.ids]
     classes = [dataset.class_names[label] for label in labels]
     assert dataset.hashes is not None
+    groups = dataset.groups
+    if groups is not None:
+        # Copies are left out together, too.
+        groups, _ = join_duplicates(groups, labels, dataset.hashes, num_splits=2)
     probabilities = predict_out_of_fold(
-        features, labels, dataset.digests, num_classes=len(dataset.class_names)
+        features, labels, dataset.digests, num_classes=len(dataset.class_names), groups=groups
     )
+    # the others are always trained on, so that nothing is known about their labels
+    left_out = np.flatnonzero(~np.isnan(probabilities[:, 0])).tolist()
+    probabilities, out_labels = probabilities[left_out], labels[left_out]
     nearest, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, skip_self=True)
     distances = convert_to_distances(cosines[:, -1])
 
-    correct = probabilities.argmax(axis=1) == labels
-    is_known = find_known(correct, labels, dataset.groups)
+    correct = probabilities.argmax(axis=1) == out_labels
+    out_groups = None
+    if dataset.groups is not None:
+        out_groups = [dataset.groups[index] for index in left_out]
+    is_known = find_known(correct, out_labels, out_groups)
     label_errors = []
     neighbours = {}
-    for index, suggested in zip(*find_suspects(probabilities, labels), strict=True):
-        if not is_known[index]:
+    for place, suggested in zip(*find_suspects(probabilities, out_labels), strict=True):
+        if not is_known[place]:
             continue
+        index = left_out[place]
         path = paths[index]
-        score = 1 - float(probabilities[index, labels[index]])
+        score = 1 - float(probabilities[place, labels[index]])
         name = dataset.class_names[suggested]
         label_errors.append(LabelError(path, classes[index], name, score))
         # a wrong label is seen best next to similar images
@@ -204,12 +219,13 @@ def audit_images(
         near_duplicates=near_duplicates,
         outliers=outliers,
         properties=_describe_properties(dataset, paths, classes, convert),
-        confused_classes=find_confused(probabilities, labels, dataset.class_names),
+        confused_classes=find_confused(probabilities, out_labels, dataset.class_names),
         top1=float(correct.mean()),
         num_judged=int(is_known.sum()),
         num_images=len(dataset),
         class_names=dataset.class_names,
         unreadable=[(printable(name), printable(text)) for name, text in dataset.unreadable],
+        always_trained=tuple(np.array(dataset.class_names)[np.setdiff1d(labels, out_labels)]),
         data=dataset.name,
         fingerprint=dataset.fingerprint,
         model=model,
@@ -219,7 +235,12 @@ def audit_images(
 
 
 def predict_out_of_fold(
-    features: NDArray[np.float32], labels: Ints, digests: NDArray[np.uint64], *, num_classes: int
+    features: NDArray[np.float32],
+    labels: Ints,
+    digests: NDArray[np.uint64],
+    *,
+    num_classes: int,
+    groups: Sequence[str] | None = None,
 ) -> Floats:
     """Predict each image by a logistic regression that has seen neither it nor a copy of it.
 
@@ -229,17 +250,20 @@ def predict_out_of_fold(
         digests: Hashes of their pixels, [n]. They decide the folds, so that names and the order of
             the images don't matter.
         num_classes: Number of classes C.
+        groups: Group of each image, with the copies of an image in one group. They decide the folds
+            instead, see `assign_folds`.
 
     Returns:
-        Class probabilities, [n, C]; 0 for a class that the other folds lack.
+        Class probabilities, [n, C]; 0 for a class that the other folds lack, NaN for an image that
+        is always trained on.
 
     Raises:
-        ValueError: Fewer than two classes have two different images.
+        ValueError: Fewer than two classes have two different images, or two groups.
     """
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import log_loss
-    from sklearn.model_selection import PredefinedSplit, StratifiedKFold, cross_val_predict
+    from sklearn.model_selection import StratifiedKFold
     from sklearn.preprocessing import StandardScaler
 
     # Copies of an image count once, with the label of the first of them.
@@ -249,30 +273,38 @@ def predict_out_of_fold(
         raise ValueError("an audit needs two classes, each with at least two different images")
     # the strengths of regularisation are meant for features of this scale
     inputs = StandardScaler().fit_transform(features.astype(np.float64))
-    folds = np.zeros(len(first), dtype=np.int64)
+    left_out = np.ones(len(labels), dtype=bool)
+    candidates = []
     # Small classes aren't in all folds, which scikit-learn warns of. One thread, because several
     # wait for one another: with 10,000 images two took 20 times as long.
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore")
-        splitter = StratifiedKFold(min(_NUM_FOLDS, class_sizes[-1]))
-        for fold, (_, is_out) in enumerate(splitter.split(first, labels[first])):
-            folds[is_out] = fold
-        split = PredefinedSplit(folds[copies])
-        candidates = [
-            cross_val_predict(
-                LogisticRegression(C=strength, max_iter=500),
-                inputs,
-                labels,
-                cv=split,
-                method="predict_proba",
-            )
-            for strength in _STRENGTHS
-        ]
-    probabilities = np.zeros((len(labels), num_classes))
-    probabilities[:, np.unique(labels)] = min(
-        candidates, key=lambda candidate: log_loss(labels, candidate)
+        if groups is None:
+            splitter = StratifiedKFold(min(_NUM_FOLDS, class_sizes[-1]))
+            folds_of_first = np.zeros(len(first), dtype=np.int64)
+            for fold, (_, is_out) in enumerate(splitter.split(first, labels[first])):
+                folds_of_first[is_out] = fold
+            folds = folds_of_first[copies]
+        else:
+            folds = assign_folds(labels, groups, num_folds=_NUM_FOLDS)
+            left_out = folds >= 0
+            if len(np.unique(labels[left_out])) < 2:
+                raise ValueError("an audit by group needs two classes, each of at least two groups")
+        for strength in _STRENGTHS:
+            candidate = np.where(left_out[:, None], 0.0, np.full(num_classes, np.nan))
+            for fold in range(folds.max() + 1):
+                is_out = folds == fold
+                model = LogisticRegression(C=strength, max_iter=500)
+                model.fit(inputs[~is_out], labels[~is_out])
+                candidate[np.ix_(is_out, model.classes_)] = model.predict_proba(inputs[is_out])
+            candidates.append(candidate)
+    present = np.unique(labels)
+    return min(
+        candidates,
+        key=lambda candidate: log_loss(
+            labels[left_out], candidate[np.ix_(left_out, present)], labels=present
+        ),
     )
-    return probabilities
 
 
 def find_suspects(probabilities: Floats, labels: Ints) -> tuple[list[int], list[int]]:

@@ -23,7 +23,7 @@ from vit.prediction.probabilities import Floats, Ints
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import write_json
 from vit.training.folds import assign_folds, number_groups
-from vit.training.linear_probe import LinearProbe, as_array, fit_path
+from vit.training.linear_probe import Balance, LinearProbe, as_array, fit_path
 
 LEARNING_CURVE_FILE = "learning_curve.json"
 
@@ -182,7 +182,7 @@ def measure_learning_curve(
     *,
     class_names: Sequence[str],
     groups: Sequence[str] | None = None,
-    balanced: bool = False,
+    balanced: Balance = False,
 ) -> LearningCurve:
     """Fit a probe again on parts of its images, and measure it on images that were left out.
 
@@ -209,6 +209,8 @@ def measure_learning_curve(
         points=[],
     )
     if num_folds < 2:
+        if groups is not None:
+            return curve.give_up("every class has too few groups to leave any out")
         return curve.give_up("there are too few photos to leave any out")
 
     values = as_array(features, probe.readout)
@@ -358,7 +360,7 @@ def _fit_parts(
     fractions: Sequence[float],
     *,
     strength: float,
-    balanced: bool,
+    balanced: Balance,
 ) -> tuple[Floats, Bools]:
     """Fit probes to each fraction of the images outside each fold.
 
@@ -401,6 +403,11 @@ def _compute_places(labels: Ints, clusters: Ints, rng: np.random.Generator) -> F
         places[shuffled] = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
         # no sample lacks a class, however small its fraction is
         places[shuffled[0]] = 0
+    # Nor does it lack a class that shares all of its clusters with others.
+    for label in np.unique(labels):
+        shared = members[labels == label]
+        if places[shared].min() > 0:
+            places[shared[0]] = 0
     return places[members]
 
 

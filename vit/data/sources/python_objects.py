@@ -1,9 +1,9 @@
-"""Images that are passed from Python: arrays, or a map-style data set of torch."""
+"""Images that are passed from Python, as arrays or sets of items, become data sets."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,16 @@ from PIL import Image
 from vit.data.class_names import check_classes, sort_class_names
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.duplicates import hash_pixels
-from vit.data.images import list_images
-from vit.data.sources.base import ImageReader
+from vit.data.images import DeepImage, list_images
+from vit.data.python_images import (
+    convert_pixels,
+    find_class_names,
+    is_pixels,
+    list_items,
+    read_labels,
+    split_item,
+)
+from vit.data.sources.base import SPLIT_OF, ImageReader
 from vit.runtime.arguments import as_tuple, describe_kind, shorten
 
 # data.name of such a run
@@ -53,12 +61,11 @@ def find_python_objects(
     """Find the splits of images passed from Python.
 
     Args:
-        dataset: A data set of torch of (image, label), a pair of them (train, validation), or
-            arrays: images and labels [n]. An image is a PIL image, a uint8 array [H, W, 3] or a
-            tensor [3, H, W], of uint8 or of values from 0 to 1; a label is an integer from 0 or a
-            class name.
-        class_names: Names of the classes; None takes those in its `classes`, or the labels that are
-            names, in their alphabetical order.
+        dataset: A set of items, see `split_item`, or a loader of one, see `list_items`; images and
+            labels [n]; a pair of such sets (train, validation), or a dictionary of them by split.
+            For an image see `convert_pixels`, or a PIL image; for a label `read_labels`.
+        class_names: Names of the classes; None takes those that the set has, see
+            `find_class_names`, or the labels that are names, in their alphabetical order.
         split: Name of the split of a data set that isn't a pair.
         numbered_classes: Names for integer labels if there are no other names; None for "class 0"
             and so on.
@@ -69,16 +76,18 @@ def find_python_objects(
     """
     if class_names is not None:
         class_names = as_tuple(class_names)
-    # (train, validation) and (images, labels) are both pairs; images are an array
-    is_pair = isinstance(dataset, tuple) and len(dataset) == 2
-    if is_pair and not hasattr(dataset[0], "__array__"):
+    parts = {split: dataset}
+    if isinstance(dataset, Mapping):
+        parts = {SPLIT_OF.get(name, ""): part for name, part in dataset.items()}
+        if not parts or "" in parts or len(parts) < len(dataset):
+            have = shorten(", ".join(map(str, dataset)))
+            raise ValueError(f"dataset is a dictionary of {have}; name its sets train, validation")
+    elif isinstance(dataset, tuple) and len(dataset) == 2 and not _is_images_and_labels(dataset):
         parts = {"train": dataset[0], "validation": dataset[1]}
-    else:
-        parts = {split: dataset}
 
     datasets: dict[str, ImageDataset] = {}
     for name, part in parts.items():
-        names = class_names or getattr(part, "classes", None)
+        names = class_names or find_class_names(part)
         if "train" in datasets:
             names = names or datasets["train"].class_names
         datasets[name] = read_map_style(part, name, names, numbered_classes=numbered_classes)
@@ -111,23 +120,30 @@ def read_map_style(
         if len(images) != len(labels):
             text = f"dataset holds {len(images)} images and {len(labels)} labels"
             raise ValueError(f"{text}; pass a label for each image")
-        # tensors have their channels first, arrays last
-        images = images if _is_tensor(images) else np.asarray(images)
         dataset = list(zip(images, labels, strict=True))
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        kind = describe_kind(dataset)
-        raise ValueError(f"dataset is {kind}, not (images, labels) nor a map-style data set")
+    dataset = list_items(dataset)
 
     # every item is read now, for its label and for the hash by which the image is known
     digests = np.zeros(len(dataset), dtype=np.uint64)
     labels = []
+    has_deep_floats = False
     for index in range(len(dataset)):
         image, label = _read_item(dataset, index)
         digests[index] = hash_pixels(image)
         labels.append(label)
+        has_deep_floats |= isinstance(image, DeepImage) and not image.has_integers
+    if has_deep_floats:
+        _check_scale(dataset)
     if not labels:
         raise ValueError("dataset holds no images; pass at least one")
-    numbers, names = _number_labels(labels, class_names, numbered_classes)
+    plain_labels, num_classes = read_labels(labels)
+    if num_classes is not None:
+        known = class_names or numbered_classes
+        numbered_classes = known or [f"class {number}" for number in range(num_classes)]
+        if len(numbered_classes) != num_classes:
+            text = f"the labels of dataset are one-hot rows of {num_classes} classes, and there are"
+            raise ValueError(f"{text} {len(numbered_classes)} class names; name each class")
+    numbers, names = _number_labels(plain_labels, class_names, numbered_classes)
     if numbers.min() < 0 or numbers.max() >= len(names):
         text = f"labels from {numbers.min()} to {numbers.max()}, and {len(names)} class names"
         raise ValueError(f"dataset has {text}; name each class")
@@ -194,45 +210,41 @@ def _number_labels(
 
 
 def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:
-    item = dataset[index]
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        kind = describe_kind(item)
-        raise ValueError(f"item {index} of dataset is {kind}, not a pair (image, label)")
-    image, label = item
-    expected = "a PIL image, a uint8 array or a tensor [3, H, W]"
+    name = f"item {index} of dataset"
+    image, label = split_item(dataset[index], name=name)
     if isinstance(image, str | Path):
-        raise ValueError(f"item {index} of dataset holds {image!r}, not {expected}")
-    if _is_tensor(image):
-        image = _tensor_to_pixels(image, index)
-    elif not isinstance(image, Image.Image) and not hasattr(image, "__array__"):
-        raise ValueError(f"item {index} of dataset holds {describe_kind(image)}, not {expected}")
+        raise ValueError(f"{name} holds {image!r}, not a PIL image, an array or a tensor")
+    if not isinstance(image, Image.Image):
+        if not hasattr(image, "__array__"):
+            expected = "a PIL image, an array or a tensor"
+            raise ValueError(f"{name} holds {describe_kind(image)}, not {expected}")
+        image = convert_pixels(image, name=name)
     rgb = next(list_images(image))
     assert not isinstance(rgb, str)
     return rgb, label
 
 
-def _is_tensor(value: Any) -> bool:
-    # takes a second to import
-    import torch
+def _check_scale(dataset: Any) -> None:
+    """Raise ValueError if floating-point images of a set have values from 0 to 1, although those of
+    others go beyond: one scale is meant for all."""
+    for index in range(len(dataset)):
+        image, _ = split_item(dataset[index], name="")
+        # "float32" of numpy, "torch.float32" of torch
+        is_float = "float" in str(getattr(image, "dtype", ""))
+        pixels = convert_pixels(image) if is_float else np.zeros(0)
+        if pixels.dtype == np.uint8 and pixels.any():
+            raise ValueError(
+                f"item {index} of dataset has values from 0 to 1, and other items have values beyond"
+                " these; give all the same scale, as uint8 or uint16"
+            )
 
-    return isinstance(value, torch.Tensor)
 
-
-def _tensor_to_pixels(image: Any, index: int) -> np.ndarray:
-    """Convert the tensors of torchvision's ToTensor and PILToTensor to uint8 [H, W, 3] or [H, W]; a
-    uint8 tensor [H, W, 3] stays as it is."""
-    pixels: np.ndarray = image.detach().cpu().numpy()
-    is_float = np.issubdtype(pixels.dtype, np.floating)
-    if is_float:
-        low, high = float(pixels.min(initial=0.0)), float(pixels.max(initial=1.0))
-        # false for NaN, too
-        if not (low >= 0 and high <= 1):
-            text = f"item {index} of dataset is a tensor of values from {low:.3g} to {high:.3g}"
-            raise ValueError(f"{text}, not 0 to 1; leave out Normalize, vit normalises by itself")
-        pixels = np.rint(pixels * 255).astype(np.uint8)
-    is_channels_first = pixels.ndim == 3 and pixels.shape[0] in (1, 3)
-    if is_channels_first and (is_float or pixels.shape[-1] != 3):
-        pixels = pixels.transpose(1, 2, 0)
-        # a single channel is a grey image
-        pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
-    return pixels
+def _is_images_and_labels(pair: tuple[Any, Any]) -> bool:
+    """Return true for (images, labels), false for (training, validation)."""
+    images, labels = pair
+    if isinstance(labels, list | tuple) and labels:
+        # items of a validation set have images
+        first = labels[0]
+        first = first[0] if isinstance(first, list | tuple) and first else first
+        return not isinstance(first, Mapping) and not is_pixels(first)
+    return hasattr(images, "__array__")

@@ -1,0 +1,314 @@
+"""Groups hold: no group is on both sides of a split or a fold, whatever the other classes have."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from threadpoolctl import threadpool_limits
+
+from vit.analysis.audit.suspects import predict_out_of_fold
+from vit.analysis.learning_curve.curve import measure_learning_curve
+from vit.data.dataset import ImageDataset, join_datasets
+from vit.data.groups import choose_whole_groups, find_groups
+from vit.data.open import open_dataset
+from vit.data.sources.base import ArrayReader
+from vit.data.splits import DatasetSplits, SplitRule
+from vit.evaluation.intervals import compute_clustered_interval
+from vit.prediction.features import Features
+from vit.training.cross_validation import cross_validate
+from vit.training.folds import assign_folds
+from vit.training.linear_probe import LinearProbe, fit_probe
+
+
+def check_folds(folds: np.ndarray, labels: np.ndarray, groups: list[str]) -> None:
+    """No group is in two folds, and each class that is measured is trained on in every fold."""
+    names = np.array(groups)
+    for group in set(groups):
+        assert len(set(folds[(names == group) & (folds >= 0)].tolist())) <= 1
+    for label in set(labels[folds >= 0].tolist()):
+        assert len(set(folds[labels == label].tolist())) > 1
+
+
+def test_a_class_of_one_group_is_always_trained_on_and_costs_the_others_nothing() -> None:
+    labels = np.array([0] * 50 + [1] * 50 + [2] * 4)
+    groups = [f"s{number % 5}" for number in range(100)] + ["s0"] * 4
+    folds = assign_folds(labels, groups, num_folds=5)
+    assert (folds[labels == 2] == -1).all()
+    assert np.bincount(folds[:100]).tolist() == [20] * 5
+    check_folds(folds, labels, groups)
+    # the others are divided as if the class weren't there
+    assert (assign_folds(labels[:100], groups[:100]) == folds[:100]).all()
+
+
+def test_a_class_of_two_groups_is_in_two_of_five_folds() -> None:
+    labels = np.array([0] * 60 + [1] * 60 + [2] * 8)
+    groups = [f"s{number % 12}" for number in range(120)] + ["s3"] * 4 + ["s7"] * 4
+    folds = assign_folds(labels, groups, num_folds=5)
+    assert folds.max() == 4
+    assert len(set(folds[labels == 2].tolist())) == 2
+    check_folds(folds, labels, groups)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_folds_of_any_groups_hold(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_groups = int(rng.integers(2, 12))
+    # each class at some of the sites, one or two of them at one site alone
+    sites = [rng.choice(num_groups, rng.integers(1, num_groups + 1), False) for _ in range(5)]
+    labels = np.repeat(np.arange(5), 12)
+    groups = [f"s{rng.choice(sites[label])}" for label in labels]
+    folds = assign_folds(labels, groups, num_folds=5)
+    check_folds(folds, labels, groups)
+    assert sorted(set(folds[folds >= 0].tolist())) == list(range(folds.max() + 1))
+
+
+def test_folds_without_groups_are_as_they_were() -> None:
+    labels = np.array([0] * 7 + [1] * 5 + [2])
+    assert assign_folds(labels).tolist() == [0, 1, 0, 2, 1, 4, 3, 0, 3, 4, 1, 2, -1]
+
+
+def draw_sites(
+    rng: np.random.Generator, num_sites: int, centres: np.ndarray, *, rare: bool
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Features of bursts of photos at sites with offsets of their own; a rare class at one site."""
+    labels = np.tile(np.repeat([0, 1, 2], 4), num_sites)
+    sites = np.repeat(np.arange(num_sites), 12)
+    if rare:
+        labels, sites = np.append(labels, [3] * 4), np.append(sites, [0] * 4)
+    offsets = rng.normal(size=(num_sites, 3, centres.shape[1]))
+    features = centres[labels] + offsets[sites, labels % 3]
+    features += 0.2 * rng.normal(size=features.shape)
+    return features, labels, [f"site{site}" for site in sites]
+
+
+def test_cross_validation_says_what_held_out_sites_say() -> None:
+    differences = []
+    num_inside = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        centres = rng.normal(size=(4, 6))
+        values, labels, groups = draw_sites(rng, 10, centres, rare=True)
+        features: Features = {(1, "avg"): torch.from_numpy(values).float()}
+        probe = fit_probe(features, labels, num_classes=4, groups=groups)
+        folds = assign_folds(labels, groups)
+        others, other_labels, _ = draw_sites(rng, 200, centres, rare=False)
+        truth = (probe.compute_logits(others).argmax(axis=1) == other_labels).mean()
+        assert probe.top1 is not None
+        differences.append(probe.top1 - truth)
+        # the interval of as many right answers, by site
+        out = np.flatnonzero(folds >= 0)
+        _, clusters = np.unique(np.array(groups)[out], return_inverse=True)
+        with threadpool_limits(1):
+            right = leave_out(values, labels, folds, probe)[out]
+        low, high = compute_clustered_interval(right, clusters)
+        num_inside += low <= truth <= high
+    assert abs(np.mean(differences)) < 0.04
+    assert num_inside >= 18
+
+
+def leave_out(
+    values: np.ndarray, labels: np.ndarray, folds: np.ndarray, probe: LinearProbe
+) -> np.ndarray:
+    """Whether scikit-learn's regression on the other folds predicts each image correctly."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    right = np.zeros(len(labels), dtype=bool)
+    for fold in range(folds.max() + 1):
+        out = folds == fold
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=probe.strength, max_iter=1000))
+        right[out] = model.fit(values[~out], labels[~out]).predict(values[out]) == labels[out]
+    assert right[folds >= 0].mean() == pytest.approx(probe.top1, abs=0.02)
+    return right
+
+
+def test_folds_of_a_class_of_one_group_say_what_they_leave_out() -> None:
+    rng = np.random.default_rng(0)
+    values, labels, groups = draw_sites(rng, 8, rng.normal(size=(4, 8)), rare=True)
+    features: Features = {(1, "avg"): torch.from_numpy(values).float()}
+    names = ("Dachs", "Reh", "Fuchs", "Luchs")
+    result = cross_validate(
+        features,
+        labels,
+        ids=list(map(str, range(len(labels)))),
+        class_names=names,
+        groups=groups,
+        num_folds=4,
+    )
+    assert (result.num_folds, result.num_images, result.num_groups) == (4, 96, 8)
+    assert result.always_trained == ["Luchs"]
+    assert "Luchs" not in {item.label for item in result.predictions}
+    assert "without Luchs: images of one group, or one image, are always" in result.describe()
+    curve = measure_learning_curve(
+        features,
+        labels,
+        fit_probe(features, labels, num_classes=4, groups=groups),
+        class_names=names,
+        groups=groups,
+    )
+    assert len(curve.points) == 7
+    assert curve.num_folds == 5
+
+
+def test_blocks_are_chosen_by_what_new_groups_show() -> None:
+    """A block that knows the site, in which the label is drawn, and one that knows the class."""
+    rng = np.random.default_rng(0)
+    sites = np.repeat(np.arange(20), 10)
+    labels = np.repeat(rng.permutation(20) % 2, 10)
+    known_sites = rng.normal(size=(20, 32))[sites] * 3
+    features: Features = {
+        (depth, "avg"): torch.from_numpy(values + 0.5 * rng.normal(size=(200, 32))).float()
+        for depth, values in enumerate(
+            [*(known_sites + rng.normal(size=(200, 32)) * 0.1 for _ in range(5)),
+             np.eye(32)[labels] * 1.5],
+            start=1,
+        )
+    }  # fmt: skip
+    groups = [f"s{site}" for site in sites]
+    assert fit_probe(features, labels, num_classes=2, groups=groups).readout == (6, "avg")
+    # by photo, each of the others looks perfect
+    assert fit_probe(features, labels, num_classes=2).readout != (6, "avg")
+
+
+def test_a_run_of_classes_of_one_group_each_is_not_cross_validated() -> None:
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 1], 20)
+    features: Features = {(1, "avg"): torch.from_numpy(rng.normal(size=(40, 4))).float()}
+    probe = fit_probe(features, labels, num_classes=2, groups=["a"] * 20 + ["b"] * 20)
+    assert (probe.top1, probe.strength) == (None, 1e-2)
+    # one class has two groups: the probe that always predicts it would be right
+    groups = ["a"] * 10 + ["c"] * 10 + ["b"] * 20
+    assert fit_probe(features, labels, num_classes=2, groups=groups).top1 is None
+
+
+# --- audit
+
+
+def test_an_audit_predicts_each_image_without_its_group() -> None:
+    """Features that know the site, in which the label is drawn: there is nothing to be learnt."""
+    rng = np.random.default_rng(0)
+    sites = np.repeat(np.arange(40), 5)
+    labels = np.append(np.repeat(rng.permutation(40) % 2, 5), [2] * 5)
+    features = rng.normal(size=(41, 32))[np.append(sites, [40] * 5)]
+    features = (features + 0.1 * rng.normal(size=features.shape)).astype(np.float32)
+    digests = rng.permutation(205).astype(np.uint64)
+    groups = [f"s{site}" for site in np.append(sites, [40] * 5)]
+    naive = predict_out_of_fold(features, labels, digests, num_classes=3)
+    assert (naive.argmax(axis=1) == labels).mean() > 0.9
+    grouped = predict_out_of_fold(features, labels, digests, num_classes=3, groups=groups)
+    assert np.isnan(grouped[200:]).all()
+    assert np.allclose(grouped[:200].sum(axis=1), 1)
+    assert 0.3 < (grouped[:200].argmax(axis=1) == labels[:200]).mean() < 0.7
+
+
+def test_joined_splits_keep_their_groups() -> None:
+    reader = ArrayReader(np.zeros((2, 4, 4, 3), np.uint8))
+    first = ImageDataset(
+        name="x", class_names=("a", "b"), labels=np.array([0, 1]), ids=["0", "1"],
+        reader=reader, groups=["s1", "s2"],
+    )  # fmt: skip
+    second = ImageDataset(
+        name="x", class_names=("a", "b"), labels=np.array([0, 1]), ids=["2", "3"], reader=reader
+    )
+    assert join_datasets([first, second]).groups == ["s1", "s2", "2", "3"]
+    assert join_datasets([second, second]).groups is None
+
+
+# --- splits
+
+SPECIES = {
+    "Leer": range(1, 9), "Reh": range(1, 9), "Dachs": (1, 2, 4, 6, 8),
+    "Rotfuchs": (1, 3, 4, 5, 7), "Luchs": (3,), "Marder": (2, 5),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photos of species at camera sites."""
+    root = tmp_path_factory.mktemp("sites")
+    rng = np.random.default_rng(0)
+    for name, places in SPECIES.items():
+        for site in places:
+            for number in range(4):
+                path = root / name / f"SITE{site}_{number}.png"
+                path.parent.mkdir(exist_ok=True)
+                Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(path)
+    return root
+
+
+def open_sites(root: Path, seed: int) -> DatasetSplits:
+    rule = SplitRule(split_seed=seed, group_by=r"(SITE\d+)", validation_fraction=0.2)
+    return open_dataset("folder", root=root, rule=rule)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_class_of_three_groups_is_in_each_split(sites: Path, seed: int) -> None:
+    splits = open_sites(sites, seed)
+    datasets = {name: splits.split(name) for name in ("train", "validation", "test")}
+    found = [set(dataset.groups or ()) for dataset in datasets.values()]
+    assert sum(map(len, found)) == len(set().union(*found)) == 8
+    for dataset in datasets.values():
+        present = {dataset.class_names[label] for label in dataset.labels}
+        assert present >= {"Leer", "Reh", "Dachs", "Rotfuchs"}
+    assert {"Luchs", "Marder"} <= {
+        datasets["train"].class_names[label] for label in datasets["train"].labels
+    }
+    notes = " ".join(datasets["train"].notes)
+    assert "the test split has no image of" in notes
+    assert "the validation split has no image of" in notes
+    assert notes.count("Luchs (1 group)") == 2
+    assert "Rotfuchs" not in notes
+
+
+def test_the_plan_counts_the_images_and_groups_of_each_class(sites: Path) -> None:
+    splits = open_sites(sites, 0)
+    train, test = splits.split("train"), splits.split("test")
+    text = splits.describe_classes()
+    assert "Luchs 4/0/0 (1/0/0 groups)" in text
+    assert text.endswith("(train/validation/test)")
+    label = train.class_names.index("Rotfuchs")
+    assert f"Rotfuchs {(train.labels == label).sum()}/" in text
+    assert f"/{(test.labels == label).sum()} (" in text
+    # without groups, and of more than 20 classes the extremes
+    plain = open_dataset("folder", root=sites)
+    plain.split("train")
+    assert "Luchs 2/1/1, " in plain.describe_classes()
+
+
+def test_of_many_classes_the_extremes_are_counted() -> None:
+    splits = open_dataset("digits")
+    splits.split("train")
+    assert splits.describe_classes().startswith("0 ")
+    from vit.data import splits as module
+
+    original = module._MAX_CLASSES
+    module._MAX_CLASSES = 9
+    try:
+        text = splits.describe_classes()
+    finally:
+        module._MAX_CLASSES = original
+    assert text.count("/") == 6 * 2 + 2
+    assert ", …, " in text
+
+
+def test_a_class_of_one_group_does_not_refuse_the_groups_of_the_others(sites: Path) -> None:
+    dataset = open_dataset("folder", root=sites).split("all")
+    assert len(set(find_groups(dataset, r"(SITE\d+)"))) == 8
+    with pytest.raises(ValueError, match="puts all images of 'Dachs' into one group"):
+        find_groups(dataset, 1)
+    # images of a split of their own aren't divided
+    assert len(set(find_groups(dataset, 1, is_divided=False))) == len(SPECIES)
+
+
+def test_a_choice_that_holds_every_class_is_the_first_that_is_tried() -> None:
+    rng = np.random.default_rng(3)
+    labels = rng.integers(0, 3, 400)
+    groups = [f"s{site}" for site in rng.integers(0, 80, 400)]
+    masks = [
+        choose_whole_groups(groups, labels, fraction=0.2, salt="0:test", num_splits=count)
+        for count in (2, 3)
+    ]
+    assert (masks[0] == masks[1]).all()

@@ -1,0 +1,264 @@
+"""Images, items and labels in the forms in which Python programs hold them.
+
+Each form is recognised without a doubt, or refused with a sentence.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vit.runtime.arguments import describe_kind, shorten
+
+# keys of an item that is a dictionary
+_IMAGE_KEYS = ("image", "img", "pixel_values")
+_LABEL_KEYS = ("label", "labels")
+# so far may values lie outside 0 to 1: by less than half of a step of 8 bits
+_TOLERANCE = 1 / 512
+
+
+def is_tensor(value: Any) -> bool:
+    """Return true for a tensor of torch."""
+    # torch takes a second to import; without it there is no tensor
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_pixels(value: Any) -> bool:
+    """Return true for an image, or several, in memory."""
+    if isinstance(value, Image.Image):
+        return True
+    return hasattr(value, "__array__") and np.ndim(value) >= 2
+
+
+def convert_pixels(pixels: Any, *, name: str = "") -> np.ndarray:
+    """Return one image in memory as [H, W, 3] or [H, W]: of uint8, or of the type of its values if
+    they need more bits.
+
+    Args:
+        pixels: An array or tensor [H, W], [H, W, 1], [H, W, 3], [1, H, W] or [3, H, W], of uint8, of
+            floating-point values from 0 to 1, or of values of more bits.
+        name: Name of the image in messages.
+
+    Raises:
+        ValueError: It has another type or shape, its shape may be read in two ways, or the values
+            of a tensor are beyond 0 to 1, as after Normalize.
+    """
+    kind = "an array"
+    if is_tensor(pixels):
+        kind = "a tensor"
+        pixels = pixels.detach().cpu()
+        # numpy has no bfloat16
+        pixels = pixels.float() if pixels.is_floating_point() else pixels
+    array = np.asarray(pixels)
+    text = f"{name} is {kind}" if name else kind
+    if array.dtype.kind == "f":
+        low, high = float(array.min(initial=0.0)), float(array.max(initial=1.0))
+        # false for NaN, too
+        if low >= -_TOLERANCE and high <= 1 + _TOLERANCE:
+            array = np.rint(array.clip(0, 1) * 255).astype(np.uint8)
+        elif kind == "a tensor":
+            raise ValueError(
+                f"{text} of values from {low:.3g} to {high:.3g}, not 0 to 1; divide by the largest"
+                " possible value, and leave out Normalize, vit normalises by itself"
+            )
+    is_first = array.ndim == 3 and array.shape[0] in (1, 3)
+    is_last = array.ndim == 3 and array.shape[2] in (1, 3)
+    if is_first and is_last:
+        raise ValueError(
+            f"{text} of shape {list(array.shape)}, whose channels may be the first or the last; pass"
+            " a PIL image"
+        )
+    if is_first:
+        array = array.transpose(1, 2, 0)
+    if is_first or is_last:
+        array = array[..., 0] if array.shape[2] == 1 else array
+    is_number = array.dtype.kind in "iuf" and array.dtype != np.int8
+    if not is_number or not (array.ndim == 2 or is_first or is_last):
+        # numpy's name, also of the values of a tensor
+        raise ValueError(
+            f"{text} of {np.asarray(pixels).dtype} {list(np.shape(pixels))}, not an image; pass uint8"
+            " of 0 to 255 or floats of 0 to 1, as [H, W, 3], [3, H, W] or [H, W]"
+        )
+    return array
+
+
+def list_items(dataset: Any) -> Any:
+    """Return a set of items that has a length and is read by index.
+
+    Args:
+        dataset: A map-style set, as it is; a DataLoader, whose set is taken; or anything that can
+            be iterated over, which is read once.
+
+    Raises:
+        ValueError: It is something else, or a loader that chooses among its images.
+    """
+    dataset = open_loader(dataset)
+    is_text = isinstance(dataset, str | bytes | Path | Mapping)
+    if not is_text and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return dataset
+    if is_text or not isinstance(dataset, Iterable):
+        text = f"dataset is {describe_kind(dataset)}"
+        raise ValueError(f"{text}, not (images, labels) nor a data set or loader of torch")
+    return list(dataset)
+
+
+def open_loader(dataset: Any) -> Any:
+    """Return the set of a DataLoader, without what its sampler leaves out; others as they are.
+
+    Raises:
+        ValueError: The loader's sampler draws images in another way.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(dataset, torch.utils.data.DataLoader):
+        return dataset
+    data = torch.utils.data
+    sampler = dataset.sampler
+    batches = dataset.batch_sampler
+    is_own = batches is not None and type(batches) is not data.BatchSampler
+    if isinstance(dataset.dataset, data.IterableDataset):
+        return dataset.dataset
+    if isinstance(sampler, data.SubsetRandomSampler) and not is_own:
+        return data.Subset(dataset.dataset, sorted(sampler.indices))
+    known = (data.SequentialSampler, data.RandomSampler, data.DistributedSampler)
+    if is_own or type(sampler) not in known:
+        drawn = batches if is_own else sampler
+        raise ValueError(
+            f"dataset is a DataLoader with {describe_kind(drawn)}, which vit doesn't draw by; pass"
+            " its .dataset, and train.class_balance=sampler to balance classes"
+        )
+    return dataset.dataset
+
+
+def split_item(item: Any, *, name: str) -> tuple[Any, Any]:
+    """Return the image and the label of an item: a pair, or a dictionary with the keys image (img,
+    pixel_values) and label (labels).
+
+    Raises:
+        ValueError: It is neither; `name` names it.
+    """
+    if isinstance(item, Mapping):
+        found = [[key for key in keys if key in item] for keys in (_IMAGE_KEYS, _LABEL_KEYS)]
+        if [len(keys) for keys in found] != [1, 1]:
+            have = shorten(", ".join(map(str, item)))
+            raise ValueError(f"{name} has the keys {have}; name one of them image and one label")
+        return item[found[0][0]], item[found[1][0]]
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        expected = "a pair (image, label) or a dictionary with these keys"
+        raise ValueError(f"{name} is {describe_kind(item)}, not {expected}")
+    return item[0], item[1]
+
+
+def find_class_names(dataset: Any) -> Sequence[str] | None:
+    """Return the class names that a set has: its attribute `classes`, or the names of its label in
+    the features of a set of Hugging Face; also those of the set that a Subset is of."""
+    while dataset is not None:
+        names = getattr(dataset, "classes", None)
+        features = getattr(dataset, "features", None)
+        if names is None and isinstance(features, Mapping):
+            labels = [features[key] for key in _LABEL_KEYS if key in features]
+            names = getattr(labels[0], "names", None) if labels else None
+        if names is not None:
+            return tuple(map(str, names))
+        dataset = getattr(dataset, "dataset", None)
+    return None
+
+
+def read_labels(labels: Sequence[Any]) -> tuple[list[str] | list[int], int | None]:
+    """Return labels as texts or as whole numbers.
+
+    Args:
+        labels: Texts, whole numbers (also as booleans, floating-point numbers, or arrays of one
+            number), or one-hot rows.
+
+    Returns:
+        The labels, and the number of classes of one-hot rows.
+
+    Raises:
+        ValueError: They are something else, or of several kinds.
+    """
+    values = [_simplify(label) for label in labels]
+    if all(isinstance(value, str) for value in values):
+        return [str(value) for value in values], None
+    if all(isinstance(value, np.ndarray) for value in values):
+        return _read_one_hot(values)
+    numbers = []
+    for value in values:
+        is_number = isinstance(value, int | float) and value == value // 1
+        if not is_number:
+            text = "the labels of dataset are not integers from 0, nor all of them class names"
+            raise ValueError(f"{text}; one is {shorten(repr(value))}")
+        numbers.append(int(value))
+    return numbers, None
+
+
+def _simplify(label: Any) -> Any:
+    """Return a label as a text, a number of Python, or an array [C]; others as they are."""
+    if is_tensor(label):
+        label = label.detach().cpu().numpy()
+    if isinstance(label, np.ndarray | np.generic | list | tuple):
+        array = np.asarray(label)
+        if array.dtype.kind in "biufU" and array.size == 1:
+            return array.item()
+        if array.dtype.kind in "biuf" and array.ndim == 1:
+            return array
+    return label
+
+
+def _read_one_hot(rows: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError("the labels of dataset are rows of several lengths; pass class indices")
+    table = np.stack(rows)
+    is_right = np.isin(table, (0, 1)).all(axis=1) & ((table == 1).sum(axis=1) == 1)
+    if not is_right.all():
+        row = table[~is_right][0]
+        raise ValueError(
+            f"the labels of dataset are rows such as {shorten(str(row.tolist()))}, not one 1 among"
+            " zeros; pass one class for each image"
+        )
+    return table.argmax(axis=1).tolist(), table.shape[1]
+
+
+def iterate_images(images: Any) -> Iterator[Any]:
+    """Yield the images of a list or a set one by one, without their labels: paths and images in
+    memory, as they are.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    images = open_loader(images)
+    if isinstance(images, Mapping):
+        yield _take_image(images)
+    elif isinstance(images, tuple) and len(images) == 2 and _are_labels(images[1], images[0]):
+        yield images[0]
+    elif isinstance(images, Iterable):
+        for item in images:
+            is_pair = isinstance(item, tuple) and len(item) == 2 and _are_labels(item[1], item[0])
+            yield _take_image(item) if isinstance(item, Mapping) else item[0] if is_pair else item
+    # sets of torch are read by index
+    elif hasattr(images, "__getitem__") and hasattr(images, "__len__"):
+        for index in range(len(images)):
+            yield from iterate_images([images[index]])
+    else:
+        expected = "a path, an image, an array, a data set or a list of them"
+        raise ValueError(f"images is {describe_kind(images)}, not {expected}")
+
+
+def _take_image(item: Mapping[str, Any]) -> Any:
+    found = [key for key in _IMAGE_KEYS if key in item]
+    if len(found) != 1:
+        have = shorten(", ".join(map(str, item)))
+        raise ValueError(f"an item of images has the keys {have}; name one of them image")
+    return item[found[0]]
+
+
+def _are_labels(labels: Any, images: Any) -> bool:
+    """Return true for the label of an image, or the labels of several, in memory."""
+    if not is_pixels(images):
+        return False
+    if isinstance(labels, str):
+        return Path(labels).suffix == ""
+    return isinstance(labels, int | float) or (hasattr(labels, "__array__") and np.ndim(labels) < 2)
