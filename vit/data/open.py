@@ -205,8 +205,8 @@ def open_for_model(data: Root, *, recorded: RecordedImages, root: Root = None) -
     place = Path(str(data)).expanduser()
     if kind == "folder" and is_table(place):
         labels = read_label_rule(config)._replace(label_by=None)
-    elif kind == "folder" and is_flat(place):
-        labels = LabelRule(read_label_rule(config).label_by)
+    elif kind == "folder" and config.get("label_by") and is_flat(place):
+        labels = LabelRule(config["label_by"])
     splits = open_named(kind, root=data, labels=labels)
     default_split = "test" if "test" in splits.source.origins else "all"
     return replace(splits, default_split=default_split)

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX, has_dicom
-from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, is_image_name, read_image, to_rgb
+from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, is_image_name, list_files, read_image, to_rgb
 from vit.runtime.drive import wait_for_drive
 
 # split → names that its folder, its shards or its value in a table may have
@@ -193,6 +193,16 @@ def count_suffixes(paths: Iterable[str], *, images: str | None = None) -> Counte
         elif name.startswith("."):
             suffix = "hidden"
         counts[suffix] += 1
+    return counts
+
+
+def count_system_images(folders: Iterable[str | Path]) -> Counter[str]:
+    """Count the images in folders that systems make."""
+    counts: Counter[str] = Counter()
+    for folder in folders:
+        images = sum(map(is_image_name, list_files(folder)))
+        if images:
+            counts[f"images in folders {os.path.basename(folder)}"] += images
     return counts
 
 

@@ -7,7 +7,12 @@ from pathlib import Path
 
 from vit.data.dataset import Request, SourceSplits
 from vit.data.images import is_image_name, list_files
-from vit.data.sources.base import SPLIT_OF, count_suffixes, describe_counts
+from vit.data.sources.base import (
+    SPLIT_OF,
+    count_suffixes,
+    count_system_images,
+    describe_counts,
+)
 from vit.data.sources.listed import ListedImage, find_listed
 from vit.runtime.arguments import shorten
 from vit.runtime.patterns import check_pattern, search_group
@@ -57,6 +62,7 @@ def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
         for (path, label), split in zip(found, splits, strict=True)
     ]
     unused = count_suffixes(file for file in files if not is_image_name(file))
+    unused += count_system_images(left_out)
     notes = []
     others = [path for path, label in zip(paths, labels, strict=True) if not label]
     if others:

@@ -3,7 +3,7 @@ images, or idx files."""
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from vit.data.images import is_image_name, is_system_folder, list_files
 from vit.data.sources.base import (
     FileReader,
     count_suffixes,
+    count_system_images,
     describe_counts,
     find_split_folders,
     looks_like_split,
@@ -291,6 +292,9 @@ def _find_splits(root: Path, classes: ClassChoice) -> dict[str, Path]:
     """
     # a split holds folders of classes; a class may be called "train", too
     named = find_split_folders(root)
+    # large folders of classes are listed once, later
+    if not any(looks_like_split(folder.name) for folder in _list_folders(root)):
+        return {"train": root}
     splits = {split: folder for split, folder in named.items() if list_classes(folder)}
     others = [folder for folder in _list_folders(root) if folder not in splits.values()]
     others_with_images = [folder.name for folder in others if any(_find_images(folder))]
@@ -352,16 +356,6 @@ def _find_images(folder: Path) -> Iterator[str]:
     return filter(is_image_name, list_files(folder, left_out=[]))
 
 
-def _count_system_images(folders: Iterable[Path]) -> Counter[str]:
-    """Count the images in folders that systems make."""
-    counts: Counter[str] = Counter()
-    for folder in folders:
-        images = sum(map(is_image_name, list_files(folder)))
-        if images:
-            counts[f"images in folders {folder.name}"] += images
-    return counts
-
-
 def _count_unused(
     root: Path, folders: Collection[Path], *, flat: Collection[Path] = ()
 ) -> Counter[str]:
@@ -375,7 +369,7 @@ def _count_unused(
     unused: Counter[str] = Counter()
     for folder in {root, *folders}:
         entries = list(folder.iterdir())
-        unused += _count_system_images(
+        unused += count_system_images(
             entry for entry in entries if entry.is_dir() and is_system_folder(entry.name)
         )
         files = [entry.name for entry in entries if entry.is_file()]
@@ -454,7 +448,7 @@ def _list_images(
         # a split may lack a class
         left_out: list[str] = []
         files = list(list_files(directory, left_out=left_out, check_link=check_link))
-        unused += _count_system_images(map(Path, left_out))
+        unused += count_system_images(left_out)
         images = [file for file in files if is_image_name(file)]
         others = count_suffixes(set(files) - set(images))
         if needs_every_class and not images:

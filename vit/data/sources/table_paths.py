@@ -9,7 +9,7 @@ from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from vit.data.images import IMAGE_SUFFIXES, list_files
+from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import SPLIT_OF
 
 # paths by which the folders before them are recognised
@@ -132,11 +132,10 @@ class FileFinder:
         for file in chain.from_iterable(
             list_files(place, left_out=[]) for place in (self.folder, *places)
         ):
-            name = _simplify(os.path.basename(file))
-            stem, suffix = os.path.splitext(name)
-            if suffix in IMAGE_SUFFIXES and not name.startswith("."):
+            if is_image_name(file):
                 relative = os.path.relpath(file, self.folder)
-                for key in (name, stem):
+                name = _simplify(os.path.basename(file))
+                for key in (name, os.path.splitext(name)[0]):
                     files.setdefault(key, []).append(relative)
         return files
 
