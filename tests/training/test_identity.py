@@ -18,7 +18,7 @@ from tests.conftest import TINY_RUN, BuildOnce, Launcher
 from tests.training.conftest import MakeRun, read_metrics, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import PRETRAINED_FOLDER, load_bundle
-from vit.config import load_config
+from vit.config import load_config, plain_values
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.model.checkpoint import CheckpointStore, serialize_state
@@ -543,3 +543,20 @@ def test_the_same_conditions_need_no_word(make_run: MakeRun, half: Path) -> None
     run.trainer.observers[0].on_message = messages.append  # type: ignore[method-assign]
     assert run.trainer.resume()
     assert messages == []
+
+
+def test_keys_that_came_later_leave_earlier_runs_theirs() -> None:
+    """An id of 16 digits is in every model file, and a run goes on only with its own."""
+    config = load_config({})
+    identity = RunIdentity.from_config(config, data_fingerprint="f", conditions={})
+    known = {
+        f"{section}.{key}": value
+        for section, values in plain_values(config).items()
+        for key, value in values.items()
+    }
+    assert known["data.value_range"] is None
+    assert "data.value_range" not in identity.settings
+    ranged = load_config({"data": {"value_range": [0, 9]}})
+    other = RunIdentity.from_config(ranged, data_fingerprint="f", conditions={})
+    assert other.settings["data.value_range"] == [0, 9]
+    assert other.run_id != identity.run_id

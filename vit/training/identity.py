@@ -29,7 +29,13 @@ _NEUTRAL_KEYS = {
     "train.timeout_seconds",
 }
 # Runs from before there were these keys go on: without a value they change nothing.
-_LATER_KEYS = {"data.resize_mode", "data.value_range"}
+_LATER_KEYS = {
+    "data.label_by",
+    "data.label_column",
+    "data.path_column",
+    "data.resize_mode",
+    "data.value_range",
+}
 
 
 @dataclass(frozen=True)
