@@ -27,12 +27,12 @@ from vit.runtime.arguments import (
     shorten,
 )
 from vit.runtime.documents import explain_error, parse_yaml
-from vit.runtime.files import read_text
+from vit.runtime.files import expand_home, read_text
 
 Triple = tuple[float, float, float]
 SizeFraction = Annotated[float, Field(gt=0, le=1)]
 DropRate = Annotated[float, Field(ge=0, lt=1)]
-AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+AbsolutePath = Annotated[Path, AfterValidator(lambda path: expand_home(path).absolute())]
 
 
 class _Section(BaseModel):
@@ -122,7 +122,7 @@ class DataConfig(_Section):
         stay as they are written."""
         if root is None:
             return None
-        path = Path(root).expanduser().absolute()
+        path = expand_home(root).absolute()
         is_written_out = os.path.exists(path) or not re.search(r"[*?\[{:]|\.tar", root)
         return str(path) if is_written_out else root
 

@@ -793,3 +793,19 @@ def test_the_version_needs_no_command(cli: Launcher) -> None:
 def test_a_crop_that_needs_too_many_pixels_is_refused() -> None:
     with pytest.raises(ValueError, match="at most crop_pct x 16,384"):
         Preprocess((32, 32), crop_pct=1e-320)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "~nobody-here/photos"),
+        ("train", "digits", "--init", "~nobody-here/model"),
+        ("train", "folder/small", "data.root=~nobody-here/photos"),
+        ("evaluate", "imagenette", "--data", "~nobody-here/photos"),
+    ],
+    ids=["images", "init", "root", "data"],
+)
+def test_the_home_of_an_unknown_user_is_a_path_that_does_not_exist(
+    cli: Launcher, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    assert "~nobody-here" in cli.fail(*arguments, "--output", tmp_path / "output")

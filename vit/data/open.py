@@ -27,7 +27,7 @@ from vit.data.sources.remote import is_remote
 from vit.data.sources.tables import is_table, list_other_tables, list_tables
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
-from vit.runtime.files import default_cache_dir
+from vit.runtime.files import default_cache_dir, expand_home
 
 # images of which a model file's hashes are compared, and as many first ones of a class
 _NUM_COMPARED = 16
@@ -88,7 +88,7 @@ def open_dataset(
     title = name
     if root and kind.recognizes is not None:
         # an address is shown without its parameters
-        title = Path(hide_tokens(str(root)).partition("?")[0]).expanduser().absolute().name
+        title = expand_home(hide_tokens(str(root)).partition("?")[0]).absolute().name
     return DatasetSplits(
         name,
         source,
@@ -108,7 +108,7 @@ def check_place(place: str, *, with_classes: bool = False) -> None:
         with_classes: Also look for the classes in a folder, as `open_dataset` does by default.
     """
     kind = require_kind(place)
-    path = Path(place).expanduser()
+    path = expand_home(place)
     if kind != "folder" or list_tables(path) or list_idx(path):
         return
     check_not_packed(path)
@@ -202,7 +202,7 @@ def open_for_model(data: Root, *, recorded: RecordedImages, root: Root = None) -
 
     # own images are named by their place, and their classes as those of the training were
     labels = LabelRule()
-    place = Path(str(data)).expanduser()
+    place = expand_home(str(data))
     if kind == "folder" and is_table(place):
         labels = read_label_rule(config)._replace(label_by=None)
     elif kind == "folder" and config.get("label_by") and is_flat(place):
@@ -283,4 +283,4 @@ def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:
     root = trained_on.get("root")
     if root is None:
         return False
-    return Path(hide_tokens(data)).expanduser().resolve() == Path(root).expanduser().resolve()
+    return expand_home(hide_tokens(data)).resolve() == expand_home(root).resolve()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import vit  # its folder holds the models of the package
+from vit.runtime.files import expand_home
 from vit.runtime.places import explain_file, suggest
 
 MODEL_FILE = "model.safetensors"
@@ -57,7 +58,7 @@ def find_initial_weights(init: str | Path, directory: Path | None = None) -> str
     """
     if str(init).startswith("timm:"):
         return str(init)
-    path = Path(init).expanduser()
+    path = expand_home(init)
     # A folder of timm has a config.json and is opened as a whole.
     if path.is_dir() and not (path / "config.json").is_file():
         path /= MODEL_FILE

@@ -22,7 +22,7 @@ from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult
 from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_arguments
-from vit.runtime.files import save_arrays, write_atomically
+from vit.runtime.files import expand_home, save_arrays, write_atomically
 
 
 @keeps_mode
@@ -168,7 +168,7 @@ def iterate_predictions(
         yield from predictions
         return
 
-    path = Path(embeddings).expanduser()
+    path = expand_home(embeddings)
     _check_embeddings_file(path)
     # only paths and features are kept until the end, not the predictions
     paths = []

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from vit.runtime.files import expand_home
+
 _ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".gz", ".bz2", ".xz")
 _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 _DOCUMENTS = (".pdf", ".docx", ".doc", ".odt", ".pptx", ".ppt", ".odp")
@@ -32,7 +34,7 @@ def suggest(path: str | Path, known: Iterable[str] = ()) -> str:
     or folder beside it, that is most like it; empty if there is none."""
     nearest = find_nearest(str(path), known)
     if nearest is None:
-        missing = Path(path).expanduser()
+        missing = expand_home(path)
         # the first part that is missing
         while not os.path.lexists(missing.parent) and missing.parent != missing:
             missing = missing.parent

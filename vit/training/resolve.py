@@ -91,7 +91,7 @@ def _check_directory(directory: Path, source: ConfigLike | None, config: Config 
     would spoil the images for each later run."""
     root = source if config is None else config.data.root
     if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
-        check_not_inside(directory, Path(root).expanduser())
+        check_not_inside(directory, expand_home(root))
 
 
 def resolve_config(

@@ -25,7 +25,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor
 from vit.runtime.arguments import check_arguments
-from vit.runtime.files import FileContent, Result, format_json
+from vit.runtime.files import FileContent, Result, expand_home, format_json
 
 # images whose grey levels are counted
 _SAMPLE = 64
@@ -147,7 +147,7 @@ def audit(
 
 def _load_backbone(source: str, device: str) -> Bundle:
     """Return the model whose features are used, as one of this project where that is possible."""
-    path = Path(source).expanduser()
+    path = expand_home(source)
     # a folder of timm
     if path.is_dir() and (path / "config.json").is_file():
         source = f"timm:local-dir:{path}"

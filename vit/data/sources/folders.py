@@ -44,13 +44,14 @@ from vit.data.sources.tables import (
     list_tables,
 )
 from vit.runtime.arguments import shorten
+from vit.runtime.files import expand_home
 from vit.runtime.places import explain_file, is_archive, suggest
 
 
 def find_folder(request: Request) -> SourceSplits:
     """Find the splits of a folder of the user's own images, of a table of them, or of idx files."""
     assert request.root is not None
-    path = Path(request.root).expanduser()
+    path = expand_home(request.root)
     if is_table(path):
         return find_tables(path.parent, [path], request)
     path = check_root(path)
@@ -90,7 +91,7 @@ def find_folder(request: Request) -> SourceSplits:
 
 def is_folder(place: str) -> bool:
     """Return true for a folder or a table."""
-    path = Path(place).expanduser()
+    path = expand_home(place)
     return is_table(path) or path.is_dir()
 
 
@@ -111,7 +112,7 @@ SOURCE = Source(
 
 def check_root(root: Path | str) -> Path:
     """Return the root as a folder. Raises FileNotFoundError if it doesn't exist."""
-    folder = Path(root).expanduser()
+    folder = expand_home(root)
     if problem := explain_file(folder):
         raise ValueError(f"data.root {problem}")
     if not folder.is_dir():

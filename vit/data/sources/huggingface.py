@@ -22,6 +22,7 @@ from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
 from vit.runtime.arguments import first_line, shorten
+from vit.runtime.files import expand_home
 from vit.runtime.hub import offline_if_unreachable
 
 
@@ -168,9 +169,7 @@ def find_huggingface(request: Request) -> SourceSplits:
 
 def _recognizes(place: str) -> bool:
     # object storage can't be asked for Parquet files
-    return not is_remote(place) and (
-        place.startswith("hf:") or is_dataset(Path(place).expanduser())
-    )
+    return not is_remote(place) and (place.startswith("hf:") or is_dataset(expand_home(place)))
 
 
 SOURCE = Source(
@@ -193,7 +192,7 @@ def _select_images(table: Any, column: str, origin: str) -> Any:
 
 def _check_inside(reader: RowReader, request: Request, origin: str) -> None:
     """Raise ValueError if a row names an image that neither lies below the root nor was downloaded."""
-    root = Path(str(request.root)).expanduser().absolute()
+    root = expand_home(str(request.root)).absolute()
     folder = root if root.is_dir() else root.parent
     inside = tuple(
         f"{place}{os.sep}" for place in (folder, request.cache_dir.absolute() / "datasets")
@@ -222,7 +221,7 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
             f"data.root {root} is read by the library datasets, which is not installed; {hint}"
         ) from error
 
-    path = Path(root).expanduser()
+    path = expand_home(root)
     parquet = _list_parquet(path)
     with _quiet(datasets):
         try:

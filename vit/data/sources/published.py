@@ -9,7 +9,7 @@ from vit.data.dataset import Request, Source, SourceSplits, root_exists
 from vit.data.sources.folders import has_classes
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
 from vit.runtime.arguments import shorten
-from vit.runtime.files import read_text
+from vit.runtime.files import expand_home, read_text
 
 _CUB_FILES = ("images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt")
 _PETS_FILES = ("annotations/trainval.txt", "annotations/test.txt", "images")
@@ -122,7 +122,7 @@ def _read_pairs(path: Path) -> dict[str, str]:
 
 def _root(request: Request) -> Path:
     assert request.root is not None
-    return Path(request.root).expanduser()
+    return expand_home(request.root)
 
 
 def _find_images(
@@ -157,15 +157,15 @@ def _has(root: Path, names: tuple[str, ...]) -> bool:
 
 
 def _is_cub(place: str) -> bool:
-    return _has(Path(place).expanduser(), _CUB_FILES)
+    return _has(expand_home(place), _CUB_FILES)
 
 
 def _is_pets(place: str) -> bool:
-    return _has(Path(place).expanduser(), _PETS_FILES)
+    return _has(expand_home(place), _PETS_FILES)
 
 
 def _is_listed(place: str) -> bool:
-    root = Path(place).expanduser()
+    root = expand_home(place)
     # folders of classes tell more than lists of their numbers
     return root.is_dir() and bool(_list_files(root)) and not has_classes(root)
 

@@ -35,7 +35,7 @@ from vit.data.sources import remote
 from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes
 from vit.data.sources.remote import StoredFile
 from vit.runtime.arguments import hide_tokens, shorten
-from vit.runtime.files import open_cached, read_arrays, write_arrays
+from vit.runtime.files import expand_home, open_cached, read_arrays, write_arrays
 
 _MAX_SHARDS = 1_000_000
 # bytes of a .cls file that are read
@@ -206,7 +206,7 @@ def find_shards(request: Request) -> SourceSplits:
 
 
 def _recognizes(place: str) -> bool:
-    path = Path(place).expanduser()
+    path = expand_home(place)
     return (
         remote.is_remote(place)
         or ".tar" in place
