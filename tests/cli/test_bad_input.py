@@ -760,7 +760,7 @@ class TestCommand:
 
         monkeypatch.setattr("vit.bundle.load_bundle", fail)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-        outcome = cli.run("info", "m")
+        outcome = cli.run("info", "imagenette")
         assert outcome.code == 70
         (line,) = outcome.err.splitlines()
         (report,) = tmp_path.glob("vit-report-*.txt")
@@ -775,7 +775,7 @@ class TestCommand:
             raise MemoryError
 
         monkeypatch.setattr("vit.bundle.load_bundle", fail)
-        assert "not enough memory" in cli.fail("info", "m")
+        assert "not enough memory" in cli.fail("info", "imagenette")
 
 
 def test_usage_errors_of_typer_have_a_base_that_main_recognises() -> None:

@@ -46,10 +46,10 @@ def _check_images(images: str | Sequence[str]) -> None:
     from vit.data.images import list_images
 
     paths = [images] if isinstance(images, str) else images
+    if len(paths) == 1 and os.path.isdir(paths[0]):
+        # raises an error for a folder without images
+        next(list_images(paths[0]))
     for path in paths:
-        if os.path.isdir(path):
-            # raises an error for a folder without images
-            next(list_images(path), None)
         if path == "-" or (os.path.lexists(path) and not explain_file(path)):
             return
     _check_exists(paths[0])

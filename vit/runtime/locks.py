@@ -25,10 +25,13 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
     Raises:
         BlockingIOError: Another process holds the lock, and `wait` is not set.
+        OSError: The file isn't regular, or can't be made.
     """
     # takes longer to import than `vit --help` may take
     from filelock import FileLock, Timeout
 
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     lock = FileLock(path, fallback_to_soft=False)
     try:
         lock.acquire(blocking=wait)
