@@ -221,7 +221,9 @@ def test_floats_without_a_range_are_refused(tmp_path: Path) -> None:
 def test_arrays_from_python_have_a_range() -> None:
     for values, value_range in (
         (np.stack([RAMP] * 4), (0, 4095)),
-        (np.stack([RAMP] * 4) / 4095, (0, 1)),
+        # from 0 to 1, as torchvision's tensors are
+        (np.stack([RAMP] * 4) / 4095, None),
+        (np.stack([RAMP] * 4) / 10 - 204.75, (-204.75, 204.75)),
         (np.stack([np.stack([RAMP] * 3, axis=-1)] * 4).astype(np.int32) - 2000, (-2000, 2095)),
     ):
         dataset = read_map_style(list(zip(values, [0, 1, 0, 1], strict=True)), "train", None)
@@ -276,6 +278,12 @@ def test_few_grey_levels_are_counted(tmp_path: Path) -> None:
     deep = write(tmp_path / "deep", hot)
     ranged = Preprocess((64, 64), value_range=measure_value_range(deep))
     assert survey_images(deep, count=2, preprocess=ranged).num_levels == 18
+    # photos beside them don't hide it
+    write(tmp_path / "mixed", hot)
+    for name in ("ant", "bee"):
+        Image.fromarray(EIGHT_BITS).save(tmp_path / "mixed" / name / "photo.png")
+    mixed = open_dataset("folder", root=tmp_path / "mixed").split("all")
+    assert survey_images(mixed, count=4, preprocess=ranged).num_levels == 18
     full = Preprocess((64, 64), value_range=(0, 4095))
     assert survey_images(deep, count=2, preprocess=full).num_levels == 32
 

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from vit.runtime.drive import is_drive_error
 from vit.runtime.files import open_regular
 
 DICOM_SUFFIX = ".dcm"
@@ -63,6 +64,8 @@ def read_dicom(
             return stored, None, False
         return _rescale(dataset, stored)
     except Exception as error:
+        if is_drive_error(error):
+            raise
         # for broken bytes, the decoders raise errors of nearly any type
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{name} can't be read as an image: {reason}") from error

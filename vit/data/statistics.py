@@ -94,23 +94,25 @@ def survey_images(
         ValueError: None of them can be read.
     """
     sizes = []
-    counts = np.zeros(256, dtype=np.int64)
-    num_levels = MIN_LEVELS if preprocess is None else 0
-    are_deep = False
+    # of deep images and of others
+    counts = np.zeros((2, 256), dtype=np.int64)
+    num_levels: dict[int, int] = {}
     num_pixels = 0
     for image in _read_random(dataset, count):
         sizes.append(image.size)
-        if preprocess is not None and num_levels < MIN_LEVELS:
-            are_deep = are_deep or isinstance(image, DeepImage)
-            pixels = np.asarray(preprocess.to_rgb(image))
-            counts += np.bincount(pixels.ravel(), minlength=256)
-            used = np.flatnonzero(counts)
-            # drawings of 8 bits may have few levels, but these are far apart
-            num_levels = len(used) if are_deep else int(used[-1] - used[0]) + 1
+        is_deep = int(isinstance(image, DeepImage))
+        if preprocess is not None and num_levels.get(is_deep, 0) < MIN_LEVELS:
+            # a rare one of floats may be without a range, and is left out of training
+            with suppress(ValueError):
+                pixels = np.asarray(preprocess.to_rgb(image))
+                counts[is_deep] += np.bincount(pixels.ravel(), minlength=256)
+                used = np.flatnonzero(counts[is_deep])
+                # drawings of 8 bits may have few levels, but these are far apart
+                num_levels[is_deep] = len(used) if is_deep else int(used[-1] - used[0]) + 1
         num_pixels += image.width * image.height
         if num_pixels > _MAX_PIXELS:
             break
-    return Survey(np.array(sizes), min(num_levels, MIN_LEVELS))
+    return Survey(np.array(sizes), min([*num_levels.values(), MIN_LEVELS]))
 
 
 def describe_few_levels(num_levels: int, value_range: tuple[float, float] | None) -> str:
