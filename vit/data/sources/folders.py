@@ -4,6 +4,7 @@ images, or idx files."""
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -339,7 +340,9 @@ def has_classes(root: Path) -> bool:
     if any(len(list_classes(folder)) > 1 for folder in named):
         return True
     others = [folder for folder in _list_folders(root) if not looks_like_split(folder.name)]
-    return sum(any(_find_images(folder)) for folder in others) > 1
+    # two are enough: folders may be many and large
+    with_images = (folder for folder in others if any(_find_images(folder)))
+    return len(list(islice(with_images, 2))) > 1
 
 
 def list_classes(folder: Path) -> list[str]:
