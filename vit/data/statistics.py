@@ -77,7 +77,8 @@ class Survey:
             across = min(right, width) - max(left, 0.0)
             down = min(bottom, height) - max(top, 0.0)
             fractions.append(1 - across * down / (width * height))
-        return np.array(fractions)
+        # so that a square leaves out just a quarter of 4:3, whatever is rounded
+        return np.round(fractions, 6)
 
 
 def survey_images(
