@@ -141,7 +141,7 @@ def test_folds_of_a_class_of_one_group_say_what_they_leave_out() -> None:
     assert (result.num_folds, result.num_images, result.num_groups) == (4, 96, 8)
     assert result.always_trained == ["Luchs"]
     assert "Luchs" not in {item.label for item in result.predictions}
-    assert "without Luchs: images of one group, or one image, are always" in result.describe()
+    assert "not measured, because of one group or image: Luchs" in result.describe()
     curve = measure_learning_curve(
         features,
         labels,
@@ -267,7 +267,7 @@ def test_the_plan_counts_the_images_and_groups_of_each_class(sites: Path) -> Non
     splits = open_sites(sites, 0)
     train, test = splits.split("train"), splits.split("test")
     text = splits.describe_classes()
-    assert "Luchs 4/0/0 (1/0/0 groups)" in text
+    assert "Luchs 4/0/0 (1/0/0 group)" in text
     assert text.endswith("(train/validation/test)")
     label = train.class_names.index("Rotfuchs")
     assert f"Rotfuchs {(train.labels == label).sum()}/" in text

@@ -2,6 +2,7 @@
 burst, and copies. Otherwise a test measures how well the model has memorised them."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,8 +158,8 @@ def choose_whole_groups(
 
     Groups are tried in the order of the hashes of (salt, group), and chosen if they bring the
     numbers of their classes nearer to the fraction. A class without a chosen group gets its
-    smallest one that can be chosen. At least one group of every class is not chosen. If the choice
-    lacks a class that has enough groups, or leaves too few of them, other orders are tried.
+    smallest one. At least one group of every class is not chosen. If the choice lacks a class that
+    has enough groups, or leaves too few of them, the best of other orders is taken.
 
     Args:
         groups: Group of each image.
@@ -177,29 +178,41 @@ def choose_whole_groups(
     num_groups = Counter(label for counts in members.values() for label in counts)
 
     best: set[str] = set()
-    fewest = None
+    least = (math.inf, math.inf)
     for draw in range(_NUM_DRAWS if fraction else 1):
-        chosen = _draw_groups(members, fraction=fraction, salt=f"{salt}:{draw}" if draw else salt)
+        chosen, distance = _draw_groups(
+            members,
+            fraction=fraction,
+            salt=f"{salt}:{draw}" if draw else salt,
+            smallest_only=not draw,
+        )
         num_chosen = Counter(label for group in chosen for label in members[group])
         num_lacking = sum(
             not 1 <= num_chosen[label] <= count - num_splits + 1
             for label, count in num_groups.items()
             if count >= num_splits
         )
-        if fewest is None or num_lacking < fewest:
-            best, fewest = chosen, num_lacking
-        if not num_lacking:
+        if (num_lacking, distance) < least:
+            best, least = chosen, (num_lacking, distance)
+        if not draw and not num_lacking:
             break
     return np.array([group in best for group in groups])
 
 
-def _draw_groups(members: Mapping[str, Counter[int]], *, fraction: float, salt: str) -> set[str]:
+def _draw_groups(
+    members: Mapping[str, Counter[int]], *, fraction: float, salt: str, smallest_only: bool
+) -> tuple[set[str], int]:
     """Choose groups in the order of their hashes. See `choose_whole_groups`.
 
     Args:
         members: Group → class → number of its images.
         fraction: Fraction of the images to choose.
         salt: Text that decides the order.
+        smallest_only: A class without a chosen group gets its smallest one or none, instead of the
+            smallest one that can be chosen.
+
+    Returns:
+        The groups, and by how many images of all classes they miss the fraction.
     """
     class_sizes: Counter[int] = Counter()
     for counts in members.values():
@@ -233,15 +246,16 @@ def _draw_groups(members: Mapping[str, Counter[int]], *, fraction: float, salt: 
         if measure_gain(group) > 0 and leaves_some(group):
             chosen.add(group)
             num_chosen.update(members[group])
-    for label, target in targets.items():
-        if target and not num_chosen[label]:
-            class_groups = [
-                group for group in members if label in members[group] and leaves_some(group)
-            ]
-            if class_groups:
-                smallest = min(
-                    class_groups, key=lambda group: (members[group].total(), hash_group(group))
-                )
+    num_groups = Counter(label for counts in members.values() for label in counts)
+    # A group of a class with few groups may bring other classes, too.
+    order = targets if smallest_only else sorted(targets, key=lambda label: num_groups[label])
+    for label in order:
+        if targets[label] and not num_chosen[label]:
+            class_groups = [group for group in members if label in members[group]]
+            class_groups.sort(key=lambda group: (members[group].total(), hash_group(group)))
+            candidates = class_groups[:1] if smallest_only else class_groups
+            smallest = next(filter(leaves_some, candidates), None)
+            if smallest is not None:
                 chosen.add(smallest)
                 num_chosen.update(members[smallest])
-    return chosen
+    return chosen, sum(abs(target - num_chosen[label]) for label, target in targets.items())

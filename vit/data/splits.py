@@ -177,7 +177,7 @@ class DatasetSplits:
             text = f"{class_names[label]} {'/'.join(map(str, counts[:, label]))}"
             if has_groups:
                 groups = [dataset.count_groups(label) for dataset in datasets]
-                text += f" ({'/'.join(map(str, groups))} groups)"
+                text += f" ({'/'.join(map(str, groups))} group{'s' * (sum(groups) != 1)})"
             parts.append(text)
         if len(order) < len(class_names):
             parts.insert(_NUM_EXTREMES, "…")

@@ -92,7 +92,7 @@ def describe_always_trained(class_names: Sequence[str]) -> str:
     if not class_names:
         return ""
     names = shorten(", ".join(class_names))
-    return f", without {names}: images of one group, or one image, are always trained on"
+    return f"; always trained on and not measured, because of one group or image: {names}"
 
 
 def number_groups(groups: Sequence[str] | None, count: int) -> NDArray[np.int64]:

@@ -74,7 +74,7 @@ class FittedProbe:
             text += describe_always_trained(self.always_trained)
         elif self.always_trained:
             names = shorten(", ".join(self.always_trained))
-            text += f"; no cross-validation, because of one group (or image) in {names}"
+            text += f"; no cross-validation, because of one group or image: {names}"
         count = f"{self.num_images:,}"
         if self.num_images < self.num_training_images:
             count += f" of {self.num_training_images:,}"
