@@ -26,11 +26,11 @@ from scipy.optimize import brentq
 from scipy.special import softmax
 from scipy.stats import binom, norm
 
+from vit.evaluation.clusters import compute_proportion_interval
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     Scores,
     compute_metrics,
-    compute_proportion_interval,
     score_logits,
 )
 from vit.evaluation.significance import SIGNIFICANCE, compare_seeds, compute_mcnemar
@@ -75,7 +75,7 @@ def draw_scores(
 def compute_exact_coverage(count: int, accuracy: float) -> float:
     """Of the interval of top-1."""
     correct = np.arange(count + 1)
-    low, high = map(np.array, compute_proportion_interval(correct, np.full(count + 1, count)))
+    low, high = np.array([compute_proportion_interval(hits, count) for hits in correct]).T
     holds = (low <= accuracy) & (accuracy <= high)
     return float(binom.pmf(correct, count, accuracy)[holds].sum())
 

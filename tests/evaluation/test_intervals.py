@@ -8,13 +8,16 @@ from scipy import stats
 from scipy.stats import binom, binomtest
 
 from tests.evaluation.conftest import MakePredictions
-from vit.evaluation.clusters import compute_clustered_interval, compute_design_effect
+from vit.evaluation.clusters import (
+    compute_clustered_interval,
+    compute_design_effect,
+    compute_proportion_interval,
+)
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import (
     Scores,
     compute_metrics,
     compute_per_class,
-    compute_proportion_interval,
     score_logits,
 )
 
@@ -44,20 +47,20 @@ def test_every_metric_has_an_interval_that_repeats(make_predictions: MakePredict
 
 
 def test_the_interval_of_a_proportion_is_the_one_of_clopper_and_pearson() -> None:
-    lows, highs = compute_proportion_interval(np.array([0, 7, 100]), np.array([20, 9, 100]))
-    for successes, count, low, high in zip((0, 7, 100), (20, 9, 100), lows, highs, strict=True):
+    for successes, count in zip((0, 7, 100), (20, 9, 100), strict=True):
         exact = binomtest(successes, count).proportion_ci()
-        assert (low, high) == pytest.approx((exact.low, exact.high))
+        interval = compute_proportion_interval(successes, count)
+        assert interval == pytest.approx((exact.low, exact.high))
     # of no image nothing is known
-    assert compute_proportion_interval(np.array([0]), np.array([0])) == ([0.0], [1.0])
+    assert compute_proportion_interval(0, 0) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("accuracy", [0.5, 0.9, 0.98, 0.99, 0.999])
 @pytest.mark.parametrize("count", [20, 30, 100, 1000, 10_000])
 def test_at_least_95_of_100_intervals_of_an_accuracy_hold_it(accuracy: float, count: int) -> None:
     correct = np.arange(count + 1)
-    low, high = compute_proportion_interval(correct, np.full(count + 1, count))
-    holds = (np.array(low) <= accuracy) & (accuracy <= np.array(high))
+    low, high = np.array([compute_proportion_interval(hits, count) for hits in correct]).T
+    holds = (low <= accuracy) & (accuracy <= high)
     coverage = binom.pmf(correct, count, accuracy)[holds].sum()
     assert coverage >= 0.95
     if count * (1 - accuracy) >= 10:

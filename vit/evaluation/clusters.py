@@ -79,13 +79,21 @@ def compute_clustered_interval(correct: Bools, clusters: Ints) -> tuple[float, f
     # nothing follows from no image, nor from a single group of several
     if count == 0 or (count > 1 and (clusters == clusters[0]).all()):
         return 0.0, 1.0
-    accuracy = float(correct.mean())
-    deviations = correct.astype(np.float64) - accuracy
-    effective = count / compute_design_effect(deviations, clusters, correct)
-    hits = accuracy * effective
-    low, high = 0.0, 1.0
-    if hits > 0:
-        low = float(betaincinv(hits, effective - hits + 1, TAIL))
-    if hits < effective:
-        high = float(betaincinv(hits + 1, effective - hits, 1 - TAIL))
+    deviations = correct - correct.mean()
+    effect = compute_design_effect(deviations, clusters, correct)
+    return compute_proportion_interval(int(correct.sum()) / effect, count / effect)
+
+
+def compute_proportion_interval(successes: float, count: float) -> tuple[float, float]:
+    """Compute the exact 95 % interval of a proportion (Clopper & Pearson 1934).
+
+    Whatever the true proportion, at least 95 % of samples have an interval that includes it.
+
+    Args:
+        successes: Successes in the sample. Divided by a design effect it is not whole.
+        count: Size of the sample; for 0 the interval is 0…1.
+    """
+    failures = count - successes
+    low = float(betaincinv(successes, failures + 1, TAIL)) if successes > 0 else 0.0
+    high = float(betaincinv(successes + 1, failures, 1 - TAIL)) if failures > 0 else 1.0
     return low, high

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.special import betaincinv
 
 from vit.evaluation.clusters import compute_clustered_interval, number_clusters
 from vit.prediction.probabilities import (
@@ -217,17 +216,11 @@ def compute_per_class(
         2 * correct / np.maximum(support + predicted, 1),
     )
     # precision is a proportion of the predicted images, recall of the labelled ones
-    if groups is None:
-        intervals = [
-            list(zip(*compute_proportion_interval(correct, sizes), strict=True))
-            for sizes in (predicted, support)
-        ]
-    else:
-        clusters = number_clusters(groups, len(scores))
-        intervals = [
-            _compute_clustered_intervals(scores.correct, clusters, classes, scores.num_classes)
-            for classes in (scores.predicted, scores.labels)
-        ]
+    clusters = number_clusters(groups, len(scores))
+    intervals = [
+        _compute_clustered_intervals(scores.correct, clusters, classes, scores.num_classes)
+        for classes in (scores.predicted, scores.labels)
+    ]
     rows = zip(
         class_names,
         *(
@@ -252,29 +245,6 @@ def _compute_clustered_intervals(
         compute_clustered_interval(correct[members], clusters[members])
         for members in np.split(order, ends)
     ]
-
-
-def compute_proportion_interval(successes: Ints, counts: Ints) -> tuple[list[float], list[float]]:
-    """Compute exact 95 % intervals of proportions (Clopper & Pearson 1934).
-
-    Whatever the true proportion, at least 95 % of samples have an interval that includes it.
-
-    Args:
-        successes: Successes in each sample, [k].
-        counts: Sizes of the samples, [k]; for 0 the interval is 0…1.
-
-    Returns:
-        The lower and the upper ends, k each.
-    """
-    tail = (1 - 0.95) / 2
-    failures = counts - successes
-    # the quantile is defined only for positive parameters
-    low = betaincinv(np.maximum(successes, 1), failures + 1, tail)
-    high = betaincinv(successes + 1, np.maximum(failures, 1), 1 - tail)
-    return (
-        np.where(successes > 0, low, 0.0).tolist(),
-        np.where(failures > 0, high, 1.0).tolist(),
-    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from vit.config import Config
 from vit.data.dataset import printable
-from vit.evaluation.clusters import compute_clustered_interval
+from vit.evaluation.clusters import compute_clustered_interval, number_clusters
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.prediction.features import Features, compute_features
 from vit.prediction.probabilities import Ints
@@ -16,7 +16,6 @@ from vit.training.folds import (
     assign_folds,
     describe_always_trained,
     list_always_trained,
-    number_groups,
     train_on_whole_classes,
 )
 from vit.training.linear_probe import Balance, fit_probe
@@ -167,7 +166,7 @@ def cross_validate(
         )
         for place, index in enumerate(measured.tolist())
     ]
-    clusters = number_groups(groups, len(labels))[measured]
+    clusters = number_clusters(groups, len(labels))[measured]
     return CrossValidation(
         num_folds=int(folds.max()) + 1,
         num_images=len(measured),

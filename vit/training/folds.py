@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import NDArray
 
+from vit.evaluation.clusters import number_clusters
 from vit.runtime.arguments import shorten
 
 NUM_FOLDS = 5
@@ -35,7 +36,7 @@ def assign_folds(
         # scikit-learn takes a second to import
         from sklearn.model_selection import StratifiedGroupKFold
 
-        clusters = number_groups(groups, len(labels))
+        clusters = number_clusters(groups, len(labels))
         # The number of a fold isn't needed here: this finds the classes of one group.
         inside = np.flatnonzero(train_on_whole_classes(clusters, labels) >= 0)
         class_sizes = np.bincount(labels[inside], minlength=1)
@@ -93,10 +94,3 @@ def describe_always_trained(class_names: Sequence[str]) -> str:
         return ""
     names = shorten(", ".join(class_names))
     return f"; always trained on and not measured, because of one group or image: {names}"
-
-
-def number_groups(groups: Sequence[str] | None, count: int) -> NDArray[np.int64]:
-    """Number the groups of `count` images. None: each image is its own group."""
-    if groups is None:
-        return np.arange(count)
-    return np.unique(np.array(groups, dtype=str), return_inverse=True)[1]

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from vit.evaluation.clusters import compute_clustered_interval
+from vit.evaluation.clusters import compute_clustered_interval, number_clusters
 from vit.evaluation.significance import SIGNIFICANCE, compute_mcnemar
 from vit.prediction.features import Features
 from vit.prediction.probabilities import Floats, Ints
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import write_json
-from vit.training.folds import assign_folds, number_groups
+from vit.training.folds import assign_folds
 from vit.training.linear_probe import Balance, LinearProbe, as_array, fit_path
 
 LEARNING_CURVE_FILE = "learning_curve.json"
@@ -200,7 +200,7 @@ def measure_learning_curve(
         without a forecast if the points don't determine one.
     """
     folds = assign_folds(labels, groups)
-    clusters = number_groups(groups, len(labels))
+    clusters = number_clusters(groups, len(labels))
     num_folds = int(folds.max()) + 1
     curve = LearningCurve(
         num_images=len(labels),
