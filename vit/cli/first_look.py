@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from vit.runtime.places import explain_file, suggest
@@ -42,28 +43,22 @@ def _check_data(data: str) -> None:
 
 
 def _check_images(images: str | Sequence[str]) -> None:
-    """Raise the error of the first path if no path can be an image."""
+    """Raise the error of the first path if no path can be an image, and of a folder without images
+    that is named alone."""
     from vit.data.images import list_images
 
     paths = [images] if isinstance(images, str) else images
     if len(paths) == 1 and os.path.isdir(paths[0]):
-        # raises an error for a folder without images
-        next(list_images(paths[0]))
+        next(list_images(paths[0]), None)
+    if not any(path == "-" or (os.path.lexists(path) and not explain_file(path)) for path in paths):
+        _check_exists(paths[0])
+        raise ValueError(explain_file(paths[0]))
+
+
+def _check_exists(*paths: str | Path) -> None:
     for path in paths:
-        if path == "-" or (os.path.lexists(path) and not explain_file(path)):
-            return
-    _check_exists(paths[0])
-    raise ValueError(explain_file(paths[0]))
-
-
-def _check_exists(path: str | os.PathLike[str]) -> None:
-    if not os.path.lexists(path):
-        raise FileNotFoundError(f"{os.fspath(path)} does not exist{suggest(os.fspath(path))}")
-
-
-def _check_evaluations(evaluations: Sequence[str]) -> None:
-    for path in evaluations:
-        _check_exists(path)
+        if not os.path.lexists(path):
+            raise FileNotFoundError(f"{path} does not exist{suggest(path)}")
 
 
 _CHECKS: Mapping[str, Callable[[Any], None]] = {
@@ -72,5 +67,5 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "data": _check_data,
     "images": _check_images,
     "masks": _check_exists,
-    "evaluations": _check_evaluations,
+    "evaluations": lambda paths: _check_exists(*paths),
 }
