@@ -159,6 +159,11 @@ def looks_like_split(name: str) -> bool:
     return _SPLIT_LIKE.fullmatch(name.lower()) is not None
 
 
+def relative_path(path: str | Path, root: Path) -> str:
+    """Return a path below a root, with slashes on every system: it is also the name of an image."""
+    return os.path.relpath(path, root).replace(os.sep, "/")
+
+
 def find_split_folders(root: Path) -> dict[str, Path]:
     """Find the folders below `root` that are named like a split: split → folder.
 

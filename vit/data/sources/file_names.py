@@ -1,6 +1,5 @@
 """Images whose class is in their path, such as cat.0.jpg, found by a regular expression."""
 
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ from vit.data.sources.base import (
     count_suffixes,
     count_system_images,
     describe_counts,
+    relative_path,
 )
 from vit.data.sources.listed import ListedImage, find_listed
 from vit.runtime.arguments import shorten
@@ -43,7 +43,7 @@ def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
     # before images are listed
     check_pattern(label_by, name="data.label_by")
     left_out: list[str] = []
-    files = [os.path.relpath(file, root) for file in list_files(root, left_out=left_out)]
+    files = [relative_path(file, root) for file in list_files(root, left_out=left_out)]
     paths = sorted(filter(is_image_name, files))
     labels = list(search_group(label_by, paths, name="data.label_by"))
     if not any(labels):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vit.data.images import is_image_name, list_files
+from vit.data.sources.base import relative_path
 from vit.runtime.arguments import shorten
 from vit.runtime.files import read_text
 
@@ -77,7 +78,7 @@ def read_flat_split(folder: Path, root: Path, class_names: Collection[str]) -> F
     if source is None:
         return None
     files = [file for file in list_files(folder, left_out=[]) if is_image_name(file)]
-    paths = [os.path.relpath(file, root) for file in files]
+    paths = [relative_path(file, root) for file in files]
     rows = _read_rows(source)
     if all(len(row) == 1 for row in rows):
         # a class a line, in the order of the names

@@ -12,7 +12,7 @@ import numpy as np
 
 from vit.data.class_names import deduplicate, read_words
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits, root_exists
-from vit.data.sources.base import ArrayReader, FileReader, Root, find_split_folders
+from vit.data.sources.base import ArrayReader, FileReader, Root, find_split_folders, relative_path
 from vit.data.sources.folders import check_root, find_class_folders, list_classes
 from vit.data.sources.idx import find_idx, list_idx
 from vit.data.sources.python_objects import read_map_style
@@ -311,7 +311,7 @@ def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> Image
         return replace(pixels, name=set_name, split="all")
 
     labels = np.array([label for _, label in samples], dtype=np.int64)
-    paths = [os.path.relpath(path, folder).replace(os.sep, "/") for path, _ in samples]
+    paths = [relative_path(path, folder) for path, _ in samples]
     # without names, there are at most as many classes as images
     limit = len(class_names or samples)
     if labels.min() < 0 or labels.max() >= limit:

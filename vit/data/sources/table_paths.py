@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from vit.data.images import is_image_name, list_files
-from vit.data.sources.base import SPLIT_OF
+from vit.data.sources.base import SPLIT_OF, relative_path
 
 # paths by which the folders before them are recognised
 _SAMPLE = 50
@@ -133,7 +133,7 @@ class FileFinder:
             list_files(place, left_out=[]) for place in (self.folder, *places)
         ):
             if is_image_name(file):
-                relative = os.path.relpath(file, self.folder)
+                relative = relative_path(file, self.folder)
                 name = _simplify(os.path.basename(file))
                 for key in (name, os.path.splitext(name)[0]):
                     files.setdefault(key, []).append(relative)

@@ -18,6 +18,7 @@ from vit.data.sources.base import (
     describe_counts,
     find_split_folders,
     looks_like_split,
+    relative_path,
 )
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
 from vit.data.sources.table_columns import (
@@ -229,7 +230,7 @@ def _read_images(
         if file is None or label is None or not split:
             continue
         # each file has one name: "./a.png" is a.png
-        file = os.path.relpath(os.path.join(path.parent, file), root)
+        file = relative_path(os.path.join(path.parent, file), root)
         folder = file.partition("/")[0]
         if folder == ".." and not request.allow_outside:
             text = f"{shorten(str(fields[columns.path]), 60)} is outside {root}"
