@@ -204,6 +204,16 @@ def test_an_audit_predicts_each_image_without_its_group() -> None:
     assert 0.3 < (grouped[:200].argmax(axis=1) == labels[:200]).mean() < 0.7
 
 
+def test_an_audit_of_a_class_of_one_image_judges_the_others() -> None:
+    rng = np.random.default_rng(0)
+    labels = np.append(np.repeat([0, 1], 20), [2])
+    features = (rng.normal(size=(3, 8))[labels] * 4 + rng.normal(size=(41, 8))).astype(np.float32)
+    digests = rng.permutation(41).astype(np.uint64)
+    for groups in (None, [f"s{number % 7}" for number in range(40)] + ["s9"]):
+        found = predict_out_of_fold(features, labels, digests, num_classes=3, groups=groups)
+        assert (found[:40].argmax(axis=1) == labels[:40]).all()
+
+
 def test_joined_splits_keep_their_groups() -> None:
     reader = ArrayReader(np.zeros((2, 4, 4, 3), np.uint8))
     first = ImageDataset(

@@ -168,6 +168,7 @@ def test_class_names_come_from_the_set(images: np.ndarray) -> None:
         assert find_python_objects(form, None).load("train").class_names == NAMES
 
 
+@pytest.mark.extended
 def test_a_set_of_hugging_face_has_its_names(images: np.ndarray) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(
@@ -345,7 +346,10 @@ def have_equal_weights(first: TrainingResult, second: TrainingResult) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("overrides", [(), ("augment.mixup=0.8", "augment.cutmix=1.0")])
+MIXED = ("augment.mixup=0.8", "augment.cutmix=1.0")
+
+
+@pytest.mark.parametrize("overrides", [(), pytest.param(MIXED, marks=pytest.mark.extended)])
 def test_focal_loss_of_gamma_0_is_cross_entropy_bit_for_bit(
     images: np.ndarray, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
@@ -393,10 +397,26 @@ def test_class_weights_count_by_name(images: np.ndarray, tmp_path: Path) -> None
     # ratios count alone, and a class without a name has the weight 1
     config = load_config({"data": {"name": "from-python", "image_size": 8}})
     splits = build_dataset(config, user_dataset=(images, LABELS), class_names=NAMES)
-    data = build_data(config, splits, device=torch.device("cpu"), class_weights={"red": 2})
+    data = build_data(
+        config, splits, device=torch.device("cpu"), class_weights={"red": np.float32(2)}
+    )
     assert data.class_weights is not None
     assert data.class_weights.tolist() == [1.5, 0.75, 0.75]
     assert data.probe_balance == {0: 1.5, 1: 0.75, 2: 0.75}
+
+
+def test_weights_and_mixed_images_leave_the_validation_loss_alone(
+    images: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vit.evaluation.cost._SECONDS", 0.0)
+    options = ("augment.mixup=0.8", "augment.cutmix=1.0")
+    with pytest.raises(ValueError, match="7"):
+        train(images, tmp_path / "odd", *options, "train.batch_size=7")
+    result = train(images, tmp_path / "run", *options, class_weights={"red": 50.0})
+    best = max(result.metrics, key=lambda row: (row["val_top1"], -row["val_loss"]))
+    evaluation = vit.evaluate(result.bundle, precision="float32").evaluation
+    # of the plain mean over the images
+    assert evaluation.loss == pytest.approx(best["val_loss"], abs=1e-5)
 
 
 class Learnt(nn.Module):

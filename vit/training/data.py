@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -255,9 +256,9 @@ def _list_class_weights(
     for name, weight in class_weights.items():
         check_choice(name, dataset.class_names, name="class in class_weights")
         # false for NaN, too
-        if not (isinstance(weight, int | float) and 0 <= weight < math.inf):
+        if not (isinstance(weight, Real) and 0 <= weight < math.inf):
             raise ValueError(f"class_weights: {name} has {weight!r}, not a number of at least 0")
-    weights = np.array([class_weights.get(name, 1.0) for name in dataset.class_names])
+    weights = np.array([float(class_weights.get(name, 1.0)) for name in dataset.class_names])
     mean = weights[dataset.labels].mean()
     if mean == 0:
         raise ValueError("class_weights give every image the weight 0; raise one")

@@ -88,7 +88,8 @@ class RunIdentity:
         if loss is not None:
             settings["the argument loss"] = _describe(loss)
         if class_weights is not None:
-            settings["the argument class_weights"] = dict(class_weights)
+            weights = {name: float(weight) for name, weight in class_weights.items()}
+            settings["the argument class_weights"] = weights
         return cls(settings, data_fingerprint, conditions)
 
     @cached_property
