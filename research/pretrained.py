@@ -1,5 +1,5 @@
 """What pretrained weights bring with few photos, at equal minutes: a linear probe, fine-tuning after
-it, fine-tuning without it, low-rank adapters after it, and training from scratch.
+it, fine-tuning without it, and training from scratch.
 
     python research/pretrained.py --weights WEIGHTS --weights-name "ViT-S/14 of …" --photos IMAGENETTE \\
         --small-images CIFAR10 --seeds 3 --time-limit 75 --output benchmarks/results
@@ -9,9 +9,10 @@ from train/ with the seed, as links in a folder of its own; 240 images of its cl
 the unseen ones, the same for every seed, and no run sees them.
 
 A cell is `vit train SET --minutes M` as users run it, from an empty cache (so that the pass through
-the weights counts in every column), whose model is then measured on the unseen images; the adapters
-are of low_rank.py. The most telling cells are the first: those of seed 0, then the other seeds of the
-probe and of fine-tuning after it. The result is written after every cell; --continue leaves out those
+the weights counts in every column), whose model is then measured on the unseen images. Low-rank
+adapters after the probe were measured by low_rank.py, which commit 576200b still has. The most telling
+cells are the first: those of seed 0, then the other seeds of the probe and of fine-tuning after it. The
+result is written after every cell; --continue leaves out those
 that it has, so that the whole can be stopped anywhere.
 
 Before them, with 200 of the photos: the pass of `compute_features` from the files, in turn with forward
@@ -88,8 +89,8 @@ VIT_WAYS: Mapping[str, Sequence[str]] = {
     "fine-tuning alone": ("--init", "WEIGHTS", "model.probe=false"),
     "scratch": (),
 }
-LOW_RANK = "probe, then LoRA"
-WAYS = (*list(VIT_WAYS)[:3], LOW_RANK, "scratch")
+# columns of the table
+WAYS = (*list(VIT_WAYS)[:3], "probe, then LoRA", "scratch")
 # of further seeds these are the first
 TELLING_WAYS = ("probe alone", "probe, then fine-tuning")
 # to evaluate all would take longer than to train
@@ -131,21 +132,16 @@ def link_files(files: Sequence[Path], folder: Path) -> None:
 def run_cell(
     way: str, data: Path, options: argparse.Namespace, *, minutes: float, seed: int
 ) -> Cell:
-    """One run of `vit train`, or of low_rank.py, and its accuracy on the unseen images."""
+    """One run of `vit train`, and its accuracy on the unseen images."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         # lines of the plan are not wrapped
         environment = os.environ | {"VIT_CACHE": str(directory / "cache"), "COLUMNS": "2000"}
         vit = [sys.executable, "-m", "vit"]
         run = directory / "run"
-        if way == LOW_RANK:
-            script = Path(__file__).with_name("low_rank.py")
-            command = [sys.executable, str(script), str(data), "--weights", str(options.weights)]
-            command += ["--seed", str(seed)]
-        else:
-            arguments = [text.replace("WEIGHTS", str(options.weights)) for text in VIT_WAYS[way]]
-            command = [*vit, "train", str(data), *arguments, f"train.seed={seed}"]
-            command += options.overrides
+        arguments = [text.replace("WEIGHTS", str(options.weights)) for text in VIT_WAYS[way]]
+        command = [*vit, "train", str(data), *arguments, f"train.seed={seed}"]
+        command += options.overrides
         command += ["--minutes", f"{minutes:g}", "--output", str(run)]
 
         load = os.getloadavg()[0]
@@ -381,7 +377,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="of every cell; by default each set's own")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=VIT_WAYS, default=list(VIT_WAYS))
     parser.add_argument("--continue", dest="continues", action="store_true")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="minutes of the whole")
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")

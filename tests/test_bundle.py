@@ -16,7 +16,12 @@ from torch import nn
 import vit
 from vit.bundle import Bundle, load_bundle, open_model, save_bundle, update_metadata
 from vit.data.preprocess import Preprocess
-from vit.model.model_file import Likeness, compute_checksum
+from vit.model.model_file import (
+    Likeness,
+    compute_checksum,
+    read_model_file,
+    write_model_file,
+)
 from vit.model.vision_transformer import VisionTransformer
 
 
@@ -247,7 +252,9 @@ def save_features(path: Path, **changes: Any) -> None:
         "no_likeness": "",
     }
     likeness = Likeness(parts["features"], parts["distances"])
-    update_metadata(save(path, make_model()), {"conformal": conformal}, likeness=likeness)
+    content = read_model_file(save(path, make_model()))
+    metadata = {**content.metadata, "conformal": conformal}
+    write_model_file(path, replace(content, metadata=metadata, likeness=likeness))
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,21 @@ def load_bundle(
         return dataclasses.replace(Bundle.from_model(module.to(device)), name=str(source))
 
     path = find_model_file(source)
-    content = read_model_file(path)
+    bundle = build_bundle(
+        read_model_file(path), path, model=model, device=device, random_weights=random_weights
+    )
+    return dataclasses.replace(bundle, name=str(source))
+
+
+def build_bundle(
+    content: ModelFile,
+    path: Path,
+    *,
+    model: nn.Module | None = None,
+    device: str | torch.device = "cpu",
+    random_weights: bool = False,
+) -> Bundle:
+    """Build the model in a file's content. See `load_bundle`."""
     metadata = content.metadata
     if not metadata:
         raise ValueError(
@@ -269,7 +283,7 @@ def load_bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(metadata["preprocess"]),
         class_names=tuple(metadata["class_names"]),
-        name=str(source),
+        name=str(path),
         sha256=compute_sha256(path),
         config=metadata["config"],
         data=metadata["data"],
@@ -333,19 +347,12 @@ def save_bundle(
     submit(partial(write_model_file, path, content))
 
 
-def update_metadata(
-    path: Path,
-    values: Values,
-    *,
-    target: Path | None = None,
-    likeness: Likeness | None = None,
-) -> None:
+def update_metadata(path: Path, values: Values, *, target: Path | None = None) -> None:
     """Set metadata values, such as a fitted temperature, in the model file at `path`, atomically, or
-    in a copy of it at `target`. `likeness` is replaced, too, unless it is None."""
+    in a copy of it at `target`."""
     content = read_model_file(path)
     metadata = {**content.metadata, **values}
-    changed = dataclasses.replace(content, metadata=metadata, likeness=likeness or content.likeness)
-    write_model_file(target or path, changed)
+    write_model_file(target or path, dataclasses.replace(content, metadata=metadata))
 
 
 def collect_versions() -> dict[str, str]:

@@ -23,7 +23,9 @@ from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.model.checkpoint import CheckpointStore, serialize_state
 from vit.model.model_file import read_model_file, write_model_file
+from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
+from vit.training.model_answers import complete_model_file
 
 
 @pytest.fixture
@@ -214,6 +216,23 @@ def test_the_model_of_another_run_is_refused(make_run: MakeRun, half: Path, tmp_
     shutil.copy(tmp_path / "other" / "model.safetensors", half)
     with pytest.raises(ValueError, match=r"model\.safetensors is of run [0-9a-f]{16}, this is run"):
         make_run(half).trainer.resume()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [([], "not of step 10, the best of this run"), (["train.seed=1"], "is of run")],
+)
+def test_a_run_that_ends_completes_its_own_best_model_alone(
+    make_run: MakeRun, half: Path, tmp_path: Path, settings: list[str], message: str
+) -> None:
+    run = make_run(half)
+    assert run.trainer.resume()
+    run_until(make_run(tmp_path / "other", *settings), 9)
+    path = Path(shutil.copy(tmp_path / "other" / "model.safetensors", half))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        complete_model_file(run, half, Process())
+    assert path.read_bytes() == before
 
 
 def drop_progress(state: dict[str, Any]) -> None:

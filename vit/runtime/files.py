@@ -115,11 +115,17 @@ def read_arrays(path: Path) -> dict[str, Any]:
 
 
 def open_cached(path: Path, read: Callable[[], Opened]) -> Opened | None:
-    """Return what `read` returns; None if the cache lacks `path` or, after a warning, if it is damaged."""
+    """Return what `read` returns. None if the cache lacks `path` or, after a warning, if it is damaged.
+
+    Raises:
+        PermissionError: It may not be read.
+    """
     try:
         return read()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except PermissionError:
+        raise
     except (OSError, ValueError, LookupError):
         # one place in the code, so that a second attempt doesn't warn again
         warnings.warn(f"{path} is damaged; it is made again", stacklevel=1)

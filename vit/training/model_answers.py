@@ -2,16 +2,17 @@
 thresholds of prediction sets, a temperature, and features by which unusual images are found."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
 
-from vit.bundle import MODEL_FILE, Bundle, load_bundle, update_metadata
+from vit.bundle import MODEL_FILE, Bundle, build_bundle
 from vit.data.dataset import choose_evenly, printable
 from vit.evaluation.calibration import cross_fit_temperature
 from vit.model.logits import has_features
-from vit.model.model_file import Likeness, check_likeness
+from vit.model.model_file import Likeness, check_likeness, write_model_file
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.conformal import LEVELS, find_threshold
 from vit.prediction.features import compute_features, compute_readable_features
@@ -19,6 +20,7 @@ from vit.prediction.neighbours import compute_distances, normalize_rows
 from vit.runtime.arguments import first_line
 from vit.runtime.processes import Process
 from vit.training.data import TrainingData
+from vit.training.model_writer import read_run_model
 from vit.training.run import Run
 from vit.training.validation import build_predictor
 
@@ -33,11 +35,22 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
         run: A run that has ended.
         directory: Directory of the run.
         process: This process. All processes take part, and the main process writes.
+
+    Raises:
+        ValueError: The model file is not the run's best model.
     """
     path = directory / MODEL_FILE
     train_step = run.trainer.train_step
+    step = run.trainer.progress.best_step
+    content = read_run_model(directory, run_id=run.trainer.identity.run_id, step=step)
+    if content is None:
+        raise ValueError(
+            f"{path} is missing, damaged or not of step {step}, the best of this run;"
+            " write it again with --resume"
+        )
     # A copy of the run's own module takes the best weights, so that none is built again.
-    bundle = load_bundle(path, model=copy.deepcopy(train_step.module), device=train_step.device)
+    module = copy.deepcopy(train_step.module)
+    bundle = build_bundle(content, path, model=module, device=train_step.device)
     probabilities = np.zeros(0)
     temperature = None
     if run.trainer.validator is not None:
@@ -77,7 +90,9 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
     if process.is_main:
         out_of_fold = None if temperature is None else temperature.model_dump()
         values = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
-        update_metadata(path, values, likeness=likeness)
+        metadata = {**content.metadata, **values}
+        likeness = likeness or content.likeness
+        write_model_file(path, replace(content, metadata=metadata, likeness=likeness))
     process.wait()
 
 

@@ -16,8 +16,9 @@ from vit.runtime.processes import Process
 from vit.training.data import TrainingData
 
 
-def read_run_model(directory: Path, *, run_id: str) -> ModelFile | None:
-    """Read the model file that a run has left in its directory. None if it is missing or damaged.
+def read_run_model(directory: Path, *, run_id: str, step: int | None = None) -> ModelFile | None:
+    """Read the model file that a run has left in its directory. None if it is missing, damaged or,
+    with `step`, of another step.
 
     Raises:
         ValueError: It is of another run.
@@ -33,7 +34,8 @@ def read_run_model(directory: Path, *, run_id: str) -> ModelFile | None:
         raise ValueError(
             f"{path} is {owner}, this is run {run_id}; move it away, or choose another --output"
         )
-    return content
+    # Older files don't tell their step.
+    return content if step is None or content.metadata.get("step") in (step, None) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,4 @@ class BundleWriter:
     def has_written(self, step: int) -> bool:
         """Return whether the model file is there, intact and of this step. Raises ValueError for a
         file of another run."""
-        content = read_run_model(self.directory, run_id=self.run_id)
-        # Older files don't tell their step.
-        return content is not None and content.metadata.get("step") in (step, None)
+        return read_run_model(self.directory, run_id=self.run_id, step=step) is not None

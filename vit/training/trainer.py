@@ -473,6 +473,7 @@ class Trainer:
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
         if not self._has_model():  # the result needs a model
+            self.progress.best_step = self.progress.step
             model = self.train_step.averaged_model.eval()
             self.model_writer.write(model, step=self.progress.step)
         self._message(text)
