@@ -18,6 +18,7 @@ from tests.conftest import TINY_RUN, Launcher
 from tests.evaluation.records import write_evaluation
 from vit.bundle import Bundle
 from vit.training.run_directory import open_run_directory
+from vit.training.tensorboard import TensorBoard
 from vit.training.train_step import TrainStep
 
 
@@ -92,6 +93,21 @@ def test_a_clock_that_goes_backwards_changes_no_result(
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
         tiny_run / "model.safetensors"
     ).read_bytes()
+
+
+def test_a_clock_that_stands_still_holds_up_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    earlier = tmp_path / "tensorboard" / "events.out.tfevents.2000000000.host.1.0"
+    earlier.parent.mkdir()
+    earlier.touch()
+    waits, sleep = iter(range(200)), time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0 * next(waits)))
+    observer = TensorBoard(tmp_path)
+    observer.on_start(step=0, total_steps=1, settings={})
+    observer.on_end()
+    assert len(list(earlier.parent.iterdir())) == 2
 
 
 @pytest.mark.chaos

@@ -299,8 +299,9 @@ def test_any_module_trains_resumes_and_is_loaded_into_a_module(
     assert same(whole, train("run", resume=True))
 
     path = whole.model_path
+    Image.new("RGB", (9, 9)).save(tmp_path / "black.png")
     for refused in (
-        cli.fail("predict", path, tmp_path),
+        cli.fail("predict", path, tmp_path / "black.png"),
         cli.fail("train", "--resume", "--output", tmp_path / "run"),
     ):
         assert (

@@ -163,7 +163,7 @@ def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "
     Raises:
         ValueError: timm can't build it. Its file needs `vit.load_bundle(path, model=…)`.
     """
-    name = values["timm"]
+    name = values.get("timm")
     hint = "use vit.load_bundle(path, model=…)"
     if name is None or not timm.is_model(name):
         raise ValueError(f"{values['name']} can't be built from its file alone; {hint}")

@@ -47,8 +47,11 @@ class TensorBoard(Observer):
         # Lines that a killed process logged after its last checkpoint are replaced.
         purge_step = step + 1 if step else None
         # Files are read in the order of their names, which begin with the second and end with a
-        # process and a number, which have no order.
-        while any(self.directory.glob(f"events.out.tfevents.{int(time.time())}.*")):
+        # process and a number, which have no order. The clock may stand still or go back.
+        deadline = time.monotonic() + 1.1
+        while time.monotonic() < deadline and any(
+            self.directory.glob(f"events.out.tfevents.{int(time.time())}.*")
+        ):
             time.sleep(0.01)
         self.writer = SummaryWriter(str(self.directory), purge_step=purge_step)
         text = "\n".join(f"    {key}: {value}" for key, value in settings.items())
