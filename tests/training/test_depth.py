@@ -139,8 +139,9 @@ def test_the_plan_says_how_much_is_cut(cli: Launcher, tmp_path: Path) -> None:
         ([(400, 300)], (1.0, False)),
         ([(500, 100)] * 4 + [(100, 100)], (5.0, False)),
         ([(100, 300)] * 3, (1 / 3, False)),
-        # portraits and landscapes
+        # portraits and landscapes: a crop leaves out two thirds, or one
         ([(600, 200), (200, 600)], (1.0, True)),
+        ([(600, 400), (400, 600)], (1.0, False)),
     ],
 )
 def test_the_shape_is_that_of_the_images(
