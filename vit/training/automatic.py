@@ -56,7 +56,7 @@ _SAMPLE = 64
 _MAX_SMALL_SIDE = 48
 # Images of different shapes are padded where a square would leave out more than this fraction.
 # Photos of 3:2 and 2:3 (a third left out): padded 71 %, cropped 74 % of 600 unseen ones (4 × 150 of
-# Imagenette, same time, 2 seeds). Pictures of 5:1 with the object at an end: 67 % and 50 %.
+# Imagenette, same time, one or two seeds). Pictures of 5:1 with the object at an end: 67 % and 50 %.
 _PADDED_CUT = 0.5
 # Fewer photos than these are overfitted by a model of 6 blocks at 128 px: on 4 × 200 photos of
 # Imagenette 75.6 %, where 4 blocks at 64 px gave 80.6 % in a third of the time (2 cores, one seed).
