@@ -87,7 +87,8 @@ def train(
             (site[0-9]+). None: the column "group" of a table, if it has one.
         label_by: Regular expression with one group, searched in the path of
             each image in a folder; the class is the group's text, such as
-            ([a-z]+)[.] for cat.0.jpg. None: folders or a table name the classes.
+            ([a-z]+)[.] for cat.0.jpg. None: folders or a table name the
+            classes.
         path_column: Column of a table that names the image files. None: it is
             recognised by its name or its values.
         label_column: Column of a table that names the classes. None: it is
