@@ -18,9 +18,9 @@ from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle
 from vit.config import load_config
 from vit.data.sources import folders
+from vit.model.find_file import find_initial_weights
 from vit.training.automatic import choose_config
 from vit.training.recipe import Recipe, list_recipes
-from vit.training.train_model import find_initial_weights
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from vit.data.preprocess import IMAGENET_MEAN
 from vit.evaluation.images import find_training_hashes
 from vit.training import data as building
 from vit.training.observers import Observer
+from vit.training.resolve import resolve_config
 from vit.training.run_directory import CONFIG_FILE
-from vit.training.train_model import resolve_config
 
 DAMAGED, TEXT = 20, 70  # in the training split
 

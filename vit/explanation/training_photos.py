@@ -82,18 +82,16 @@ class TrainingPhotos:
         """
         if self.problem or not len(pixels):
             return [[] for _ in pixels]
-        nearest = []
         _, features = self._predictor.predict_with_features(read_from(pixels), count=len(pixels))
-        for features_of_image, class_indices in zip(features, classes, strict=True):
-            neighbours = []
-            for class_index in class_indices:
-                # empty for a class without features in the file
-                (images,) = find_similar(
-                    self.bundle, features_of_image[None], 1, class_index=class_index
-                )
-                neighbours += [self.draw(image) for image in images]
-            nearest.append(neighbours)
-        return nearest
+        return [
+            [
+                self.draw(image)
+                for class_index in class_indices
+                # none for a class without features in the file
+                for image in find_similar(self.bundle, row[None], 1, class_index=class_index)[0]
+            ]
+            for row, class_indices in zip(features, classes, strict=True)
+        ]
 
     def draw(self, image: Similar) -> Neighbour:
         """Add the picture to a training photo."""

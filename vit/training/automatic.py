@@ -444,9 +444,6 @@ def _shape_area(area: float, aspect: float) -> tuple[float, float]:
 def _choose_sides(row: _Row, task: _Task) -> tuple[float, float]:
     """Choose height and width: the images' own, or smaller ones with the area of the row's
     square."""
-    if task.aspect == 1:
-        side = min(task.side, row.max_side or task.side)
-        return side, side
     own_area = task.side**2 * max(task.aspect, 1 / task.aspect)
     return _shape_area(min(own_area, (row.max_side or _MAX_SMALL_SIDE) ** 2), task.aspect)
 

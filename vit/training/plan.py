@@ -3,10 +3,10 @@
 import dataclasses
 import math
 import sys
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -14,6 +14,10 @@ from vit.config import TrainConfig
 from vit.model.checkpoint import check_number
 
 SelectBy = Literal["top1", "macro_f1", "loss"]
+# accuracy or F1; -1 before the first validation
+Share = Annotated[float, Field(ge=-1, le=1)]
+# The longest time of a run that is believed is about 30 years.
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
 
 # Fraction of a step's time that is proportional to the patches that are kept, measured with
 # cifar10/cpu on a Zen 4; on a Xeon 0.6.
@@ -77,8 +81,8 @@ class Validation(NamedTuple):
     """The measures on the validation images: mean cross-entropy; accuracy and F1 from 0 to 1."""
 
     loss: float
-    top1: float
-    macro_f1: float
+    top1: Share
+    macro_f1: Share
 
     def rank(self, select_by: SelectBy) -> tuple[float, float]:
         """Return a value that is larger for a better model by the measure `select_by`. The smaller
@@ -87,9 +91,6 @@ class Validation(NamedTuple):
             return -self.loss, self.top1
         return getattr(self, select_by), -self.loss
 
-
-# longest time of a run that is believed, in seconds: about 30 years
-_MAX_SECONDS = 1e9
 
 # worse than all others
 NO_VALIDATION = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)
@@ -110,18 +111,18 @@ class Progress:
             steps, correct images, number of finite steps.
 
     Raises:
-        pydantic.ValidationError: A value has another type than its field.
+        pydantic.ValidationError: A value has another type or range than its field.
     """
 
     epoch: NonNegativeInt = 0
     step_in_epoch: NonNegativeInt = 0
     step: NonNegativeInt = 0
-    total_steps: NonNegativeInt | None = None
+    total_steps: PositiveInt | None = None
     best_step: NonNegativeInt = 0
     best: Validation = NO_VALIDATION
     evaluations_since_best: NonNegativeInt = 0
-    elapsed_seconds: float = 0.0
-    epoch_seconds: float = 0.0
+    elapsed_seconds: Seconds = 0.0
+    epoch_seconds: Seconds = 0.0
     epoch_sums: Tensor = Field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
 
     def check(self, plan: TrainingPlan) -> None:
@@ -130,10 +131,8 @@ class Progress:
         Raises:
             RuntimeError: A number is out of its range; the message names it.
         """
-        total_steps = plan.total_steps
-        if self.total_steps is not None:
-            check_number("total_steps", self.total_steps, least=1, most=plan.total_steps)
-            total_steps = self.total_steps
+        total_steps = plan.total_steps if self.total_steps is None else self.total_steps
+        check_number("total_steps", total_steps, least=0, most=plan.total_steps)
         check_number("step", self.step, least=0, most=total_steps)
         check_number("step_in_epoch", self.step_in_epoch, least=0, most=plan.steps_per_epoch)
         # The end of the run may cut its last epoch short.
@@ -145,18 +144,12 @@ class Progress:
         check_number("best_step", self.best_step, least=0, most=self.step)
         evaluations = self.evaluations_since_best
         check_number("evaluations_since_best", evaluations, least=0, most=self.epoch)
-        for name in ("top1", "macro_f1"):
-            check_number(f"best.{name}", getattr(self.best, name), least=-1, most=1)
-        for name in ("elapsed_seconds", "epoch_seconds"):
-            check_number(name, getattr(self, name), least=0, most=_MAX_SECONDS)
-        if self.epoch_sums.shape != (3,):
-            raise RuntimeError(f"epoch_sums has the shape {list(self.epoch_sums.shape)}, not [3]")
         num_images = self.step_in_epoch * plan.batch_size
         limits = (sys.float_info.max, num_images, self.step_in_epoch)
-        for name, total, most in zip(
-            ("loss", "correct", "finite"), self.epoch_sums, limits, strict=True
-        ):
-            check_number(f"epoch_sums of {name}", total, least=0, most=most)
+        if self.epoch_sums.shape != (len(limits),):
+            raise RuntimeError(f"epoch_sums has the shape {list(self.epoch_sums.shape)}, not [3]")
+        for total, most in zip(self.epoch_sums, limits, strict=True):
+            check_number("epoch_sums", total, least=0, most=most)
 
     def start_epoch(self) -> None:
         """Start the next epoch at zero."""

@@ -11,7 +11,6 @@ from torch import nn
 
 from vit.config import Config, dump_config, list_overrides
 from vit.data.workers import Transform
-from vit.model.find_file import find_initial_weights as find_initial_weights
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console
 from vit.runtime.files import write_json, write_text
@@ -25,7 +24,6 @@ from vit.training.observers import Observer
 from vit.training.print_plan import print_plan
 from vit.training.recipe import ConfigLike
 from vit.training.resolve import resolve_arguments
-from vit.training.resolve import resolve_config as resolve_config
 from vit.training.result import TrainingResult
 from vit.training.run import Run, RunParts, build_run
 from vit.training.run_directory import (

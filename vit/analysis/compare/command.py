@@ -23,9 +23,8 @@ def compare(
 
     All are compared with the first, by McNemar's test; p-values are corrected for the number of
     comparisons (Holm). Each has the smallest difference that it would have found with 80 %
-    probability. Runs of one recipe on the same training
-    images with different seeds are shown as mean ± standard deviation, and compared by Welch's
-    t-test over seeds.
+    probability. Runs of one recipe on the same training images with different seeds are shown as
+    mean ± standard deviation, and compared by Welch's t-test over seeds.
 
     Args:
         output: Directory for comparison.json, with all classes and images. None: it isn't written.

@@ -315,21 +315,14 @@ def compare_groups(a: Group, b: Group, *, num_pairs: int = 1) -> Pair:
 
 def correct_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     """Correct the p-values and verdicts of pairs for their number."""
-    corrected = []
     p_values = correct_p_values([pair.p_value for pair in pairs])
+    corrected = []
     for pair, p_value in zip(pairs, p_values, strict=True):
-        is_significant = p_value < SIGNIFICANCE
-        low, high = pair.interval
-        if not is_significant:
-            low, high = min(low, 0.0), max(high, 0.0)
-        corrected.append(
-            replace(
-                pair,
-                interval=(low, high),
-                corrected_p_value=p_value,
-                is_significant=is_significant,
-            )
-        )
+        pair = replace(pair, corrected_p_value=p_value, is_significant=p_value < SIGNIFICANCE)
+        if not pair.is_significant:
+            low, high = pair.interval
+            pair = replace(pair, interval=(min(low, 0.0), max(high, 0.0)))
+        corrected.append(pair)
     return corrected
 
 
