@@ -38,28 +38,6 @@ def count_sent_bytes(exchanged: dict[str, int], world_size: int) -> float:
         * sum(size * (1 + (name == "allreduce_")) for name, size in exchanged.items())
     )
 
-    """The run as a job of torchrun, which starts it once more where a process ends."""
-    directory.mkdir()
-    torchrun = [
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={world_size}",
-        "--max-restarts=1",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        *torchrun,
-        str(Path(__file__)),
-        "--worker",
-        str(directory),
-        *arguments,
-    ]
-    with (directory.parent / f"{directory.name}.log").open("wb") as log:
-        return subprocess.Popen(
-            command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-
 
 def start(directory: Path, world_size: int, *arguments: str) -> subprocess.Popen[bytes]:
     """The run as a job of torchrun, which starts it once more where a process ends."""

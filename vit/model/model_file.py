@@ -25,11 +25,7 @@ from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import MAX_SIDE
 from vit.runtime.documents import check_schema, parse_json
-from vit.runtime.files import (
-    explain_damage,
-    open_regular,
-    write_atomically,
-)
+from vit.runtime.files import explain_damage, open_regular, write_atomically
 
 SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
@@ -105,20 +101,16 @@ def read_model_file(path: Path) -> ModelFile:
             f"{path} has schema version {metadata['schema_version']}, "
             f"this program reads {SCHEMA_VERSION}; upgrade vit-pipeline"
         )
-    if metadata.pop(_CHECKSUM, None) != compute_checksum(tensors, metadata):
-        raise ValueError(
-            f"{path} is damaged: its content has another checksum than it records; "
-            "copy or train it again"
-        )
-
     try:
+        if metadata.pop(_CHECKSUM, None) != compute_checksum(tensors, metadata):
+            raise ValueError("its content has another checksum than it records")
         hashes = _take_hashes(tensors)
         likeness = _take_likeness(tensors)
+        checked = check_metadata(metadata, origin="its metadata")
+        _check_counts(checked, likeness)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; copy or train it again") from error
-    metadata = check_metadata(metadata, origin=str(path))
-    _check_counts(metadata, likeness, origin=str(path))
-    return ModelFile(tensors, metadata, hashes, likeness)
+    return ModelFile(tensors, checked, hashes, likeness)
 
 
 def _take_hashes(tensors: StateDict) -> Hashes | None:
@@ -167,7 +159,7 @@ def check_likeness(likeness: Likeness) -> None:
         )
 
 
-def _check_counts(metadata: Metadata, likeness: Likeness | None, *, origin: str) -> None:
+def _check_counts(metadata: Metadata, likeness: Likeness | None) -> None:
     """Raise ValueError if the metadata describes other features than the file holds."""
     recorded = metadata.get("conformal") or {}
     names = recorded.get("training_images", [])
@@ -175,16 +167,14 @@ def _check_counts(metadata: Metadata, likeness: Likeness | None, *, origin: str)
     held = [0, 0] if likeness is None else [len(part) for part in likeness]
     if stated != held or (names and len(names) != held[0]):
         raise ValueError(
-            f"{origin} is damaged: it describes {stated[0]:,} features of training images,"
-            f" {len(names):,} names and {stated[1]:,} distances, and holds {held[0]:,} features and"
-            f" {held[1]:,} distances; copy or train it again"
+            f"it describes {stated[0]:,} features of training images, {len(names):,} names and"
+            f" {stated[1]:,} distances, and holds {held[0]:,} features and {held[1]:,} distances"
         )
     num_classes = len(metadata["class_names"])
     largest = max((index for _, index in names), default=0)
     if largest >= num_classes:
         raise ValueError(
-            f"{origin} is damaged: a training image has class {largest}, and there are"
-            f" {num_classes} classes; copy or train it again"
+            f"a training image has class {largest}, and there are {num_classes} classes"
         )
 
 

@@ -77,17 +77,16 @@ def _check(
     """Raise the error that the arguments would raise later, after torch is imported."""
     # numpy and pydantic, which `vit --help` does without
     from vit.data.open import check_place
-    from vit.training.recipe import names_images
     from vit.training.resolve import resolve_arguments
 
     values = start.keywords
     names = ("init", "minutes", "group_by", "folds", "resume", "overwrite")
     options = {name: values[name] for name in names}
     labels = {name: values[name] for name in ("label_by", "path_column", "label_column")}
-    _, all_overrides, _ = resolve_arguments(
+    _, all_overrides, resolved = resolve_arguments(
         config, output=output, overrides=overrides, labels=labels, **options
     )
-    if config is not None and names_images(config):
+    if config is not None and resolved is None:
         # A key of `data` may say how the images are found.
         says_how = any(override.startswith("data.") for override in all_overrides)
         check_place(config, with_classes=not says_how)

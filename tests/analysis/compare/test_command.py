@@ -48,7 +48,8 @@ def test_other_images_and_missing_evaluations_are_refused_in_a_line(
     for arguments, sentence in (
         ([a, b], "different images"),
         ([a], "two or more"),
-        ([a, tmp_path / "none"], "has no evaluation.json"),
+        ([a, tmp_path / "none"], "none does not exist"),
+        ([a, tmp_path], "has no evaluation.json"),
     ):
         assert sentence in cli.fail("compare", *arguments)
 
