@@ -94,7 +94,7 @@ class TestNoLocks:
         with (
             pytest.warns(UserWarning, match="file system without locks") as caught,
             lock_file(tmp_path / "a.lock") as first,
-            lock_file(tmp_path / "b.lock", wait=False) as second,
+            lock_file(tmp_path / "b.lock", refusal="it is held") as second,
         ):
             assert (first, second) == (False, False)
         (warning,) = caught
@@ -110,11 +110,11 @@ class TestNoLocks:
             assert is_locked
             program = (
                 "import sys; from pathlib import Path; from vit.runtime.locks import lock_file\n"
-                "with lock_file(Path(sys.argv[1]), wait=False): pass"
+                "with lock_file(Path(sys.argv[1]), refusal='it is held'): pass"
             )
             command = [sys.executable, "-c", program, str(tmp_path / "a.lock")]
             outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert "BlockingIOError" in outcome.stderr
+        assert "ValueError: it is held" in outcome.stderr
 
     def test_a_run_trains(
         self, empty_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.config import dump_config
+from vit.data import statistics
 from vit.data.open import open_dataset
 from vit.data.preprocess import IMAGENET_MEAN
 from vit.evaluation.images import find_training_hashes
@@ -133,7 +134,9 @@ def test_hashes_of_training_images_that_are_gone_are_unknown(
 def test_nothing_but_a_sample_is_decoded_before_the_first_step(
     make_run: MakeRun, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "_SAMPLED_IMAGES", 9)
+    # of which one looks for images of more than 8 bits, and the other measures the mean
+    monkeypatch.setattr(statistics, "_FIRST_SAMPLE", 4)
+    monkeypatch.setattr(building, "_SAMPLED_IMAGES", 5)
     opened: list[str] = []
     reader = type(make_run(tmp_path / "run", *overrides).data.train.reader)
     original: Callable[..., Any] = reader.image

@@ -20,7 +20,7 @@ import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -363,13 +363,8 @@ def replace_output(path: str | Path, *, overwrite: bool = False) -> Iterator[Pat
     path = expand_home(path)
     check_output(path, overwrite=overwrite)
     path.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock_file(path / _MARK, wait=False))
-        except BlockingIOError:
-            raise ValueError(
-                f"another process is writing into {path}; wait for it or choose another --output"
-            ) from None
+    refusal = f"another process is writing into {path}; wait for it or choose another --output"
+    with lock_file(path / _MARK, refusal=refusal):
         # It may have been the other process's until now.
         check_output(path, overwrite=overwrite)
         remove_temporaries(path)

@@ -13,18 +13,18 @@ _named: set[int] = set()
 
 
 @contextmanager
-def lock_file(path: Path, *, wait: bool = True) -> Iterator[bool]:
+def lock_file(path: Path, *, refusal: str = "") -> Iterator[bool]:
     """Hold the lock on a file, which is made if it is missing, as long as the context lasts.
 
     Args:
         path: The file.
-        wait: Wait for another process that holds the lock.
+        refusal: Message of the error if another process holds the lock; empty: wait for it.
 
     Yields:
         False if the file system has no locks. One warning then names the folder.
 
     Raises:
-        BlockingIOError: Another process holds the lock, and `wait` is not set.
+        ValueError: Another process holds the lock, and there is a `refusal`.
         OSError: The file isn't regular, or can't be made.
     """
     # takes longer to import than `vit --help` may take
@@ -34,9 +34,9 @@ def lock_file(path: Path, *, wait: bool = True) -> Iterator[bool]:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     lock = FileLock(path, fallback_to_soft=False)
     try:
-        lock.acquire(blocking=wait)
+        lock.acquire(blocking=not refusal)
     except Timeout:
-        raise BlockingIOError(errno.EAGAIN, "another process holds the lock", str(path)) from None
+        raise ValueError(refusal) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -1,7 +1,7 @@
 """The output directory of one run: its lock and what an earlier run left in it."""
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vit.runtime.console import echo
@@ -42,13 +42,8 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
     # Files that are there already are kept if the run fails.
     kept = {path, *path.iterdir()} if path.exists() else set()
     path.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lock_file(path / _LOCK_FILE, wait=False))
-        except BlockingIOError:
-            raise ValueError(
-                f"another process is training into {path}; wait for it or choose another --output"
-            ) from None
+    refusal = f"another process is training into {path}; wait for it or choose another --output"
+    with lock_file(path / _LOCK_FILE, refusal=refusal):
         try:
             _prepare(path, resume=resume, overwrite=overwrite)
             if overwrite:
