@@ -5,6 +5,7 @@ under a lock next to its place, and moved there when complete. Changed files hav
 hence another folder; a damaged folder is built again.
 """
 
+import errno
 import hashlib
 import math
 import os
@@ -118,7 +119,12 @@ def decode_dataset(
                     if decoded is None:
                         # there may be a damaged one
                         shutil.rmtree(folder, ignore_errors=True)
-                        rename_durably(building, folder)
+                        try:
+                            rename_durably(building, folder)
+                        except OSError as error:
+                            # or another process was quicker after all
+                            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                                raise
                         decoded = open_decoded()
                 finally:
                     shutil.rmtree(building, ignore_errors=True)
