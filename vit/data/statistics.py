@@ -95,7 +95,7 @@ def survey_images(
         ValueError: None of them can be read.
     """
     sizes = []
-    # of deep images and of others
+    # number of pixels at each level, of deep images and of others
     counts = np.zeros((2, 256), dtype=np.int64)
     num_levels: dict[int, int] = {}
     num_pixels = 0

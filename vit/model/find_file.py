@@ -67,11 +67,10 @@ def find_initial_weights(init: str | Path, directory: Path | None = None) -> str
     if problem := explain_file(path):
         raise ValueError(f"--init {problem}")
     if not path.exists():
-        names = ["timm:NAME", *list_pretrained()]
-        hint = suggest(init, list_pretrained())
-        raise FileNotFoundError(
-            f"--init {init} is not {' or '.join(names)}, and there is no {path}{hint}"
-        )
+        names = list_pretrained()
+        known = " or ".join(["timm:NAME", *names])
+        hint = suggest(init, names)
+        raise FileNotFoundError(f"--init {init} is not {known}, and there is no {path}{hint}")
     if directory is not None and directory.resolve() in path.resolve().parents:
         raise ValueError(f"--init {init} is the run in --output; choose another --output")
     return str(path.absolute())

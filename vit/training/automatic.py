@@ -31,7 +31,7 @@ from vit.training.model import build_model, load_initial_model, resize_model, se
 from vit.training.probe import (
     build_probed_model,
     fit_to_data,
-    has_features,
+    has_cached_features,
     is_probe_alone,
     uses_probe,
 )
@@ -543,7 +543,9 @@ def _choose_fine_tuning(
     forward_rate = measure_forward_rate(model, device=device)
     max_images = int(_FEATURE_FRACTION * 60 * task.minutes * forward_rate)
     config = task.load(sections)
-    if max_images < _NEARLY_ALL * task.num_images and not has_features(model, data, device=device):
+    if max_images < _NEARLY_ALL * task.num_images and not has_cached_features(
+        model, data, device=device
+    ):
         # Keep a minimum in case the measured speed is wrong. Numbers are few, because another
         # number makes another run, and needs features of other images.
         num_doublings = math.log2(max(max_images / _MIN_PROBED_IMAGES, 1))

@@ -93,7 +93,9 @@ def is_probe_alone(config: Config) -> bool:
     return uses_probe(config) and config.model.freeze == "backbone"
 
 
-def has_features(model: VisionTransformer, data: TrainingData, *, device: torch.device) -> bool:
+def has_cached_features(
+    model: VisionTransformer, data: TrainingData, *, device: torch.device
+) -> bool:
     """Return true if the features of all training images are in the cache, from an earlier run."""
     if data.train.pixels is None:
         return False

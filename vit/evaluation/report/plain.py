@@ -93,17 +93,17 @@ def _describe_data(evaluation: "Evaluation") -> str:
         )
     if evaluation.unreadable:
         facts.append(f"{len(evaluation.unreadable)} can't be read")
+    checked = "suspicious label, training image or unreadable file"
     labels = ""
     if not evaluation.is_better_than_majority():
+        checked = "training image or unreadable file"
         labels = (
             " Labels can't be checked: the model is no better than always predicting the most"
             " frequent class."
         )
     if facts:
         return f"Possible problems in the data: {', '.join(facts)}.{labels}"
-    if labels:
-        return f"No problems found in the data: no training image or unreadable file.{labels}"
-    return "No problems found in the data: no suspicious label, training image or unreadable file."
+    return f"No problems found in the data: no {checked}.{labels}"
 
 
 def _describe_maps(result: "EvaluationResult") -> str:
