@@ -75,7 +75,7 @@ def test_without_pretrained_weights_the_training_images_are_measured(root: Path)
     np.testing.assert_allclose(data.preprocess.std, pixels.std(axis=(0, 1, 2)), atol=1e-4)
 
 
-def test_training_and_evaluation_walk_each_folder_once_and_use_one_cache(
+def test_training_and_evaluation_walk_each_folder_once(
     cli: Launcher,
     empty_yaml: Path,
     empty_cache: Path,
@@ -110,14 +110,16 @@ def test_training_and_evaluation_walk_each_folder_once_and_use_one_cache(
     assert "valid/ is the test split; validation is 10 % of train/ (seed 0)" in summary
     # the test split is listed for the number of files, and not read
     assert walked == {"train/a": 1, "train/b": 1, "valid/a": 1, "valid/b": 1}
-    # from another directory: the root and the cache are stored absolute
+    # from another directory: the root is stored absolute
     monkeypatch.chdir(tmp_path.parent)
     walked.clear()
     evaluation = ["--device", "cpu", "--calibrate", "--output", tmp_path / "evaluation"]
     cli.succeed("evaluate", root.parent / "run", *evaluation)
     assert set(walked.values()) == {1}
-    decoded = {
-        entry.name.rsplit("-", 1)[0] for entry in (root.parent / "own").iterdir() if entry.is_dir()
-    }
-    assert decoded >= {f"folder-{split}-8x8" for split in ("train", "validation", "test")}
-    assert not list(empty_cache.glob("folder-*"))
+
+    def list_decoded(cache: Path) -> set[str]:
+        return {entry.name.rsplit("-", 1)[0] for entry in cache.glob("folder-*") if entry.is_dir()}
+
+    # a cache that a model file names isn't written
+    assert list_decoded(root.parent / "own") == {"folder-train-8x8", "folder-validation-8x8"}
+    assert list_decoded(empty_cache) >= {"folder-test-8x8"}

@@ -63,7 +63,7 @@ def test_a_checkpoint_brings_them_back() -> None:
     update(before, 0.6, 0.4, 0.3, 0.3)
     state = before.state_dict()
     after = HeldAside("loss")
-    after.load_state_dict(state)
+    after.load_state_dict(state, num_images=4, num_classes=state["logits"].shape[1])
     # what comes later doesn't change what was saved
     for held_aside in (before, after):
         update(held_aside, 0.9, 0.8, 0.7, 0.6)

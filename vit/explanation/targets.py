@@ -262,7 +262,7 @@ def _find_class(target: int | str, class_names: Sequence[str]) -> int:
     name = str(target)
     if name in class_names:
         return list(class_names).index(name)
-    are_numbers = any(class_name.isdecimal() for class_name in class_names)
+    are_numbers = all(class_name.isdecimal() for class_name in class_names)
     if name.isdigit() and int(name) < len(class_names) and not are_numbers:
         return int(name)
 

@@ -22,7 +22,7 @@ import vit
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle, save_bundle, update_metadata
 from vit.data.preprocess import Preprocess
-from vit.deploy.export.python_formats import TEMPLATES
+from vit.deploy.export.python_formats import write_program
 from vit.explanation.checks.sanity_checks import VERDICTS
 from vit.explanation.methods.rollout import LogitsAndRollout
 
@@ -126,8 +126,9 @@ def test_the_exported_program_predicts_200_photographs_as_vit_does(
             ]
 
 
-def test_predict_takes_three_libraries() -> None:
-    text = (TEMPLATES / "predict.py").read_text()
+def test_predict_takes_three_libraries(tmp_path: Path) -> None:
+    write_program(tmp_path / "predict.py")
+    text = (tmp_path / "predict.py").read_text()
     imports = [
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
     ]
