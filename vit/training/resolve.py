@@ -5,13 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vit.config import (
-    Config,
-    load_config,
-    plain_values,
-    read_sections,
-    validate_config,
-)
+from vit.config import Config, load_config, plain_values, read_sections, validate_config
 from vit.data.sources.folders import check_not_inside
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.model.find_file import find_initial_weights
@@ -32,14 +26,14 @@ def resolve_arguments(
     source: ConfigLike | None,
     *,
     output: str | Path,
-    overrides: Sequence[str] = (),
-    init: str | Path | None = None,
-    minutes: float | None = None,
-    group_by: str | int | None = None,
-    labels: Mapping[str, str | None] | None = None,
-    folds: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
+    overrides: Sequence[str],
+    init: str | Path | None,
+    minutes: float | None,
+    group_by: str | int | None,
+    labels: Mapping[str, str | None],
+    folds: int | None,
+    resume: bool,
+    overwrite: bool,
     passed: Sequence[str] = (),
 ) -> tuple[Path, list[str], Config | None]:
     """Resolve the arguments of `vit.train`, which are described there. `labels` are its `label_by`,
@@ -55,43 +49,30 @@ def resolve_arguments(
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
     directory = expand_home(output)
-    all_overrides = [*_list_overrides(init, group_by, folds, directory, labels or {}), *overrides]
-    config = resolve_config(
-        source, all_overrides, directory, resume=resume, minutes=minutes, passed=passed
-    )
-    _check_directory(directory, source, config)
-    return directory, all_overrides, config
 
-
-def _list_overrides(
-    init: str | Path | None,
-    group_by: str | int | None,
-    folds: int | None,
-    directory: Path,
-    labels: Mapping[str, str | None],
-) -> list[str]:
-    """Return the arguments that stand for keys of the configuration, as overrides."""
-    overrides: list[str] = []
+    # These arguments stand for keys of the configuration.
+    listed: list[str] = []
     if folds is not None:
-        overrides += FOLDS_OVERRIDES
+        listed += FOLDS_OVERRIDES
     if group_by is not None:
         # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
         text = str(group_by)
-        overrides.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
-    overrides += [
-        f"data.{name}={json.dumps(text)}" for name, text in labels.items() if text is not None
-    ]
+        listed.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
+    for name, value in labels.items():
+        if value is not None:
+            listed.append(f"data.{name}={json.dumps(value)}")
     if init is not None:
-        overrides.append(f"model.init={find_initial_weights(init, directory)}")
-    return overrides
+        listed.append(f"model.init={find_initial_weights(init, directory)}")
+    listed += overrides
 
-
-def _check_directory(directory: Path, source: ConfigLike | None, config: Config | None) -> None:
-    """Raise ValueError if the run would lie in its folder of images: made there, the directory
-    would spoil the images for each later run."""
+    config = resolve_config(
+        source, listed, directory, resume=resume, minutes=minutes, passed=passed
+    )
+    # In its folder of images, the directory would spoil the images for each later run.
     root = source if config is None else config.data.root
     if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
         check_not_inside(directory, expand_home(root))
+    return directory, listed, config
 
 
 def resolve_config(
