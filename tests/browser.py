@@ -4,6 +4,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ from PIL import Image
 
 import vit
 from tests.conftest import SaveModel, hash_images
-from vit.bundle import Bundle, load_bundle, update_metadata
-from vit.model.model_file import Likeness
+from vit.bundle import Bundle, load_bundle
+from vit.model.model_file import Likeness, read_model_file, write_model_file
 
 # names that would run if a page took them for HTML
 NASTY_CLASS = "<img src=x onerror=alert(1)>"
@@ -147,7 +148,9 @@ def name_training_photos(model: Path, names: list[tuple[str, int]], features: np
     }
     units = features / np.linalg.norm(features, axis=1, keepdims=True)
     likeness = Likeness(units.astype(np.float16), np.ones(1, np.float32))
-    update_metadata(model, {"conformal": conformal}, likeness=likeness)
+    content = read_model_file(model)
+    metadata = {**content.metadata, "conformal": conformal}
+    write_model_file(model, replace(content, metadata=metadata, likeness=likeness))
     return load_bundle(model)
 
 

@@ -24,6 +24,7 @@ from tests.browser import (
 )
 from tests.explanation.collector import build_writer, explain_with
 from vit.bundle import Bundle
+from vit.data.duplicates import hash_pixels
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.gallery.gallery import Gallery, _fit_pictures
@@ -150,12 +151,15 @@ def test_sixteen_images_of_a_base_size_model_stay_below_five_megabytes(tmp_path:
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         item.read()[0].save(path)
+    photos = [item.read()[0] for item in items]
+    digests = np.array([hash_pixels(photo) for photo in photos], dtype=np.uint64)
     features = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float16)
     bundle = replace(
         bundle,
         config={"data": {"name": "folder", "root": str(tmp_path / "photos")}},
         metadata={"conformal": {"thresholds": {}, "training_images": names}},
         likeness=Likeness(features, np.ones(1, np.float32)),
+        training_hashes=(digests, np.zeros_like(digests)),
     )
     path, data, _ = write_gallery(
         tmp_path, bundle, items, sanity_checks=False, methods=("rollout", "gae")
