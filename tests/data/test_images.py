@@ -2,7 +2,9 @@
 lies."""
 
 import io
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from tests.conftest import Launcher
-from vit.data.images import read_image
+from vit.data.images import list_files, list_images, read_image
 from vit.data.preprocess import Preprocess
 
 
@@ -205,3 +207,24 @@ def test_no_size_and_crop_push_the_box_over_an_edge() -> None:
                 assert bottom <= height
                 whole = Preprocess((round(size / fraction),) * 2).geometry((width, height)).box
                 assert min(whole[:2]) >= 0
+
+
+def test_a_directory_that_cannot_be_read_is_listed_or_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.png", "locked/b.png", "lost+found/c.png", "z/d.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    scan = os.scandir
+
+    def scandir(path: str) -> Any:
+        if os.path.basename(path) in ("locked", "lost+found"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    listed = [str(tmp_path / name) for name in ("a.png", "locked", "z/d.png")]
+    assert list(list_images(tmp_path)) == listed
+    # training data lacks no directory
+    with pytest.raises(PermissionError, match="locked"):
+        list(list_files(tmp_path))

@@ -218,6 +218,29 @@ def test_the_model_of_another_run_is_refused(make_run: MakeRun, half: Path, tmp_
         make_run(half).trainer.resume()
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "step-00000010", "model.safetensors"])
+def test_a_run_whose_files_may_not_be_read_is_left_as_it_is(
+    make_run: MakeRun, half: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Neither does it start anew, nor is the file taken for damaged."""
+
+    def refuse_in(function: Any) -> Any:
+        def run(path: Any, *arguments: Any, **options: Any) -> Any:
+            if Path(path).name.startswith(name):
+                raise PermissionError(13, "Permission denied", path)
+            return function(path, *arguments, **options)
+
+        return run
+
+    before = {path: path.read_bytes() for path in half.rglob("*") if path.is_file()}
+    run = make_run(half)
+    for function in ("open", "listdir", "scandir"):
+        monkeypatch.setattr(os, function, refuse_in(getattr(os, function)))
+    with pytest.raises(PermissionError):
+        run.trainer.resume()
+    assert before == {path: path.read_bytes() for path in before}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [([], "not of step 10, the best of this run"), (["train.seed=1"], "is of run")],

@@ -388,8 +388,8 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
             labels, which are left out. A folder gives the image files below it, sorted. For an
             array (or torch tensor) see `convert_pixels`; several images are [N, H, W, 3] or
             [N, 3, H, W], and values of more than 8 bits become a `DeepImage`. A path that doesn't
-            exist, and in a list a folder without images, is listed too: reading it raises an error
-            that names it.
+            exist, a directory that can't be read, and in a list a folder without images, is listed
+            too: reading it raises an error that names it.
 
     Raises:
         ValueError: A single folder has no images, or an array has another type or shape.
@@ -431,7 +431,9 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
 
 
 def _list_folder(folder: str | Path) -> list[str]:
-    return sorted(filter(is_image_name, list_files(folder)))
+    unreadable: list[str] = []
+    images = filter(is_image_name, list_files(folder, unreadable=unreadable))
+    return sorted([*images, *unreadable])
 
 
 def _scan(directory: str) -> list[os.DirEntry[str]]:
@@ -449,6 +451,7 @@ def list_files(
     folder: str | Path,
     *,
     left_out: list[str] | None = None,
+    unreadable: list[str] | None = None,
     check_link: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
     """List the files below a folder, those of each directory in sorted order.
@@ -457,12 +460,12 @@ def list_files(
         folder: The folder.
         left_out: List that gets the folders of `is_system_folder`, which are then left out. With
             None, they are read.
+        unreadable: List that gets the directories that can't be read. With None, these are errors.
         check_link: Function that is called with each link, to a file or a directory, before it is
-            followed. With None, links to directories are not followed, and directories that can't
-            be read are left out.
+            followed. With None, links to directories are not followed.
 
     Raises:
-        OSError: A directory can't be read.
+        OSError: A directory can't be read. One of `is_system_folder` is left out instead.
         DriveError: The drive doesn't answer.
     """
     waiting = [os.fspath(folder)]
@@ -471,9 +474,13 @@ def list_files(
         # not os.walk, which recurses: folders may be nested deeper than Python's stack
         try:
             sorted_entries = wait_for_drive(partial(_scan, directory), directory)
+        except FileNotFoundError:
+            continue
         except OSError:
-            if check_link is not None and os.path.exists(directory):
-                raise
+            if not is_system_folder(os.path.basename(directory)):
+                if unreadable is None:
+                    raise
+                unreadable.append(directory)
             continue
 
         subfolders = []

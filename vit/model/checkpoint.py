@@ -10,8 +10,8 @@ theirs.
 import hashlib
 import io
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,6 +113,17 @@ def _is_intact(path: Path) -> bool:
     return compute_sha256(path).startswith(path.stem.rpartition("-")[2])
 
 
+@contextmanager
+def _pass_over_damage() -> Iterator[None]:
+    """Suppress the errors of a damaged file. One that may not be read is not damaged."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+
+
 @dataclass(frozen=True)
 class CheckpointStore:
     """A run's checkpoints: the last two, so that a damaged last one has a fallback, and the best.
@@ -193,7 +204,7 @@ class CheckpointStore:
         owners: dict[str, str] = {}
         for _, path in self._list():
             # A damaged one is passed over, as `load_latest` does.
-            with suppress(OSError, ValueError, LookupError, TypeError):
+            with _pass_over_damage():
                 if _is_intact(path):
                     record = Checkpoint(**read_tensors(path, only_map=True)).identity
                     owners.setdefault(str(record["run_id"]), path.name)
@@ -211,7 +222,7 @@ class CheckpointStore:
             if number != step:
                 continue
             # It may not be a file, or be damaged in spite of its checksum.
-            with suppress(OSError, ValueError):
+            with _pass_over_damage():
                 if _is_intact(path):
                     state = read_tensors(path)
                     if isinstance(state, dict):
@@ -220,8 +231,7 @@ class CheckpointStore:
 
     def _list(self) -> list[tuple[int, Path]]:
         """(global step, file) of every checkpoint, oldest first."""
-        matches = [
-            (CHECKPOINT_NAME.fullmatch(path.name), path)
-            for path in self.directory.glob("step-*.pt")
-        ]
+        # Not glob, for which a directory that may not be read is empty.
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        matches = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths]
         return sorted((int(match[1]), path) for match, path in matches if match)

@@ -22,10 +22,13 @@ def read_run_model(directory: Path, *, run_id: str, step: int | None = None) -> 
 
     Raises:
         ValueError: It is of another run.
+        PermissionError: It may not be read, so that its run is unknown.
     """
     path = directory / MODEL_FILE
     try:
         content = read_model_file(path)
+    except PermissionError:
+        raise
     except (OSError, ValueError):
         return None
     owner = content.metadata.get("run_id")
