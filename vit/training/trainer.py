@@ -200,18 +200,26 @@ class Trainer:
 
     def _fit_length(self) -> None:
         """Fit the length of the run to its time at its speed so far, ten times a run and at most to
-        the full plan. A new length is saved at once, so that a resumed run goes on with it."""
+        the full plan. A new length is saved at once, so that a resumed run goes on with it.
+
+        A plan that is much too long has no tenth within its time. Powers of two are therefore due,
+        too, once a tenth of the time has passed.
+        """
         full_plan = self._full_plan
         step = self.progress.step
         started_at, start_step = self._speed_start
-        is_due = step % max(full_plan.total_steps // _NUM_SPEED_CHECKS, 1) == 0
+        is_tenth = step % max(full_plan.total_steps // _NUM_SPEED_CHECKS, 1) == 0
+        is_due = is_tenth or step.bit_count() == 1
         max_minutes = full_plan.settings.max_minutes
         if max_minutes is None or not is_due or step == start_step:
             return
         now = time.perf_counter()
         step_seconds = (now - started_at) / (step - start_step)
-        seconds_left = 60 * max_minutes - (now - self._started_at)
-        total_steps = step + max(int(seconds_left / step_seconds), 1)
+        seconds = 60 * max_minutes
+        seconds_left = seconds - (now - self._started_at)
+        total_steps = self.plan.total_steps
+        if is_tenth or seconds_left < seconds * (1 - 1 / _NUM_SPEED_CHECKS):
+            total_steps = step + max(int(seconds_left / step_seconds), 1)
         total_steps = self.process.broadcast(min(total_steps, full_plan.total_steps))
         change = abs(total_steps - self.plan.total_steps) / self.plan.total_steps
         if change > _MIN_LENGTH_CHANGE:
