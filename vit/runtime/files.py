@@ -303,7 +303,9 @@ def default_cache_dir() -> Path:
     cache = home / ".cache"
     if home.is_absolute() and os.access(cache if cache.exists() else home, os.W_OK):
         return cache / "vit"
-    return Path(tempfile.gettempdir()) / f"vit-{os.getuid()}"
+    # Windows has no such number, and a directory of temporary files for each user.
+    user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
+    return Path(tempfile.gettempdir()) / f"vit{user}"
 
 
 def expand_home(path: str | Path) -> Path:
