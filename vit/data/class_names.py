@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import read_text
 
@@ -26,6 +28,12 @@ def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
         return not is_number, int(name) if is_number else 0, name
 
     return tuple(sorted(set(class_names), key=find_place))
+
+
+def number_labels(labels: Iterable[str], class_names: Iterable[str]) -> np.ndarray:
+    """Return the place of each label in `class_names`, int64 [n]."""
+    number_of = {name: number for number, name in enumerate(class_names)}
+    return np.array([number_of[label] for label in labels], dtype=np.int64)
 
 
 def check_labels(
@@ -74,8 +82,8 @@ def check_label(label: Any, *, origin: str) -> str:
         ValueError: It is anything else.
     """
     if not is_label(label):
-        text = f"label {shorten(repr(label))} is neither a text nor a whole number"
-        raise ValueError(f"{origin}: {text}; give each image one class")
+        text = f"{origin}: label {shorten(repr(label))} is neither a text nor a whole number"
+        raise ValueError(f"{text}; give each image one class")
     return str(label)
 
 
@@ -161,7 +169,7 @@ def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     if not all(re.fullmatch(r"n\d{8}", name) for name in class_names):
         return {}
     table = _load_wordnet()
-    words = {name: name for name in class_names}
+    words = dict(zip(class_names, class_names, strict=True))
     for name in class_names:
         with suppress(KeyError):
             words[name] = table.label_name_to_description(name).split(",")[0].strip()

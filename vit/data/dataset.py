@@ -18,6 +18,7 @@ from vit.data.class_names import ClassChoice, choose_classes
 from vit.data.images import UNREADABLE
 from vit.data.sources.base import ImageReader, Root
 from vit.runtime.arguments import shorten
+from vit.runtime.files import expand_home
 
 # unreadable images that an error names
 _MAX_NAMED = 10
@@ -312,6 +313,12 @@ class Request(NamedTuple):
     allow_outside: bool = False
     download: bool = True
     labels: LabelRule = LabelRule()
+
+    @property
+    def place(self) -> Path:
+        """The root of a source that needs one."""
+        assert self.root is not None
+        return expand_home(self.root)
 
 
 @dataclass(frozen=True)

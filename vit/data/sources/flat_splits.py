@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vit.data.class_names import number_labels
 from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import relative_path
 from vit.runtime.arguments import shorten
@@ -39,25 +40,20 @@ class FlatSplit(NamedTuple):
     """The images of a flat folder that have a class.
 
     Attributes:
-        paths: Their paths, relative to the root.
-        labels: Their classes.
+        labels: Path relative to the root → class.
         source: The file with the classes.
         num_others: Number of the other images, which are of classes without training images.
     """
 
-    paths: list[str]
-    labels: list[str]
+    labels: dict[str, str]
     source: Path
     num_others: int
 
     def list_images(self, class_names: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """List the images of some classes: their paths, and their labels [n], places in
         `class_names`."""
-        number_of = {name: number for number, name in enumerate(class_names)}
-        pairs = zip(self.paths, self.labels, strict=True)
-        chosen = [(path, number_of[label]) for path, label in pairs if label in number_of]
-        labels = np.array([number for _, number in chosen], dtype=np.int64)
-        return [path for path, _ in chosen], labels
+        chosen = {path: label for path, label in self.labels.items() if label in class_names}
+        return list(chosen), number_labels(chosen.values(), class_names)
 
 
 def read_flat_split(folder: Path, root: Path, class_names: Collection[str]) -> FlatSplit | None:
@@ -77,7 +73,7 @@ def read_flat_split(folder: Path, root: Path, class_names: Collection[str]) -> F
     source = _find_source(folder)
     if source is None:
         return None
-    files = [file for file in list_files(folder, left_out=[]) if is_image_name(file)]
+    files = filter(is_image_name, list_files(folder, left_out=[]))
     paths = [relative_path(file, root) for file in files]
     rows = _read_rows(source)
     if all(len(row) == 1 for row in rows):
@@ -89,35 +85,27 @@ def read_flat_split(folder: Path, root: Path, class_names: Collection[str]) -> F
     else:
         by_name = {_stem(row[0]): row[1] for row in rows if len(row) > 1}
 
-    labels = [by_name.get(_stem(path)) for path in paths]
-    missing = [path for path, label in zip(paths, labels, strict=True) if label is None]
+    missing = [path for path in paths if _stem(path) not in by_name]
     if missing:
         text = f"{source} has no class for {len(missing):,} images, such as {missing[0]}"
         raise ValueError(f"{text}; add them, or move them away")
-    named = _name_classes([label for label in labels if label is not None], class_names, source)
     known = set(class_names)
-    chosen = [(path, label) for path, label in zip(paths, named, strict=True) if label in known]
-    if not chosen:
+    named = _name_classes([by_name[_stem(path)] for path in paths], known, source)
+    labels = {path: label for path, label in zip(paths, named, strict=True) if label in known}
+    if not labels:
         text = f"{source} names classes such as {named[0]!r}, and no folder of training images"
         raise ValueError(f"{text} has these names; take the file that belongs to them")
-    return FlatSplit(
-        [path for path, _ in chosen],
-        [label for _, label in chosen],
-        source,
-        len(paths) - len(chosen),
-    )
+    return FlatSplit(labels, source, len(paths) - len(labels))
 
 
 def _find_source(folder: Path) -> Path | None:
-    parents = folder.absolute().parents[:4]
-    places = [
-        *(place / name for name in _NEAR for place in (folder, folder.parent)),
-        *(place / name for name in _ABOVE for place in (folder, *parents)),
-    ]
-    for place in places:
-        path = place.with_name(place.name.format(folder.name))
-        if path.is_file():
-            return path
+    above = (folder, *folder.absolute().parents[:4])
+    for names, places in ((_NEAR, (folder, folder.parent)), (_ABOVE, above)):
+        for name in names:
+            for place in places:
+                path = place / name.format(folder.name)
+                if path.is_file():
+                    return path
     return None
 
 
@@ -131,11 +119,8 @@ def _stem(path: str) -> str:
     return os.path.splitext(name)[0] if is_image_name(name) else name
 
 
-def _name_classes(
-    labels: Sequence[str], class_names: Collection[str], source: Path
-) -> Sequence[str]:
+def _name_classes(labels: Sequence[str], known: set[str], source: Path) -> Sequence[str]:
     """Return the names of classes that are written as numbers."""
-    known = set(class_names)
     if not all(label.isdecimal() for label in labels) or known.intersection(labels):
         return labels
     numbers = sorted({int(label) for label in labels})

@@ -51,8 +51,7 @@ from vit.runtime.places import explain_file, is_archive, suggest
 
 def find_folder(request: Request) -> SourceSplits:
     """Find the splits of a folder of the user's own images, of a table of them, or of idx files."""
-    assert request.root is not None
-    path = expand_home(request.root)
+    path = request.place
     if is_table(path):
         return find_tables(path.parent, [path], request)
     path = check_root(path)
@@ -83,10 +82,8 @@ def find_folder(request: Request) -> SourceSplits:
     notes = []
     if others:
         names = shorten(", ".join(table.name for table in others))
-        notes.append(
-            f"{names} in {path.absolute().name}/ is not read: the folders are the classes; "
-            f"vit train {others[0]} reads it"
-        )
+        text = f"{names} in {path.absolute().name}/ is not read: the folders are the classes"
+        notes.append(f"{text}; vit train {others[0]} reads it")
     return find_class_folders("folder", path, request.classes, notes=notes)
 
 
@@ -152,9 +149,8 @@ def find_class_folders(
     first = folders.get("train") or next(iter(folders.values()))
     all_classes = sort_class_names(list_classes(first))
     check_not_packed(first)
-    flat_folders = _find_flat_splits(root, folders, all_classes)
-    flat_splits, flat_notes = _read_flat_splits(root, flat_folders, all_classes)
-    folders = {split: folder for split, folder in folders.items() if split not in flat_folders}
+    flat, flat_notes = _read_flat_splits(root, folders, all_classes)
+    folders = {split: folder for split, folder in folders.items() if split not in flat}
     # data.classes may name them in words, too
     words = find_wordnet_names(all_classes) if classes and aliases is None else aliases
     class_folders = choose_classes(all_classes, classes, aliases=words)
@@ -169,15 +165,13 @@ def find_class_folders(
     check_link = _make_link_check(
         [folder / class_folder for folder in folders.values() for class_folder in class_folders]
     )
-
-    readable = aliases or {}
-    class_names = tuple(readable.get(folder, folder) for folder in class_folders)
+    class_names = tuple((aliases or {}).get(folder, folder) for folder in class_folders)
 
     def load(split: str) -> ImageDataset:
         split_notes = [*notes, *flat_notes]
         unused: Counter[str] = Counter()
-        if split in flat_splits:
-            paths, labels = flat_splits[split].list_images(class_folders)
+        if flat_split := flat.get(split):
+            paths, labels = flat_split.list_images(class_folders)
         else:
             directories = [folders[split] / class_folder for class_folder in class_folders]
             paths, counts, unused = _list_images(
@@ -202,53 +196,45 @@ def find_class_folders(
 
     origins = {split: f"{folder.absolute().name}/" for split, folder in folders.items()}
     guesses = []
-    for split, flat in flat_splits.items():
-        origins[split] = f"{Path(flat.paths[0]).parts[0]}/"
-        guesses.append(f"classes of {origins[split]} in {flat.source.name}")
-    used = [*folders.values(), *(root / origins[split] for split in flat_splits)]
-    unused = _count_unused(root, used, flat=[root / origins[split] for split in flat_splits])
-    for split, flat in flat_splits.items():
-        unused[f"images in {origins[split]} of other classes"] += flat.num_others
-    return SourceSplits(origins, load, +unused, tuple(guesses)).with_test_split()
-
-
-def _find_flat_splits(
-    root: Path, folders: Mapping[str, Path], class_names: Sequence[str]
-) -> dict[str, Path]:
-    """Find the splits whose images lie in no folder of a class, but perhaps in images/."""
-    if root in folders.values():
-        return {}
-    return {
-        split: folder
-        for split, folder in find_split_folders(root).items()
-        if list_classes(folder) in ([], ["images"])
-        and ("images" not in class_names or not list_classes(folder))
-        and any(_find_images(folder))
-    }
+    unused: Counter[str] = Counter()
+    for split, flat_split in flat.items():
+        if flat_split:
+            place = next(iter(flat_split.labels)).partition("/")[0]
+            origins[split] = f"{place}/"
+            guesses.append(f"classes of {place}/ in {flat_split.source.name}")
+            unused[f"images in {place}/ of other classes"] = flat_split.num_others
+    flat_folders = [root / origins[split] for split in origins if split not in folders]
+    unused += _count_unused(root, [*folders.values(), *flat_folders], flat=flat_folders)
+    return SourceSplits(origins, load, +unused, guesses).with_test_split()
 
 
 def _read_flat_splits(
     root: Path, folders: Mapping[str, Path], class_names: Sequence[str]
-) -> tuple[dict[str, FlatSplit], list[str]]:
-    """Read the classes of the splits whose images lie in one folder.
+) -> tuple[dict[str, FlatSplit | None], list[str]]:
+    """Read the splits whose images lie in no folder of a class, but perhaps in images/.
 
     Args:
-        root: Folder of the splits.
-        folders: The folders of these splits.
+        root: The root.
+        folders: The folders of the splits.
         class_names: Classes of the training images.
 
     Returns:
-        The splits with classes, and sentences about those without.
+        Split → its images, None for test images without classes; and sentences about these.
 
     Raises:
         ValueError: Validation images have no classes.
     """
-    flat_splits: dict[str, FlatSplit] = {}
+    flat: dict[str, FlatSplit | None] = {}
     notes: list[str] = []
-    for split, folder in folders.items():
-        flat = read_flat_split(folder, root, class_names)
-        if flat is not None:
-            flat_splits[split] = flat
+    if root in folders.values():
+        return flat, notes
+    for split, folder in find_split_folders(root).items():
+        inner = list_classes(folder)
+        is_flat = not inner or (inner == ["images"] and "images" not in class_names)
+        if not is_flat or not any(_find_images(folder)):
+            continue
+        flat[split] = read_flat_split(folder, root, class_names)
+        if flat[split] is not None:
             continue
         text = f"{folder} holds images in no folder of a class"
         if split != "test":
@@ -257,7 +243,7 @@ def _read_flat_splits(
                 f" {folder.name}_annotations.txt with the name of an image and its class a line"
             )
         notes.append(f"{text}: they are not used, and test images are taken from the others")
-    return flat_splits, notes
+    return flat, notes
 
 
 def check_not_packed(folder: Path) -> None:

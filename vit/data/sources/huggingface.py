@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import check_label, check_labels, sort_class_names
+from vit.data.class_names import check_label, check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import read_image
 from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
@@ -126,8 +126,10 @@ def find_huggingface(request: Request) -> SourceSplits:
     class_names = getattr(features[label_column], "names", None)
     if class_names is None:
         class_names = sort_class_names(str(value) for values in labels.values() for value in values)
-        number_of = {value: number for number, value in enumerate(class_names)}
-        labels = {name: [number_of[str(value)] for value in labels[name]] for name in labels}
+        labels = {
+            name: number_labels(map(str, values), class_names).tolist()
+            for name, values in labels.items()
+        }
     class_names = tuple(map(str, class_names))
     named_labels = {
         split: [class_names[number] for number in labels[name] if 0 <= number < len(class_names)]

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
-from vit.data.class_names import check_labels, sort_class_names
+from vit.data.class_names import check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, SourceSplits
 from vit.data.sources.base import FileReader, count_suffixes
 
@@ -63,7 +61,6 @@ def find_listed(
     labels = {split: [image.label for image in listed] for split, listed in by_split.items()}
     class_names = sort_class_names(image.label for image in images)
     check_labels(labels, class_names, request.classes, origin=origin)
-    number_of = {class_name: number for number, class_name in enumerate(class_names)}
     has_groups = any(image.group is not None for image in images)
 
     def load(split: str) -> ImageDataset:
@@ -72,7 +69,7 @@ def find_listed(
         dataset = ImageDataset(
             name=name,
             class_names=class_names,
-            labels=np.array([number_of[label] for label in labels[split]], dtype=np.int64),
+            labels=number_labels(labels[split], class_names),
             ids=paths,
             groups=groups,
             reader=FileReader(root, paths),
@@ -81,7 +78,7 @@ def find_listed(
         return dataset.keep_classes(request.classes)
 
     known = {split: origins[split] for split in by_split}
-    return SourceSplits(known, load, unused or {}, tuple(guesses))
+    return SourceSplits(known, load, unused or {}, guesses)
 
 
 def count_unlisted(root: Path, paths: Iterable[str], *, lists: Iterable[Path]) -> Counter[str]:
@@ -96,8 +93,7 @@ def count_unlisted(root: Path, paths: Iterable[str], *, lists: Iterable[Path]) -
     unused: Counter[str] = Counter()
     for folder in {os.path.dirname(path) for path in listed}:
         with os.scandir(root / folder) as entries:
-            names = [entry.name for entry in entries if entry.is_file()]
-        files = [os.path.join(folder, name) for name in names]
+            files = [os.path.join(folder, entry.name) for entry in entries if entry.is_file()]
         others = [path for path in files if path not in listed and root / path not in lists]
         unused += count_suffixes(others, images="images in no row of the table")
     return unused

@@ -161,8 +161,7 @@ def find_imagenet(request: Request) -> SourceSplits:
     Names come from LOC_synset_mapping.txt beside the folders, or from torchvision if all 1,000
     wnids are there.
     """
-    assert request.root is not None
-    folder = check_root(request.root)
+    folder = check_root(request.place)
     splits = find_split_folders(folder)
     if "train" not in splits:
         hint = "ImageNet is read as train/<wnid> and val/<wnid>"

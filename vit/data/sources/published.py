@@ -2,10 +2,12 @@
 files. Each is recognised by its files."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from vit.data.dataset import Request, Source, SourceSplits, root_exists
+from vit.data.sources.base import SPLIT_OF
 from vit.data.sources.folders import has_classes
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
 from vit.runtime.arguments import shorten
@@ -14,12 +16,12 @@ from vit.runtime.files import expand_home, read_text
 _CUB_FILES = ("images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt")
 _PETS_FILES = ("annotations/trainval.txt", "annotations/test.txt", "images")
 # train.txt, train800.txt, val_list.txt, …; "train800val200.txt" is training and validation
-_LIST = re.compile(r"(train(?:ing)?|val|valid|validation|test(?:ing)?)(.*)\.(?:txt|lst)")
+_LIST = re.compile(rf"({'|'.join(SPLIT_OF)})(.*)\.(?:txt|lst)")
 
 
 def find_cub(request: Request) -> SourceSplits:
     """Find the splits of CUB-200-2011, or of NABirds, which has the same files."""
-    root = _root(request)
+    root = request.place
     paths, labels, is_train, names = (_read_pairs(root / name) for name in _CUB_FILES)
     images = []
     for key, path in paths.items():
@@ -38,7 +40,7 @@ def find_cub(request: Request) -> SourceSplits:
 
 def find_pets(request: Request) -> SourceSplits:
     """Find the splits of the Oxford-IIIT pets, with torchvision's names of the classes."""
-    root = _root(request)
+    root = request.place
     images = []
     for split, name in (("train", "trainval"), ("test", "test")):
         for image in _read_pairs(root / f"annotations/{name}.txt"):
@@ -56,16 +58,17 @@ def find_lists(request: Request) -> SourceSplits:
     Raises:
         ValueError: Several files may be the same split.
     """
-    root = _root(request)
+    root = request.place
     lists = _list_files(root)
-    images = []
-    for split, path in lists.items():
-        images += [ListedImage(name, label, split) for name, label in _read_list(path).items()]
-    names = {path.name for path in lists.values()}
-    others = [path.name for path in root.iterdir() if _LIST.fullmatch(path.name.lower())]
-    left_out = sorted(set(others) - names)
-    guesses = [f"{', '.join(left_out)} not read"] if left_out else []
+    images = [
+        ListedImage(name, label, split)
+        for split, path in lists.items()
+        for name, label in _read_list(path).items()
+    ]
     origins = {split: path.name for split, path in lists.items()}
+    names = {path.name for path in root.iterdir() if _LIST.fullmatch(path.name.lower())}
+    left_out = sorted(names.difference(origins.values()))
+    guesses = [f"{', '.join(left_out)} not read"] if left_out else []
     return _find_images(images, request, name="text_lists", origins=origins, guesses=guesses)
 
 
@@ -75,14 +78,13 @@ def _list_files(root: Path) -> dict[str, Path]:
     for path in sorted(root.iterdir()):
         match = _LIST.fullmatch(path.name.lower())
         if match and path.is_file() and _names_images(path):
-            split = {"t": "test", "v": "validation"}.get(match[1][0], "train")
-            split = "train" if match[1].startswith("train") else split
+            split = SPLIT_OF[match[1]]
             # training and validation together
             key = "both" if split == "train" and "val" in match[2] else split
             found.setdefault(key, []).append(path)
     both = found.pop("both", [])
-    if "train" not in found and both:
-        found["train"] = both
+    if both:
+        found.setdefault("train", both)
     for split, paths in found.items():
         if len(paths) > 1:
             names = ", ".join(path.name for path in paths)
@@ -101,13 +103,9 @@ def _read_list(path: Path) -> Mapping[str, str]:
     rows: dict[str, str] = {}
     wrong: list[str] = []
     for number, line in enumerate(read_text(path).splitlines(), start=1):
-        parts = line.rsplit(None, 1)
-        if not parts:
-            continue
-        if len(parts) < 2 or rows.get(parts[0].strip(), parts[1]) != parts[1]:
+        name, *label = line.strip().rsplit(None, 1) or [""]
+        if name and (not label or rows.setdefault(name, label[0]) != label[0]):
             wrong.append(f"line {number}: {shorten(line, 60)}")
-        else:
-            rows[parts[0].strip()] = parts[1]
     if wrong:
         text = f"{path} has {len(wrong)} lines without a class, or with a second one for an image"
         raise ValueError(f"{text}: {', '.join(wrong[:10])}; correct them")
@@ -120,21 +118,16 @@ def _read_pairs(path: Path) -> dict[str, str]:
     return {key: "".join(value).strip() for key, *value in lines}
 
 
-def _root(request: Request) -> Path:
-    assert request.root is not None
-    return expand_home(request.root)
-
-
 def _find_images(
     images: list[ListedImage],
     request: Request,
     *,
     name: str,
     origins: Mapping[str, str],
-    guesses: list[str] | None = None,
+    guesses: Sequence[str] = (),
 ) -> SourceSplits:
     """Find the splits of listed images, all of which must be there."""
-    root = _root(request)
+    root = request.place
     missing = [image.path for image in images if not (root / image.path).is_file()]
     if missing:
         text = f"{len(missing):,} of {len(images):,} images listed in {root} are missing"
@@ -148,20 +141,12 @@ def _find_images(
         origins=origins,
         name=name,
         unused=unused,
-        guesses=guesses or [],
+        guesses=guesses,
     )
 
 
-def _has(root: Path, names: tuple[str, ...]) -> bool:
-    return all((root / name).exists() for name in names)
-
-
-def _is_cub(place: str) -> bool:
-    return _has(expand_home(place), _CUB_FILES)
-
-
-def _is_pets(place: str) -> bool:
-    return _has(expand_home(place), _PETS_FILES)
+def _has(names: Sequence[str], place: str) -> bool:
+    return all((expand_home(place) / name).exists() for name in names)
 
 
 def _is_listed(place: str) -> bool:
@@ -173,8 +158,8 @@ def _is_listed(place: str) -> bool:
 SOURCES = tuple(
     Source(name, find, recognizes=recognizes, needs_root=True, is_here=root_exists, unit="files")
     for name, find, recognizes in (
-        ("cub200", find_cub, _is_cub),
-        ("oxford_pets", find_pets, _is_pets),
+        ("cub200", find_cub, partial(_has, _CUB_FILES)),
+        ("oxford_pets", find_pets, partial(_has, _PETS_FILES)),
         ("text_lists", find_lists, _is_listed),
     )
 )

@@ -28,7 +28,7 @@ import numpy as np
 from braceexpand import braceexpand
 from PIL import Image
 
-from vit.data.class_names import check_labels, sort_class_names
+from vit.data.class_names import check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
@@ -180,7 +180,6 @@ def find_shards(request: Request) -> SourceSplits:
     }
     class_names = sort_class_names(label for names in labels.values() for label in names)
     check_labels(labels, class_names, request.classes, origin=path)
-    number_of = {label: number for number, label in enumerate(class_names)}
 
     def load(split: str) -> ImageDataset:
         shards = [shard_at[path] for path in splits[split]]
@@ -196,7 +195,7 @@ def find_shards(request: Request) -> SourceSplits:
         dataset = ImageDataset(
             name="webdataset",
             class_names=class_names,
-            labels=np.array([number_of[label] for label in labels[split]]),
+            labels=number_labels(labels[split], class_names),
             ids=names,
             reader=reader,
         )

@@ -13,19 +13,18 @@ _MISSING = ("nan", "none", "null", "n/a", "na", "#n/a", "#na", "nil", "?", "-", 
 _SEPARATORS = "|;,+&/"
 
 
-def tidy_numbers(labels: Sequence[Any]) -> tuple[Sequence[Any], str | None]:
+def tidy_numbers(labels: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
     """Write whole numbers without ".0", which pandas adds to a column with gaps, if all labels are
     whole numbers.
 
     Returns:
-        The labels, and a phrase about the change.
+        The labels, and a phrase about the change, if there is one.
     """
     texts = [label for label in labels if isinstance(label, str)]
-    has_points = any(re.fullmatch(r"-?\d+\.0+", text) for text in texts)
-    if not has_points or not all(re.fullmatch(r"-?\d+(?:\.0+)?", text) for text in texts):
-        return labels, None
-    tidied = [label.partition(".")[0] if isinstance(label, str) else label for label in labels]
-    return tidied, "classes without .0"
+    if all(re.fullmatch(r"-?\d+(\.0+)?", text) for text in texts) and "." in "".join(texts):
+        labels = [label.partition(".")[0] if isinstance(label, str) else label for label in labels]
+        return labels, ["classes without .0"]
+    return labels, []
 
 
 def check_several(labels: Sequence[str], *, origin: str) -> list[str]:

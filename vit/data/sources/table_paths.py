@@ -5,7 +5,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
@@ -43,20 +43,20 @@ class FileFinder:
     def learn(self, values: Sequence[str]) -> None:
         """Find the folders that all paths begin with and that lead to the table's own folder: of
         "C:/photos/a.jpg" the first part, in C:/photos."""
+        self._prefix = ""
         paths = [value.replace("\\", "/") for value in values]
         parents = [PurePosixPath(path).parts[:-1] for path in paths]
         # all paths share the folders that the first and the last in order share
         pairs = zip(min(parents, default=()), max(parents, default=()), strict=False)
         common = [first for first, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        self._prefix = ""
-        # the longest first, though a path below the table's folder needs none
+        paths = paths[:_SAMPLE]
+        # paths below the table's folder need none
+        if any(map(self._exists, paths)):
+            return
         for count in range(len(common), 0, -1):
             start = "/".join(common[:count]).replace("//", "/") + "/"
-            if common[count - 1].casefold() != self.folder.absolute().name.casefold():
-                continue
-            rests = [path.removeprefix(start) for path in paths[:_SAMPLE]]
-            is_here = any(map(self._exists, paths[:_SAMPLE]))
-            if not is_here and any(map(self._exists, rests)):
+            is_own = common[count - 1].casefold() == self.folder.absolute().name.casefold()
+            if is_own and any(self._exists(path.removeprefix(start)) for path in paths):
                 self._prefix = start
                 return
 
@@ -72,27 +72,28 @@ class FileFinder:
         """
         if self._exists(written):
             return [written]
-        path = written.replace("\\", "/")
-        if path != written and self._exists(path):
-            self.guesses["\\ read as /"] += 1
-            return [path]
-        if self._prefix and path.startswith(self._prefix):
-            path = path.removeprefix(self._prefix)
-            if self._exists(path):
-                self.guesses[f"{self._prefix} left out"] += 1
-                return [path]
-        # a slash of the web, which begins at the folder; and its spaces
-        for other in (path.lstrip("/"), unquote(path)):
-            if other != path and self._exists(other):
-                self.guesses["paths read as addresses of the web"] += 1
+        slashed = written.replace("\\", "/")
+        path = slashed.removeprefix(self._prefix)
+        # a slash of the web begins at the folder, and its spaces are %20
+        web = "paths read as addresses of the web"
+        for other, reason in (
+            (slashed, "\\ read as /"),
+            (path, f"{self._prefix} left out"),
+            (path.lstrip("/"), web),
+            (unquote(path), web),
+        ):
+            if other != written and self._exists(other):
+                self.guesses[reason] += 1
                 return [other]
         if not path or path.startswith("/") or ":" in path[:3]:
             return []
 
         found = list(self._search(path))
-        if len(found) > 1 and split is not None:
-            in_split = [file for file in found if _first_split(file) == split]
-            found = in_split or found
+        if len(found) > 1:
+            in_split = [
+                file for file in found if SPLIT_OF.get(file.partition("/")[0].casefold()) == split
+            ]
+            found = in_split if split and in_split else found
         if len(found) == 1:
             self._explain(path, found[0])
         return found
@@ -116,10 +117,9 @@ class FileFinder:
     def _own_folders(self) -> set[str]:
         """Folders of images beside the table that have its name, such as train/ or train_images/
         for train.csv."""
-        stems = _list_stems(self.table.stem)
         all_files = (file for files in self._files.values() for file in files)
         folders = {_simplify(file.partition("/")[0]) for file in all_files if "/" in file}
-        return {folder for folder in folders if stems & _list_stems(folder)}
+        return {name for name in folders if _list_stems(self.table.stem) & _list_stems(name)}
 
     @cached_property
     def _files(self) -> dict[str, list[str]]:
@@ -129,10 +129,8 @@ class FileFinder:
         own = os.path.realpath(self.folder) + os.sep
         links = (entry for entry in self.folder.iterdir() if entry.is_symlink() and entry.is_dir())
         places = [link for link in links if not own.startswith(os.path.realpath(link) + os.sep)]
-        for file in chain.from_iterable(
-            list_files(place, left_out=[]) for place in (self.folder, *places)
-        ):
-            if is_image_name(file):
+        for place in (self.folder, *places):
+            for file in filter(is_image_name, list_files(place, left_out=[])):
                 relative = relative_path(file, self.folder)
                 name = _simplify(os.path.basename(file))
                 for key in (name, os.path.splitext(name)[0]):
@@ -164,7 +162,3 @@ def _list_stems(name: str) -> set[str]:
 def _simplify(path: str) -> str:
     """Return a path as it is compared: é is one character or two, letters are small or large."""
     return unicodedata.normalize("NFC", path).casefold()
-
-
-def _first_split(file: str) -> str | None:
-    return SPLIT_OF.get(file.partition("/")[0].casefold())

@@ -6,9 +6,10 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vit.data.images import is_image_name
 from vit.runtime.arguments import shorten
@@ -19,7 +20,23 @@ TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 # refused with what to do
 WORKBOOK_SUFFIXES = (".xlsx", ".xls", ".ods")
 
-_DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+# names of columns as `simplify` writes them, the best first
+PATH_NAMES = (
+    "path", "file_path", "filepath", "image_path", "imagepath", "img_path", "relative_path",
+    "rel_path", "filename", "file_name", "fname", "file", "image_file", "image_filename",
+    "image_name", "img_name", "imagename", "img_file", "image", "img", "photo", "picture",
+    "image_index", "image_id", "img_id", "imageid", "imgid", "photo_id", "picture_id", "id",
+)  # fmt: skip
+LABEL_NAMES = (
+    "label", "labels", "class", "class_name", "classname", "label_name", "category",
+    "category_name", "species", "species_name", "target", "target_name", "lbl", "breed",
+    "diagnosis", "dx", "finding_labels", "finding", "ground_truth", "groundtruth", "gt",
+    "annotation", "tag", "class_label", "y", "class_id", "label_id", "category_id", "classid",
+    "target_id",
+)  # fmt: skip
+
+_DELIMITERS = ",;\t|"
+_DELIMITER_NAMES = {";": "semicolons", "\t": "tabs", "|": "bars", "": "spaces"}
 # the longer marks first: that of UTF-32 begins as that of UTF-16
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -38,34 +55,54 @@ _INVISIBLE = "\ufeff\u200b"
 Row = tuple[int, list[Any]]
 
 
-class Table(NamedTuple):
+@dataclass
+class Table:
     """The content of a table.
 
     Attributes:
         columns: Names of the columns; empty for a table without a header.
         width: Number of the columns.
         rows: Number of the line and the fields of each row, as many as there are columns.
-        guesses: How the file was read, where that isn't plain: "semicolons between columns".
+        guesses: How the file is read, where that isn't plain: "semicolons between columns".
         short: Rows with too few or too many fields, which aren't in `rows`.
+        notes: Warnings for the user.
     """
 
     path: Path
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     width: int
     rows: list[Row]
-    guesses: tuple[str, ...]
-    short: list[Row]
+    guesses: list[str]
+    short: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each column, see `simplify`."""
+        return [simplify(column) for column in self.columns] or [""] * self.width
+
+    def values(self, place: int) -> list[Any]:
+        """Return the values of a column."""
+        return [fields[place] for _, fields in self.rows]
 
 
-def read_table_file(
-    path: Path, *, count_known: Callable[[Sequence[str]], int], has_header: bool | None = None
-) -> Table:
+def simplify(name: Any) -> str:
+    """Return the name of a column in small letters, with underscores for spaces and hyphens."""
+    return re.sub(r"[\s._-]+", "_", str(name).strip().casefold()).strip("_")
+
+
+def count_known(fields: Sequence[Any]) -> int:
+    """Count the kinds of columns, image files and classes, that a row names."""
+    names = {simplify(field) for field in fields}
+    return (not names.isdisjoint(PATH_NAMES)) + (not names.isdisjoint(LABEL_NAMES))
+
+
+def read_table_file(path: Path, *, has_header: bool = True) -> Table:
     """Read a table.
 
     Args:
         path: A file with one of `TEXT_SUFFIXES`.
-        count_known: Function that counts the known names in a row, by which a header is found.
-        has_header: False: the first row is no header. None: it is found out.
+        has_header: False: the first row is no header, whatever it holds.
 
     Raises:
         ValueError: It isn't a table; the message names it.
@@ -78,39 +115,36 @@ def read_table_file(
         return _read_json_lines(path, text, guesses)
     # the lines of old programs end with a carriage return alone
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    rows, delimiter = _split_rows(path, text, count_known)
+    rows, delimiter = _split_rows(path, text)
     if delimiter != ",":
-        name = _DELIMITERS.get(delimiter, repr(delimiter))
-        guesses.append(f"{name if delimiter else 'spaces'} between columns")
+        guesses.append(f"{_DELIMITER_NAMES.get(delimiter, repr(delimiter))} between columns")
+    rows = _strip(rows, guesses)
 
-    rows, num_spaces = _strip(rows)
-    if num_spaces:
-        guesses.append(f"spaces around {num_spaces:,} values removed")
-    header = None if has_header is False else _find_header(rows, count_known)
+    header = _find_header(rows) if has_header else None
     if header is None:
-        width = Counter(len(fields) for _, fields in rows).most_common(1)[0][0] if rows else 0
-        columns: tuple[str, ...] = ()
         guesses.append("no header")
+        widths = Counter(len(fields) for _, fields in rows)
+        columns: list[str] = []
+        width = max(widths, key=widths.__getitem__, default=0)
     else:
-        line, names = rows[header]
+        line, columns = rows[header]
         if header:
             guesses.append(f"header in line {line}")
         rows = rows[header + 1 :]
         # R's write.table gives the column of row numbers no name
-        numbers = [fields[0] for _, fields in rows if len(fields) == len(names) + 1]
+        numbers = [fields[0] for _, fields in rows if len(fields) == len(columns) + 1]
         if numbers == [str(number) for number in range(1, len(rows) + 1)] != []:
-            names = ["", *names]
+            columns = ["", *columns]
             guesses.append("row numbers in the first column")
-        columns, width = tuple(names), len(names)
+        width = len(columns)
 
-    whole: list[Row] = []
-    short: list[Row] = []
+    table = Table(path, columns, width, [], guesses)
     for line, fields in rows:
         # a delimiter at the end of each line
         while len(fields) > width and not fields[-1]:
             fields.pop()
-        (whole if len(fields) == width else short).append((line, fields))
-    return Table(path, columns, width, whole, tuple(guesses), short)
+        (table.rows if len(fields) == width else table.short).append((line, fields))
+    return table
 
 
 def _decode(path: Path) -> tuple[str, list[str]]:
@@ -125,29 +159,26 @@ def _decode(path: Path) -> tuple[str, list[str]]:
         encoding = "utf-8"
         if max(zeros) > len(content[:2000]) / 5:
             encoding = "utf-16-be" if zeros[0] > zeros[1] else "utf-16-le"
+    name = encoding.upper()
     try:
         text = content.decode(encoding)
     except UnicodeDecodeError:
         # in another encoding, hardly any characters look like those of UTF-8
-        if any(ord(character) > 127 for character in content.decode("utf-8", "ignore")):
+        if not content.decode("utf-8", "ignore").isascii():
             text = f"{path} is UTF-8 with lines of another encoding, or damaged"
             raise ValueError(f"{text}; save it as UTF-8") from None
         # Western programs of Windows; a few bytes have no character there
-        encoding = "cp1252"
+        name = "Windows-1252 instead of UTF-8"
         try:
-            text = content.decode(encoding)
+            text = content.decode("cp1252")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a text: {error}; save it as UTF-8") from None
     if "\0" in text:
         raise ValueError(f"{path} is not a text: it holds zero bytes; save it as UTF-8")
-    names = {"cp1252": "Windows-1252 instead of UTF-8"}
-    is_utf8 = encoding.startswith("utf-8")
-    return text, [] if is_utf8 else [f"text in {names.get(encoding, encoding.upper())}"]
+    return text, [] if name.startswith("UTF-8") else [f"text in {name}"]
 
 
-def _split_rows(
-    path: Path, text: str, count_known: Callable[[Sequence[str]], int]
-) -> tuple[list[Row], str]:
+def _split_rows(path: Path, text: str) -> tuple[list[Row], str]:
     """Split a text into rows and fields.
 
     Returns:
@@ -157,11 +188,10 @@ def _split_rows(
     # Excel's own line about the delimiter
     match = re.fullmatch(r'"?sep=(.)"?', lines[0].strip(_INVISIBLE))
     if match:
-        text = text.partition("\n")[2]
-        return _parse(path, text, match[1], first=2), match[1]
+        return _parse(path, text.partition("\n")[2], match[1], first=2), match[1]
 
     sample = "\n".join(lines[:_SAMPLE])
-    best, best_score = ",", (0, 0.0, 0)
+    best, best_score = "", (0, 0.0, 0)
     for delimiter in _DELIMITERS:
         rows = _parse(path, sample, delimiter, is_sample=True)
         widths = Counter(len(fields) for _, fields in rows)
@@ -172,20 +202,20 @@ def _split_rows(
         score = (known, count / len(rows), width)
         if score > best_score:
             best, best_score = delimiter, score
-    if best_score[0] or best_score[2]:
-        return _parse(path, text, best), best
+    rows = _parse(path, text, best or ",")
+    if best:
+        return rows, best
 
     # some programs put whole lines into quotes
-    rows = _parse(path, text, ",")
     cells = [fields[0] for _, fields in rows if len(fields) == 1]
-    if cells and len(cells) == len(rows) and any("," in cell for cell in cells):
-        split = [next(csv.reader([cell]), []) for cell in cells]
-        return [(line, list(each)) for (line, _), each in zip(rows, split, strict=True)], ","
+    if len(cells) == len(rows) and any("," in cell for cell in cells):
+        split = (next(csv.reader([cell]), []) for cell in cells)
+        return [(line, fields) for (line, _), fields in zip(rows, split, strict=True)], ","
     # "images/a b.jpg 3", as lists of image files are written
     if path.suffix.lower() == ".txt":
-        parts = [(line, fields[0].rsplit(None, 1)) for line, fields in rows if fields]
+        parts = [(line, fields[0].rsplit(None, 1)) for line, fields in rows]
         if parts and all(len(fields) == 2 for _, fields in parts):
-            return [(line, list(fields)) for line, fields in parts], ""
+            return parts, ""
     return rows, ","
 
 
@@ -208,55 +238,50 @@ def _parse(
                 rows.append((reader.line_num + first - 1, fields))
     except csv.Error as error:
         if not is_sample:
-            line = reader.line_num + first - 1
-            raise ValueError(
-                f"{path} line {line} is not a row of a CSV table: {error}; correct it"
-            ) from error
+            place = f"{path} line {reader.line_num + first - 1}"
+            raise ValueError(f"{place} is not a row of a CSV table: {error}; correct it") from error
     return rows
 
 
-def _strip(rows: list[Row]) -> tuple[list[Row], int]:
-    """Remove spaces around values, and count the values that had some."""
-    num_spaces = 0
+def _strip(rows: Sequence[Row], guesses: list[str]) -> list[Row]:
+    """Remove spaces around values, and say how many had some."""
     stripped: list[Row] = []
+    num_spaces = 0
     for line, fields in rows:
         values = [field.strip().strip(_INVISIBLE).strip() for field in fields]
         num_spaces += sum(a != b for a, b in zip(fields, values, strict=True))
         stripped.append((line, values))
-    return stripped, num_spaces
+    if num_spaces:
+        guesses.append(f"spaces around {num_spaces:,} values removed")
+    return stripped
 
 
-def _find_header(rows: list[Row], count_known: Callable[[Sequence[str]], int]) -> int | None:
+def _find_header(rows: Sequence[Row]) -> int | None:
     """Find the row with the names of the columns; None if there is none."""
-    first_rows = rows[:_HEADER_ROWS]
     # a title or a comment may stand above it
-    for index, (_, fields) in enumerate(first_rows):
+    for index, (_, fields) in enumerate(rows[:_HEADER_ROWS]):
         if count_known(fields) >= 2:
             return index
-    if not rows or any(is_image_name(field) for field in rows[0][1]):
-        return None
-    return 0
+    return None if not rows or any(map(is_image_name, rows[0][1])) else 0
 
 
 def _read_json_lines(path: Path, text: str, guesses: list[str]) -> Table:
-    columns: dict[str, None] = {}
-    values: list[tuple[int, dict[str, Any]]] = []
+    objects: dict[int, dict[str, Any]] = {}
     # not splitlines, which also cuts at characters that JSON holds as they are, such as U+2028
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        row = parse_json(line, origin=f"{path} line {number}")
-        if not isinstance(row, dict):
+        objects[number] = parse_json(line, origin=f"{path} line {number}")
+        if not isinstance(objects[number], dict):
             raise ValueError(f"{path} line {number} is not a JSON object: {shorten(line)}")
-        columns |= dict.fromkeys(row)
-        values.append((number, row))
-    rows = []
+    columns = list(dict.fromkeys(name for each in objects.values() for name in each))
+    rows: list[Row] = []
     num_spaces = 0
-    for number, row in values:
-        fields = [row.get(column) for column in columns]
+    for number, each in objects.items():
+        fields = [each.get(column) for column in columns]
         stripped = [field.strip() if isinstance(field, str) else field for field in fields]
         num_spaces += fields != stripped
         rows.append((number, stripped))
     if num_spaces:
         guesses.append(f"spaces around values of {num_spaces:,} rows removed")
-    return Table(path, tuple(columns), len(columns), rows, tuple(guesses), [])
+    return Table(path, columns, len(columns), rows, guesses)

@@ -21,12 +21,7 @@ from vit.data.sources.base import (
     relative_path,
 )
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
-from vit.data.sources.table_columns import (
-    Columns,
-    choose_columns,
-    count_known,
-    is_true,
-)
+from vit.data.sources.table_columns import Columns, choose_columns, is_true
 from vit.data.sources.table_labels import check_several, find_oddities, tidy_numbers
 from vit.data.sources.table_paths import FileFinder, find_table_split
 from vit.data.sources.table_text import (
@@ -34,6 +29,7 @@ from vit.data.sources.table_text import (
     WORKBOOK_SUFFIXES,
     Row,
     Table,
+    count_known,
     read_table_file,
 )
 from vit.runtime.arguments import shorten
@@ -64,18 +60,21 @@ def list_tables(root: Path) -> list[Path]:
     # Hugging Face's layout: a metadata file in the folder of each split
     folders = find_split_folders(root).values()
     tables = [path for folder in folders for name in _METADATA if (path := folder / name).is_file()]
-    for folder in folders:
-        if tables and folder not in {table.parent for table in tables}:
-            text = f"{folder} has no metadata.csv or metadata.jsonl"
-            raise ValueError(f"{text}, which other splits of {root} have; add it, or remove theirs")
+    without = [folder for folder in folders if folder not in {table.parent for table in tables}]
+    if tables and without:
+        text = f"{without[0]} has no metadata.csv or metadata.jsonl"
+        raise ValueError(f"{text}, which other splits of {root} have; add it, or remove theirs")
     return tables
 
 
 def list_other_tables(root: Path) -> list[Path]:
     """List the files in a folder that may be tables of its images, other than `list_tables`."""
-    paths = [path for path in sorted(root.iterdir()) if is_table(path)]
     # lists of other kinds, notes and licences are texts, too
-    return [path for path in paths if path.suffix.lower() != ".txt" and path.name[0] != "."]
+    return [
+        path
+        for path in sorted(root.iterdir())
+        if is_table(path) and path.suffix.lower() != ".txt" and path.name[0] != "."
+    ]
 
 
 def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
@@ -97,7 +96,7 @@ def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
             continue
         try:
             table, finder, columns = _open_table(path, rule)
-            values = [str(fields[columns.path]) for _, fields in table.rows]
+            values = list(map(str, table.values(columns.path)))
             if not finder.count_files(values[:_MAX_LISTED]):
                 text = f"{path} names no images below {root}, such as {shorten(values[0], 60)!r}"
                 raise ValueError(f"{text}; correct its paths")
@@ -135,14 +134,18 @@ def find_tables(
     read = [_read_images(path, tables, root, request, problems) for path in tables]
     images, num_doubled = _leave_out_doubles(read, problems)
     origin = str(tables[0])
-    problems.report([guess for each in read for guess in each.guesses])
+    ways = [
+        f"{os.path.relpath(table.path, root)}: {', '.join(table.guesses)}"
+        for table, *_ in read
+        if table.guesses
+    ]
+    problems.report(ways)
 
     labels = [image.label for image in images]
-    notes = [note for each in read for note in each.notes]
+    notes = [note for each in read for note in each.table.notes]
     notes += check_several(labels, origin=origin) + find_oddities(labels)
-    guesses = [*guesses, *(guess for each in read for guess in each.guesses)]
     if num_doubled:
-        guesses.append(f"{num_doubled:,} rows listed an image again, with the same label")
+        ways.append(f"{num_doubled:,} rows listed an image again, with the same label")
     unused = count_unlisted(root, (image.path for image in images), lists=tables)
     others = _count_other_splits(root, images)
     if others:
@@ -156,7 +159,7 @@ def find_tables(
         origins={image.split: place for each in reversed(read) for image, _, place in each.images},
         unused=unused + others,
         notes=notes,
-        guesses=guesses,
+        guesses=[*guesses, *ways],
     )
     # the splits that a table names stay as they are
     return source if any(each.names_splits for each in read) else source.with_test_split()
@@ -180,29 +183,23 @@ class _TableImages(NamedTuple):
     Attributes:
         images: Each image, the number of its line, and the place that names its split.
         names_splits: The table says which split an image is in.
-        guesses, notes: See `find_listed`.
     """
 
-    table: Path
+    table: Table
     images: list[tuple[ListedImage, int, str]]
     names_splits: bool
-    guesses: list[str]
-    notes: tuple[str, ...]
 
 
 def _open_table(path: Path, rule: LabelRule) -> tuple[Table, FileFinder, Columns]:
     """Read a table, and choose its columns."""
-    table = read_table_file(path, count_known=count_known)
     finder = FileFinder(path)
-    columns = choose_columns(table, rule, count_files=finder.count_files)
+    table = read_table_file(path)
+    columns = choose_columns(table, rule, finder)
     # the first row may be an image without a suffix
-    if (
-        table.columns
-        and not count_known(table.columns)
-        and finder.find(table.columns[columns.path])
-    ):
-        table = read_table_file(path, count_known=count_known, has_header=False)
-        columns = choose_columns(table, rule, count_files=finder.count_files)
+    names = table.columns
+    if names and not count_known(names) and finder.find(names[columns.path]):
+        table = read_table_file(path, has_header=False)
+        columns = choose_columns(table, rule, finder)
     return table, finder, columns
 
 
@@ -211,35 +208,32 @@ def _read_images(
 ) -> _TableImages:
     """Read the images that one table lists."""
     table, finder, columns = _open_table(path, request.labels)
-    finder.learn([str(fields[columns.path]) for _, fields in table.rows])
+    finder.learn(list(map(str, table.values(columns.path))))
     finder.guesses.clear()
     for line, fields in table.short:
         text = f"{len(fields)} instead of {table.width} values ({shorten(','.join(fields), 60)})"
         header = shorten(",".join(table.columns), 100) or "the values that other rows have"
         problems.add(path, line, text, f"write {header}")
 
-    labels, phrases = _read_labels(table, columns, problems)
-    table_split = _find_table_split(path, tables)
+    labels = _read_labels(table, columns.classes, problems)
+    # train.csv beside val.csv or test.csv
+    has_others = len(tables) > 1 and path.name not in _METADATA
+    table_split = find_table_split(path) if has_others else None
     images = []
     for (line, fields), label in zip(table.rows, labels, strict=True):
-        split = table_split or "train"
-        if columns.split is not None:
-            split = _read_split(fields[columns.split], columns, path, line, problems)
-        known_split = split if columns.split is not None else None
-        file = _find_file(finder, fields[columns.path], known_split, line, problems)
-        if file is None or label is None or not split:
+        own_split = _read_split(fields, columns, path, line, problems)
+        written = "" if fields[columns.path] is None else str(fields[columns.path])
+        file = _find_file(finder, written, own_split, line, problems)
+        if file is None or label is None or own_split == "":
             continue
+        split = own_split or table_split or "train"
         # each file has one name: "./a.png" is a.png
         file = relative_path(os.path.join(path.parent, file), root)
         folder = file.partition("/")[0]
         if folder == ".." and not request.allow_outside:
-            text = f"{shorten(str(fields[columns.path]), 60)} is outside {root}"
-            problems.add(
-                path,
-                line,
-                text,
-                "train with data.allow_outside=true, or put a link to it below the folder",
-            )
+            text = f"{shorten(written, 60)} is outside {root}"
+            remedy = "train with data.allow_outside=true, or put a link to it below the folder"
+            problems.add(path, line, text, remedy)
             continue
         place = f"{split} in {path.name}"
         if path.name in _METADATA and columns.split is None and folder.lower() in SPLIT_OF:
@@ -247,12 +241,8 @@ def _read_images(
         group = None if columns.group is None else str(fields[columns.group] or "")
         images.append((ListedImage(file, label, split, group), line, place))
 
-    guesses = [*table.guesses, *columns.guesses, *phrases]
-    guesses += [f"{reason} {count:,} times" for reason, count in finder.guesses.items()]
-    if guesses:
-        guesses = [f"{os.path.relpath(path, root)}: {', '.join(guesses)}"]
-    names_splits = columns.split is not None or table_split is not None
-    return _TableImages(path, images, names_splits, guesses, columns.notes)
+    table.guesses += [f"{reason} {count:,} times" for reason, count in finder.guesses.items()]
+    return _TableImages(table, images, columns.split is not None or table_split is not None)
 
 
 def _leave_out_doubles(
@@ -268,7 +258,9 @@ def _leave_out_doubles(
     num_doubled = 0
     for table in tables:
         for image, line, _ in table.images:
-            first, place = seen.setdefault(image.path, (image, f"{table.table.name} line {line}"))
+            first, place = seen.setdefault(
+                image.path, (image, f"{table.table.path.name} line {line}")
+            )
             if first is image:
                 continue
             num_doubled += 1
@@ -276,10 +268,10 @@ def _leave_out_doubles(
             if first.label != image.label:
                 labels = f"{shorten(image.label, 30)!r} here, {shorten(first.label, 30)!r} there"
                 text = f"{name} ({labels})"
-                problems.add(table.table, line, text, "keep one label for each image")
+                problems.add(table.table.path, line, text, "keep one label for each image")
             elif first.split != image.split:
                 text = f"{name} ({image.split} here, {first.split} there)"
-                problems.add(table.table, line, text, "keep each image in one split")
+                problems.add(table.table.path, line, text, "keep each image in one split")
     return [image for image, _ in seen.values()], num_doubled
 
 
@@ -310,66 +302,54 @@ class _Problems:
             raise ValueError(shorten(". ".join([*sentences, *read]), 1800))
 
 
-def _find_table_split(path: Path, tables: Sequence[Path]) -> str | None:
-    """Find the split of train.csv beside val.csv or test.csv."""
-    is_one_of_several = len(tables) > 1 and path.name not in _METADATA
-    return find_table_split(path) if is_one_of_several else None
-
-
-def _read_split(value: Any, columns: Columns, table: Path, line: int, problems: _Problems) -> str:
-    """Read the split of a row; "" if there is none."""
+def _read_split(
+    fields: Sequence[Any], columns: Columns, table: Path, line: int, problems: _Problems
+) -> str | None:
+    """Read the split of a row: "" if it is wrong; None if there is no such column."""
+    if columns.split is None:
+        return None
+    value = fields[columns.split]
     if value is None or value == "":
         problems.add(table, line, "no split", "give every row a split, or none")
         return ""
-    known = columns.splits or SPLIT_OF
     written = str(value).casefold()
-    if written not in known:
+    if written not in columns.splits:
         text = f"unknown split {shorten(str(value), 30)!r}"
         problems.add(table, line, text, f"known: {', '.join(SPLIT_NAMES)}")
-        return ""
-    return known[written]
+    return columns.splits.get(written, "")
 
 
 def _find_file(
-    finder: FileFinder, value: Any, split: str | None, line: int, problems: _Problems
+    finder: FileFinder, written: str, split: str | None, line: int, problems: _Problems
 ) -> str | None:
     """Find the image file of a row, relative to the table's folder."""
-    written = "" if value is None else str(value)
     files = finder.find(written, split=split)
     if len(files) == 1:
         return files[0]
-    table = finder.table
-    name = shorten(written, 60) or "nothing"
+    folder = finder.folder
+    text = f"{shorten(written, 60) or 'nothing'} is not a file"
+    remedy = f"correct the path (none is below {folder}), or remove the row"
     if files:
-        text = f"{name} may be {shorten(files[0], 60)} or {shorten(files[1], 60)}"
-        problems.add(table, line, text, "write the folder and the suffix, too")
-        return None
-    remedy = f"correct the path (none is below {table.parent}), or remove the row"
-    if written and os.path.isfile(os.path.join(table.parent, "..", written)):
-        remedy = f"move the table to {table.parent.parent}, where its paths begin"
-    problems.add(table, line, f"{name} is not a file", remedy)
+        first, second = (shorten(file, 60) for file in files[:2])
+        text = f"{shorten(written, 60)} may be {first} or {second}"
+        remedy = "write the folder and the suffix, too"
+    elif written and os.path.isfile(os.path.join(folder, "..", written)):
+        remedy = f"move the table to {folder.parent}, where its paths begin"
+    problems.add(finder.table, line, text, remedy)
     return None
 
 
-def _read_labels(
-    table: Table, columns: Columns, problems: _Problems
-) -> tuple[list[str | None], list[str]]:
-    """Read the class of each row, None for a wrong one.
-
-    Returns:
-        The classes, and phrases about how they were read.
-    """
-    place = columns.label
-    if place is None:
-        return [_read_one_hot(table, row, columns.one_hot, problems) for row in table.rows], []
-    values, phrase = tidy_numbers([fields[place] for _, fields in table.rows])
-    labels: list[str | None] = []
+def _read_labels(table: Table, places: Sequence[int], problems: _Problems) -> Sequence[str | None]:
+    """Read the class of each row, None for a wrong one."""
+    if len(places) > 1:
+        return [_read_one_hot(table, row, places, problems) for row in table.rows]
+    values, phrase = tidy_numbers(table.values(places[0]))
+    table.guesses += phrase
     for (line, _), value in zip(table.rows, values, strict=True):
         if not is_label(value):
             text = f"label {shorten(repr(value), 60)} is neither a text nor a whole number"
             problems.add(table.path, line, text, "give each image one class")
-        labels.append(str(value) if is_label(value) else None)
-    return labels, [phrase] if phrase else []
+    return [str(value) if is_label(value) else None for value in values]
 
 
 def _read_one_hot(table: Table, row: Row, places: Sequence[int], problems: _Problems) -> str | None:
