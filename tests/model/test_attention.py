@@ -4,6 +4,7 @@ layer."""
 import itertools
 import math
 
+import jaxtyping
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,9 +145,10 @@ class TestMasks:
             mask_from_key_padding(PADDING.long())
 
     @pytest.mark.parametrize("backend", ["fused", "explicit"])
-    def test_causal_combines_with_a_mask(self, backend):
+    @pytest.mark.parametrize("mask", [~PADDING[:, None, None], MASKS["key [Nk]"]])
+    def test_causal_combines_with_a_mask(self, backend, mask):
         layer = MultiHeadAttention(12, 3, backend=backend).double()
-        tokens, mask = torch.randn(2, 5, 12, dtype=torch.float64), ~PADDING[:, None, None]
+        tokens = torch.randn(2, 5, 12, dtype=torch.float64)
         both = mask & torch.ones(5, 5).tril().bool()
         torch.testing.assert_close(
             layer(tokens, mask=mask, causal=True), layer(tokens, mask=both), atol=1e-12, rtol=0
@@ -330,6 +332,34 @@ class TestLayer:
         ):
             MultiHeadAttention.__init__.__wrapped__(MultiHeadAttention(8, 2), 8, 2, backend="flash")
 
+    @pytest.mark.parametrize("backend", ["fused", "explicit"])
+    @pytest.mark.parametrize(
+        ("query", "key", "value", "message"),
+        [
+            ((2, 3, 12), (2, 5, 12), (2, 6, 12), "one value, but there are 5 and 6"),
+            ((2, 3, 12), (1, 5, 12), (1, 5, 12), "a batch of 2 queries and one of 1 keys"),
+            ((3, 12), None, None, r"\[batch, tokens, 12\], not \[3, 12\]"),
+            ((2, 3, 10), None, None, r"\[batch, tokens, 12\], not \[2, 3, 10\]"),
+            ((0, 3, 12), None, None, None),
+            ((2, 0, 12), None, None, None),
+            ((2, 3, 12), (2, 0, 12), (2, 0, 12), None),
+        ],
+    )
+    def test_backends_take_and_refuse_the_same_shapes(
+        self, monkeypatch, backend, query, key, value, message
+    ):
+        """torch's kernel reads outside of tensors of other lengths."""
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        layer = MultiHeadAttention(12, 3, backend=backend).train()
+        inputs = [torch.zeros(shape) for shape in (query, key, value) if shape]
+        if message is not None:
+            with pytest.raises(ValueError, match=message):
+                layer(*inputs)
+        else:
+            output = layer(*inputs)
+            assert output.shape == query
+            assert torch.equal(output, layer.proj.bias.expand(query))
+
     def test_half_a_cross_attention_is_refused(self):
         tokens = torch.randn(2, 5, 12)
         with pytest.raises(ValueError, match="needs both key and value"):
@@ -337,10 +367,11 @@ class TestLayer:
 
 
 def test_the_backward_pass_that_is_written_out_is_the_derivative():
-    """In float64 against differences of values, with fewer queries than keys."""
+    """In float64 against differences of values and of gradients, with fewer queries than keys."""
     q, k, v = draw(queries=3, keys=5, value_width=4)
-    inputs = [part.double().requires_grad_() for part in (q, k, v)]
+    inputs = [part.double()[:1, :2].requires_grad_() for part in (q, k, v)]
     assert torch.autograd.gradcheck(ExplicitAttention.apply, inputs)
+    assert torch.autograd.gradgradcheck(lambda *parts: ExplicitAttention.apply(*parts)[0], inputs)
 
 
 def test_training_in_bfloat16_on_a_cpu_rounds_as_the_explicit_formula_does():

@@ -7,11 +7,52 @@ import torch
 
 from vit.model.cpu_kernels import SquaredReLU
 from vit.model.patch_embed import PatchEmbed
+from vit.model.vision_transformer import VisionTransformer
 
 
 def test_the_squared_relu_written_out_is_the_derivative():
     hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(SquaredReLU.apply, [hidden])
+    assert torch.autograd.gradgradcheck(lambda inputs: SquaredReLU.apply(inputs)[0], [hidden])
+
+
+def test_transforms_of_torch_func_give_the_gradients_of_training():
+    """Without torch._C._are_functorch_transforms_active, a transform of a model in training mode
+    raises an error about `setup_context`."""
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        8,
+        4,
+        num_classes=3,
+        embed_dim=8,
+        depth=1,
+        num_heads=2,
+        mlp="relu2",
+        attention_backend="explicit",
+    )
+    model.double().train()
+    images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+    labels = torch.tensor([0, 2, 1])
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def compute_loss(weights, image, label):
+        logits = torch.func.functional_call(model, weights, image[None])
+        return torch.nn.functional.cross_entropy(logits, label[None])
+
+    per_sample = torch.func.vmap(torch.func.grad(compute_loss), (None, 0, 0))
+    gradients = per_sample(weights, images, labels)
+    for row in range(len(images)):
+        loss = torch.nn.functional.cross_entropy(model(images[[row]]), labels[[row]])
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        for found, gradient in zip(gradients.values(), expected, strict=True):
+            torch.testing.assert_close(found[row], gradient, rtol=1e-12, atol=1e-15)
+
+    def classify(image):
+        return model(image[None])[0]
+
+    jacobian = torch.func.jacrev(classify)(images[0])
+    expected = torch.autograd.functional.jacobian(classify, images[0])
+    torch.testing.assert_close(jacobian, expected)
 
 
 def test_softmax_backward_data_rounds_as_autograd_does():

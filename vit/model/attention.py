@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 
-from vit.model.cpu_kernels import Backend, ExplicitAttention, choose_backend
+from vit.model.cpu_kernels import Backend, ExplicitAttention, can_use_kernels, choose_backend
 from vit.runtime.arguments import check_choice
 
 # Boolean, or integers 0 and 1. Other masks raise a ValueError.
@@ -167,9 +167,9 @@ class MultiHeadAttention(nn.Module):
 
         if backend == "fused":
             context = _attend_fused(q, k, v, mask, causal=causal)
-        elif self.training and mask is None and not causal:
+        elif self.training and mask is None and not causal and can_use_kernels():
             # Every encoder takes this path. Its backward pass is written by hand.
-            context = ExplicitAttention.apply(q, k, v)
+            context, *_ = ExplicitAttention.apply(q, k, v)
         else:
             context = compute_weights(q, k, mask, causal=causal) @ v
         return self._merge_heads(context)
@@ -214,25 +214,47 @@ class MultiHeadAttention(nn.Module):
         return layer.train(module.training)
 
     def _project(self, query: Queries, key: Keys, value: Keys) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query, key and value of every head: [B, H, N, K] each."""
+        """Compute query, key and value of every head: [B, H, N, K] each.
+
+        Raises:
+            ValueError: The shapes don't fit each other or the layer.
+        """
+        heads = (self.num_heads, self.head_dim)
         if key is None and value is None:
+            self._check_tokens(query)
             # Self-attention needs one product for all three.
-            packed = self.qkv(query)
-            packed = packed.reshape(*query.shape[:2], 3, self.num_heads, -1)  # [B, N, 3, H, K]
+            packed = self.qkv(query).reshape(*query.shape[:2], 3, *heads)  # [B, N, 3, H, K]
             q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
         elif key is None or value is None:
             raise ValueError("cross-attention needs both key and value; self-attention neither")
         else:
+            self._check_tokens(query, key, value)
             # Cross-attention applies each third of the packed projection to its own tokens.
             biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.chunk(3)
             thirds = zip((query, key, value), self.qkv.weight.chunk(3), biases, strict=True)
             q, k, v = (
-                F.linear(tokens, weight, bias)
-                .reshape(*tokens.shape[:2], self.num_heads, -1)
-                .transpose(1, 2)
+                F.linear(tokens, weight, bias).reshape(*tokens.shape[:2], *heads).transpose(1, 2)
                 for tokens, weight, bias in thirds
             )
         return self.q_norm(q), self.k_norm(k), v
+
+    def _check_tokens(self, query: Tensor, *others: Tensor) -> None:
+        """Raise ValueError unless both backends attend from `query` to keys and values, `others`."""
+        width = self.num_heads * self.head_dim
+        for tokens in (query, *others):
+            if tokens.ndim != 3 or tokens.shape[-1] != width:
+                raise ValueError(
+                    f"tokens are [batch, tokens, {width}], not {list(tokens.shape)}; a sequence "
+                    "without a batch is tokens[None]"
+                )
+            if tokens.shape[0] != query.shape[0]:
+                raise ValueError(
+                    f"a batch of {query.shape[0]} queries and one of {tokens.shape[0]} keys or "
+                    "values have no attention; expand the smaller one"
+                )
+        if others and others[0].shape[1] != others[1].shape[1]:
+            lengths = " and ".join(f"{tokens.shape[1]}" for tokens in others)
+            raise ValueError(f"each key has one value, but there are {lengths}; cut the longer one")
 
     def _merge_heads(self, context: Float[Tensor, "B H N K"]) -> Float[Tensor, "B N D"]:
         output: Tensor = self.proj(context.transpose(1, 2).flatten(2))  # heads side by side
@@ -272,7 +294,8 @@ def _allowed_keys(
     allowed = None
     if mask is not None:
         _check_mask(mask, shape)
-        allowed = mask.bool()
+        # the fused kernel takes no mask with fewer axes than the matrix of weights
+        allowed = mask.bool().expand(*(1,) * (2 - mask.ndim), *mask.shape)
     if causal:
         triangle = torch.ones(shape[-2:], dtype=torch.bool, device=device).tril()
         allowed = triangle if allowed is None else allowed & triangle

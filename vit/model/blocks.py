@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.model.attention import MultiHeadAttention, build_norm
-from vit.model.cpu_kernels import Backend, SquaredReLU
+from vit.model.cpu_kernels import Backend, SquaredReLU, can_use_kernels
 from vit.runtime.arguments import check_choice
 from vit.runtime.tensors import Tokens
 from vit.runtime.threads import thread_generator
@@ -114,9 +114,9 @@ class Mlp(nn.Module):
             hidden = F.silu(gate) * hidden
         elif self.activation == "gelu":
             hidden = F.gelu(hidden)
-        elif self.training:
+        elif self.training and can_use_kernels():
             # The numbers are the same; the backward pass is written by hand.
-            hidden = SquaredReLU.apply(hidden)
+            hidden, _ = SquaredReLU.apply(hidden)
         else:
             hidden = F.relu(hidden).square()
         output: Tensor = self.fc2(hidden)

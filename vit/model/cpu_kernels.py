@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from vit.runtime.device import cpu_flags, cpu_multiplies_bfloat16
 from vit.runtime.threads import constant_when_compiled
@@ -46,35 +45,63 @@ class ExplicitAttention(torch.autograd.Function):
     operand is copied into the layout of the products once, and the products apply 1 / √d_k.
     """
 
+    # A Function with `setup_context`, which torch.func could transform, takes 3 to 6 % of the step
+    # of a small model longer. `can_use_kernels` sends transforms to the formula instead.
     @staticmethod
     def forward(
         ctx: Any,
         query: Float[Tensor, "B H Nq K"],
         key: Float[Tensor, "B H Nk K"],
         value: Float[Tensor, "B H Nk V"],
-    ) -> Float[Tensor, "B H Nq V"]:
+    ) -> tuple[Float[Tensor, "B H Nq V"], Tensor, Tensor, Tensor, Tensor]:
+        """Return the output, and what the backward pass reads: autograd differentiates that pass
+        with respect to outputs only."""
         q, k, v = (part.flatten(0, 1) for part in (query, key, value))  # [B·H, N, K]
         weights = _multiply(q, k.mT, scale=q.shape[-1] ** -0.5).softmax(dim=-1)
         # Reading the weights takes less time than computing them again.
         ctx.save_for_backward(q, k, v, weights)
-        return torch.unflatten(weights @ v, 0, query.shape[:2])
+        ctx.set_materialize_grads(False)
+        ctx.leading = query.shape[:2]
+        return torch.unflatten(weights @ v, 0, ctx.leading), q, k, v, weights
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(
+        ctx: Any, grad_output: Tensor | None, *grad_saved: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, weights = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
-        grad_output = gradient.flatten(0, 1)  # [B·H, Nq, V]
-        # Autograd runs this operation. The same formula in Python rounds twice and is slower.
-        grad_scores = torch.ops.aten._softmax_backward_data(
-            grad_output @ v.mT, weights, -1, weights.dtype
+        # Only second derivatives have gradients of the saved tensors.
+        *others, grad_weights = grad_saved
+        grads: list[Tensor | None] = [None, None, None]
+        if grad_output is not None:
+            grad_output = grad_output.flatten(0, 1)  # [B·H, Nq, V]
+            grads[2] = weights.mT @ grad_output
+            grad_weights = _add(grad_output @ v.mT, grad_weights)
+        if grad_weights is not None:
+            # Autograd runs this operation. The same formula in Python rounds twice and is slower.
+            grad_scores = torch.ops.aten._softmax_backward_data(
+                grad_weights, weights, -1, weights.dtype
+            )
+            grads[0] = _multiply(grad_scores, k, scale=scale)
+            grads[1] = _multiply(grad_scores.mT, q, scale=scale)
+        sums = (_add(grad, other) for grad, other in zip(grads, others, strict=True))
+        return tuple(
+            None if part is None else torch.unflatten(part, 0, ctx.leading) for part in sums
         )
-        gradients = (
-            _multiply(grad_scores, k, scale=scale),
-            _multiply(grad_scores.mT, q, scale=scale),
-            weights.mT @ grad_output,
-        )
-        return tuple(torch.unflatten(part, 0, gradient.shape[:2]) for part in gradients)
+
+
+def _add(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Add two gradients, of which None is zero."""
+    if gradient is None or other is None:
+        return other if gradient is None else gradient
+    return gradient + other
+
+
+@constant_when_compiled
+def can_use_kernels() -> bool:
+    """Return whether backward passes by hand may be used: not inside the transforms of
+    `torch.func`."""
+    return not torch._C._are_functorch_transforms_active()
 
 
 def _multiply(
@@ -95,16 +122,21 @@ class SquaredReLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return max(x, 0)² and, see `ExplicitAttention`, max(x, 0)."""
         positive = hidden.relu()
         ctx.save_for_backward(positive)
-        return positive * positive
+        ctx.set_materialize_grads(False)
+        return positive * positive, positive
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor | None, grad_positive: Tensor | None) -> Tensor | None:
         (positive,) = ctx.saved_tensors
-        return torch.addcmul(gradient.new_zeros(()), gradient, positive, value=2)
+        if gradient is not None:
+            gradient = torch.addcmul(gradient.new_zeros(()), gradient, positive, value=2)
+        if grad_positive is None:
+            return gradient
+        return _add(gradient, grad_positive * (positive > 0))
 
 
 def apply_convolutions(images: Tensor, stem: nn.Module, proj: nn.Module) -> Tensor:
