@@ -119,7 +119,7 @@ def test_resume_explains_only_what_is_missing(
         ),
         (
             ["--format", "gif"],
-            "unknown --format 'gif'; known: html, jpeg, npz, png, webp",
+            "unknown --format 'gif'; known: html, jpeg, npz, pdf, png, svg, webp",
         ),
         (["--option", "scale=log"], "unknown scale 'log'"),
         (["--option", "start_layer=7"], "start_layer 7 is outside 0 to 1"),

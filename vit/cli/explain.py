@@ -87,6 +87,7 @@ COMMAND = Command(
         "formats": "--format",
         "count": "--images",
         "sanity_checks": "--checks/--no-checks",
+        "captions": "--caption/--no-caption",
     },
     rare=("scale", "max_side", "precision", "random_weights"),
     rare_into="map_options",

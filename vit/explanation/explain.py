@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @keeps_mode
 @torch.inference_mode(False)  # a model that is loaded in it can't be differentiated
-@check_arguments(count=(1, None), batch_size=(1, None), max_side=(0, None))
+@check_arguments(count=(1, None), batch_size=(1, None), max_side=(0, None), dpi=(1, None))
 def explain(
     model: ModelLike,
     images: ImageInputs | None = None,
@@ -47,6 +47,8 @@ def explain(
     output: str | Path | None = None,
     formats: str | Sequence[str] = ("png", "npz"),
     max_side: int = 512,
+    dpi: int = 300,
+    captions: bool = True,
     resume: bool = False,
     overwrite: bool = False,
 ) -> Explanations:
@@ -87,9 +89,13 @@ def explain(
             check.
         output: Directory for the results. Each batch is written as soon as it
             is explained. None: nothing is written.
-        formats: Files in `output`: "png" (or "jpeg" or "webp"), "npz", "html".
-        max_side: Largest side of a photo in the overlays, in pixels; 0 for no
-            limit.
+        formats: Files in `output`: "png" (or "jpeg" or "webp"), "svg" and
+            "pdf" (figures for papers), "npz", "html".
+        max_side: Largest side of a photo in pictures and figures, in pixels; 0
+            for no limit.
+        dpi: Pixels of the photo in each inch of an svg or pdf figure.
+        captions: Text below the pictures. Without it the colours of a png have
+            a file of their own.
         resume: Continue an export: skip the images of the manifest. Only the
             other images are in the result.
         overwrite: Replace an earlier result.
@@ -142,6 +148,8 @@ def explain(
             formats=as_tuple(formats),
             smooth=smooth,
             max_side=max_side,
+            dpi=dpi,
+            captions=captions,
             resume=resume,
         )
     items = find_items(

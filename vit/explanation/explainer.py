@@ -45,6 +45,8 @@ from vit.explanation.targets import (
     find_output_kind,
     starts_with_predicted,
 )
+from vit.prediction.conformal import predict_p_values
+from vit.prediction.predictor import Predictor, read_from
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import (
     autocast,
@@ -254,6 +256,8 @@ class Explainer:
             explain_part(0)
         else:
             list(self._threads.map(explain_part, starts))
+        if self.sanity_checks and self.bundle.likeness is not None:
+            self._add_p_values(results)
         # verifying the capture waits for the device, and one batch is enough
         self._is_verified = True
 
@@ -305,6 +309,16 @@ class Explainer:
         for method_maps, method_checks in zip(maps, checks, strict=True):
             checks_by_class = [class_checks.to_list() for class_checks in method_checks]
             self._add_maps(results, method_maps, scores, checks_by_class)
+
+    def _add_p_values(self, results: Sequence[ImageResult]) -> None:
+        """Compare the images with the training images, as `vit predict` does."""
+        predictor = Predictor.from_bundle(self.bundle, precision=self.precision)
+        pixels = [result.pixels for result in results if result.pixels is not None]
+        _, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
+        p_values = predict_p_values(self.bundle, features)
+        assert p_values is not None
+        for result, p_value in zip(results, p_values, strict=True):
+            result.p_value = p_value
 
     def _check_maps(
         self, forward: Forward, targets: Tensor, maps: Sequence[Maps]

@@ -18,10 +18,11 @@ from vit.data.preprocess import Geometry
 from vit.explanation.checks.sanity_checks import SanityCheck
 from vit.explanation.items import ImageItem
 from vit.explanation.methods.registry import Method
-from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
+from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, Tile, draw_contact_sheet
 from vit.explanation.render.overlay import blend, panel_size
 from vit.explanation.render.scale import ColourScale, PatchMap, relative_to_uniform
 from vit.explanation.render.token_details import TokenDetails
+from vit.prediction.conformal import is_unusual
 
 ClassValues = Mapping[str, Any]  # index, name and probability
 _MAX_NAMED_SINKS = 3  # below a picture
@@ -34,9 +35,26 @@ def describe_prediction(predicted: ClassValues) -> str:
     return f"predicted {predicted['name']}  {100 * predicted['probability']:.1f} %"
 
 
-def name_sinks(fraction: float) -> list[str]:
-    """Describe the share of attention sinks in a map; without any, the list is empty."""
-    return [f"{100 * fraction:.0f} % on attention sinks"] if fraction else []
+def build_photo_tile(
+    picture: Image.Image, *, title: str, predicted: ClassValues, p_value: float | None
+) -> Tile:
+    """Build the tile of a photo on the contact sheet."""
+    lines = [title]
+    badge = None
+    if is_unusual(p_value):
+        badge = "unusual"
+        lines.append(f"unlike the training photos (p = {p_value:.3f})")
+    return Tile(picture, describe_prediction(predicted), badge, lines)
+
+
+def build_map_tile(
+    picture: Image.Image, *, caption: str, verdict: str | None, sink_fraction: float
+) -> Tile:
+    """Build the tile of a map on the contact sheet."""
+    lines = [caption]
+    if sink_fraction:
+        lines.append(f"{100 * sink_fraction:.0f} % on attention sinks")
+    return Tile(picture, "", verdict, lines)
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,7 @@ class ImageResult:
             the model has no probabilities.
         targets: Classes that are explained; empty if the target isn't about a class.
         output: Name and value of such a target.
+        p_value: See `vit.predict`; None if the model file can't tell or nothing is tested.
         tokens: Details of each token, if they were asked for.
     """
 
@@ -157,6 +176,7 @@ class ImageResult:
     probabilities: Float[np.ndarray, " C"] = field(default_factory=lambda: np.empty(0, np.float32))
     targets: tuple[int, ...] = ()
     output: str = ""
+    p_value: float | None = None
     tokens: TokenDetails | None = None
 
     @property
@@ -241,17 +261,32 @@ class Explanations:
             photo = image.read_image()
             # reduced once, and every map is drawn over the same small photo
             photo = photo.resize(panel_size(photo.size), Image.Resampling.LANCZOS)
-            pictures = [photo]
-            texts = [[image.item.title, image.describe_prediction(class_names)]]
+            row = [
+                build_photo_tile(
+                    photo,
+                    title=image.item.title,
+                    predicted=image.describe_class(image.predicted, class_names),
+                    p_value=image.p_value,
+                )
+            ]
             for result in image.maps:
                 assert result.scale is not None
-                values = result.shown_values
-                pictures.append(
-                    blend(photo, values, image.geometry, scale=result.scale, smooth=self.smooth)
+                picture = blend(
+                    photo,
+                    result.shown_values,
+                    image.geometry,
+                    scale=result.scale,
+                    smooth=self.smooth,
                 )
-                verdict = [result.sanity_check.verdict] if result.sanity_check else []
-                texts.append([result.describe(), *verdict, *name_sinks(result.sink_fraction)])
-            rows.append(SheetRow(pictures, texts))
+                row.append(
+                    build_map_tile(
+                        picture,
+                        caption=result.describe(),
+                        verdict=result.sanity_check.verdict if result.sanity_check else None,
+                        sink_fraction=result.sink_fraction,
+                    )
+                )
+            rows.append(row)
         return draw_contact_sheet(rows) if rows else Image.new("RGB", (1, 1), "white")
 
     @property

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
@@ -18,9 +19,9 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
-from vit.explanation.records import ImageResult, MapResult, describe_prediction, name_sinks
-from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, SheetRow, draw_contact_sheet
-from vit.explanation.render.overlay import MAX_SIDE, draw_overlay, panel_size
+from vit.explanation.records import ImageResult, MapResult, build_map_tile, build_photo_tile
+from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, Tile, draw_contact_sheet
+from vit.explanation.render.overlay import MAX_SIDE, draw_legend, draw_overlay, panel_size
 from vit.explanation.render.text import MARGIN
 from vit.runtime.arguments import check_choice
 from vit.runtime.documents import check_schema, read_json
@@ -38,7 +39,9 @@ ARRAYS_FILE = "maps.npz"
 MANIFEST_FILE = "manifest.json"
 SHEET_FILE = "index.png"
 PICTURE_FORMATS = ("png", "jpeg", "webp")
-OUTPUT_FORMATS = (*PICTURE_FORMATS, "npz", "html")
+# vit/explanation/render/figure.py draws these; it imports matplotlib, which takes half a second
+FIGURE_FORMATS = ("svg", "pdf")
+OUTPUT_FORMATS = (*PICTURE_FORMATS, *FIGURE_FORMATS, "npz", "html")
 _QUALITY = {"jpeg": 85, "webp": 80}
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 # each save writes all images so far, so for many images saves are limited to a fraction of the time
@@ -82,6 +85,7 @@ class _Entry(_Part):
     title: str
     size: tuple[_Side, _Side]
     predicted: _Class
+    p_value: float | None = None
     maps: list[_Map]
 
 
@@ -101,10 +105,13 @@ class MapWriter:
         output: The directory.
         bundle: The model.
         parameters: Everything that the maps depend on, for the manifest.
-        formats: "png", "jpeg" or "webp" for overlays, "npz" for maps.npz. "html" is written
-            elsewhere.
+        formats: "png", "jpeg" or "webp" for overlays, "svg" and "pdf" for figures, "npz" for
+            maps.npz. "html" is written elsewhere.
         smooth: Interpolate between patches.
-        max_side: Largest side of a photo in overlays, in pixels; 0 for no limit.
+        max_side: Largest side of a photo in overlays and figures, in pixels; 0 for no limit.
+        dpi: Pixels of a photo per inch of a figure.
+        captions: Write text below the pictures. Otherwise the colours of an overlay are in a file
+            of their own, NAME.METHOD.colours.png.
         resume: Start from the manifest of an interrupted export.
 
     Raises:
@@ -121,6 +128,8 @@ class MapWriter:
         formats: Sequence[str] = ("png", "npz"),
         smooth: bool = True,
         max_side: int = MAX_SIDE,
+        dpi: int = 300,
+        captions: bool = True,
         resume: bool = False,
     ) -> None:
         for name in formats:
@@ -139,9 +148,12 @@ class MapWriter:
         # path and reason for each image that could not be read
         self.unreadable: list[tuple[str, str]] = []
         self._picture_format = pictures[0] if pictures else None
+        self._figure_formats = [name for name in formats if name in FIGURE_FORMATS]
         self._has_arrays = "npz" in formats
         self._smooth = smooth
         self._max_side = max_side
+        self._dpi = dpi
+        self._captions = captions
         self._pool = ThreadPoolExecutor()
         self._writing: list[list[Future[None]]] = []  # overlays of each batch
         self._last_saved = monotonic()
@@ -171,11 +183,13 @@ class MapWriter:
     def add(self, images: Sequence[ImageResult]) -> None:
         """Add a batch. Its overlays are written soon, the other files once a minute (less often for
         very many images) and at the end."""
+        maps = [(image, result) for image in images for result in image.maps]
+        drawing: list[Future[None]] = []
         if self._picture_format:
-            overlays = [(image, result) for image in images for result in image.maps]
-            self._writing.append(
-                [self._pool.submit(self._write_overlay, *overlay) for overlay in overlays]
-            )
+            drawing += [self._pool.submit(self._write_overlay, *each) for each in maps]
+        if self._figure_formats:
+            drawing += [self._pool.submit(self._write_figures, *each) for each in maps]
+        self._writing.append(drawing)
         for image in images:
             self.entries.append(self._describe(image))
             for result in image.maps:
@@ -218,13 +232,13 @@ class MapWriter:
         if self._has_arrays and not keys <= self.arrays.keys():
             raise ValueError(f"{arrays_path} lacks maps of the manifest; use --overwrite")
         # the contact sheet is cut out of the overlays
-        overlays = [result["overlay"] for entry in self.entries for result in entry["maps"]]
+        kinds = [*self._figure_formats]
         if self._picture_format:
-            for overlay in overlays:
-                if overlay is None or not (self.output / overlay).is_file():
-                    raise ValueError(
-                        f"{self.output} lacks overlays of the images in its manifest; use --overwrite"
-                    )
+            kinds.append(self._picture_format)
+        if not all((self.output / f"{key}.{kind}").is_file() for key in keys for kind in kinds):
+            raise ValueError(
+                f"{self.output} lacks overlays of the images in its manifest; use --overwrite"
+            )
 
     def _wait(self, max_waiting: int) -> None:
         """Wait until the overlays of at most `max_waiting` batches are not written yet."""
@@ -269,6 +283,7 @@ class MapWriter:
             "size": list(image.geometry.original_size),
             "box": list(image.geometry.box),
             "predicted": image.describe_class(image.predicted, self.bundle.class_names),
+            "p_value": image.p_value,
             "grid": list(image.grid),
             "map_key": maps[0]["map_key"],
             "overlay": maps[0]["overlay"],
@@ -300,24 +315,39 @@ class MapWriter:
         sheet = draw_contact_sheet(rows)
         write_atomically(self.output / SHEET_FILE, lambda path: _save_picture(sheet, path, "png"))
 
-    def _read_row(self, entry: dict[str, Any]) -> SheetRow:
+    def _read_row(self, entry: dict[str, Any]) -> list[Tile]:
         """Cut an image and its maps out of the overlays, which after `resume` include those of an
         earlier call."""
         original_width, original_height = entry["size"]
         width, height = panel_size((original_width, original_height), self._max_side)
-        pictures: list[Image.Image] = []
-        texts = [[entry["title"], describe_prediction(entry["predicted"])]]
+        row: list[Tile] = []
         for result in entry["maps"]:
             with Image.open(self.output / result["overlay"]) as overlay:
-                # the photo is on the left, the map on the right
-                left = 2 * MARGIN + width
-                if not pictures:
-                    pictures.append(overlay.crop((MARGIN, MARGIN, MARGIN + width, MARGIN + height)))
-                pictures.append(overlay.crop((left, MARGIN, left + width, MARGIN + height)))
+                # the photo is on the left, the map on the right; without captions nothing is around
+                margin = 0 if overlay.width == 2 * width + MARGIN else MARGIN
+                photo, picture = (
+                    overlay.crop((left, margin, left + width, margin + height))
+                    for left in (margin, margin + width + MARGIN)
+                )
+            if not row:
+                row.append(
+                    build_photo_tile(
+                        photo,
+                        title=entry["title"],
+                        predicted=entry["predicted"],
+                        p_value=entry.get("p_value"),
+                    )
+                )
             check = result["sanity_check"]
-            verdict = [check["verdict"]] if check else []
-            texts.append([result["caption"], *verdict, *name_sinks(result["sink_fraction"])])
-        return SheetRow(pictures, texts)
+            row.append(
+                build_map_tile(
+                    picture,
+                    caption=result["caption"],
+                    verdict=check and check["verdict"],
+                    sink_fraction=result["sink_fraction"],
+                )
+            )
+        return row
 
     def _write_overlay(self, image: ImageResult, result: MapResult) -> None:
         kind = self._picture_format
@@ -328,6 +358,7 @@ class MapWriter:
             self.bundle.class_names,
             smooth=self._smooth,
             max_side=self._max_side,
+            caption=self._captions,
         )
         # the manifest is written later, and makes all their names durable
         write_atomically(
@@ -335,6 +366,35 @@ class MapWriter:
             lambda path: _save_picture(picture, path, kind),
             flush_name=False,
         )
+        if not self._captions:
+            assert result.scale is not None
+            legend = draw_legend(result.shown_values, result.scale, picture.width)
+            write_atomically(
+                self.output / f"{result.key}.colours.{kind}",
+                lambda path: _save_picture(legend, path, kind),
+                flush_name=False,
+            )
+
+    def _write_figures(self, image: ImageResult, result: MapResult) -> None:
+        from vit.explanation.render.figure import save_figure
+
+        assert result.scale is not None
+        for kind in self._figure_formats:
+            save = partial(
+                save_figure,
+                image=image.read_image(),
+                values=result.shown_values,
+                geometry=image.geometry,
+                kind=kind,
+                scale=result.scale,
+                caption=_describe_map(image, result, self.bundle.class_names)
+                if self._captions
+                else (),
+                smooth=self._smooth,
+                max_side=self._max_side,
+                dpi=self._dpi,
+            )
+            write_atomically(self.output / f"{result.key}.{kind}", save, flush_name=False)
 
 
 def draw_map(
@@ -344,8 +404,9 @@ def draw_map(
     *,
     smooth: bool = True,
     max_side: int = MAX_SIDE,
+    caption: bool = True,
 ) -> Image.Image:
-    """Draw one map with its caption.
+    """Draw one map beside its photo.
 
     Args:
         image: The explained image.
@@ -353,28 +414,33 @@ def draw_map(
         class_names: Names of the classes.
         smooth: Interpolate between patches.
         max_side: Largest side of the photo in pixels; 0 for no limit.
+        caption: Write what it shows and the colours below.
     """
     assert result.scale is not None
-    # the prediction comes first, then the map's own lines
-    caption = [
+    return draw_overlay(
+        image.read_image(),
+        result.shown_values,
+        image.geometry,
+        scale=result.scale,
+        caption=_describe_map(image, result, class_names) if caption else None,
+        smooth=smooth,
+        max_side=max_side,
+    )
+
+
+def _describe_map(image: ImageResult, result: MapResult, class_names: Sequence[str]) -> list[str]:
+    """Return the lines of a map's caption: the prediction first, then the map's own."""
+    lines = [
         f"{image.item.title}: {image.describe_prediction(class_names)}",
         result.describe()
         if result.target_name is None
         else f"{result.describe()} ({result.method.title})",
     ]
     if result.sanity_check is not None:
-        caption.append(f"patch-removal test: {result.sanity_check}")
+        lines.append(f"patch-removal test: {result.sanity_check}")
     if result.sinks:
-        caption.append(result.describe_sinks())
-    return draw_overlay(
-        image.read_image(),
-        result.shown_values,
-        image.geometry,
-        scale=result.scale,
-        caption=caption,
-        smooth=smooth,
-        max_side=max_side,
-    )
+        lines.append(result.describe_sinks())
+    return lines
 
 
 def _save_picture(picture: Image.Image, path: Path, kind: str) -> None:

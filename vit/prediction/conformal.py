@@ -27,6 +27,7 @@ from vit.runtime.numbers import format_percent
 
 # how often a set should include the right class
 LEVELS = (0.9, 0.95)
+MAX_P_UNUSUAL = 0.05  # largest p-value of an image that is called unusual
 
 
 def find_threshold(probabilities: Floats, *, coverage: float) -> float | None:
@@ -82,6 +83,11 @@ def describe_low_coverage(num_images: int, coverage: float) -> str:
 def count_needed(coverage: float) -> int:
     """Return the smallest number of images that gives a threshold for this coverage."""
     return math.ceil(round(coverage / (1 - coverage), 9))
+
+
+def is_unusual(p_value: float | None) -> bool:
+    """Tell if an image is unlike the training images, by its p-value."""
+    return p_value is not None and p_value <= MAX_P_UNUSUAL
 
 
 def compute_p_values(distances: Floats, calibration: Floats) -> Floats:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +12,16 @@ import pytest
 import torch
 from PIL import Image
 
+import vit
 from tests.explanation.collector import build_writer, explain_with
 from vit.api import explain
-from vit.bundle import Bundle
+from vit.bundle import Bundle, Likeness
 from vit.data.images import list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import METHODS
-from vit.explanation.records import ImageResult
+from vit.explanation.records import ImageResult, build_photo_tile
 from vit.explanation.render.scale import FIXED_END
 from vit.explanation.writer import MapWriter, draw_map
 from vit.model.vision_transformer import VisionTransformer
@@ -328,7 +330,7 @@ def test_a_result_holds_what_the_batches_write(
         assert all(len(of_image) == 1 for of_image in found.sanity_checks["gae"])
     with pytest.raises(
         ValueError,
-        match="unknown --format 'gif'; known: html, jpeg, npz, png, webp",
+        match="unknown --format 'gif'; known: html, jpeg, npz, pdf, png, svg, webp",
     ):
         explain(bundle, sorted(photos), output=tmp_path / "gif", formats=["gif"])
     assert not (tmp_path / "gif").exists()
@@ -451,3 +453,73 @@ def test_a_notebook_shows_the_pictures_of_a_result(bundle: Bundle, photos: list[
     encoded = shown.partition("base64,")[2].removesuffix('">')
     with Image.open(io.BytesIO(base64.b64decode(encoded))) as picture:
         assert np.array_equal(np.asarray(picture), np.asarray(sheet))
+
+
+def test_figures_have_editable_text_and_the_same_bytes_each_time(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    settings = {"methods": ("gae",), "formats": ("svg", "pdf"), "dpi": 100}
+    photo = [path for path in photos if path.endswith("two.jpg")]
+    for name in ("one", "two"):
+        explain(bundle, photo, output=tmp_path / name, **settings)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    (svg,) = (tmp_path / "one").glob("*.svg")
+    text = svg.read_text(encoding="utf-8")
+    assert ">two.jpg: predicted" in text
+    assert "× the average patch</text>" in text
+    # the width on paper: two photos of 224 pixels at 100 in each inch, 72 points an inch, and the bar
+    width = float(re.search(r'width="([\d.]+)pt"', text)[1])
+    assert width == pytest.approx(2 * 2.24 * 72 + 40, abs=20)
+    (pdf,) = (tmp_path / "one").glob("*.pdf")
+    assert pdf.read_bytes().startswith(b"%PDF-")
+    # without captions, and the sheet is only cut out of overlays
+    explain(bundle, photo, output=tmp_path / "bare", captions=False, **settings)
+    (svg,) = (tmp_path / "bare").glob("*.svg")
+    assert "predicted" not in svg.read_text(encoding="utf-8")
+    assert not (tmp_path / "bare" / "index.png").exists()
+    (tmp_path / "bare" / svg.name).unlink()
+    with pytest.raises(ValueError, match="lacks overlays of the images"):
+        explain(bundle, photo, output=tmp_path / "bare", captions=False, resume=True, **settings)
+
+
+def test_overlays_without_captions_are_the_pictures_alone(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    photo = [path for path in photos if path.endswith("two.jpg")]
+    sheets = []
+    for captions in (True, False):
+        output = tmp_path / str(captions)
+        explain(bundle, photo, methods="gae", output=output, captions=captions)
+        sheets.append(np.asarray(Image.open(output / "index.png")))
+    assert np.array_equal(*sheets)  # it has captions of its own
+    (overlay,) = (tmp_path / "False").glob("two.gae.png")
+    (colours,) = (tmp_path / "False").glob("two.gae.colours.png")
+    with Image.open(overlay) as picture, Image.open(colours) as legend:
+        assert picture.size == (2 * 224 + 8, 224)
+        assert legend.height < 30
+
+
+def test_unusual_photos_are_called_so(bundle: Bundle, tmp_path: Path) -> None:
+    """The p-value is that of `vit.predict`, computed only where maps are tested."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    training = vit.embed(bundle, pixels[:1])
+    # 19 held-out images that are nearly the training image
+    likeness = Likeness(np.asarray(training), np.full(19, 0.05, np.float32))
+    known = replace(bundle, likeness=likeness)
+    found = explain(known, pixels, methods="rollout")
+    predicted = vit.predict(known, pixels).predictions
+    assert [image.p_value for image in found.images] == [each.p_value for each in predicted]
+    assert [image.p_value for image in found.images] == [1.0, 0.05, 0.05]
+    assert np.asarray(found.draw_sheet()).shape[0] > 0
+    tiles = [
+        build_photo_tile(
+            Image.new("RGB", (8, 8)),
+            title="a.png",
+            predicted={"name": "cat", "probability": 0.5},
+            p_value=image.p_value,
+        )
+        for image in found.images
+    ]
+    assert [tile.badge for tile in tiles] == [None, "unusual", "unusual"]
+    untested = explain(known, pixels, methods="rollout", sanity_checks=False)
+    assert [image.p_value for image in untested.images] == [None] * 3

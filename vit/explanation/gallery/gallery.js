@@ -235,7 +235,7 @@ function shade(fraction, signed) {
   return [Math.round((.5 + side * (.25 + .15 * strength)) * 255), strength];
 }
 
-/** Lay the map over the picture's pixels, as the overlay files do; what the model did not see turns grey. */
+/** Lay the map over the picture's pixels, as the overlay files do; what the model did not see turns grey and dark. */
 function blend(picture, view, box, opacity) {
   const {width, height, data: pixels} = picture, [rows, columns] = view.grid, colours = palettes[view.signed ? 1 : 0];
   const across = axis(width, box[0], box[2], columns), down = axis(height, box[1], box[3], rows);
@@ -243,7 +243,7 @@ function blend(picture, view, box, opacity) {
   for (let y = 0, at = 0; y < height; y++) {
     for (let x = 0; x < width; x++, at += 4) {
       if (!down[y] || !across[x]) {
-        const grey = .15 * pixels[at] + .29 * pixels[at + 1] + .06 * pixels[at + 2] + 96;
+        const grey = .15 * pixels[at] + .29 * pixels[at + 1] + .06 * pixels[at + 2];
         pixels[at] = pixels[at + 1] = pixels[at + 2] = grey;
         continue;
       }
@@ -287,15 +287,36 @@ function drawPhoto(context, image, photo, settings) {
   context.drawImage(small, 0, 0, width, height);
 }
 
-function outline(context, image, box, token) {
+/** Draw lines around a set of patches. */
+function outline(context, image, box, patches) {
   const {width, height} = context.canvas, [left, top, right, bottom] = box, [rows, columns] = image.grid;
-  const patch = token - image.prefix, cell = [(right - left) * width / columns, (bottom - top) * height / rows];
-  const x = left * width + patch % columns * cell[0], y = top * height + Math.floor(patch / columns) * cell[1];
+  const cell = [(right - left) * width / columns, (bottom - top) * height / rows], lines = new Path2D();
+  const inside = (row, column) => row >= 0 && row < rows && column >= 0 && column < columns && patches.has(row * columns + column);
+  for (const patch of patches) {
+    const row = Math.floor(patch / columns), column = patch % columns;
+    // the neighbour beyond each edge, and the corners of the edge
+    for (const [down, across, y0, x0, y1, x1] of [[-1, 0, 0, 0, 0, 1], [1, 0, 1, 0, 1, 1], [0, -1, 0, 0, 1, 0], [0, 1, 0, 1, 1, 1]]) {
+      if (inside(row + down, column + across)) continue;
+      // whole pixels, so that the lines are sharp
+      lines.moveTo(Math.round(left * width + (column + x0) * cell[0]), Math.round(top * height + (row + y0) * cell[1]));
+      lines.lineTo(Math.round(left * width + (column + x1) * cell[0]), Math.round(top * height + (row + y1) * cell[1]));
+    }
+  }
+  context.lineCap = "square";
   for (const [colour, line] of [["#000", 4], ["#fff", 2]]) {
     context.strokeStyle = colour;
     context.lineWidth = line;
-    context.strokeRect(x, y, cell[0], cell[1]);
+    context.stroke(lines);
   }
+}
+
+/** Draw a thin frame around the part of the photo that the model saw. */
+function frameInput(context, box) {
+  const {width, height} = context.canvas, [left, top, right, bottom] = box.map((end, i) => Math.round(end * (i % 2 ? height : width)));
+  if (right - left >= width && bottom - top >= height) return;
+  context.strokeStyle = "#fff";
+  context.lineWidth = 1;
+  context.strokeRect(left - .5, top - .5, right - left + 1, bottom - top + 1);
 }
 
 /** A view in one pixel a cell. */
@@ -462,7 +483,11 @@ class Card {
       const picture = context.getImageData(0, 0, canvas.width, canvas.height);
       blend(picture, view, frame.box, settings.opacity);
       context.putImageData(picture, 0, 0);
-      if (this.token !== null && this.token >= image.prefix) outline(context, image, frame.box, this.token);
+      if (settings.opacity > 0) {
+        if (view.map) outline(context, image, frame.box, new Set(view.map.outlined));
+        frameInput(context, frame.box);
+      }
+      if (this.token !== null && this.token >= image.prefix) outline(context, image, frame.box, new Set([this.token - image.prefix]));
     }
     this.describe(settings);
     if (this.open) {

@@ -15,6 +15,7 @@ from vit.data.dataset import printable
 from vit.explanation.checks.sanity_checks import VERDICTS, count_confirmed
 from vit.explanation.methods.sinks import count_sinks
 from vit.explanation.records import ClassValues, ImageResult, MapResult
+from vit.explanation.render.outline import find_outlined
 from vit.explanation.render.overlay import fit_size
 from vit.explanation.render.page import encode_picture, render_page
 from vit.explanation.render.scale import palette, quantise
@@ -182,6 +183,7 @@ class Gallery:
             # patch, so that maps of two classes can be compared
             "ends": [scale.low, scale.high],
             "flat": scale.is_flat,
+            "outlined": np.flatnonzero(find_outlined(values, scale)).tolist(),
             "low": low,
             "high": high,
             "even": float(np.abs(result.values).mean()),

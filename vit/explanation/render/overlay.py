@@ -1,8 +1,9 @@
 """From a map on the patch grid to a picture: the photo and its heat map, with caption and legend.
 
 A map is drawn on the pixels that the model saw: `Preprocess.geometry` gives their box in the
-upright original. The pixels that the model did not see are pale and grey. The opacity of the
-colours is proportional to the value, so that photo and map are visible together.
+upright original. A thin frame is around that box, and the photo is dark and grey outside of it. The
+opacity of the colours is proportional to the value, so that photo and map are visible together. A
+line is around the patches that hold half of the evidence.
 """
 
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from vit.data.images import ImageInput, list_images, read_image
 from vit.data.preprocess import Geometry, Preprocess
+from vit.explanation.render.outline import draw_lines_of_map
 from vit.explanation.render.scale import (
     ColourScale,
     PatchMap,
@@ -39,9 +41,10 @@ from vit.runtime.files import write_atomically
 INTERPOLATIONS = ("smooth", "patches")
 MAX_SIDE = 512  # largest side of a photo in pixels
 _OPACITY = 0.8  # opacity of the highest value
-_UNIT = "× the average patch"
+UNIT = "× the average patch"
 # fraction of its colour that the photo loses below a map, so that it isn't confused with the map's
 _FADING = 0.75
+_DIMMING = 0.5  # fraction of its brightness that the photo loses where the model didn't see it
 # the darkest colours of the sequential map would hide the photo instead of marking it
 _FIRST_COLOUR = 0.35
 _FLAT_STRENGTH = 0.25
@@ -113,18 +116,21 @@ def draw_overlay(
     geometry: Geometry,
     *,
     scale: ColourScale,
-    caption: Sequence[str],
+    caption: Sequence[str] | None,
     smooth: bool = True,
     max_side: int = MAX_SIDE,
 ) -> Image.Image:
     """Draw the photo, of at most `max_side` pixels (0: no limit), its heat map, the lines of the
-    caption, and the legend. Values are in multiples of the average patch."""
+    caption, and the legend; without a caption (None) the two pictures alone. Values are in
+    multiples of the average patch."""
     width, height = panel_size(image.size, max_side)
     photo = image.resize((width, height), Image.Resampling.LANCZOS)
     panels = Image.new("RGB", (2 * width + MARGIN, height), "white")
     panels.paste(photo, (0, 0))
     heat = blend(photo, values, geometry, scale=scale, smooth=smooth)
     panels.paste(heat, (width + MARGIN, 0))
+    if caption is None:
+        return panels
     return _add_text(panels, values, scale=scale, caption=caption)
 
 
@@ -149,6 +155,7 @@ def blend(
     scale: ColourScale,
     opacity: float = _OPACITY,
     smooth: bool = True,
+    lines: bool = True,
 ) -> Image.Image:
     """Draw the map over the photo, which loses most of its colour. With opacity 0 the pixels that
     the model saw don't change.
@@ -161,6 +168,7 @@ def blend(
         opacity: Opacity of the highest value, 0 to 1; that of others is proportional.
         smooth: Interpolate between the patches' centres. Otherwise each patch has one colour, and
             its edges are drawn.
+        lines: Draw the outline of half of the evidence and the frame of the model's input.
     """
     placed, coverage = place_map(values, geometry, size=photo.size, smooth=smooth)
     heat, strength = _shade(placed, scale)
@@ -171,11 +179,13 @@ def blend(
     if not smooth and opacity > 0:
         edges = _draw_edges(geometry, grid=(values.shape[0], values.shape[1]), size=photo.size)
         blended = Image.composite(Image.new("RGB", photo.size, "white"), blended, edges)
-    if coverage.all():
-        return blended
-    # paler than the photo, so that they are not taken for patches without evidence
-    unseen = Image.blend(grey, Image.new("RGB", photo.size, (192, 192, 192)), 0.5)
-    return Image.composite(blended, unseen, Image.fromarray((coverage * 255).astype(np.uint8)))
+    if not coverage.all():
+        unseen = Image.blend(grey, Image.new("RGB", photo.size), _DIMMING)
+        seen = Image.fromarray((coverage * 255).astype(np.uint8))
+        blended = Image.composite(blended, unseen, seen)
+    if lines and opacity > 0:
+        draw_lines_of_map(blended, values, geometry, scale=scale)
+    return blended
 
 
 def _shade(
@@ -276,25 +286,34 @@ def _add_text(
     page.paste(picture, (MARGIN, MARGIN))
     top = picture.height + 2 * MARGIN
     page.paste(draw_lines(lines, width - MARGIN), (MARGIN, top))
-    top += LINE * len(lines)
+    page.paste(draw_legend(values, scale, width - MARGIN), (MARGIN, top + LINE * len(lines)))
+    return page
 
+
+def draw_legend(values: PatchMap, scale: ColourScale, width: int) -> Image.Image:
+    """Draw a line with the lowest value, the colours on white, the highest value and the unit."""
+    page = Image.new("RGB", (width, LINE), "white")
     draw = ImageDraw.Draw(page)
     if scale.is_flat:
-        ends = f"{values.min():.3g} to {values.max():.3g} {_UNIT}"
-        text = shorten_text(f"nearly even, so drawn flat: {ends}", width - 2 * MARGIN)
-        draw.text((MARGIN, top), text, fill="black", font=font())
+        ends = f"{values.min():.3g} to {values.max():.3g} {UNIT}"
+        text = shorten_text(f"nearly even, so drawn flat: {ends}", width - MARGIN)
+        draw.text((0, 0), text, fill="black", font=font())
         return page
 
-    # the lowest value, the colours on white, the highest value and the unit
     low = f"{scale.low:.3g}"
-    draw.text((MARGIN, top), low, fill="black", font=font())
-    left = MARGIN + round(measure_text(low)) + 4
+    draw.text((0, 0), low, fill="black", font=font())
+    left = round(measure_text(low)) + 4
     ramp = np.linspace(scale.low, scale.high, _BAR_WIDTH, dtype=np.float32)
-    heat, strength = _shade(np.tile(ramp, (_BAR_HEIGHT, 1)), scale)
-    mask = Image.fromarray((strength * 255).round().astype(np.uint8))
-    page.paste(heat, (left, top + 3), mask)
+    page.paste(draw_colours(np.tile(ramp, (_BAR_HEIGHT, 1)), scale), (left, 3))
     left += _BAR_WIDTH + 4
     more = f", {scale.label}" if scale.label else ""
-    high = shorten_text(f"{scale.high:.3g} {_UNIT}{more}", width - left)
-    draw.text((left, top), high, fill="black", font=font())
+    high = shorten_text(f"{scale.high:.3g} {UNIT}{more}", width - left)
+    draw.text((left, 0), high, fill="black", font=font())
     return page
+
+
+def draw_colours(values: Float[np.ndarray, "height width"], scale: ColourScale) -> Image.Image:
+    """Draw values as the colours that they have over white."""
+    heat, strength = _shade(values, scale)
+    mask = Image.fromarray((strength * 255).round().astype(np.uint8))
+    return Image.composite(heat, Image.new("RGB", heat.size, "white"), mask)

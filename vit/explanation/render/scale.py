@@ -18,8 +18,8 @@ FIXED_END = 4.0  # highest value of the fixed scale
 # a map whose maximum is lower is drawn flat: stretched to the whole range of the colours,
 # differences of a few percent would look like an object
 FLAT_BELOW = 1.2
-# matplotlib's inferno and RdBu_r, a row each, because importing matplotlib takes half a second:
-# perceptually even, and readable with any colour vision; blue is negative, red positive
+# matplotlib's inferno and RdYlBu_r, a row each, because importing matplotlib takes half a second:
+# readable with any colour vision, and bright on dark photos; blue is negative, red positive
 _PALETTES = Path(__file__).with_name("palettes.png")
 
 
