@@ -29,8 +29,8 @@ class FileFinder:
     """
 
     def __init__(self, table: Path) -> None:
-        self.table = table
         self.folder = table.parent
+        self._stems = _list_stems(table.stem)
         self.guesses: Counter[str] = Counter()
         # folders before the paths, which aren't here
         self._prefix = ""
@@ -119,7 +119,7 @@ class FileFinder:
         for train.csv."""
         all_files = (file for files in self._files.values() for file in files)
         folders = {_simplify(file.partition("/")[0]) for file in all_files if "/" in file}
-        return {name for name in folders if _list_stems(self.table.stem) & _list_stems(name)}
+        return {name for name in folders if self._stems & _list_stems(name)}
 
     @cached_property
     def _files(self) -> dict[str, list[str]]:

@@ -21,14 +21,12 @@ from vit.data.sources.base import (
     relative_path,
 )
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
-from vit.data.sources.table_columns import Columns, choose_columns, is_true
+from vit.data.sources.table_columns import choose_columns, is_true
 from vit.data.sources.table_labels import check_several, find_oddities, tidy_numbers
 from vit.data.sources.table_paths import FileFinder, find_table_split
 from vit.data.sources.table_text import (
     TEXT_SUFFIXES,
     WORKBOOK_SUFFIXES,
-    Row,
-    Table,
     count_known,
     read_table_file,
 )
@@ -95,10 +93,10 @@ def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
         if "submission" in path.name.lower():
             continue
         try:
-            table, finder, columns = _open_table(path, rule)
-            values = list(map(str, table.values(columns.path)))
-            if not finder.count_files(values[:_MAX_LISTED]):
-                text = f"{path} names no images below {root}, such as {shorten(values[0], 60)!r}"
+            reader = _TableReader(path, rule)
+            paths = reader.list_paths()
+            if not reader.finder.count_files(paths[:_MAX_LISTED]):
+                text = f"{path} names no images below {root}, such as {shorten(paths[0], 60)!r}"
                 raise ValueError(f"{text}; correct its paths")
         except (ValueError, OSError, IndexError) as error:
             reasons.append(str(error))
@@ -131,18 +129,22 @@ def find_tables(
             than two classes, or a class has no training images.
     """
     problems = _Problems()
-    read = [_read_images(path, tables, root, request, problems) for path in tables]
-    images, num_doubled = _leave_out_doubles(read, problems)
+    readers = [_TableReader(path, request.labels, problems) for path in tables]
+    if len(tables) > 1:
+        for reader in readers:
+            reader.find_split()
+    rows = [row for reader in readers for row in reader.read_rows(root, request.allow_outside)]
+    images, num_doubled = _leave_out_doubles(rows, problems)
     origin = str(tables[0])
     ways = [
-        f"{os.path.relpath(table.path, root)}: {', '.join(table.guesses)}"
-        for table, *_ in read
-        if table.guesses
+        f"{os.path.relpath(reader.table.path, root)}: {', '.join(reader.table.guesses)}"
+        for reader in readers
+        if reader.table.guesses
     ]
     problems.report(ways)
 
     labels = [image.label for image in images]
-    notes = [note for each in read for note in each.table.notes]
+    notes = [note for reader in readers for note in reader.table.notes]
     notes += check_several(labels, origin=origin) + find_oddities(labels)
     if num_doubled:
         ways.append(f"{num_doubled:,} rows listed an image again, with the same label")
@@ -156,13 +158,13 @@ def find_tables(
         root,
         request,
         origin=origin,
-        origins={image.split: place for each in reversed(read) for image, _, place in each.images},
+        origins={row.image.split: row.place for row in reversed(rows)},
         unused=unused + others,
         notes=notes,
         guesses=[*guesses, *ways],
     )
     # the splits that a table names stay as they are
-    return source if any(each.names_splits for each in read) else source.with_test_split()
+    return source if any(reader.names_splits for reader in readers) else source.with_test_split()
 
 
 def _count_other_splits(root: Path, images: Sequence[ListedImage]) -> Counter[str]:
@@ -177,187 +179,193 @@ def _count_other_splits(root: Path, images: Sequence[ListedImage]) -> Counter[st
     return +counts
 
 
-class _TableImages(NamedTuple):
-    """The images of one table.
+class _Row(NamedTuple):
+    """A row that lists an image.
 
     Attributes:
-        images: Each image, the number of its line, and the place that names its split.
-        names_splits: The table says which split an image is in.
+        place: Place that names its split.
     """
 
-    table: Table
-    images: list[tuple[ListedImage, int, str]]
-    names_splits: bool
+    image: ListedImage
+    table: Path
+    line: int
+    place: str
 
 
-def _open_table(path: Path, rule: LabelRule) -> tuple[Table, FileFinder, Columns]:
-    """Read a table, and choose its columns."""
-    finder = FileFinder(path)
-    table = read_table_file(path)
-    columns = choose_columns(table, rule, finder)
-    # the first row may be an image without a suffix
-    names = table.columns
-    if names and not count_known(names) and finder.find(names[columns.path]):
-        table = read_table_file(path, has_header=False)
-        columns = choose_columns(table, rule, finder)
-    return table, finder, columns
-
-
-def _read_images(
-    path: Path, tables: Sequence[Path], root: Path, request: Request, problems: _Problems
-) -> _TableImages:
-    """Read the images that one table lists."""
-    table, finder, columns = _open_table(path, request.labels)
-    finder.learn(list(map(str, table.values(columns.path))))
-    finder.guesses.clear()
-    for line, fields in table.short:
-        text = f"{len(fields)} instead of {table.width} values ({shorten(','.join(fields), 60)})"
-        header = shorten(",".join(table.columns), 100) or "the values that other rows have"
-        problems.add(path, line, text, f"write {header}")
-
-    labels = _read_labels(table, columns.classes, problems)
-    # train.csv beside val.csv or test.csv
-    has_others = len(tables) > 1 and path.name not in _METADATA
-    table_split = find_table_split(path) if has_others else None
-    images = []
-    for (line, fields), label in zip(table.rows, labels, strict=True):
-        own_split = _read_split(fields, columns, path, line, problems)
-        written = "" if fields[columns.path] is None else str(fields[columns.path])
-        file = _find_file(finder, written, own_split, line, problems)
-        if file is None or label is None or own_split == "":
-            continue
-        split = own_split or table_split or "train"
-        # each file has one name: "./a.png" is a.png
-        file = relative_path(os.path.join(path.parent, file), root)
-        folder = file.partition("/")[0]
-        if folder == ".." and not request.allow_outside:
-            text = f"{shorten(written, 60)} is outside {root}"
-            remedy = "train with data.allow_outside=true, or put a link to it below the folder"
-            problems.add(path, line, text, remedy)
-            continue
-        place = f"{split} in {path.name}"
-        if path.name in _METADATA and columns.split is None and folder.lower() in SPLIT_OF:
-            split, place = SPLIT_OF[folder.lower()], f"{folder}/"
-        group = None if columns.group is None else str(fields[columns.group] or "")
-        images.append((ListedImage(file, label, split, group), line, place))
-
-    table.guesses += [f"{reason} {count:,} times" for reason, count in finder.guesses.items()]
-    return _TableImages(table, images, columns.split is not None or table_split is not None)
-
-
-def _leave_out_doubles(
-    tables: Sequence[_TableImages], problems: _Problems
-) -> tuple[list[ListedImage], int]:
+def _leave_out_doubles(rows: Sequence[_Row], problems: _Problems) -> tuple[list[ListedImage], int]:
     """Leave out rows that list an image again.
 
     Returns:
         The images, and the number of rows that were left out.
     """
-    # path → the image and the place of the row that listed it first
-    seen: dict[str, tuple[ListedImage, str]] = {}
-    num_doubled = 0
-    for table in tables:
-        for image, line, _ in table.images:
-            first, place = seen.setdefault(
-                image.path, (image, f"{table.table.path.name} line {line}")
-            )
-            if first is image:
-                continue
-            num_doubled += 1
-            name = f"{shorten(image.path, 60)} was already listed in {place}"
-            if first.label != image.label:
-                labels = f"{shorten(image.label, 30)!r} here, {shorten(first.label, 30)!r} there"
-                text = f"{name} ({labels})"
-                problems.add(table.table.path, line, text, "keep one label for each image")
-            elif first.split != image.split:
-                text = f"{name} ({image.split} here, {first.split} there)"
-                problems.add(table.table.path, line, text, "keep each image in one split")
-    return [image for image, _ in seen.values()], num_doubled
+    # path → the row that listed it first
+    seen: dict[str, _Row] = {}
+    for row in rows:
+        image = row.image
+        first, table, line, _ = seen.setdefault(image.path, row)
+        name = f"{shorten(image.path, 60)} was already listed in {table.name} line {line}"
+        if first.label != image.label:
+            labels = f"{shorten(image.label, 30)!r} here, {shorten(first.label, 30)!r} there"
+            text = f"{name} ({labels})"
+            problems.add(row.table, row.line, text, "keep one label for each image")
+        elif first.split != image.split:
+            text = f"{name} ({image.split} here, {first.split} there)"
+            problems.add(row.table, row.line, text, "keep each image in one split")
+    return [row.image for row in seen.values()], len(rows) - len(seen)
 
 
 class _Problems:
     """Problems of rows, which are reported together."""
 
     def __init__(self) -> None:
-        # remedy → the first rows with that problem, and the number of all
+        # remedy → the rows with that problem
         self._rows: dict[str, list[str]] = {}
-        self._counts: Counter[str] = Counter()
 
     def add(self, table: Path, line: int, text: str, remedy: str) -> None:
         """Add the problem of a row."""
         rows = self._rows.setdefault(remedy, [])
-        self._counts[remedy] += 1
-        if len(rows) < _MAX_LISTED:
-            rows.append(f"line {line}: {text}" if rows else f"{table} line {line}: {text}")
+        rows.append(f"line {line}: {text}" if rows else f"{table} line {line}: {text}")
 
     def report(self, guesses: Sequence[str]) -> None:
         """Raise ValueError with the problems and how the tables were read, if there are any."""
         sentences = []
         for remedy, rows in self._rows.items():
-            more = self._counts[remedy] - len(rows)
-            rest = f", and {more:,} rows more" if more else ""
-            sentences.append(f"{', '.join(rows)}{rest}; {remedy}")
+            more = len(rows) - _MAX_LISTED
+            rest = f", and {more:,} rows more" if more > 0 else ""
+            sentences.append(f"{', '.join(rows[:_MAX_LISTED])}{rest}; {remedy}")
+        if sentences and guesses:
+            sentences.append(f"It was read so: {'; '.join(guesses)}")
         if sentences:
-            read = [f"It was read so: {'; '.join(guesses)}"] if guesses else []
-            raise ValueError(shorten(". ".join([*sentences, *read]), 1800))
+            raise ValueError(shorten(". ".join(sentences), 1800))
 
 
-def _read_split(
-    fields: Sequence[Any], columns: Columns, table: Path, line: int, problems: _Problems
-) -> str | None:
-    """Read the split of a row: "" if it is wrong; None if there is no such column."""
-    if columns.split is None:
+class _TableReader:
+    """Reads the images that a table lists.
+
+    Args:
+        path: The table.
+        rule: Columns that the user names.
+        problems: Gets the problems of its rows.
+
+    Raises:
+        ValueError: It is no table, or its columns can't be told apart.
+    """
+
+    def __init__(self, path: Path, rule: LabelRule, problems: _Problems | None = None) -> None:
+        self._path = path
+        self._problems = problems or _Problems()
+        self.finder = FileFinder(path)
+        self.table = read_table_file(path)
+        self._columns = choose_columns(self.table, rule, self.finder)
+        # the first row may be an image without a suffix
+        names = self.table.columns
+        if names and not count_known(names) and self.finder.find(names[self._columns.path]):
+            self.table = read_table_file(path, has_header=False)
+            self._columns = choose_columns(self.table, rule, self.finder)
+        # true if the table says which split an image is in
+        self.names_splits = self._columns.split is not None
+        self._split = "train"
+
+    def list_paths(self) -> list[str]:
+        """List the values of the column of paths."""
+        return list(map(str, self.table.values(self._columns.path)))
+
+    def find_split(self) -> None:
+        """Find the split of train.csv beside val.csv or test.csv."""
+        split = None if self._path.name in _METADATA else find_table_split(self._path)
+        if split is not None:
+            self.names_splits = True
+            self._split = split
+
+    def read_rows(self, root: Path, allow_outside: bool) -> list[_Row]:
+        """Read the rows. Wrong ones are left out and added to the problems."""
+        table, columns = self.table, self._columns
+        self.finder.learn(self.list_paths())
+        self.finder.guesses.clear()
+        for line, fields in table.short:
+            text = f"{len(fields)} instead of {table.width} values"
+            header = shorten(",".join(table.columns), 100) or "the values that other rows have"
+            self._add(line, f"{text} ({shorten(','.join(fields), 60)})", f"write {header}")
+
+        rows = []
+        labels = self._read_labels()
+        for (line, fields), label in zip(table.rows, labels, strict=True):
+            own_split = self._read_split(line, fields)
+            value = fields[columns.path]
+            written = "" if value is None else str(value)
+            file = self._find_file(line, written, own_split)
+            if file is None or label is None or own_split == "":
+                continue
+            split = own_split or self._split
+            # each file has one name: "./a.png" is a.png
+            file = relative_path(os.path.join(self._path.parent, file), root)
+            folder = file.partition("/")[0]
+            if folder == ".." and not allow_outside:
+                text = f"{shorten(written, 60)} is outside {root}"
+                remedy = "train with data.allow_outside=true, or put a link to it below the folder"
+                self._add(line, text, remedy)
+                continue
+            place = f"{split} in {self._path.name}"
+            if own_split is None and self._path.name in _METADATA and folder.lower() in SPLIT_OF:
+                split, place = SPLIT_OF[folder.lower()], f"{folder}/"
+            group = None if columns.group is None else str(fields[columns.group] or "")
+            rows.append(_Row(ListedImage(file, label, split, group), self._path, line, place))
+        guesses = self.finder.guesses.items()
+        table.guesses += [f"{reason} {count:,} times" for reason, count in guesses]
+        return rows
+
+    def _add(self, line: int, text: str, remedy: str) -> None:
+        self._problems.add(self._path, line, text, remedy)
+
+    def _read_split(self, line: int, fields: Sequence[Any]) -> str | None:
+        """Read the split of a row: "" if it is wrong; None if there is no such column."""
+        columns = self._columns
+        if columns.split is None:
+            return None
+        value = fields[columns.split]
+        if value is None or value == "":
+            self._add(line, "no split", "give every row a split, or none")
+            return ""
+        if str(value).casefold() not in columns.splits:
+            text = f"unknown split {shorten(str(value), 30)!r}"
+            self._add(line, text, f"known: {', '.join(SPLIT_NAMES)}")
+        return columns.splits.get(str(value).casefold(), "")
+
+    def _find_file(self, line: int, written: str, split: str | None) -> str | None:
+        """Find the image file of a row, relative to the table's folder."""
+        files = self.finder.find(written, split=split)
+        if len(files) == 1:
+            return files[0]
+        folder = self._path.parent
+        text = f"{shorten(written, 60) or 'nothing'} is not a file"
+        remedy = f"correct the path (none is below {folder}), or remove the row"
+        if files:
+            first, second = (shorten(file, 60) for file in files[:2])
+            text = f"{shorten(written, 60)} may be {first} or {second}"
+            remedy = "write the folder and the suffix, too"
+        elif written and os.path.isfile(os.path.join(folder, "..", written)):
+            remedy = f"move the table to {folder.parent}, where its paths begin"
+        self._add(line, text, remedy)
         return None
-    value = fields[columns.split]
-    if value is None or value == "":
-        problems.add(table, line, "no split", "give every row a split, or none")
-        return ""
-    written = str(value).casefold()
-    if written not in columns.splits:
-        text = f"unknown split {shorten(str(value), 30)!r}"
-        problems.add(table, line, text, f"known: {', '.join(SPLIT_NAMES)}")
-    return columns.splits.get(written, "")
 
+    def _read_labels(self) -> list[str | None]:
+        """Read the class of each row, None for a wrong one."""
+        table, places = self.table, self._columns.classes
+        if len(places) > 1:
+            return [self._read_flags(line, fields) for line, fields in table.rows]
+        values, phrase = tidy_numbers(table.values(places[0]))
+        table.guesses += phrase
+        for (line, _), value in zip(table.rows, values, strict=True):
+            if not is_label(value):
+                text = f"label {shorten(repr(value), 60)} is neither a text nor a whole number"
+                self._add(line, text, "give each image one class")
+        return [str(value) if is_label(value) else None for value in values]
 
-def _find_file(
-    finder: FileFinder, written: str, split: str | None, line: int, problems: _Problems
-) -> str | None:
-    """Find the image file of a row, relative to the table's folder."""
-    files = finder.find(written, split=split)
-    if len(files) == 1:
-        return files[0]
-    folder = finder.folder
-    text = f"{shorten(written, 60) or 'nothing'} is not a file"
-    remedy = f"correct the path (none is below {folder}), or remove the row"
-    if files:
-        first, second = (shorten(file, 60) for file in files[:2])
-        text = f"{shorten(written, 60)} may be {first} or {second}"
-        remedy = "write the folder and the suffix, too"
-    elif written and os.path.isfile(os.path.join(folder, "..", written)):
-        remedy = f"move the table to {folder.parent}, where its paths begin"
-    problems.add(finder.table, line, text, remedy)
-    return None
-
-
-def _read_labels(table: Table, places: Sequence[int], problems: _Problems) -> Sequence[str | None]:
-    """Read the class of each row, None for a wrong one."""
-    if len(places) > 1:
-        return [_read_one_hot(table, row, places, problems) for row in table.rows]
-    values, phrase = tidy_numbers(table.values(places[0]))
-    table.guesses += phrase
-    for (line, _), value in zip(table.rows, values, strict=True):
-        if not is_label(value):
-            text = f"label {shorten(repr(value), 60)} is neither a text nor a whole number"
-            problems.add(table.path, line, text, "give each image one class")
-    return [str(value) if is_label(value) else None for value in values]
-
-
-def _read_one_hot(table: Table, row: Row, places: Sequence[int], problems: _Problems) -> str | None:
-    line, fields = row
-    classes = [table.columns[place] for place in places if is_true(fields[place])]
-    if len(classes) == 1:
-        return classes[0]
-    text = f"{shorten(' and '.join(classes), 60)} are 1" if classes else "no class is 1"
-    remedy = "an image has one class: keep one, or leave the image out"
-    problems.add(table.path, line, text, remedy)
-    return None
+    def _read_flags(self, line: int, fields: Sequence[Any]) -> str | None:
+        places = self._columns.classes
+        classes = [self.table.columns[place] for place in places if is_true(fields[place])]
+        if len(classes) == 1:
+            return classes[0]
+        text = f"{shorten(' and '.join(classes), 60)} are 1" if classes else "no class is 1"
+        self._add(line, text, "an image has one class: keep one, or leave the image out")
+        return None
