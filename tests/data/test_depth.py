@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
+from vit.data import depth
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.images import DeepImage, read_image
@@ -214,7 +215,7 @@ def test_a_deep_image_is_turned_upright(tmp_path: Path) -> None:
 
 def test_floats_without_a_range_are_refused(tmp_path: Path) -> None:
     Image.fromarray(RAMP.astype(np.float32)).save(tmp_path / "f.tif")
-    with pytest.raises(ValueError, match="floating-point pixels have no fixed range"):
+    with pytest.raises(ValueError, match="have no fixed range"):
         Preprocess((64, 64)).to_uint8(read_image(tmp_path / "f.tif"))
 
 
@@ -231,6 +232,7 @@ def test_arrays_from_python_have_a_range() -> None:
         np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
 
 
+@pytest.mark.filterwarnings("ignore:16-bit images with values up to")
 def test_decoded_images_of_a_range_have_their_own_place(tmp_path: Path) -> None:
     dataset = write(tmp_path / "images", RAMP)
     cache = tmp_path / "cache"
@@ -239,14 +241,14 @@ def test_decoded_images_of_a_range_have_their_own_place(tmp_path: Path) -> None:
     # the name that it always had
     key = f"4 {dataset.cache_key()} (64, 64) bicubic"
     assert folder.endswith(hashlib.sha256(key.encode()).hexdigest()[:16])
-    preprocess = Preprocess((64, 64), value_range=(0, 4095))
+    preprocess = Preprocess((64, 64), value_range=(0, 2 * 4095))
     ranged = decode_dataset(
         dataset, size=(64, 64), preprocess=preprocess, cache_dir=cache, progress=False
     )
     assert plain.pixels is not None
     assert ranged.pixels is not None
-    np.testing.assert_array_equal(ranged.pixels[0, ..., 0], EIGHT_BITS)
-    assert plain.pixels.max() == 16
+    assert plain.pixels.max() == 255
+    assert ranged.pixels.max() == 128
     assert ranged.fingerprint != plain.fingerprint
     # the images that the model saw are known by their pixels
     hashed = decode_dataset(
@@ -288,6 +290,7 @@ def test_few_grey_levels_are_counted(tmp_path: Path) -> None:
     assert survey_images(deep, count=2, preprocess=full).num_levels == 32
 
 
+@pytest.mark.filterwarnings("ignore:16-bit images with values up to")
 def test_the_program_of_an_export_scales_as_vit_does(tmp_path: Path) -> None:
     program = (TEMPLATES / "predict.py").read_text().partition("session = ")[0]
     predict: dict[str, Any] = {}
@@ -298,7 +301,47 @@ def test_the_program_of_an_export_scales_as_vit_does(tmp_path: Path) -> None:
     Image.fromarray(EIGHT_BITS).save(tmp_path / "eight.png")
     inverted = build_tiff(RAMP.tobytes(), RAMP.shape, bits=16, photometric=0)
     (tmp_path / "inverted.tif").write_bytes(inverted)
-    preprocess = Preprocess((64, 64), value_range=(100, 3000))
-    for path in sorted(tmp_path.iterdir()):
-        theirs = predict["read_pixels"](path, [100, 3000])[0]
-        np.testing.assert_array_equal(theirs, preprocess.to_uint8(read_image(path)), str(path))
+    Image.fromarray(RAMP.astype(np.int32) - 5).save(tmp_path / "signed.tif")
+    Image.fromarray(RAMP * 16).save(tmp_path / "wide.png")
+    for value_range in ((100, 3000), None):
+        preprocess = Preprocess((64, 64), value_range=value_range)
+        for path in sorted(tmp_path.iterdir()):
+            if value_range is None and path.name in ("float.tif", "signed.tif"):
+                with pytest.raises(ValueError, match="trained on images of 8 bits; save it"):
+                    predict["read_pixels"](path, value_range)
+                continue
+            theirs = predict["read_pixels"](path, value_range)[0]
+            ours = preprocess.to_uint8(read_image(path))
+            np.testing.assert_array_equal(theirs, ours, str(path))
+
+
+@pytest.mark.parametrize(
+    ("values", "top"),
+    [
+        (RAMP, 4095),
+        (RAMP // 4, 1023),
+        (RAMP * 4, 16383),
+        (RAMP * 16, 65535),
+        (EIGHT_BITS.astype(np.uint16), 255),
+        (RAMP.astype(np.int32), 4095),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:16-bit images with values up to")
+def test_a_model_of_eight_bits_sees_the_contrast_of_deeper_images(
+    tmp_path: Path, values: np.ndarray, top: int
+) -> None:
+    """Divided by 257, 12 bits would leave 17 grey levels."""
+    Image.fromarray(values).save(tmp_path / "deep.tif")
+    seen = Preprocess((64, 64)).to_uint8(read_image(tmp_path / "deep.tif"))[..., 0]
+    assert np.abs(seen.astype(int) - EIGHT_BITS).max() <= 1
+    image = DeepImage(values, limits=(0, 2 * top))
+    halved = Preprocess((64, 64)).to_uint8(image)[..., 0]
+    assert np.abs(halved.astype(int) - EIGHT_BITS / 2).max() <= 1
+
+
+def test_a_guessed_range_is_said_once(tmp_path: Path) -> None:
+    Image.fromarray(RAMP).save(tmp_path / "deep.png")
+    depth._say_guess.cache_clear()
+    with pytest.warns(UserWarning, match="up to 4095 are scaled by 0 to 4095") as warned:
+        Preprocess((64, 64))([read_image(tmp_path / "deep.png")] * 3)
+    assert len(warned) == 1

@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 import vit
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle
+from vit.data import depth
 from vit.data.statistics import Survey
 from vit.training import automatic
 
@@ -70,6 +71,13 @@ def test_a_copy_of_twelve_bits_trains_to_the_same_weights(tmp_path: Path) -> Non
         for bundle, top in zip(bundles, ("255", "4095"), strict=True)
     ]
     assert answers[0] == answers[1]
+    # a model of 8 bits sees them as bright, and says so
+    depth._say_guess.cache_clear()
+    with pytest.warns(UserWarning, match="up to 4095 are scaled by 0 to 4095"):
+        found = vit.predict(
+            bundles[0], [tmp_path / "4095" / name for name in names], precision="float32"
+        ).predictions
+    assert [prediction.classes for prediction in found] == answers[0]
     # also as an array
     values = np.asarray(Image.open(tmp_path / "4095" / names[0]))
     (prediction,) = vit.predict(bundles[1], values, precision="float32").predictions

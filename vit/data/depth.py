@@ -4,8 +4,11 @@ The program of an export holds this file, so it needs numpy and Pillow alone.
 """
 
 import io
+import os
 import sys
-from typing import Any
+import warnings
+from functools import cache
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -21,6 +24,8 @@ _OTHER_BYTES = {
 # tags of TIFF
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
+_MIN_SAMPLE_VALUE = 280
+_MAX_SAMPLE_VALUE = 281
 _SAMPLE_FORMAT = 339
 
 
@@ -29,12 +34,14 @@ def is_deep(image: Image.Image) -> bool:
     return image.mode.startswith("I") or image.mode == "F" or _find_rawmode(image) in _OTHER_BYTES
 
 
-def read_values(image: Image.Image) -> tuple[np.ndarray, bool]:
+def read_values(image: Image.Image) -> tuple[np.ndarray, tuple[float, float] | None, bool]:
     """Read the values of a deep image, which is in memory or not decoded yet.
 
     Returns:
-        The upright values [H, W] or [H, W, 3], and true if large ones are dark (WhiteIsZero).
+        The upright values [H, W] or [H, W, 3]; the smallest and the largest value that the file
+        says it may hold, or None; and true if large ones are dark (WhiteIsZero).
     """
+    limits = _read_limits(image)
     tags = getattr(image, "tag_v2", {})
     if image.mode != "RGB":
         values = np.asarray(ImageOps.exif_transpose(image))
@@ -42,7 +49,7 @@ def read_values(image: Image.Image) -> tuple[np.ndarray, bool]:
         # Pillow's pixels are signed
         if tags.get(_BITS_PER_SAMPLE) == (32,) and tags.get(_SAMPLE_FORMAT, (1,)) == (1,):
             values = values.view(np.uint32)
-        return values, tags.get(_PHOTOMETRIC) == 0
+        return values, limits, tags.get(_PHOTOMETRIC) == 0
 
     low_image = _open_again(image)
     rawmode = _OTHER_BYTES[_find_rawmode(image)]
@@ -51,7 +58,40 @@ def read_values(image: Image.Image) -> tuple[np.ndarray, bool]:
         for tile in low_image.tile
     ]
     high, low = (np.asarray(ImageOps.exif_transpose(each)) for each in (image, low_image))
-    return high.astype(np.uint16) * 256 + low, False
+    return high.astype(np.uint16) * 256 + low, limits, False
+
+
+def guess_range(values: np.ndarray, limits: tuple[float, float] | None) -> tuple[float, float]:
+    """Return the values of one image that become black and white, for a model of 8-bit images.
+
+    They are the limits that the file says; otherwise 0 to the largest value of 8, 10, 12, 14 or 16
+    bits, and a warning names it.
+
+    Raises:
+        ValueError: Values are negative, larger, or no whole numbers.
+    """
+    low, high = values.min(), values.max()
+    if limits is not None and limits[0] <= low and high <= limits[1]:
+        return limits
+    if values.dtype.kind == "f" or low < 0 or high > 65535:
+        raise ValueError(
+            "floating-point, negative or 32-bit values have no fixed range in a model that was"
+            " trained on images of 8 bits; save it with 8 or 16 bits a channel"
+        )
+    top = next(2**bits - 1 for bits in (8, 10, 12, 14, 16) if high < 2**bits)
+    if top < 65535:
+        _say_guess(top)
+    return 0, top
+
+
+@cache
+def _say_guess(top: int) -> None:
+    """Warn once of a range that was guessed."""
+    warnings.warn(
+        f"16-bit images with values up to {top} are scaled by 0 to {top}, since the model was trained"
+        " on images of 8 bits; save them with 8 bits if that is wrong",
+        stacklevel=2,
+    )
 
 
 def scale_values(
@@ -67,6 +107,36 @@ def scale_values(
     scaled = np.nan_to_num((values.astype(np.float64) - low) / (high - low) * 255, nan=0.0)
     pixels = np.rint(np.clip(scaled, 0, 255)).astype(np.uint8)
     return 255 - pixels if is_inverted else pixels
+
+
+def _read_limits(image: Image.Image) -> tuple[float, float] | None:
+    """Return the smallest and the largest value that the file says it may hold."""
+    file = getattr(image, "fp", None)
+    if image.format == "PNG" and file is not None:
+        bits = _read_significant_bits(file)
+        return (0.0, 2.0**bits - 1) if bits else None
+    tags = getattr(image, "tag_v2", {})
+    if _MAX_SAMPLE_VALUE in tags:
+        low = np.min(tags.get(_MIN_SAMPLE_VALUE, 0))
+        return float(low), float(np.max(tags[_MAX_SAMPLE_VALUE]))
+    bits = np.max(tags.get(_BITS_PER_SAMPLE, 0))
+    # 16 and 32 say nothing: they are the sizes of memory
+    return (0.0, 2.0**bits - 1) if 8 < bits < 16 else None
+
+
+def _read_significant_bits(file: IO[bytes]) -> int:
+    """Return the bits in the chunk sBIT of a PNG file; 0 without one."""
+    place = file.tell()
+    file.seek(8)
+    bits = 0
+    while len(header := file.read(8)) == 8:
+        length, kind = int.from_bytes(header[:4], "big"), header[4:]
+        if kind in (b"sBIT", b"IDAT", b"IEND"):
+            bits = max(file.read(length)) if kind == b"sBIT" and 0 < length <= 4 else 0
+            break
+        file.seek(length + 4, os.SEEK_CUR)
+    file.seek(place)
+    return bits
 
 
 def _find_rawmode(image: Any) -> str:

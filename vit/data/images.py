@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -76,11 +76,6 @@ _large_image_lock = threading.Lock()
 
 # pixels that are converted or hashed at once
 _BAND_PIXELS = 2**22
-
-# tags of TIFF
-_BITS_PER_SAMPLE = 258
-_MIN_SAMPLE_VALUE = 280
-_MAX_SAMPLE_VALUE = 281
 
 
 class DeepImage(Image.Image):
@@ -298,41 +293,10 @@ def _read_deep(image: Image.Image) -> DeepImage | None:
     """Return an upright image of more than 8 bits a channel; None for another."""
     if not is_deep(image):
         return None
-    limits = _read_limits(image)
-    values, is_inverted = read_values(image)
+    values, limits, is_inverted = read_values(image)
     # Pillow has decoded the high bytes of 16-bit colours
     preview = ImageOps.exif_transpose(image) if image.mode == "RGB" else None
     return DeepImage(values, limits=limits, is_inverted=is_inverted, preview=preview)
-
-
-def _read_limits(image: Image.Image) -> tuple[float, float] | None:
-    """Return the smallest and the largest value that the file says it may hold."""
-    file = getattr(image, "fp", None)
-    if image.format == "PNG" and file is not None:
-        bits = _read_significant_bits(file)
-        return (0.0, 2.0**bits - 1) if bits else None
-    tags = getattr(image, "tag_v2", {})
-    if _MAX_SAMPLE_VALUE in tags:
-        low = np.min(tags.get(_MIN_SAMPLE_VALUE, 0))
-        return float(low), float(np.max(tags[_MAX_SAMPLE_VALUE]))
-    bits = np.max(tags.get(_BITS_PER_SAMPLE, 0))
-    # 16 and 32 say nothing: they are the sizes of memory
-    return (0.0, 2.0**bits - 1) if 8 < bits < 16 else None
-
-
-def _read_significant_bits(file: IO[bytes]) -> int:
-    """Return the bits in the chunk sBIT of a PNG file; 0 without one."""
-    place = file.tell()
-    file.seek(8)
-    bits = 0
-    while len(header := file.read(8)) == 8:
-        length, kind = int.from_bytes(header[:4], "big"), header[4:]
-        if kind in (b"sBIT", b"IDAT", b"IEND"):
-            bits = max(file.read(length)) if kind == b"sBIT" and 0 < length <= 4 else 0
-            break
-        file.seek(length + 4, os.SEEK_CUR)
-    file.seek(place)
-    return bits
 
 
 def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from PIL import Image
 
+from vit.data.depth import guess_range
 from vit.data.images import DeepImage, to_rgb
 from vit.runtime.arguments import MAX_SIDE, check_choice
 
@@ -57,7 +58,7 @@ class Preprocess:
         std: Standard deviation of each channel, for pixels in [0, 1].
         interpolation: Pillow's filter.
         value_range: Values that become black and white in images of more than 8 bits a channel.
-            None: 16 bits are scaled to 8, and floating-point values are refused.
+            None: the model was trained on 8 bits, see `vit.data.depth.guess_range`.
         resize_mode: "crop"; "pad" scales the whole image to fit, and puts it on a ground of the
             mean colour; "stretch" scales it to `image_size` in both directions.
 
@@ -121,18 +122,12 @@ class Preprocess:
         """Convert an image of any mode to RGB, with its values scaled by `value_range`.
 
         Raises:
-            ValueError: It has floating-point values, and there is no range.
+            ValueError: There is no range, and its values fit no number of bits.
         """
         image = to_rgb(image)
         if not isinstance(image, DeepImage):
             return image
-        if self.value_range is not None:
-            return image.scale(*self.value_range)
-        if not image.has_integers:
-            raise ValueError(
-                "floating-point pixels have no fixed range; save it with 8 or 16 bits a channel"
-            )
-        return image
+        return image.scale(*(self.value_range or guess_range(image.values, image.limits)))
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
         """Return the input's pixels [H, W, 3] of an image of any mode."""

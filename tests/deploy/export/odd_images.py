@@ -45,8 +45,9 @@ def _convert(image: Image.Image, mode: str) -> tuple[Image.Image, dict[str, int]
     if transparency:
         options["transparency"] = {"P": 3, "L": 100, "RGB": (100, 100, 100)}[plain]
     if mode.startswith("I;16"):
-        kind = np.dtype("<u2" if mode == "I;16" else ">u2")
-        return Image.fromarray((np.asarray(grey).astype(np.uint16) * 255).astype(kind)), {}
+        # 16 bits, and 12
+        kind, scale = ("<u2", 255) if mode == "I;16" else (">u2", 16)
+        return Image.fromarray((np.asarray(grey).astype(np.uint16) * scale).astype(kind)), {}
     if mode == "I":
         return Image.fromarray(np.asarray(grey).astype(np.int32) * 300 - 2000), {}
     if mode in ("RGBA", "LA", "RGBa", "La"):

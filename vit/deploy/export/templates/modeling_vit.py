@@ -20,7 +20,7 @@ from transformers.image_utils import load_image
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.processing_utils import ImagesKwargs
 
-from vit.data.depth import is_deep, read_values, scale_values
+from vit.data.depth import guess_range, is_deep, read_values, scale_values
 
 from .timm_vit import build
 
@@ -66,11 +66,6 @@ def read_rgb(image, value_range=None):
         image = _scale_deep(image, value_range)
     else:
         image = load_image(image)  # a URL
-    if image.mode == "F":
-        raise ValueError("floating-point pixels have no fixed range; save it with 8 or 16 bits")
-    if image.mode.startswith("I"):
-        grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
-        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         image = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -78,10 +73,11 @@ def read_rgb(image, value_range=None):
 
 
 def _scale_deep(image, value_range):
-    if value_range is None or not is_deep(image):
+    if not is_deep(image):
         return ImageOps.exif_transpose(image)
-    values, is_inverted = read_values(image)
-    return Image.fromarray(scale_values(values, *value_range, is_inverted=is_inverted))
+    values, limits, is_inverted = read_values(image)
+    low, high = value_range or guess_range(values, limits)
+    return Image.fromarray(scale_values(values, low, high, is_inverted=is_inverted))
 
 
 class ViTProcessor(ImageProcessingMixin):

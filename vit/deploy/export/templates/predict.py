@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 from PIL import Image, ImageOps
 
-from vit.data.depth import is_deep, read_values, scale_values
+from vit.data.depth import guess_range, is_deep, read_values, scale_values
 
 
 def read_pixels(path, value_range=None):
@@ -19,16 +19,12 @@ def read_pixels(path, value_range=None):
     with Image.open(path, formats=formats) as opened:
         if opened.width * opened.height > 100_000_000 or max(opened.size) > 65_535:
             raise ValueError(f"{path} has more than 100 million pixels or 65,535 a side")
-        if opened.mode == "F" and value_range is None:
-            raise ValueError(f"{path} has floating-point pixels, which have no fixed range")
-        if is_deep(opened) and value_range is not None:
-            values, is_inverted = read_values(opened)
-            image = Image.fromarray(scale_values(values, *value_range, is_inverted=is_inverted))
+        if is_deep(opened):
+            values, limits, is_inverted = read_values(opened)
+            low, high = value_range or guess_range(values, limits)
+            image = Image.fromarray(scale_values(values, low, high, is_inverted=is_inverted))
         else:
             image = ImageOps.exif_transpose(opened)
-    if image.mode.startswith("I"):
-        grey = np.clip(np.asarray(image, dtype=np.int64), 0, 65535)
-        image = Image.fromarray(((grey + 128) // 257).astype(np.uint8))
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         image = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
