@@ -13,6 +13,7 @@ from vit.data.dataset import Source as Source
 from vit.data.sources.registry import register_source as register_source
 from vit.deploy.export.export_model import export_model as export_model
 from vit.evaluation.evaluate import evaluate as evaluate
+from vit.explanation.attribute import attribute as attribute
 from vit.explanation.capture.forward import capture_attention as capture_attention
 from vit.explanation.explain import explain as explain
 from vit.explanation.methods.registry import Method as Method

@@ -17,7 +17,7 @@ from vit.explanation.records import Explanations, ImageResult
 from vit.explanation.render.overlay import INTERPOLATIONS
 from vit.explanation.render.page import name_model
 from vit.explanation.render.scale import SCALES
-from vit.explanation.targets import TargetLike, describe_target
+from vit.explanation.targets import TargetLike, check_count, describe_target
 from vit.explanation.writer import MapWriter
 from vit.runtime.arguments import as_tuple, check_arguments, check_choice
 from vit.runtime.files import prepare_output
@@ -70,7 +70,7 @@ def explain(
             multi-label model. A function from outputs [B, C] to numbers [B] is
             explained itself, such as `lambda logits: logits[:, 3]` or
             `vit.CosineTarget(embedding)`. For a model with one output, "auto"
-            is this output.
+            is this output. A list or a tensor has a target for each image.
         map_options: Options of the methods, such as {"head_fusion": "max"}.
             None: their defaults.
         scale: Scale of the colours: "image", "batch" or "fixed". The strongest
@@ -123,6 +123,7 @@ def explain(
     # listed once, because listing many images takes a while
     inputs = None if images is None else list(list_images(images))
     num_images = count if inputs is None else len(inputs)
+    check_count(target, num_images)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,

@@ -39,10 +39,13 @@ from vit.explanation.render.scale import FIXED_END, SCALES, ColourScale, PatchMa
 from vit.explanation.render.token_details import TokenDetails, measure_tokens
 from vit.explanation.targets import (
     OutputKind,
+    Target,
     TargetLike,
     build_target,
     compute_probabilities,
     find_output_kind,
+    has_many,
+    list_targets,
     starts_with_predicted,
 )
 from vit.prediction.conformal import predict_p_values
@@ -129,6 +132,8 @@ class Explainer:
         # number of images that fit a GPU's memory together
         self._part_size = self.batch_size
         self._kind: OutputKind = find_output_kind(bundle.model, bundle.class_names)
+        if has_many(target):
+            target = list_targets(target)
         self._target_name = target
         self._target = build_target(target, bundle.class_names, self._kind)
         _check_target(target, self._methods)
@@ -268,12 +273,13 @@ class Explainer:
         """Add to each image its maps, the model's outputs and the details of its tokens."""
         # the gallery shows the tokens of each block; other callers do without that memory
         keep: Keep = "block tokens" if token_bytes else "nothing"
+        target = self._select_target(results)
         with autocast(self.bundle.device, self.precision):
             forward, targets, maps = compute_maps(
                 reader,
                 self._normalize(results),
                 methods=self.methods,
-                target=self._target,
+                target=target,
                 options=self.map_options,
                 keep="gradients" if self.sanity_checks else keep,
                 verify=not self._is_verified,
@@ -303,12 +309,13 @@ class Explainer:
             result.probabilities = probabilities[row].numpy()
             result.targets = tuple(targets[row, : self._num_classes_explained].tolist())
             if self._target.name is not None:
-                result.output = f"{self._target.name} = {scores[row, 0].item():.4g}"
+                name = self._target.name(int(targets[row, 0]))
+                result.output = f"{name} = {scores[row, 0].item():.4g}"
             if tokens:
                 result.tokens = tokens[row]
         for method_maps, method_checks in zip(maps, checks, strict=True):
             checks_by_class = [class_checks.to_list() for class_checks in method_checks]
-            self._add_maps(results, method_maps, scores, checks_by_class)
+            self._add_maps(results, method_maps, targets, scores, checks_by_class)
 
     def _add_p_values(self, results: Sequence[ImageResult]) -> None:
         """Compare the images with the training images, as `vit predict` does."""
@@ -334,6 +341,9 @@ class Explainer:
             predicted_first=predicted_first,
             group_size=self._group_size,
         )
+
+    def _select_target(self, results: Sequence[ImageResult]) -> Target:
+        return self._target.select([result.item.number for result in results])
 
     def _to_probabilities(self, logits: Tensor) -> Tensor:
         return compute_probabilities(logits / self.bundle.temperature, self._kind)
@@ -388,7 +398,7 @@ class Explainer:
             forward = run_forward(
                 self._reader, self._normalize(results), verify=not self._is_verified
             )
-            forward.target = self._target
+            forward.target = self._select_target(results)
             group_size = choose_group_size(forward)
         self._is_verified = True
         return group_size
@@ -397,6 +407,7 @@ class Explainer:
         self,
         results: Sequence[ImageResult],
         maps: Maps,
+        targets: Tensor,
         scores: Tensor,
         checks_by_class: list[list[SanityCheck]],
     ) -> None:
@@ -419,10 +430,12 @@ class Explainer:
                     map_result.sanity_check = checks_by_class[column][row]
                 if method.class_specific:
                     map_result.score = scores[row, column].item()
-                    map_result.target_name = self._target.name
-                    if map_result.target_name is None:
-                        map_result.target = result.targets[column]
-                        map_result.target_name = self.bundle.class_names[map_result.target]
+                    index = int(targets[row, column])
+                    if self._target.name is not None:
+                        map_result.target_name = self._target.name(index)
+                    else:
+                        map_result.target = index
+                        map_result.target_name = self.bundle.class_names[index]
                     # files of several classes of one image need the class in their names
                     if self._target_name != "auto":
                         map_result.key += f".{clean_name(map_result.target_name)}"

@@ -24,7 +24,7 @@ from vit.data.images import ImageInputs, list_images
 from vit.explanation.capture.forward import Forward, run_forward
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.items import items_from_images
-from vit.explanation.targets import TargetLike, build_target, find_output_kind
+from vit.explanation.targets import TargetLike, build_target, check_count, find_output_kind
 from vit.runtime.device import copy_to_device
 
 
@@ -119,6 +119,7 @@ def measure_heads(
     kind = find_output_kind(bundle.model, bundle.class_names)
     explained = build_target(target, bundle.class_names, kind)
     items = items_from_images(list_images(images))
+    check_count(target, len(items))
     effects = []
     targets = []
     for start in range(0, len(items), batch_size):
@@ -133,7 +134,8 @@ def measure_heads(
         # one verified batch is enough
         forward = run_forward(reader, batch, gradients=True, verify=start == 0)
         # an effect is the loss of one score, so each image has one class
-        classes = explained.choose(forward.logits.detach())[:, 0]
+        explained_here = explained.select(range(start, start + len(batch)))
+        classes = explained_here.choose(forward.logits.detach())[:, 0]
         score = explained.score(forward.logits, classes)
         # on the host, so that the device holds the graph of one batch
         effects.append(compute_head_effects(forward, score).cpu())

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +31,13 @@ class ImageItem:
         name: Start of the names of its files.
         read: Return the upright RGB image and the SHA-256 of its file or pixels. Raises ValueError
             or OSError if it can't be read.
+        number: Its place among the images that were asked for, from 0.
     """
 
     path: str
     name: str
     read: Callable[[], tuple[Image.Image, str]]
+    number: int = 0
 
     def convert(self, convert: Callable[[Image.Image], Image.Image]) -> "ImageItem":
         """Return an item whose image is converted whenever it is read."""
@@ -84,8 +86,15 @@ def find_items(
         items = items_from_dataset(source, count=count)
         return [item for item in items if item.path not in written]
     # images in memory have no path to identify them, so all are explained again
-    remaining = [image for image in images if not (isinstance(image, str) and image in written)]
-    return items_from_images(remaining, taken=written.values())
+    remaining = [
+        (number, image)
+        for number, image in enumerate(images)
+        if not (isinstance(image, str) and image in written)
+    ]
+    items = items_from_images([image for _, image in remaining], taken=written.values())
+    return [
+        replace(item, number=number) for item, (number, _) in zip(items, remaining, strict=True)
+    ]
 
 
 def items_from_images(
@@ -102,7 +111,7 @@ def items_from_images(
         else:
             paths.append(f"image-{number:05d}")
             readers.append(partial(_hash_pixels, image))
-    return list(map(ImageItem, paths, name_images(paths, taken=taken), readers))
+    return list(map(ImageItem, paths, name_images(paths, taken=taken), readers, count()))
 
 
 def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
@@ -110,11 +119,12 @@ def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
     # evenly, because data sets are often sorted by class
     positions = np.linspace(0, len(dataset) - 1, min(count, len(dataset)))
     items = []
-    for index in positions.round().astype(int).tolist():
+    for number, index in enumerate(positions.round().astype(int).tolist()):
         image_id = dataset.ids[index]
         # ids are paths with a suffix, and the files get their own
         name = re.sub(r"\.\w+$", "", image_id).replace("/", "-")
-        items.append(ImageItem(image_id, clean_name(name), partial(_read_sample, dataset, index)))
+        read = partial(_read_sample, dataset, index)
+        items.append(ImageItem(image_id, clean_name(name), read, number))
     return items
 
 

@@ -9,7 +9,8 @@ logit) and the result of a function of the outputs are taken as they are.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -19,9 +20,9 @@ from torch.nn import functional as F
 from vit.runtime.arguments import shorten
 from vit.runtime.tensors import Logits
 
-# index or name of a class, another text that `build_target` takes, or a function from outputs
-# [B, C] to numbers [B]
-TargetLike = int | str | Callable[[Any], Any]
+# index or name of a class, another text that `build_target` takes, a function from outputs [B, C] to
+# numbers [B], or a class for each image
+TargetLike = int | str | Callable[[Any], Any] | Sequence[int | str] | Int[Tensor, " n"]
 Classes = Int[Tensor, " B"]
 ChooseClasses = Callable[[Logits], Int[Tensor, "B T"]]
 # logits of classes that exclude each other, logits of labels that don't, numbers, or features
@@ -30,6 +31,7 @@ OutputKind = Literal["classes", "labels", "numbers", "features"]
 
 _MAX_CLASSES = 100  # number of classes whose maps are drawn for one image
 _MINUS = " - "
+_DIVIDED = "batches are divided, so pass a target for each image, as target=[3, 5] does"
 _SIGMOID = "sigmoid:"
 
 
@@ -45,15 +47,27 @@ class Target:
     Attributes:
         score: Compute the number that gradients explain.
         value: Compute the number that shows the effect of removed patches; monotone in `score`.
-        name: Name of a number that isn't about a class.
+        name: Name of a number that isn't about a class, from what `choose` chooses.
         choose: Choose the classes [B, T] of each image. A number that isn't about a class has one
-            column of any value.
+            column, in which a difference has the first class times C plus the second.
+        classes: The column that is chosen, if each image has its own target.
     """
 
     score: Callable[[Logits, Classes], Float[Tensor, " B"]]
     value: Callable[[Logits, Classes], Float[Tensor, " B"]]
-    name: str | None = None
+    name: Callable[[int], str] | None = None
     choose: ChooseClasses = choose_predicted
+    classes: Int[Tensor, " n"] | None = None
+
+    def with_classes(self, classes: Int[Tensor, " n"]) -> "Target":
+        """Return the target with a class for each image, whatever the model predicts."""
+        return replace(self, choose=partial(_as_column, classes), classes=classes)
+
+    def select(self, rows: Sequence[int]) -> "Target":
+        """Return the target of some of the images, by their numbers."""
+        if self.classes is None:
+            return self
+        return self.with_classes(self.classes[list(rows)])
 
 
 class CosineTarget:
@@ -118,8 +132,8 @@ def build_target(
     Args:
         target: "auto" (the predicted class), a class's name or index, "all", or "top3" (any
             number), the most probable first; "A - B", the difference of two classes' logits;
-            "sigmoid:A", one label of a multi-label model; or a function from outputs [B, C] to
-            numbers [B].
+            "sigmoid:A", one label of a multi-label model; a function from outputs [B, C] to
+            numbers [B]; or a class, a difference or a label for each image.
         class_names: Name of each output.
         kind: Kind of the outputs.
 
@@ -128,6 +142,9 @@ def build_target(
     """
     if callable(target):
         return _build_function(target)
+    if has_many(target):
+        return _build_for_each(target, class_names, kind)
+    target = cast("int | str", target)
     if kind == "features":
         raise ValueError(
             f"the model has no classifier, so there is no class {target!r} to explain; target also "
@@ -139,7 +156,7 @@ def build_target(
             names = shorten(", ".join(class_names))
             raise ValueError(f"the model gives several numbers; which is to be explained? {names}")
         index = 0 if target == "auto" else _find_class(target, class_names)
-        return Target(_logit, _logit, class_names[index], _choose_one(index))
+        return Target(_logit, _logit, class_names.__getitem__, _choose_one(index))
 
     # a class may be called "A - B" or "sigmoid:A" itself
     is_named = text in class_names
@@ -149,19 +166,47 @@ def build_target(
     if _MINUS in text and not is_named:
         pair = _find_difference(text, class_names)
         if pair is not None:
-            return _build_difference(*pair, class_names)
+            return build_difference(class_names, *map(torch.tensor, pair))
     chosen = LABEL if kind == "labels" else CLASS
     return replace(chosen, choose=_build_choice(target, class_names))
 
 
 def starts_with_predicted(target: TargetLike, class_names: Sequence[str]) -> bool:
     """Return whether the first class that `build_target` chooses is the predicted one."""
-    return not callable(target) and _count_most_probable(target, class_names) is not None
+    if callable(target) or has_many(target):
+        return False
+    return _count_most_probable(cast("int | str", target), class_names) is not None
 
 
-def describe_target(target: TargetLike) -> int | str:
+def describe_target(target: TargetLike) -> int | str | list[int | str]:
     """Return the target as a manifest has it."""
-    return str(_name_function(target)) if callable(target) else target
+    if callable(target):
+        return str(_name_function(target))
+    return list_targets(target) if has_many(target) else cast("int | str", target)
+
+
+def has_many(target: TargetLike) -> TypeGuard[Sequence[int | str] | Int[Tensor, " n"]]:
+    """Return whether each image has its own target."""
+    is_list = isinstance(target, Sequence) or getattr(target, "ndim", 0) > 0
+    return is_list and not isinstance(target, str)
+
+
+def check_count(target: TargetLike, num_images: int) -> None:
+    """Raise ValueError if there are more or fewer targets than images."""
+    if has_many(target) and len(target) != num_images:
+        raise ValueError(f"there are {len(target)} targets for {num_images} images")
+
+
+def list_targets(targets: Sequence[int | str] | Int[Tensor, " n"]) -> list[int | str]:
+    """Return the targets of images as a list. Raise ValueError if one is no class."""
+    entries = targets.tolist() if hasattr(targets, "tolist") else list(targets)
+    for entry in entries:
+        if not isinstance(entry, str) and not hasattr(entry, "__index__"):
+            raise ValueError(
+                f"the target of an image is a name or an index, not {shorten(str(entry))}; pass a "
+                "list of them, or a tensor [images] of whole numbers"
+            )
+    return [entry if isinstance(entry, str) else int(entry) for entry in entries]
 
 
 def _build_choice(target: int | str, class_names: Sequence[str]) -> ChooseClasses:
@@ -193,9 +238,38 @@ CLASS = Target(_logit, _softmax)
 LABEL = Target(_logit, _sigmoid)
 
 
+def _build_for_each(
+    targets: Sequence[int | str] | Int[Tensor, " n"],
+    class_names: Sequence[str],
+    kind: OutputKind,
+) -> Target:
+    """Build the target of images that each have their own."""
+    entries = list_targets(targets)
+    built = {entry: build_target(entry, class_names, kind) for entry in dict.fromkeys(entries)}
+    if not entries:
+        raise ValueError("there are no targets; pass one for each image")
+    if len({target.score for target in built.values()}) > 1:
+        raise ValueError("the targets of images are of one kind: classes, differences or labels")
+    for entry in built:
+        if starts_with_predicted(entry, class_names):
+            raise ValueError(f"the target of an image is a name or an index, not {entry!r}")
+
+    no_logits = torch.zeros(1, len(class_names))
+    classes = [int(built[entry].choose(no_logits)) for entry in entries]
+    return built[entries[0]].with_classes(torch.tensor(classes))
+
+
 def _build_function(function: Callable[[Tensor], Tensor]) -> Target:
+    is_checked = False
+
     def compute(logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
-        values = function(logits)
+        nonlocal is_checked
+        try:
+            values = function(logits)
+        except (IndexError, RuntimeError) as error:
+            raise ValueError(
+                f"the target fails for {len(logits)} images ({shorten(str(error))}); {_DIVIDED}"
+            ) from error
         # a result that keeps an axis would be broadcast over the images without an error
         if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
@@ -204,9 +278,29 @@ def _build_function(function: Callable[[Tensor], Tensor]) -> Target:
                 f"{list(logits.shape)} and gives a number for each image, "
                 "as lambda logits: logits[:, 0] does"
             )
+        # a batch may be divided
+        if not is_checked and not _is_same_at_any_place(function, logits.detach(), values.detach()):
+            raise ValueError(
+                f"the target depends on the place of an image in its batch; {_DIVIDED}"
+            )
+        is_checked = True
         return values
 
-    return Target(compute, compute, _name_function(function), _choose_one(0))
+    return Target(compute, compute, lambda _: _name_function(function), _choose_one(0))
+
+
+@torch.no_grad()
+def _is_same_at_any_place(
+    function: Callable[[Tensor], Tensor], logits: Logits, values: Float[Tensor, " B"]
+) -> bool:
+    """Return whether a function gives the same values with another image in front."""
+    try:
+        moved = function(torch.cat([logits[-1:], logits]))[1:]
+    except (IndexError, RuntimeError):  # a function of another number of images
+        return False
+    # a matrix product of more rows may round in another way
+    tolerance = 1e-2 * float(values.abs().max())
+    return torch.allclose(moved, values, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def _name_function(function: Callable[[Tensor], Tensor]) -> str:
@@ -214,12 +308,25 @@ def _name_function(function: Callable[[Tensor], Tensor]) -> str:
     return "a function of the outputs" if name.startswith("<") else name
 
 
-def _build_difference(first: int, second: int, class_names: Sequence[str]) -> Target:
-    def compute(logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
-        return logits[:, first] - logits[:, second]
+def build_difference(
+    class_names: Sequence[str], first: Int[Tensor, "*n"], second: Int[Tensor, "*n"]
+) -> Target:
+    """Build the difference of two classes' logits: one pair of classes, or one for each image."""
+    num_classes = len(class_names)
 
-    name = f"{class_names[first]}{_MINUS}{class_names[second]}"
-    return Target(compute, compute, name, _choose_one(0))
+    def name(pair: int) -> str:
+        return _MINUS.join(class_names[index] for index in divmod(pair, num_classes))
+
+    pairs = first * num_classes + second
+    target = Target(_subtract, _subtract, name)
+    if pairs.ndim == 0:
+        return replace(target, choose=_choose_one(int(pairs)))
+    return target.with_classes(pairs)
+
+
+def _subtract(logits: Logits, pairs: Classes) -> Float[Tensor, " B"]:
+    num_classes = logits.shape[1]
+    return _logit(logits, pairs // num_classes) - _logit(logits, pairs % num_classes)
 
 
 def _find_difference(text: str, class_names: Sequence[str]) -> tuple[int, int] | None:
@@ -236,6 +343,10 @@ def _find_difference(text: str, class_names: Sequence[str]) -> tuple[int, int] |
     if len(pairs) > 1:
         raise ValueError(f"class {text!r} can be read as several differences; give the indices")
     return pairs.pop() if pairs else None
+
+
+def _as_column(classes: Int[Tensor, " n"], logits: Logits) -> Int[Tensor, "B 1"]:
+    return classes.to(logits.device)[:, None]
 
 
 def _choose_one(index: int) -> ChooseClasses:

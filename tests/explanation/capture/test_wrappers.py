@@ -136,8 +136,9 @@ def test_adapters_of_peft_have_the_maps_of_the_merged_model(
 ) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model, images = build(family)
-    config = peft.LoraConfig(target_modules=modules, r=2, init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config).eval()
+    config = peft.LoraConfig(target_modules=modules, r=2, init_lora_weights=False, lora_dropout=0.3)
+    # maps are those of evaluation mode
+    adapted = peft.get_peft_model(model, config).train()
     merged = copy.deepcopy(adapted).merge_and_unload()
     _, _, expected = compute_maps(merged, images, methods=METHODS)
     _, _, maps = compute_maps(adapted, images, methods=METHODS)

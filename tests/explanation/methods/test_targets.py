@@ -139,7 +139,7 @@ def test_faithfulness_measures_the_target() -> None:
             net, class_names=NAMES[:count], preprocess=Preprocess(image_size=(64, 96))
         )
         record = build_target(target, NAMES[:count], kind)  # type: ignore[arg-type]
-        classes = torch.zeros(len(images), dtype=torch.long)
+        classes = record.choose(torch.zeros(len(images), count))[:, 0]
         benchmark = Benchmark(bundle, images, classes, ("rollout", "gae"), record)
         benchmark.grid, benchmark.precision = (4, 6), "float32"
         maps = benchmark._explain(net, images, classes, ["rollout", "gae"])
@@ -222,3 +222,65 @@ def test_a_function_that_gives_no_number_an_image_is_refused() -> None:
     target = build_target(lambda logits: logits.sum(), NAMES)
     with pytest.raises(ValueError, match=r"the target gives \[\] of 2 images"):
         target.score(torch.zeros(2, 5), target.choose(torch.zeros(2, 5))[:, 0])
+
+
+def test_each_image_has_its_target_however_the_batch_is_divided(tmp_path: Path) -> None:
+    """By thread, by batch, as a tensor of images, and in training mode."""
+    torch.manual_seed(0)
+    model = vit.VisionTransformer(
+        16, 4, num_classes=5, embed_dim=16, depth=2, num_heads=2, global_pool="avg"
+    )
+    bundle = Bundle.from_model(model, class_names=NAMES, preprocess=Preprocess((16, 16)))
+    photos = torch.randint(0, 256, (16, 16, 16, 3), dtype=torch.uint8).numpy()
+    paths = [tmp_path / f"{number}.png" for number in range(16)]
+    for path, photo in zip(paths, photos, strict=True):
+        Image.fromarray(photo).save(path)
+    labels = torch.arange(16) % 5
+    images = bundle.preprocess.normalize(torch.from_numpy(photos))
+
+    def explain(chosen: slice, **options: Any) -> Tensor:
+        arguments = {"methods": "gae", "sanity_checks": False, **options}
+        return vit.explain(bundle, paths[chosen], **arguments).maps["gae"]
+
+    alone = [explain(slice(row, row + 1), target=int(labels[row])) for row in range(16)]
+    expected = torch.cat(alone)
+    named = [NAMES[label] for label in labels]
+    for found in (
+        explain(slice(None), target=labels),
+        explain(slice(None), target=named, batch_size=3),
+        vit.attribute(model.train(), images, method="gae", target=labels),
+        vit.attribute(bundle, images, method="gae", target=named, batch_size=5),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+        assert not found.requires_grad
+
+    # a difference for each image is the difference of two labels' maps where these are linear
+    others = (labels + 2) % 5
+    pairs = [f"{int(one)} - {int(other)}" for one, other in zip(labels, others, strict=True)]
+    options = {"method": "input-x-gradient", "batch_size": 7}
+    difference = vit.attribute(model, images, target=pairs, **options)
+    minuend = vit.attribute(model, images, target=labels, **options)
+    subtrahend = vit.attribute(model, images, target=others, **options)
+    torch.testing.assert_close(difference, minuend - subtrahend, rtol=1e-4, atol=1e-6)
+    result = vit.explain(bundle, photos[:2], methods="gae", target=["owl - cat", "cat - b"])
+    assert [image.maps[0].target_name for image in result.images] == ["owl - cat", "cat - b"]
+    assert vit.attribute(model, images, method="gae", target="top3").shape == (16, 3, 4, 4)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (lambda logits: logits[range(len(logits)), [0, 1, 2, 3][: len(logits)]], "depends on the"),
+        (lambda logits: logits[torch.arange(4), torch.arange(4)], "fails for 1 images"),
+        ([1, 2], "there are 2 targets for 4 images"),
+        (torch.ones(4), "a name or an index, not 1.0"),
+        (["auto"] * 4, "a name or an index, not 'auto'"),
+        (["0 - 1", "0", "1", "2"], "of one kind"),
+    ],
+)
+def test_targets_of_images_that_mean_nothing_are_refused(target: Any, message: str) -> None:
+    model = vit.VisionTransformer(8, 4, num_classes=5, embed_dim=8, depth=1, num_heads=2)
+    images = torch.randn(4, 3, 8, 8)
+    with pytest.raises(ValueError, match=message):
+        vit.attribute(model, images, method="gae", target=target, batch_size=1)

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
@@ -326,7 +326,7 @@ class Benchmark:
                 model,
                 batch,
                 methods=methods or self.methods,
-                target=replace(self.target, choose=partial(_as_column, targets)),
+                target=self.target.with_classes(targets),
                 # the plan has verified this architecture
                 verify=methods is not None,
             )
@@ -376,11 +376,6 @@ class Benchmark:
         for name in dict.fromkeys(names):
             rows = [row for row, other in zip(values_by_map, names, strict=True) if other == name]
             self.result.values[metric][name] = torch.stack(rows).mean(dim=0).cpu().numpy()
-
-
-def _as_column(classes: Int[Tensor, " n"], logits: Tensor) -> Int[Tensor, "n 1"]:
-    """Return the classes to explain, whatever the model predicts."""
-    return classes[:, None]
 
 
 def _time(compute: Callable[[], object]) -> float:

@@ -173,7 +173,7 @@ def _choose_images(
             for batch in torch.split(images, batch_size)
         ]
     )
-    if classes.shape[1] != 1:
+    if classes.shape[1] != 1 or measured.classes is not None:
         raise ValueError(
             f"faithfulness is measured for one class of each image, not for {target!r};"
             " name one, or auto"

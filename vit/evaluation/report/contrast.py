@@ -6,7 +6,6 @@ both classes.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.render.page import encode_photo, encode_relative_map
-from vit.explanation.targets import build_target
+from vit.explanation.targets import build_difference
 from vit.explanation.training_photos import TrainingPhotos
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
@@ -191,12 +190,12 @@ def contrast_errors(
         batch = torch.from_numpy(np.ascontiguousarray(pixels[rows]))
         images = bundle.preprocess.normalize(copy_to_device(batch, bundle.device))
         wrong = torch.from_numpy(predicted[rows])
-        lead = partial(_compute_lead, torch.from_numpy(labels[rows]), wrong)
+        right = torch.from_numpy(labels[rows])
         forward, _, maps = compute_maps(
             bundle.find_once(ModelReader),
             images,
             methods=CONTRAST_METHODS,
-            target=build_target(lead, bundle.class_names),
+            target=build_difference(bundle.class_names, wrong, right),
             # a model whose attention can't be read is refused with the first batch
             verify=start == 0,
         )
@@ -207,13 +206,6 @@ def contrast_errors(
             image_maps = dict(zip(CONTRAST_METHODS, values[:, row].numpy(), strict=True))
             contrasts.append(Contrast(image_maps, removed, answer))
     return contrasts
-
-
-def _compute_lead(labels: Tensor, predicted: Tensor, logits: Tensor) -> Tensor:
-    """Return by how much the logit of each image's wrong class exceeds that of its label."""
-    wrong = logits.gather(1, predicted[:, None].to(logits.device))
-    right = logits.gather(1, labels[:, None].to(logits.device))
-    return (wrong - right)[:, 0]
 
 
 def _turn_answers(

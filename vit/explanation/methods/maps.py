@@ -8,7 +8,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from vit.explanation.capture.forward import Forward, compute_entropy, run_forward, split_prefix
+from vit.explanation.capture.forward import (
+    Forward,
+    compute_entropy,
+    evaluation_mode,
+    run_forward,
+    split_prefix,
+)
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.registry import METHODS, Method, check_options, find_methods
@@ -82,31 +88,35 @@ def compute_maps(
     libra_methods = [method for method in computed if method.libra]
     own_methods = [method for method in computed if not method.libra]
 
-    run = partial(run_forward, reader, images, block_tokens=keep == "block tokens", verify=verify)
-    relevance: dict[str, Relevance] = {}
-    forward = None
-    if libra_methods:
-        with LibraGradients():
-            forward = run(gradients=True)
-        forward.target = target
-        targets = target.choose(forward.logits.detach())
-        relevance |= _compute_relevance(forward, libra_methods, targets, values)
-    if own_methods or keep == "gradients":
-        # frees the first graph before there is another of the same size; the logits are the same
+    # layers and heads are evaluated again after the pass, in the same mode
+    with evaluation_mode(reader.model):
+        run = partial(
+            run_forward, reader, images, block_tokens=keep == "block tokens", verify=verify
+        )
+        relevance: dict[str, Relevance] = {}
         forward = None
-        needs_graph = any(method.class_specific for method in own_methods)
-        forward = run(gradients=keep == "gradients" or needs_graph)
-        forward.target = target
-        targets = target.choose(forward.logits.detach())
-        relevance |= _compute_relevance(forward, own_methods, targets, values)
+        if libra_methods:
+            with LibraGradients():
+                forward = run(gradients=True)
+            forward.target = target
+            targets = target.choose(forward.logits.detach())
+            relevance |= _compute_relevance(forward, libra_methods, targets, values)
+        if own_methods or keep == "gradients":
+            # frees the first graph before there is another of the same size; the logits are the same
+            forward = None
+            needs_graph = any(method.class_specific for method in own_methods)
+            forward = run(gradients=keep == "gradients" or needs_graph)
+            forward.target = target
+            targets = target.choose(forward.logits.detach())
+            relevance |= _compute_relevance(forward, own_methods, targets, values)
 
-    assert forward is not None
-    for method in chosen:
-        if method.parts:
-            parts = [relevance[part] for part in method.parts]
-            relevance[method.name] = _combine(parts, forward.num_prefix_tokens)
-    maps = [_make_maps(method, relevance[method.name], forward, values) for method in chosen]
-    return forward, targets, maps
+        assert forward is not None
+        for method in chosen:
+            if method.parts:
+                parts = [relevance[part] for part in method.parts]
+                relevance[method.name] = _combine(parts, forward.num_prefix_tokens)
+        maps = [_make_maps(method, relevance[method.name], forward, values) for method in chosen]
+        return forward, targets, maps
 
 
 def check_ranges(values: Mapping[str, Any], reader: ModelReader) -> None:

@@ -1,0 +1,101 @@
+"""The public function `vit.attribute`: from a batch of tensors to its maps, without files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vit.bundle import ModelLike, keeps_mode, open_model
+from vit.explanation.capture.reader import ModelReader
+from vit.explanation.explainer import choose_explain_batch_size
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.targets import TargetLike, build_target, check_count, find_output_kind
+from vit.model.model_info import find_class_names
+from vit.runtime.arguments import check_arguments
+from vit.runtime.device import run_in_memory
+from vit.runtime.tensors import Images
+
+
+@keeps_mode
+@check_arguments(batch_size=(1, None))
+def attribute(
+    model: ModelLike,
+    images: Images,
+    *,
+    method: str = "libra-removal",
+    target: TargetLike = "auto",
+    map_options: Mapping[str, object] | None = None,
+    batch_size: int | None = None,
+) -> Float[Tensor, "B *T rows columns"]:
+    """Compute the maps of normalised images that are tensors, for example in a
+    training loop.
+
+    Args:
+        model: See `vit.evaluate`. A module may be in training mode: maps are
+            those of evaluation mode, and afterwards it is as it was before.
+        images: Normalised images [B, C, H, W], on the model's device.
+        method: Name of a method of `vit.explain`.
+        target: See `vit.explain`. A list or a tensor [B] has a class for each
+            image.
+        map_options: See `vit.explain`.
+        batch_size: Images at a time. None: see `vit.explain`. On a GPU, as many
+            of them as fit its memory.
+
+    Returns:
+        The maps [B, rows, columns] on the device of the images, without a
+        graph; [B, T, rows, columns] for T classes.
+
+    Raises:
+        ValueError: The images aren't normalised tensors on the model's device,
+            the model can't be read, or an option is unknown.
+
+    Example:
+        >>> maps = vit.attribute(model, images, target=labels)  # [B, rows, columns]
+    """
+    if isinstance(model, nn.Module):
+        reader = ModelReader(model)
+        class_names = find_class_names(reader.model)
+    else:
+        device = str(images.device) if isinstance(model, str | Path) else "auto"
+        bundle = open_model(model, device=device)
+        reader = bundle.find_once(ModelReader)
+        class_names = bundle.class_names
+    _check_images(images, reader.model)
+    kind = find_output_kind(reader.model, class_names)
+    check_count(target, len(images))
+    built = build_target(target, class_names, kind)
+    parts = []
+
+    def explain_part(first: int, end: int) -> None:
+        _, _, (maps,) = compute_maps(
+            reader,
+            images[first:end],
+            methods=[method],
+            target=built.select(range(first, end)),
+            options=map_options,
+            # one verified batch is enough
+            verify=first == 0,
+        )
+        parts.append(maps.values)
+
+    height, width = images.shape[-2:]
+    part_size = batch_size or choose_explain_batch_size((height, width), images.device)
+    run_in_memory(explain_part, 0, len(images), part_size=part_size, device=images.device)
+    values = torch.cat(parts)
+    return values[:, 0] if values.shape[1] == 1 else values
+
+
+def _check_images(images: Images, model: nn.Module) -> None:
+    """Raise ValueError unless a model can take the images."""
+    device = next(model.parameters()).device
+    if images.ndim != 4 or not len(images) or not images.is_floating_point():
+        raise ValueError(
+            f"images are a normalised floating-point tensor [B, C, H, W], not {images.dtype} "
+            f"{list(images.shape)}; vit.explain takes photos"
+        )
+    if images.device != device:
+        raise ValueError(
+            f"the images are on {images.device} and the model on {device}; pass images.to('{device}')"
+        )
