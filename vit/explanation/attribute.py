@@ -52,7 +52,8 @@ def attribute(
             the model can't be read, or an option is unknown.
 
     Example:
-        >>> maps = vit.attribute(model, images, target=labels)  # [B, rows, columns]
+        >>> maps = vit.attribute(model, images, target=labels)
+        >>> maps.shape  # [B, rows, columns]
     """
     if isinstance(model, nn.Module):
         reader = ModelReader(model)

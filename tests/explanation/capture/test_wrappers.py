@@ -146,6 +146,44 @@ def test_adapters_of_peft_have_the_maps_of_the_merged_model(
         torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-6)
 
 
+class Adapter(nn.Module):
+    """A linear layer with an addition of low rank and dropout, as peft's LoRA has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.dropout = base, nn.Dropout(0.3)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        adapted: Tensor = self.base(tokens) + self.up(self.down(self.dropout(tokens)))
+        return adapted
+
+
+def adapt(family: str) -> tuple[nn.Module, Tensor]:
+    """A model with adapters and dropout before its head, in training mode."""
+    model, images = build(family)
+    torch.manual_seed(0)
+    for module in list(model.modules()):
+        for name in ("qkv", "q_proj", "k_proj", "v_proj"):
+            if isinstance(getattr(module, name, None), nn.Linear):
+                setattr(module, name, Adapter(getattr(module, name)))
+    if family == "timm":
+        model.head_drop = nn.Dropout(0.5)
+    return model.train(), images
+
+
+@pytest.mark.parametrize("family", ["timm", "hugging-face"])
+def test_maps_in_training_mode_are_those_of_evaluation_mode(family: str) -> None:
+    """LeGrad runs the head again, libra-removal the projections."""
+    model, images = adapt(family)
+    _, _, maps = compute_maps(model, images, methods=METHODS)
+    assert model.training
+    _, _, expected = compute_maps(model.eval(), images, methods=METHODS)
+    for one, other in zip(maps, expected, strict=True):
+        assert torch.equal(one.values, other.values)
+
+
 def test_prompts_are_prefix_tokens() -> None:
     model, images = build("timm")
     prompted = Prompted(model).eval()

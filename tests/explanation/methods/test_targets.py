@@ -274,7 +274,6 @@ def test_each_image_has_its_target_however_the_batch_is_divided(tmp_path: Path) 
         (lambda logits: logits[range(len(logits)), [0, 1, 2, 3][: len(logits)]], "depends on the"),
         (lambda logits: logits[torch.arange(4), torch.arange(4)], "fails for 1 images"),
         ([1, 2], "there are 2 targets for 4 images"),
-        (torch.ones(4), "a name or an index, not 1.0"),
         (["auto"] * 4, "a name or an index, not 'auto'"),
         (["0 - 1", "0", "1", "2"], "of one kind"),
     ],
