@@ -40,6 +40,7 @@ class MadeLayer(AttentionLayer):
         self.norms = norms  # [N]
         self.captured = True
         self.batch, self.num_tokens = len(attention), attention.shape[-1]
+        self.num_queries = self.num_tokens
 
     chunk_elements = 2 * NUM_TOKENS**2  # an image at a time
 

@@ -5,7 +5,7 @@ Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from vit.explanation.capture.watch import AttentionCall, AttentionWatch
 from vit.model.logits import at_least_float32
 from vit.runtime.device import count_total_bytes
 
@@ -67,11 +68,11 @@ class AttentionLayer:
         self.returns_tuple = False
         self.batch = 0
         self.num_tokens = 0
+        self.num_queries = 0
         # [B, H, N, K], as the module's own code made them; None where they are projected from the
         # tokens again
         self.query: Tensor | None = None
         self.key: Tensor | None = None
-        self.options: Mapping[str, Any] = {}  # the other arguments of the module's call
         # [B, N, D], input of the attention module
         self.tokens: Tensor | None = None
         # largest attention that a patch draws, in multiples of the average token's; None until a
@@ -95,15 +96,11 @@ class AttentionLayer:
         names = (*cls.projections, *cls.others)
         return not is_branch and all(hasattr(module, name) for name in names)
 
-    @property
-    def scale(self) -> float:
-        return float(_first_of(self.module, "scale", "scaling"))
-
     def query_and_key(
         self, images: slice
     ) -> tuple[Float[Tensor, "b H Nq K"], Float[Tensor, "b H N K"]]:
-        """Return the queries and keys whose softmax(query keyᵀ + bias) is the attention, in float32
-        or more."""
+        """Return the queries and keys whose softmax(query keyᵀ) is the attention, in float32 or
+        more."""
         if self.query is not None and self.key is not None:
             query = self.query[images]
             key = self.key[images]
@@ -116,23 +113,7 @@ class AttentionLayer:
                 if hasattr(self.module, "q_norm"):
                     query = self.module.q_norm(query)
                     key = self.module.k_norm(key)
-        query = at_least_float32(self._rotate(query)) * self.scale
-        return query, at_least_float32(self._rotate(key))
-
-    def _rotate(self, tensor: Float[Tensor, "b H N K"]) -> Float[Tensor, "b H N K"]:
-        """Add positions to queries or keys, in families that do it here."""
-        return tensor
-
-    def bias(self) -> Float[Tensor, "*#H #Nq N"] | None:
-        """Return the bias of the scores before the softmax, the same for all images."""
-        return None
-
-    def scores(self, query: Tensor, key: Tensor, rows: slice = slice(None)) -> Attention:
-        """Compute the scores before the softmax from the result of `query_and_key`, for some
-        rows."""
-        scores = query[:, :, rows] @ key.transpose(-2, -1)
-        bias = self.bias()
-        return scores if bias is None else scores + bias[..., rows, :].to(scores.dtype)
+        return at_least_float32(query) * self.module.scale, at_least_float32(key)
 
     @property
     def chunk_elements(self) -> int:
@@ -143,12 +124,22 @@ class AttentionLayer:
         num_elements = int(_CHUNK_FRACTION * count_total_bytes(device)) // 4  # in float32
         return max(num_elements, CHUNK_ELEMENTS)
 
+    def compute_weights(self, images: slice) -> Callable[[slice], Attention]:
+        """Return a function from a few queries to their attention."""
+        query, key = self.query_and_key(images)
+        keys = key.transpose(-2, -1)
+
+        def attend(rows: slice) -> Attention:
+            scores = query[:, :, rows] @ keys
+            # in place, because new memory would double the time
+            return torch.softmax(scores, dim=-1, out=scores)
+
+        return attend
+
     @torch.no_grad()
-    def attention(self, images: slice = slice(None)) -> Attention:
+    def attention(self, images: slice = slice(None), queries: slice = slice(None)) -> Attention:
         """Compute the weights after the softmax; rows are queries and sum to one."""
-        scores = self.scores(*self.query_and_key(images))
-        # in place, because new memory would double the time
-        return torch.softmax(scores, dim=-1, out=scores)
+        return self.compute_weights(images)(queries)
 
     def attend(
         self, pool_weights: Float[Tensor, "B N"], images: slice = slice(None)
@@ -163,12 +154,11 @@ class AttentionLayer:
 
         For 4,096 tokens and 12 heads the whole matrix takes 0.8 GB for each image.
         """
-        query, key = self.query_and_key(images)
+        attend = self.compute_weights(images)
         step = max(self.chunk_elements // (self.num_heads * self.num_tokens), 1)
-        for start in range(0, query.shape[2], step):
+        for start in range(0, self.num_queries, step):
             rows = slice(start, start + step)
-            scores = self.scores(query, key, rows)
-            yield rows, torch.softmax(scores, dim=-1, out=scores)
+            yield rows, attend(rows)
 
     def in_chunks(self, compute: Callable[[slice], Tensor]) -> Tensor:
         """Call `compute` on a few images of the batch at a time, so that their attention matrices
@@ -203,14 +193,12 @@ class AttentionLayer:
         assert self.tokens is not None
         value = at_least_float32(self._split(self._project(self.tokens[images].detach(), 2)))
         # `forward` is called directly, because a call would run the hooks once more
-        projection = _first_of(self.module, "o_proj", "out_proj", "proj")
+        projection = self.module.proj
         size = self.num_heads * value.shape[-1]
         # projecting the identity includes what adapters (LoRA) add to the weight
         identity = torch.eye(size, dtype=self.tokens.dtype, device=value.device)
         weight = projection.forward(identity) - projection.forward(torch.zeros_like(identity[:1]))
-        weight = torch.unflatten(at_least_float32(weight), 0, (self.num_heads, -1))  # [H, K, D]
-        products = weight @ weight.transpose(-2, -1)  # [H, K, K]
-        return ((value @ products) * value).sum(dim=-1).clamp_min(0).sqrt()
+        return _measure_norms(value, weight)
 
     def attach(self, *, gradients: bool, block_tokens: bool, verify: bool) -> list[RemovableHandle]:
         """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph."""
@@ -218,17 +206,17 @@ class AttentionLayer:
         self._verified = not verify
 
         def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            inputs = args or (options["hidden_states"],)
             # The inputs (query, key, value) are captured by their last one, the values.
+            inputs = args
             tokens = inputs[2] if len(inputs) == 3 else inputs[0]
             if tokens.ndim != 3:
                 raise ValueError(f"{self.name} attends within windows, not between all patches")
             self.captured = False
             self.num_calls += 1
             self.tokens = tokens
-            self.options = options
             self.query = self.key = self.max_drawn = None
             self.batch, self.num_tokens = tokens.shape[:2]
+            self.num_queries = inputs[0].shape[1]
 
         def on_projection(
             attribute: str, module: nn.Module, args: tuple[Any, ...], output: Tensor
@@ -239,10 +227,6 @@ class AttentionLayer:
             # a view is copied, because it would keep the whole qkv output alive
             projected = output.contiguous() if output.ndim == 4 else self._split(output)
             setattr(self, attribute, projected)
-
-        def on_block(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            self.block_input = args[0]
-            self.block_tokens = first_output(result)
 
         def on_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             self.returns_tuple = isinstance(result, tuple)
@@ -257,12 +241,16 @@ class AttentionLayer:
             projection = getattr(self.module, name)
             handles.append(projection.register_forward_hook(partial(on_projection, attribute)))
         if block_tokens:
-            handles.append(self.block.register_forward_hook(on_block))
+            handles.append(self.block.register_forward_hook(self._keep_block))
         return handles
+
+    def _keep_block(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        self.block_input = args[0]
+        self.block_tokens = first_output(result)
 
     def _attach_heads(self) -> RemovableHandle:
         """Hook the submodule that takes O."""
-        receiver: nn.Module = _first_of(self.module, "norm", "o_proj", "out_proj", "proj")
+        receiver: nn.Module = _first_of(self.module, "norm", "proj")
         return receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0]))
 
     def _keep(self, heads: Tensor) -> None:
@@ -279,21 +267,14 @@ class AttentionLayer:
 
     def _project(self, tokens: Float[Tensor, "B N D"], which: int) -> Float[Tensor, "B N E"]:
         """Compute queries (0), keys (1) or values (2), heads side by side."""
-        letter = "qkv"[which]
-        qkv = getattr(self.module, "qkv", None)
-        if qkv is None:
-            return cast("Tensor", getattr(self.module, f"{letter}_proj")(tokens))
-
+        qkv = self.module.qkv
         # an adapter around the layer (LoRA) adds to the result of its weight
         if type(qkv) is not nn.Linear:
             return cast("Tensor", qkv(tokens).chunk(3, dim=-1)[which])
 
         size = qkv.out_features // 3
         rows = slice(which * size, (which + 1) * size)
-        if qkv.bias is None:  # Eva adds its biases to a qkv without any
-            bias = getattr(self.module, f"{letter}_bias", None)
-        else:
-            bias = qkv.bias[rows]
+        bias = None if qkv.bias is None else qkv.bias[rows]
         return F.linear(tokens, qkv.weight[rows], bias)
 
     @torch.no_grad()
@@ -303,11 +284,9 @@ class AttentionLayer:
         first_image = slice(1)
         actual = at_least_float32(heads[first_image, :_VERIFIED_QUERIES])
         try:
-            query, key = self.query_and_key(first_image)
-            scores = self.scores(query, key, slice(_VERIFIED_QUERIES))
+            attention = self.attention(first_image, slice(_VERIFIED_QUERIES))
             value = self._split(self._project(self.tokens[first_image], 2))
-            expected = scores.softmax(dim=-1) @ at_least_float32(value)
-            expected = self._project_heads(expected.transpose(1, 2).flatten(2))
+            expected = (attention @ at_least_float32(value)).transpose(1, 2).flatten(2)
             error = (expected - actual).abs().max()
         except RuntimeError:  # the shapes differ
             error = torch.tensor(math.inf)
@@ -338,120 +317,119 @@ class AttentionLayer:
         # `forward` is called directly, because a call would run the hooks once more
         if hasattr(self.module, "norm"):
             heads = self.module.norm.forward(heads)
-        projection = _first_of(self.module, "o_proj", "out_proj", "proj")
-        return cast("Tensor", projection.forward(heads))
-
-    def _project_heads(self, heads: Tensor) -> Tensor:
-        """Compute the tensor that `heads` keeps from A·V."""
-        return heads
+        return cast("Tensor", self.module.proj.forward(heads))
 
     def _split(self, tensor: Tensor) -> Tensor:
         return torch.unflatten(tensor, -1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, N, K]
 
 
-class RotaryLayer(AttentionLayer):
-    """timm's Eva and rotary attention: patches' queries and keys are rotated after `q_norm` and
-    `k_norm`."""
+class WatchedLayer(AttentionLayer):
+    """An attention layer whose attention is seen while it is computed, see `watch`."""
+
+    def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
+        super().__init__(name, module, block)
+        self._call: AttentionCall | None = None
+        self._watch: AttentionWatch | None = None
 
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
-        return type(module).__name__ in ("EvaAttention", "AttentionRope")
-
-    def _rotate(self, tensor: Tensor) -> Tensor:
-        rope = self.options.get("rope")
-        if rope is None:
-            return tensor
-        sine, cosine = rope.to(tensor.dtype).chunk(2, dim=-1)
-        return _rotate_patches(tensor, cosine, sine, halves=self.module.rotate_half)
-
-
-class BeitLayer(AttentionLayer):
-    """timm's BEiT: a bias for each distance between patches; queries and keys are no outputs of
-    modules."""
-
-    projections = ()
-    others = ("num_heads", "scale", "qkv", "proj", "relative_position_bias_table")
-
-    def bias(self) -> Tensor | None:
-        shared: Tensor | None = self.options.get("shared_rel_pos_bias")  # the same in all layers
-        if self.module.window_size is None:
-            return shared
-        # [queries, keys] of places in the table, each a bias for every head
-        table: Tensor = self.module.relative_position_bias_table
-        bias = table[self.module.relative_position_index].permute(2, 0, 1)  # [H, N, N]
-        return bias if shared is None else bias + shared
-
-
-class HuggingFaceLayer(AttentionLayer):
-    """Hugging Face's vision transformers: separate projections; DINOv3's patches are rotated after
-    them."""
-
-    projections = ("q_proj", "k_proj")
-    others = ("v_proj", "config")
-
-    def bias(self) -> Tensor | None:
-        return self.options.get("attention_mask")
-
-    def _rotate(self, tensor: Tensor) -> Tensor:
-        rotation = self.options.get("position_embeddings")
-        return tensor if rotation is None else _rotate_patches(tensor, *rotation)
-
-
-class TorchvisionLayer(AttentionLayer):
-    """torchvision's ViT, whose `nn.MultiheadAttention` projects without running a module: queries
-    and keys are projected again from its input. Its result is kept instead of O; because the
-    projection W is linear, ∂f/∂O is ∂f/∂result · W."""
-
-    projections = ()
-
-    @classmethod
-    def matches(cls, module: nn.Module, block: nn.Module) -> bool:
-        return isinstance(module, nn.MultiheadAttention) and type(block).__name__ == "EncoderBlock"
+        if isinstance(module, nn.MultiheadAttention):
+            return type(block).__name__ == "EncoderBlock"  # torchvision
+        hugging_face = ("q_proj", "k_proj", "v_proj", "config")
+        beit = ("num_heads", "scale", "qkv", "proj", "relative_position_bias_table")
+        return type(module).__name__ in ("EvaAttention", "AttentionRope") or any(
+            all(hasattr(module, name) for name in names) for names in (hugging_face, beit)
+        )
 
     @property
-    def scale(self) -> float:
-        return float(self.module.head_dim**-0.5)
+    def call(self) -> AttentionCall:
+        assert self._call is not None
+        return self._call
 
-    def gradient_and_value(
-        self, heads_gradient: Float[Tensor, "B Nq E"], images: slice
-    ) -> tuple[Tensor, Tensor]:
-        return super().gradient_and_value(
-            heads_gradient @ self.module.out_proj.weight.detach(), images
-        )
+    def compute_weights(self, images: slice) -> Callable[[slice], Attention]:
+        return self.call.compute_weights(images)
+
+    def gradient_and_value(self, heads_gradient: Tensor, images: slice) -> tuple[Tensor, Tensor]:
+        gradient = at_least_float32(self.call.arrange(heads_gradient)[images])
+        if self.call.projection is not None:
+            # because the projection W is linear, ∂f/∂O is ∂f/∂result · W
+            gradient = self._split(gradient @ at_least_float32(self.call.projection[0]))
+        return gradient, at_least_float32(self.call.value[images])
 
     def head_outputs(self) -> Float[Tensor, "B H Nq K"]:
-        # `heads` holds their projection
-        assert self.heads is not None
+        value = at_least_float32(self.call.value)
+        return self.in_chunks(lambda images: self.attention(images) @ value[images])
 
-        def attend(images: slice) -> Tensor:
-            _, value = self.gradient_and_value(self.heads, images)  # type: ignore[arg-type]
-            return self.attention(images) @ value
+    @torch.no_grad()
+    def value_norms(self, images: slice = slice(None)) -> Float[Tensor, "b H N"]:
+        value = at_least_float32(self.call.value[images])
+        if self.call.output_weight is None:
+            return value.square().sum(dim=-1).sqrt()
+        return _measure_norms(value, self.call.output_weight.mT)
 
-        return self.in_chunks(attend)
+    def attach(self, *, gradients: bool, block_tokens: bool, verify: bool) -> list[RemovableHandle]:
+        self._gradients = gradients
+        self._verified = not verify
 
-    def _attach_heads(self) -> RemovableHandle:
-        attention: nn.Module = self.module
-        return attention.register_forward_hook(
-            lambda module, args, result: self._keep(first_output(result))
-        )
+        def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            tokens = args[0] if args else next(iter(options.values()))
+            if tokens.ndim != 3:
+                raise ValueError(f"{self.name} attends within windows, not between all patches")
+            self.captured = False
+            self.num_calls += 1
+            self.tokens = tokens
+            self.max_drawn = None
+            self.batch, self.num_tokens = tokens.shape[:2]
+            self._watch = AttentionWatch(self.batch, self._keep_call)
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
 
-    def _project_output(self, heads: Tensor) -> Tensor:
-        return heads  # they are the output
+        def on_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            # also where the module has raised an error
+            if self._watch is not None:
+                self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._watch = None
+            self.returns_tuple = isinstance(result, tuple)
 
-    def _project_heads(self, heads: Tensor) -> Tensor:
-        projection = self.module.out_proj
-        return F.linear(heads, projection.weight.to(heads.dtype), projection.bias.to(heads.dtype))
+        handles = [
+            self.module.register_forward_pre_hook(on_input, with_kwargs=True),
+            self.module.register_forward_hook(on_output, always_call=True),
+        ]
+        if block_tokens:
+            handles.append(self.block.register_forward_hook(self._keep_block))
+        return handles
 
-    def _project(self, tokens: Float[Tensor, "B N D"], which: int) -> Float[Tensor, "B N E"]:
-        rows = slice(which * self.module.embed_dim, (which + 1) * self.module.embed_dim)
-        bias = self.module.in_proj_bias
-        if bias is not None:
-            bias = bias[rows]
-        return F.linear(tokens, self.module.in_proj_weight[rows], bias)
+    def _keep_call(self, call: AttentionCall) -> None:
+        self._call = call
+        self.num_queries = call.value.shape[2] if call.query is None else call.query.shape[2]
+        if not self._verified and not self.module.training:
+            self._verify(call.output)
+        self.captured = True
+        self.heads = call.output if self._gradients else None
+        if not self._gradients:
+            call.output = call.output.new_empty(0)
+
+    @torch.no_grad()
+    def _verify(self, heads: Tensor) -> None:
+        first_image = slice(1)
+        actual = at_least_float32(self.call.arrange(heads)[first_image])
+        attention = self.attention(first_image, slice(_VERIFIED_QUERIES))
+        expected = attention @ at_least_float32(self.call.value[first_image])
+        if self.call.projection is not None:
+            weight, bias = self.call.projection
+            expected = expected.transpose(1, 2).flatten(2) @ at_least_float32(weight).mT
+            expected = expected if bias is None else expected + bias
+        actual = actual[..., : expected.shape[-2], :]
+        error = (expected - actual).abs().max()
+        if not error <= _tolerance(heads) * actual.abs().max():
+            raise ValueError(
+                f"{self.name} computes something else than softmax(q kᵀ)·v, so its attention is "
+                "unknown"
+            )
+        self._verified = True
 
 
 # The first class that matches reads a layer: AttentionLayer would match EvaAttention too.
-LAYER_KINDS = (RotaryLayer, BeitLayer, AttentionLayer, HuggingFaceLayer, TorchvisionLayer)
+LAYER_KINDS = (WatchedLayer, AttentionLayer)
 
 
 class LayerPlace(NamedTuple):
@@ -525,16 +503,13 @@ def check_calls(layers: Sequence[AttentionLayer]) -> None:
             )
 
 
-def _rotate_patches(tensor: Tensor, cosine: Tensor, sine: Tensor, *, halves: bool = True) -> Tensor:
-    """Apply a rotary position embedding (Su et al. 2021, eq. 34) to patches, paired by halves of a
-    head or by neighbours; prefix tokens have no position."""
-    prefix, patches = tensor.tensor_split([tensor.shape[2] - sine.shape[-2]], dim=2)
-    if halves:
-        first, second = patches.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-    else:
-        turned = torch.stack([-patches[..., 1::2], patches[..., ::2]], dim=-1).flatten(-2)
-    return torch.cat([prefix, patches * cosine + turned * sine], dim=2)
+def _measure_norms(
+    value: Float[Tensor, "b H N K"], weight: Float[Tensor, "E D"]
+) -> Float[Tensor, "b H N"]:
+    """Compute ‖v W_O‖ of each head."""
+    weight = torch.unflatten(at_least_float32(weight), 0, (value.shape[1], -1))  # [H, K, D]
+    products = weight @ weight.transpose(-2, -1)  # [H, K, K]
+    return ((value @ products) * value).sum(dim=-1).clamp_min(0).sqrt()
 
 
 def _tolerance(tensor: Tensor) -> float:

@@ -52,9 +52,7 @@ def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> To
     return torch.stack(layer_gates).sum(dim=0) + _differentiate_pooling(forward, score)
 
 
-def _differentiate_layer(
-    layer: AttentionLayer, heads_gradient: Float[Tensor, "B Nq E"]
-) -> TokenWeights:
+def _differentiate_layer(layer: AttentionLayer, heads_gradient: Tensor) -> TokenWeights:
     """Differentiate by the gates of one layer, for a few query rows at a time: for 4,096 tokens the
     matrices of one layer would take gigabytes."""
 

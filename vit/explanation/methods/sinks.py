@@ -76,9 +76,8 @@ def _choose_queries(num_tokens: int, num_prefix_tokens: int) -> slice:
 def _find_in_layer(
     layer: AttentionLayer, num_prefix_tokens: int, images: slice
 ) -> Bool[Tensor, "b P"]:
-    query, key = layer.query_and_key(images)
-    rows = _choose_queries(query.shape[2], num_prefix_tokens)
-    attention = layer.scores(query, key, rows).softmax(dim=-1)  # [b, H, queries, N]
+    rows = _choose_queries(layer.num_queries, num_prefix_tokens)
+    attention = layer.attention(images, rows)  # [b, H, queries, N]
 
     drawn_by_head = attention.mean(dim=2)
     drawn = drawn_by_head.mean(dim=1)

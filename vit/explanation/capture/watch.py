@@ -1,0 +1,301 @@
+"""See attention while a module computes it, however its code is written: torch's fused functions, or
+a softmax whose result is multiplied with the values.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vit.model.logits import at_least_float32
+
+Heads = Float[Tensor, "B H N K"]
+
+_SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+# functions that give the weights another shape or type, or are off in evaluation mode
+_UNCHANGED = {F.dropout, torch.dropout, torch.reshape, torch.flatten, torch.unflatten}
+_UNCHANGED |= {Tensor.reshape, Tensor.view, Tensor.flatten, Tensor.unflatten, Tensor.contiguous}
+_UNCHANGED |= {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+class UnreadableError(ValueError):
+    """Attention was seen, and it isn't known what its weights are."""
+
+
+@dataclass
+class AttentionCall:
+    """One attention that a module computed: A·V = O for each head.
+
+    Attributes:
+        output: O as the module's code has it, in the autograd graph; with `projection`, its
+            projection [N, B, D].
+        arrange: From a tensor of the shape of `output` to [B, H, N, K], or [B, N, D].
+        value: V of each query head.
+        weights: A; None where it is computed from `query` and `key`.
+        query, key: Queries, multiplied by the scale, and keys.
+        bias: What is added to the scores.
+        projection: Weight and bias of a projection that is part of the same function.
+        output_weight: Weight [D, H·K] of the linear layer that reads O, if there is one.
+    """
+
+    output: Tensor
+    arrange: Callable[[Tensor], Tensor]
+    value: Heads
+    weights: Tensor | None = None
+    query: Heads | None = None
+    key: Heads | None = None
+    bias: Tensor | None = None
+    projection: tuple[Tensor, Tensor | None] | None = None
+    output_weight: Tensor | None = None
+
+    def compute_weights(self, images: slice) -> Callable[[slice], Float[Tensor, "b H Nq N"]]:
+        """Return a function from a few queries to the weights of some images, in float32 or
+        more."""
+        if self.weights is not None:
+            weights = self.weights[images]
+            return lambda rows: at_least_float32(weights[:, :, rows])
+        assert self.query is not None
+        assert self.key is not None
+        query = at_least_float32(self.query[images])
+        key = at_least_float32(self.key[images]).transpose(-2, -1)
+        bias = self.bias
+        if bias is not None:
+            # [#B, #H, Nq, N], and one for each image may be different
+            bias = bias.expand(*(1,) * (4 - bias.ndim), *bias.shape).to(query.dtype)
+            bias = bias[images] if len(bias) > 1 else bias
+
+        def attend(rows: slice) -> Tensor:
+            scores = query[:, :, rows] @ key
+            if bias is not None:
+                scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])
+            # in place, because new memory would double the time
+            return torch.softmax(scores, dim=-1, out=scores)
+
+        return attend
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Context that passes each attention to `keep`.
+
+    Args:
+        batch: Number of images, which tells the heads of [B·H, N, N] apart.
+        keep: Called with each attention.
+        mixes: False lets each token attend to itself alone.
+    """
+
+    def __init__(
+        self, batch: int, keep: Callable[[AttentionCall], object], *, mixes: bool = True
+    ) -> None:
+        super().__init__()
+        self.batch = batch
+        self.keep = keep
+        self.mixes = mixes
+        self._weights: list[Tensor] = []  # the result of the last softmax, in all its shapes
+        self._last: AttentionCall | None = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            call = self._read_fused(*args, **kwargs)
+            if not self.mixes:
+                return call.value
+            result = call.output = func(*args, **kwargs)
+            self._keep(call)
+            return result
+        result = func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            if not self.mixes:
+                return (args[2], *result[1:])
+            self._keep(self._read_projected(result[0], *args, **kwargs))
+        elif func in _SOFTMAX:
+            if _is_attention(result, *args, **kwargs):
+                if not self.mixes:
+                    identity = torch.eye(result.shape[-1], dtype=result.dtype, device=result.device)
+                    result = identity.expand_as(result)
+                self._weights = [result]
+        elif func in _UNCHANGED and self._is_weights(args[0]):
+            self._weights.append(result)
+        elif func in _PRODUCTS and self._is_weights(args[0]):
+            self._keep(self._read_product(result, *args, **kwargs))
+        elif func is torch.einsum:
+            operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+            if any(map(self._is_weights, operands)):
+                self._keep(self._read_einsum(result, args[0], *operands))
+        elif func is F.linear and self._last is not None:
+            # the first one after the heads
+            last, self._last = self._last, None
+            if args[1].shape[1] == last.value.shape[1] * last.value.shape[3]:
+                last.output_weight = args[1].detach()
+        return result
+
+    def _keep(self, call: AttentionCall) -> None:
+        self._last = call
+        self.keep(call)
+
+    def _is_weights(self, tensor: object) -> bool:
+        return any(tensor is weights for weights in self._weights)
+
+    def _split(self, tensor: Tensor) -> Heads:
+        """Arrange [B·H, N, K] as [B, H, N, K]."""
+        if tensor.ndim == 3 and tensor.shape[0] % self.batch == 0:
+            return torch.unflatten(tensor, 0, (self.batch, -1))
+        if tensor.ndim != 4:
+            raise UnreadableError(
+                f"attention of the shape {list(tensor.shape)} isn't of batches and heads"
+            )
+        return tensor
+
+    def _read_fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> AttentionCall:
+        """Read torch's `scaled_dot_product_attention`, whose output is set later."""
+        if scale is None:
+            scale = query.shape[-1] ** -0.5
+        heads = [self._split(tensor.detach()) for tensor in (query, key, value)]
+        num_heads = heads[0].shape[1]
+        # heads that share keys and values
+        key, value = (
+            tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
+            if tensor.shape[1] not in (1, num_heads)
+            else tensor.expand(-1, num_heads, -1, -1)
+            for tensor in heads[1:]
+        )
+        bias = None if attn_mask is None else _as_bias(attn_mask, query)
+        if bias is not None and query.ndim == 3 and bias.ndim == 3:
+            bias = self._split(bias)
+        if is_causal:
+            allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+            bias = _as_bias(allowed, query)
+        return AttentionCall(query, self._split, value, query=heads[0] * scale, key=key, bias=bias)
+
+    def _read_projected(
+        self,
+        output: Float[Tensor, "N B D"],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        embed_dim: int,
+        num_heads: int,
+        in_weight: Tensor | None,
+        in_bias: Tensor | None,
+        bias_k: Tensor | None,
+        bias_v: Tensor | None,
+        add_zero_attn: bool,
+        dropout: float,
+        out_weight: Tensor,
+        out_bias: Tensor | None,
+        training: bool = True,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        **others: Any,
+    ) -> AttentionCall:
+        """Read `nn.MultiheadAttention`, which projects within the same function."""
+        is_plain = output.ndim == 3 and bias_k is None and not add_zero_attn
+        if in_weight is None or not is_plain or key_padding_mask is not None:
+            raise UnreadableError(
+                "nn.MultiheadAttention with kdim, add_bias_kv, add_zero_attn, key_padding_mask or "
+                "without a batch can't be read"
+            )
+        biases = (None,) * 3 if in_bias is None else in_bias.detach().chunk(3)
+        tensors = zip((query, key, value), in_weight.detach().chunk(3), biases, strict=True)
+        with torch.no_grad():
+            # [N, B, D] to [B, H, N, K]
+            query, key, value = (
+                torch.unflatten(
+                    F.linear(tensor.detach(), weight, bias), -1, (num_heads, -1)
+                ).permute(1, 2, 0, 3)
+                for tensor, weight, bias in tensors
+            )
+        bias = None if attn_mask is None else _as_bias(attn_mask, query)
+        return AttentionCall(
+            output,
+            lambda tensor: tensor.transpose(0, 1),
+            value,
+            query=query * query.shape[-1] ** -0.5,
+            key=key,
+            bias=self._split(bias) if bias is not None and bias.ndim == 3 else bias,
+            projection=(out_weight.detach(), None if out_bias is None else out_bias.detach()),
+            output_weight=out_weight.detach(),
+        )
+
+    def _read_product(self, output: Tensor, weights: Tensor, value: Tensor) -> AttentionCall:
+        """Read A @ V."""
+        matrices = self._split(weights.detach())
+        values = value.detach()
+        if values.ndim == 3:
+            values = values[:, None] if len(values) == self.batch else self._split(values)
+        values = values.expand(*matrices.shape[:2], -1, -1)
+        return AttentionCall(output, self._split, values, weights=matrices)
+
+    def _read_einsum(self, output: Tensor, equation: str, *operands: Tensor) -> AttentionCall:
+        """Read a product of attention and values that is written as a sum over indices."""
+        names, output_names = equation.replace(" ", "").split("->")
+        terms = names.split(",")
+        first = operands[0]
+        if not self._is_weights(first):
+            operands = operands[::-1]
+            terms = terms[::-1]
+        weights, value = operands
+        # letters in the place of an ellipsis
+        leading = "XYZ"[: weights.ndim - len(terms[0].replace("...", ""))]
+        term, value_term, output_term = (
+            text.replace("...", leading) for text in (*terms, output_names)
+        )
+        batch, query, key = term[:-2], term[-2], term[-1]
+        channels = [letter for letter in value_term if letter not in term]
+        if len(channels) != 1 or sorted(output_term) != sorted(batch + query + channels[0]):
+            raise UnreadableError(f"einsum {equation!r} isn't a product of attention and values")
+
+        order = [value_term.index(letter) for letter in batch if letter in value_term]
+        values = value.detach().permute(
+            *order, value_term.index(key), value_term.index(channels[0])
+        )
+        for axis, letter in enumerate(batch):
+            if letter not in value_term:  # heads that share their values
+                values = values.unsqueeze(axis)
+        matrices = self._split(weights.detach())
+        places = [output_term.index(letter) for letter in (*batch, query, *channels)]
+        return AttentionCall(
+            output,
+            lambda tensor: self._split(tensor.permute(places)),
+            self._split(values.expand(*weights.shape[:-2], -1, -1)),
+            weights=matrices,
+        )
+
+
+def _is_attention(
+    result: Tensor, input: Tensor, dim: int | None = None, *others: Any, **options: Any
+) -> bool:
+    """Return whether a softmax is over the keys of a square matrix."""
+    is_last = dim in (-1, input.ndim - 1)
+    return is_last and input.ndim > 2 and result.shape[-1] == result.shape[-2] > 1
+
+
+def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
+    """Convert a mask that is True where keys are attended to, as a bias of the scores."""
+    if mask.dtype != torch.bool:
+        return mask.detach()
+    zeros = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
+    return zeros.masked_fill(~mask, -torch.inf)
