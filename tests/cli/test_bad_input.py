@@ -740,9 +740,9 @@ class TestCommand:
         [
             (["predict", "m", "x", "--devise", "cpu"], "--device"),
             (["trian"], "'train'"),
-            (["train"], "--output"),
+            (["train"], "which configuration?"),
             (["predict", "m", "x", "--top-k", "x"], "--top-k"),
-            (["predict", "m", "x", "--format", "xml"], "'jsonl', 'csv'"),
+            (["predict", "m", "x", "--format", "xml"], "'table', 'jsonl', 'csv'"),
             (["info", "a", "b"], "b"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",

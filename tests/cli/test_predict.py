@@ -60,10 +60,11 @@ def test_json_lines_of_a_folder_in_order(
 def test_csv_reads_as_csv(predict: Callable[..., Outcome], model_file: Path, folder: Path) -> None:
     _, out, _ = predict(model_file, folder / "a.jpg", folder / "broken.png", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert [row["rank"] for row in rows] == ["1", "2", "3", ""]
-    assert sum(float(row["probability"]) for row in rows[:3]) == pytest.approx(1)
-    assert {row["name"] for row in rows[:3]} == {"bee", "cat, tabby", "dog"}
-    assert rows[3]["error"]
+    assert [Path(row["path"]).name for row in rows] == ["a.jpg", "broken.png"]
+    ranks = (1, 2, 3)
+    assert sum(float(rows[0][f"probability_{rank}"]) for rank in ranks) == pytest.approx(1)
+    assert {rows[0][f"class_{rank}"] for rank in ranks} == {"bee", "cat, tabby", "dog"}
+    assert rows[1]["error"]
 
 
 def test_the_temperature_of_the_model_is_used(

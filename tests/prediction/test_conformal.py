@@ -181,7 +181,7 @@ def test_answers_of_a_model_and_why_there_are_none(bundle: Bundle) -> None:
     some = replace(bundle, metadata=metadata)
     assert predict_sets(some, logits, coverage=0.9) == [[1], []]
     assert predict_sets(some, logits, coverage=0.95) is None
-    reason = "no prediction sets at 95%: 10 validation images, 19 are needed"
+    reason = "no prediction sets at 95 %: 10 validation images, 19 are needed"
     assert explain_missing(some, 0.95) == f"{reason}; no p-values: it is too hot"
     with pytest.raises(ValueError, match=r"coverage 0\.8 is not one of those .* 0\.9 and 0\.95"):
         predict_sets(some, logits, coverage=0.8)

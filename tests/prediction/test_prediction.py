@@ -15,7 +15,13 @@ from PIL import Image
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs
 from vit.prediction.predict import predict_images
-from vit.prediction.records import Prediction, PredictionResult, write_csv, write_jsonl
+from vit.prediction.records import (
+    Prediction,
+    PredictionResult,
+    write_csv,
+    write_jsonl,
+    write_table,
+)
 
 
 @pytest.fixture
@@ -133,13 +139,32 @@ def test_lines_hold_what_was_predicted() -> None:
     file = io.StringIO()
     list(write_csv(predictions, file=file))
     rows = list(csv.DictReader(io.StringIO(file.getvalue())))
-    assert [(row["path"], row["rank"], row["name"], row["error"]) for row in rows] == [
-        ("a.png", "1", "dog, the", ""),
-        ("a.png", "2", "cat", ""),
-        ("b.png", "", "", "truncated"),
+    classes = ("class_1", "probability_1", "class_2", "probability_2")
+    assert [[row[name] for name in ("path", *classes, "error")] for row in rows] == [
+        ["a.png", "dog, the", "0.75", "cat", "0.25", ""],
+        ["b.png", None, None, None, None, "truncated"],
     ]
-    assert [(row["in_set"], row["p_value"]) for row in rows] == [
-        ("true", "0.5"),
-        ("false", "0.5"),
+    assert [(row["prediction_set"], row["p_value"]) for row in rows] == [
+        ("dog, the", "0.5"),
         ("", ""),
+    ]
+
+
+def test_a_reader_gets_a_line_for_each_image_with_its_doubt() -> None:
+    classes = [(0, "cat", 0.6), (1, "dog", 0.4)]
+    predictions = [
+        Prediction("a b.png", classes, prediction_set=["cat"], p_value=0.05),
+        Prediction("b.png", classes, prediction_set=["cat", "dog"], p_value=0.5),
+        Prediction("c.png", classes, prediction_set=["cat"], p_value=0.06),
+        Prediction("d.png", classes),  # a model file without thresholds
+        Prediction("e.png", [], error="truncated"),
+    ]
+    file = io.StringIO()
+    assert list(write_table(predictions, file=file)) == predictions
+    assert file.getvalue().splitlines() == [
+        " 60.0 %  cat  unusual   a b.png",
+        " 60.0 %  cat  unsure    b.png",
+        " 60.0 %  cat            c.png",
+        " 60.0 %  cat            d.png",
+        "e.png: truncated",
     ]

@@ -7,6 +7,7 @@ and text: `vit.runtime.signatures` reads them from the source, so that `--help` 
 - Its help is the first sentence under `Args:`; a sentence "None: …" says what the default None means;
   "See `vit.evaluate`." takes the text from there.
 - `@check_arguments(batch_size=(1, None))` above the function gives the smallest and largest value.
+- A required `output` has a default, `choose_output`.
 - `str | Sequence[str]` is a list of names with commas; values of other types, such as a model, are given as text.
 
 A command is a module with a `COMMAND` (`vit.runtime.command.Command`), which `vit.cli.main` names on one
@@ -19,6 +20,7 @@ The first sentence of the docstring of `run` is shown in `vit --help`: at most 6
 """
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,9 +32,10 @@ import typer
 from typer.core import TyperCommand
 
 from vit.cli.first_look import check_paths
+from vit.model.find_file import MODEL_FILE
 from vit.runtime.arguments import check_value, shorten
 from vit.runtime.command import Command
-from vit.runtime.files import expand_home
+from vit.runtime.files import clean_name, expand_home
 from vit.runtime.signatures import (
     REQUIRED,
     Names,
@@ -136,6 +139,8 @@ class CommandBuilder:
             texts = values.pop("rare", None) or []
             arguments = {name: _expand_home(value) for name, value in values.items()}
             check_paths(arguments)
+            if self._has_output and arguments["output"] is None:
+                arguments["output"] = choose_output(self.command.run.__name__, arguments)
             own_values = {name: arguments.pop(name) for name in self.own}
             if not self.command.function:
                 self.command.run(**own_values)
@@ -165,6 +170,12 @@ class CommandBuilder:
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run
 
+    @property
+    def _has_output(self) -> bool:
+        """True if the command needs a directory for its results."""
+        output = self.own.get("output") or self.passed.get("output")
+        return output is not None and output.default is REQUIRED
+
     def _sort(self) -> list[Parameter]:
         """Return the parameters: arguments, required options, the others; the public function's
         before the command's own."""
@@ -176,6 +187,10 @@ class CommandBuilder:
 
     def _build_parameter(self, parameter: Parameter) -> inspect.Parameter:
         name, kind, default = parameter.name, parameter.kind, parameter.default
+        text = self.describe(parameter)
+        if name == "output" and default is REQUIRED:
+            default = None
+            text += "  [default: runs/NAME-N]"
         if kind == Names:
             kind = str
             default = default if isinstance(default, str) else ",".join(default)
@@ -184,14 +199,14 @@ class CommandBuilder:
             info = typer.Option(
                 self._find_flag(parameter),
                 *(["-o"] if name == "output" else []),
-                help=self.describe(parameter),
+                help=text,
                 min=minimum,
                 max=maximum,
                 metavar=_METAVARS.get(kind),
             )
         else:
             flag = self._find_flag(parameter)
-            info = typer.Argument(help=self.describe(parameter), metavar=flag)
+            info = typer.Argument(help=text, metavar=flag)
         return inspect.Parameter(
             name,
             _KEYWORD_ONLY,
@@ -235,6 +250,39 @@ class CommandBuilder:
                     f"--option {shorten(text)!r} is not NAME=VALUE with one of {', '.join(self.rare)}"
                 )
         return values
+
+
+def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
+    """Choose a new directory for the results of a command, which names it when it ends: runs/photos-1
+    for `vit train photos`, runs/photos-1-explain-1 for `vit explain runs/photos-1`.
+
+    Args:
+        command: Name of the command.
+        arguments: Values of its arguments and options.
+
+    Raises:
+        ValueError: A run is to be resumed, or several processes would choose.
+    """
+    if arguments.get("resume"):
+        raise ValueError("--resume goes on in a directory; name it with --output")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("several processes need one directory; name it with --output")
+    name = next((value for value in arguments.values() if isinstance(value, str)), command)
+    source = Path(name)
+    if source.exists():
+        source = source.resolve()
+        # a run's model file is called by its directory
+        if source.name == MODEL_FILE:
+            source = source.parent
+        name = source.name if source.is_dir() else source.stem
+    # the name of a recipe has a slash
+    name = clean_name(name.replace("/", "-"))
+    if command != "train":
+        name = f"{name}-{command}"
+    number = 1
+    while (directory := Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    return directory
 
 
 def _keep_hyphens(text: str) -> str:

@@ -1,10 +1,17 @@
 """`vit info`: what this machine will use, or what a model file holds."""
 
 import math
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 from vit.runtime.arguments import shorten
 from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
+
+if TYPE_CHECKING:
+    from vit.bundle import Bundle
 
 
 def info(model: str | None = None) -> None:
@@ -42,15 +49,72 @@ def _describe_machine() -> dict[str, object]:
 def _describe_model(source: str) -> dict[str, object]:
     # torch takes seconds to import, and `vit --help` does without
     from vit.bundle import load_bundle
-    from vit.prediction.conformal import describe_limits
 
     bundle = load_bundle(source)
+    metadata = bundle.metadata
     num_parameters = sum(parameter.numel() for parameter in bundle.model.parameters())
     shown: dict[str, object] = {
         "model": source,
         "parameters": f"{num_parameters:,}",
-        "classes": shorten(", ".join(bundle.class_names)),
+        "classes": f"{len(bundle.class_names)}: {shorten(', '.join(bundle.class_names))}",
     }
+    if evaluation := metadata.get("evaluation"):
+        low, high = 100 * evaluation["top1_low"], 100 * evaluation["top1_high"]
+        shown["accuracy"] = (
+            f"{100 * evaluation['top1']:.1f} % ({low:.1f}–{high:.1f} %, 95 % confidence interval) of"
+            f" {evaluation['num_images']:,} images: {evaluation['images']}"
+        )
+    if not source.startswith("timm:"):
+        shown |= _describe_run(source, metadata)
+    shown |= _describe_answers(bundle)
+    # the values of all keys, on one line for each section
+    for section in ("architecture", "module", "preprocess", "versions"):
+        values = metadata.get(section, {})
+        if values:
+            shown[section] = ", ".join(
+                f"{key} {_describe_value(value)}"
+                for key, value in values.items()
+                if value is not None
+            )
+    if data := metadata.get("data"):
+        counts = [
+            f"{split['num_images']:,} {name}" for name, split in data.get("splits", {}).items()
+        ]
+        shown["data"] = f"{data.get('name', '–')}: {', '.join(counts)}"
+        shown["fingerprint"] = data.get("fingerprint", "–")
+    if limits := metadata.get("limits"):
+        shown["limits"] = limits
+    shown["sha256"] = bundle.sha256
+    return shown
+
+
+def _describe_run(source: str, metadata: Mapping[str, Any]) -> dict[str, object]:
+    """Describe the training run that the model file lies in; empty for a file without one."""
+    from vit.model.find_file import find_model_file
+    from vit.runtime.metrics_file import METRICS_FILE, load_metrics
+
+    file = find_model_file(source).parent / METRICS_FILE
+    epochs = []
+    # with a damaged file only these lines are missing
+    with suppress(ValueError):
+        epochs = load_metrics(file)
+    if not epochs:
+        return {}
+    end = datetime.fromtimestamp(file.stat().st_mtime).astimezone()
+    shown: dict[str, object] = {
+        "trained": f"{len(epochs)} epochs, {epochs[-1]['step']:,} steps, until {end:%Y-%m-%d %H:%M}"
+    }
+    validated = [epoch["val_top1"] for epoch in epochs if epoch.get("val_top1") is not None]
+    if validated and "evaluation" not in metadata:
+        shown["accuracy"] = f"{100 * max(validated):.1f} % of the validation images, at its best"
+    return shown
+
+
+def _describe_answers(bundle: "Bundle") -> dict[str, object]:
+    """Describe temperature, prediction sets and features."""
+    from vit.prediction.conformal import describe_limits
+
+    shown: dict[str, object] = {}
     conformal = bundle.metadata.get("conformal") or {}
     if set_limits := describe_limits(bundle.metadata):
         shown["prediction sets"] = set_limits
@@ -64,28 +128,13 @@ def _describe_model(source: str) -> dict[str, object]:
     elif conformal.get("no_likeness"):
         shown["training features"] = f"none: {conformal['no_likeness']}"
     if "temperature" in bundle.metadata:
-        shown["temperature"] = f"{bundle.temperature:.4f}"
-    if evaluation := bundle.metadata.get("evaluation"):
-        interval = f"{evaluation['top1_low']:.1%} to {evaluation['top1_high']:.1%}"
-        shown["top-1 accuracy"] = (
-            f"{evaluation['top1']:.1%} ({interval}, 95 % confidence interval) of"
-            f" {evaluation['num_images']:,} images: {evaluation['images']}"
-        )
-    if limits := bundle.metadata.get("limits"):
-        shown["limits"] = limits
-    sections = (
-        "temperature_fitted_on",
-        "architecture",
-        "module",
-        "preprocess",
-        "data",
-        "versions",
-    )
-    for section in sections:
-        for key, value in bundle.metadata.get(section, {}).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                shown[f"{section}.{key}"] = "– (the file has no finite number here)"
-            else:
-                shown[f"{section}.{key}"] = value
-    shown["sha256"] = bundle.sha256
+        fitted_on = bundle.metadata.get("temperature_fitted_on", {})
+        images = "".join(f", {key} {value}" for key, value in fitted_on.items())
+        shown["temperature"] = f"{bundle.temperature:.4f}{images}"
     return shown
+
+
+def _describe_value(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "– (the file has no finite number here)"
+    return value

@@ -15,37 +15,42 @@ def predict(
     call: Call,
     images: list[str],
     *,
-    output_format: Literal["jsonl", "csv"] = "jsonl",
+    output_format: Literal["auto", "table", "jsonl", "csv"] = "auto",
 ) -> None:
     """Predict the most probable classes of images.
 
-    Prints one result for each image, in the order given. prediction_set names the classes that
-    include the right one as often as --coverage says. A small p_value means that the photo looks
-    unlike the training photos. Both are null if the model file has no thresholds.
+    Prints one result for each image, in the order given: a line in a terminal, JSON into a file or
+    program. prediction_set names the classes that include the right one as often as --coverage
+    says; a photo for which it doesn't have exactly one class is called unsure. A small p_value
+    means that the photo looks unlike the training photos; up to 0.05 it is called unusual. Both are
+    null if the model file has no thresholds.
 
     An image that can't be read gets a line with an error. If none can be read, the exit code is 1.
     Progress goes to standard error.
 
     Args:
         images: Files or folders, or - for a list of paths on standard input.
-        output_format: Format of standard output: jsonl or csv.
+        output_format: Format of standard output: table, jsonl, csv; auto is a table in a terminal
+            and jsonl elsewhere.
     """
     # torch, which `vit --help` does without
     from vit.prediction.predict import iterate_predictions
-    from vit.prediction.records import write_csv, write_jsonl
+    from vit.prediction.records import write_csv, write_jsonl, write_table
     from vit.runtime.progress import show_progress
 
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
-    if call.keywords["similar"] and output_format == "csv":
-        raise ValueError("--similar needs --format jsonl: a line of CSV is a class of an image")
+    if output_format == "auto":
+        output_format = "table" if sys.stdout.isatty() and not call.keywords["similar"] else "jsonl"
+    if call.keywords["similar"] and output_format != "jsonl":
+        raise ValueError("--similar needs --format jsonl: other formats have no place for photos")
     # a folder that is named alone is an error if it holds no images
     is_one_path = len(images) == 1 and images[0] != "-"
     inputs = images[0] if is_one_path else list_names(images)
     # one batch after another, whereas the function keeps all predictions in memory
     predictions = iterate_predictions(images=inputs, **call.keywords)
-    write = {"jsonl": write_jsonl, "csv": write_csv}[output_format]
+    write = {"table": write_table, "jsonl": write_jsonl, "csv": write_csv}[output_format]
     count = 0
     num_unreadable = 0
     with show_progress("images", None) as advance:

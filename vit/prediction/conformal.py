@@ -178,7 +178,7 @@ def explain_missing(bundle: Bundle, coverage: float) -> str | None:
     sentences = []
     if read_threshold(bundle.metadata, coverage) is None:
         sentences.append(
-            f"no prediction sets at {coverage:.0%}: {recorded['num_images']} validation images,"
+            f"no prediction sets at {100 * coverage:.0f} %: {recorded['num_images']} validation images,"
             f" {count_needed(coverage)} are needed"
         )
     if bundle.likeness is None:

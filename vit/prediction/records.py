@@ -4,9 +4,11 @@ import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TextIO
 
+from vit.prediction.conformal import is_unusual
 from vit.prediction.neighbours import Similar
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import is_control_character, replace_control_characters
@@ -105,25 +107,63 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
 
 
 def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write a line for each class of an image, and yield the prediction once it is written.
+    """Write a line for each image, and yield the prediction once it is written.
 
-    The columns are path, rank from 1, name, probability, whether the class is in the image's
-    prediction set (true, false, or empty if there is no set), the image's p-value, and error. Names
-    have � for control characters, and an apostrophe where a spreadsheet would see a formula.
+    The columns are the path, the note of `describe_doubt`, the classes of the prediction set with
+    bars between them, the p-value, the error, and class_1, probability_1 and so on for as many
+    classes as the first image that can be read has. Names have � for control characters, and an
+    apostrophe where a spreadsheet would see a formula.
     """
     # without carriage returns, so that command-line tools can read the last column
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(("path", "rank", "name", "probability", "in_set", "p_value", "error"))
+    predictions = iter(predictions)
+    # images that can't be read come before the first line that shows the number of classes
+    waiting: list[Prediction] = []
     for prediction in predictions:
-        chosen = prediction.prediction_set
+        waiting.append(prediction)
+        if prediction.error is None:
+            break
+    num_classes = len(waiting[-1].classes) if waiting else 0
+    ranks = range(1, num_classes + 1)
+    columns = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
+    writer.writerow(("path", "note", "prediction_set", "p_value", "error", *columns))
+    for prediction in chain(waiting, predictions):
+        chosen = "|".join(map(_format_cell, prediction.prediction_set or ()))
         p_value = "" if prediction.p_value is None else prediction.p_value
-        path = _format_cell(prediction.path)
-        for rank, (_, name, probability) in enumerate(prediction.classes, start=1):
-            in_set = "" if chosen is None else str(name in chosen).lower()
-            writer.writerow((path, rank, _format_cell(name), probability, in_set, p_value, ""))
-        if prediction.error is not None:
-            writer.writerow((path, "", "", "", "", "", _format_cell(prediction.error)))
+        cells: list[object] = [_format_cell(prediction.path), describe_doubt(prediction), chosen]
+        cells += [p_value, _format_cell(prediction.error or "")]
+        for _, name, probability in prediction.classes:
+            cells += [_format_cell(name), probability]
+        writer.writerow(cells)
         yield prediction
+
+
+def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
+    """Write a line for a reader for each image, and yield the prediction once it is written: the
+    most probable class, its probability, the note of `describe_doubt` and the path, whole, so that
+    it can be copied."""
+    width = 0
+    for prediction in predictions:
+        path = replace_control_characters(prediction.path, keep_bytes=True)
+        if prediction.error is not None:
+            file.write(f"{path}: {replace_control_characters(prediction.error)}\n")
+        else:
+            _, name, probability = prediction.classes[0]
+            name = replace_control_characters(name)
+            # the lines before it are printed already
+            width = max(width, len(name))
+            doubt = describe_doubt(prediction)
+            file.write(f"{100 * probability:5.1f} %  {name:{width}}  {doubt:8}  {path}\n")
+        yield prediction
+
+
+def describe_doubt(prediction: Prediction) -> str:
+    """Return "unusual" for an image unlike the training images, else "unsure" if the prediction set
+    doesn't have exactly one class; empty without a doubt or without thresholds."""
+    if is_unusual(prediction.p_value):
+        return "unusual"
+    chosen = prediction.prediction_set
+    return "unsure" if chosen is not None and len(chosen) != 1 else ""
 
 
 def _format_cell(text: str) -> str:

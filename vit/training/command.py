@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from vit.model.find_file import list_pretrained
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 from vit.runtime.patterns import check_pattern
@@ -23,6 +24,12 @@ def train(
     overrides: list[str] | None = None,
     *,
     output: Path,
+    architecture: str | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    image_size: int | None = None,
+    device: str | None = None,
+    seed: int | None = None,
 ) -> None:
     """Train a model, on images alone or by a configuration.
 
@@ -34,7 +41,28 @@ def train(
             --resume the run's own.
         overrides: Changes of the configuration, key.path=value ….
         output: Directory for the results.
+        architecture: A preset with random weights, such as vit_small_patch16_224; or weights as
+            --init takes them, such as timm:NAME.
+        epochs: Passes over the training images (train.epochs).
+        batch_size: Images in a step (train.batch_size).
+        image_size: Side of the model's input in pixels (data.image_size).
+        device: auto, cpu, cuda or cuda:N (train.device).
+        seed: Seed of weights, order and augmentation (train.seed).
     """
+    preset = architecture
+    if architecture is not None and _names_weights(architecture):
+        if start.keywords["init"] is not None:
+            raise ValueError(f"--model {architecture} and --init name two models; give one of them")
+        start.keywords["init"] = architecture
+        preset = None
+    keys = {
+        "model.preset": preset,
+        "train.epochs": epochs,
+        "train.batch_size": batch_size,
+        "data.image_size": image_size,
+        "train.device": device,
+        "train.seed": seed,
+    }
     # a wrong expression is refused before torch is imported
     for name in ("group_by", "label_by"):
         pattern = start.keywords[name]
@@ -46,17 +74,20 @@ def train(
     key, equals, _ = (config or "").partition("=")
     # An address may have parameters.
     is_override = equals and "://" not in key and not Path(config or "").exists()
+    # an override that says the same as an option wins
+    listed = [f"{key}={value}" for key, value in keys.items() if value is not None]
     if config is not None and is_override:
-        overrides = [config, *(overrides or [])]
+        listed.append(config)
         config = None
-    _check(start, config, overrides or [], output=output)
+    overrides = [*listed, *(overrides or [])]
+    _check(start, config, overrides, output=output)
 
     # torch, which takes seconds to import
     from vit.runtime.processes import ProcessLostError
     from vit.training.signals import TrainingInterrupted
 
     try:
-        result = start(config, overrides=overrides or [], output=output, show_plan=True)
+        result = start(config, overrides=overrides, output=output, show_plan=True)
     except (TrainingInterrupted, ProcessLostError) as stopped:
         echo(str(stopped), err=True)
         raise typer.Exit(REQUEUE) from None
@@ -67,8 +98,21 @@ def train(
     elif os.environ.get("RANK", "0") == "0":
         message = f"{result.steps} steps in {result.seconds:.0f} s; model: {result.model_path}"
         if result.best_top1 is not None:
-            message += f", validation top-1 {result.best_top1:.2%}"
+            message += f", validation accuracy {100 * result.best_top1:.1f} %"
         echo(message, err=True)
+        if result.best_top1 is not None and result.best_top1 <= (result.guess_top1 or 0):
+            echo(
+                "warning: that is no better than guessing; train longer, look at the labels"
+                " (vit audit), or start from pretrained weights (--model timm:NAME)",
+                err=True,
+                color="yellow",
+            )
+        echo(f"next: vit evaluate {output}; vit explain {output}", err=True)
+
+
+def _names_weights(model: str) -> bool:
+    """Tell if --model names weights. Otherwise it is a preset."""
+    return ":" in model or model in list_pretrained() or Path(model).exists()
 
 
 def _check(
@@ -95,6 +139,7 @@ def _check(
 COMMAND = Command(
     run=train,
     function="train",
+    flags={"architecture": "--model"},
     sections=lambda: {"Data sets of other packages": list_plugins("vit.register_source")},
     python_only=(
         "show_plan",

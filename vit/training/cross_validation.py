@@ -69,9 +69,9 @@ class CrossValidation:
         clusters = "" if self.num_groups is None else f", by {self.num_groups:,} groups"
         return (
             f"{self.num_folds}-fold cross-validation of {self.num_images:,} images: top-1"
-            f" {self.top1:.1%} ({100 * low:.1f}–{high:.1%} with 95 % confidence{clusters}), macro F1"
-            f" {self.macro_f1:.1%}; always the most frequent class: {self.majority:.1%}; chance:"
-            f" {self.chance:.1%}{describe_always_trained(self.always_trained)}"
+            f" {100 * self.top1:.1f} % ({100 * low:.1f}–{100 * high:.1f} % with 95 % confidence{clusters}), macro F1"
+            f" {100 * self.macro_f1:.1f} %; always the most frequent class: {100 * self.majority:.1f} %; chance:"
+            f" {100 * self.chance:.1f} %{describe_always_trained(self.always_trained)}"
         )
 
 

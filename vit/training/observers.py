@@ -108,7 +108,7 @@ class ProgressBar(Observer):
             self._displayed_at = time.perf_counter()
             title = (
                 f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}"
-                f"  top-1 {metrics['top1']:.1%}  {metrics['images_per_second']:,.0f} images/s"
+                f"  top-1 {100 * metrics['top1']:.1f} %  {metrics['images_per_second']:,.0f} images/s"
             )
         self._advance(1, title)
 
@@ -119,8 +119,8 @@ class ProgressBar(Observer):
             line += f" at {metrics['train_image_height']}×{metrics['train_image_width']} px"
         if metrics["val_loss"] is not None:
             line += (
-                f"  validation loss {metrics['val_loss']:.3f}  top-1 {metrics['val_top1']:.2%}"
-                f"  macro F1 {metrics['val_macro_f1']:.2%}"
+                f"  validation loss {metrics['val_loss']:.3f}  top-1 {100 * metrics['val_top1']:.1f} %"
+                f"  macro F1 {100 * metrics['val_macro_f1']:.1f} %"
             )
         line += f"  {metrics['images_per_second']:,.0f} images/s"
         self._line = f"{line}  {metrics['elapsed_seconds']:.0f} s"

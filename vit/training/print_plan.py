@@ -21,9 +21,11 @@ _MIN_SCALE = 0.5
 _MAX_SCALE = 8
 # Images whose sizes are read.
 _SAMPLE = 200
+# Rows of the plan that are shown with --verbose.
+_FOR_FEW = ("fingerprint", "pipeline", "class balance", "batch", "regularisation")
 
 
-def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
+def print_plan(run: Run, choices: dict[str, str], *, resumed: bool, verbose: bool = False) -> None:
     """Show what a run will do, its unreadable images and its warnings on standard error.
 
     Args:
@@ -31,9 +33,17 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool) -> None:
         choices: Values that were chosen for the images, with reasons, by name; and the estimate of
             the duration.
         resumed: The run continues; then there are no warnings.
+        verbose: Show also what needs nobody's attention in most runs.
     """
     console = build_console(stderr=True)
-    rows = summarize_run(run) | choices
+    rows = {"output": str(run.trainer.checkpoints.directory.parent)}
+    rows |= summarize_run(run) | choices
+    if not verbose:
+        hidden = set(_FOR_FEW)
+        # balanced classes and a batch of the usual size need no words
+        if run.data.class_balance != "none":
+            hidden.discard("class balance")
+        rows = {name: text for name, text in rows.items() if name not in hidden}
     console.print(build_table(rows.items(), num_text_columns=2))
     for dataset in (run.data.train, run.data.validation):
         if dataset is None:
@@ -130,7 +140,7 @@ def list_warnings(run: Run) -> list[str]:
     cut = float(np.median(survey.measure_cuts(data.preprocess)))
     if cut > MAX_CUT:
         warnings.append(
-            f"the centre crop leaves out {cut:.0%} of the typical image, of {survey.describe_aspect()};"
+            f"the centre crop leaves out {100 * cut:.0f} % of the typical image, of {survey.describe_aspect()};"
             " data.resize_mode=pad or a data.image_size [height, width] of that shape shows all"
         )
     if survey.num_levels < MIN_LEVELS:

@@ -70,7 +70,7 @@ class FittedProbe:
         depth, pool = self.probe.readout
         text = f"block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
         if self.probe.top1 is not None:
-            text += f"; top-1 in cross-validation {self.probe.top1:.1%}"
+            text += f"; top-1 in cross-validation {100 * self.probe.top1:.1f} %"
             text += describe_always_trained(self.always_trained)
         elif self.always_trained:
             names = shorten(", ".join(self.always_trained))

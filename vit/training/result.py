@@ -24,6 +24,8 @@ class TrainingResult:
         steps: Number of steps.
         seconds: Seconds of training, over all resumptions.
         best_top1: Best accuracy on the validation images, 0 to 1; None without any.
+        guess_top1: Accuracy up to which a model is no better than guessing: that of always
+            answering the most frequent class, or twice that of chance, at most a half.
         module: Model that was passed from Python, with the weights of the last step.
         passed_images: Images that were passed from Python.
     """
@@ -32,6 +34,7 @@ class TrainingResult:
     steps: int
     seconds: float
     best_top1: float | None
+    guess_top1: float | None = None
     module: nn.Module | None = None
     passed_images: DatasetSplits | None = None
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from vit.config import Config, dump_config, list_overrides
+from vit.data.dataset import ImageDataset
 from vit.data.workers import Transform
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console
@@ -54,6 +56,7 @@ def train(
     overwrite: bool = False,
     dry_run: bool = False,
     show_plan: bool = False,
+    verbose: bool = False,
     transform: Transform | None = None,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
@@ -102,6 +105,7 @@ def train(
         dry_run: Write a picture of one batch, `dry_run.png`, and stop before
             training. With `show_plan` the time is estimated.
         show_plan: Print what the run will do, and what may go wrong.
+        verbose: Print all values of the plan, also those that few need.
         transform: Function called on each training image, uint8 [H, W, 3],
             before the augmentation of the configuration: a transform of
             albumentations or torchvision, or any function.
@@ -222,7 +226,7 @@ def train(
         if show_plan and dry_run:
             choices["estimate"] = _estimate_time(run)
         if show_plan and process.is_main:
-            print_plan(run, choices, resumed=is_resumed)
+            print_plan(run, choices, resumed=is_resumed, verbose=verbose)
         if dry_run:
             save_first_images(run.image_loader, directory / "dry_run.png")
             return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
@@ -240,6 +244,7 @@ def train(
         steps=progress.step,
         seconds=progress.elapsed_seconds,
         best_top1=None if progress.best.top1 < 0 else progress.best.top1,
+        guess_top1=_find_guess(run.data.validation),
         module=model,
         passed_images=None if dataset is None else run.data.splits,
     )
@@ -282,6 +287,14 @@ def _check_arguments(
     for callback in callbacks:
         expected = "an object of a subclass of vit.Observer"
         check_kind(callback, Observer, name="a callback", expected=expected)
+
+
+def _find_guess(validation: ImageDataset | None) -> float | None:
+    """Find the accuracy up to which a model is no better than guessing."""
+    if validation is None:
+        return None
+    counts = np.bincount(validation.labels)
+    return max(float(counts.max() / counts.sum()), min(2 / len(validation.class_names), 0.5))
 
 
 def _estimate_time(run: Run) -> str:

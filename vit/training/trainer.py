@@ -150,8 +150,8 @@ class Trainer:
             validation = self.validator.validate(model, warn=self._message)
             seconds = time.perf_counter() - self._started_at
             self._message(
-                f"the probe's top-1 on the validation images is {validation.top1:.2%}, macro F1"
-                f" {validation.macro_f1:.2%}; kept until a better model is found  {seconds:.0f} s"
+                f"the probe's top-1 on the validation images is {100 * validation.top1:.1f} %, macro F1"
+                f" {100 * validation.macro_f1:.1f} %; kept until a better model is found  {seconds:.0f} s"
             )
         best = validation
         if best is not None and self.plan.settings.select_by != "loss":
@@ -477,7 +477,10 @@ class Trainer:
             return False
         self._save()
         self._wait_for_files()
-        text = f"stopped after step {self.progress.step}; continue with --resume"
+        directory = self.checkpoints.directory.parent
+        text = (
+            f"stopped after step {self.progress.step}; continue with --resume --output {directory}"
+        )
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
         if not self._has_model():  # the result needs a model

@@ -23,7 +23,7 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     between = sum(pair.classes[0] != pair.classes[1] for pair in found.near_duplicates)
     echo(
         f"{found.num_images:,} images of {found.data}; a linear classifier on these features"
-        f" predicts {found.top1:.1%} of them correctly without having seen them"
+        f" predicts {100 * found.top1:.1f} % of them correctly without having seen them"
     )
     for sentence in found.warnings:
         echo(f"warning: {sentence}", color="yellow")

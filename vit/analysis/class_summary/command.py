@@ -27,6 +27,6 @@ def write_summary(summarize: Call, *, output: Path, overwrite: bool) -> None:
     echo(
         f"{len(summary.classes)} classes by {summary.method}, {summary.num_tests} suspicious"
         f" clusters tested, {len(summary.flagged)} flagged (false alarms in at most"
-        f" {summary.false_alarm_rate:.0%} of summaries)"
+        f" {100 * summary.false_alarm_rate:.0f} % of summaries)"
     )
     echo(f"open {output / 'summary.html'} in a browser")

@@ -248,7 +248,7 @@ def measure_learning_curve(
             labels[is_out], correct[:, _HALF], correct[:, -1], clusters, class_names=class_names
         )
     else:
-        notes.append(f"at most {fractions[-1]:.0%} of the other photos were used")
+        notes.append(f"at most {100 * fractions[-1]:.0f} % of the other photos were used")
     curve = curve.model_copy(
         update={"points": points, "gains": gains, "note": ", and ".join(notes) or None}
     )

@@ -46,7 +46,8 @@ def build_chart(curve: LearningCurve) -> Chart:
     marks = []
     for place, (count, top1, (low, high)) in enumerate(shown):
         kind = "of the images left out are correct" if place < num_measured else "expected"
-        text = f"{count:,} images: {top1:.1%} {kind}, {low:.1%} to {high:.1%} with 95 % confidence"
+        interval = f"{100 * low:.1f}–{100 * high:.1f} % with 95 % confidence"
+        text = f"{count:,} images: {100 * top1:.1f} % {kind}, {interval}"
         x = place_x(count)
         marks.append(Mark(x, place_y(top1), text))
         left = x - _INTERVAL_WIDTH / 2

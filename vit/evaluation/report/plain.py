@@ -69,7 +69,7 @@ def _describe_trust(evaluation: "Evaluation") -> str:
     if row.single_correct is None:
         return (
             "It should not be trusted alone: no prediction set has a single class at"
-            f" {row.coverage:.0%} coverage."
+            f" {100 * row.coverage:.0f} % coverage."
         )
     count = evaluation.num_images
     return (
