@@ -141,11 +141,11 @@ def split_item(item: Any, *, name: str) -> tuple[Any, Any]:
         ValueError: It is neither; `name` names it.
     """
     if isinstance(item, Mapping):
-        found = [[key for key in keys if key in item] for keys in (_IMAGE_KEYS, _LABEL_KEYS)]
-        if [len(keys) for keys in found] != [1, 1]:
+        found = [key for keys in (_IMAGE_KEYS, _LABEL_KEYS) for key in keys if key in item]
+        if len(found) != 2 or found[0] not in _IMAGE_KEYS or found[1] not in _LABEL_KEYS:
             have = shorten(", ".join(map(str, item)))
             raise ValueError(f"{name} has the keys {have}; name one of them image and one label")
-        return item[found[0][0]], item[found[1][0]]
+        return item[found[0]], item[found[1]]
     if not isinstance(item, tuple | list) or len(item) != 2:
         expected = "a pair (image, label) or a dictionary with these keys"
         raise ValueError(f"{name} is {describe_kind(item)}, not {expected}")

@@ -35,6 +35,8 @@ MIN_LEVELS = 32
 
 # value for red, green and blue
 Triple = tuple[float, float, float]
+# of a deep image: smallest value, largest value, bits in use, limits that the file states
+_Values = tuple[float, float, int | None, tuple[float, float] | None]
 ClassBalance = Literal["none", "weights", "sampler"]
 
 # Above this ratio of the largest class to the smallest, "auto" balances classes. At 20:1, macro F1 on
@@ -145,19 +147,13 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
     if num_pixels is None:
         return None
     count = min(max(_MAX_DEEP_PIXELS // num_pixels, _MIN_RANGE_SAMPLE), _RANGE_SAMPLE)
-    described = _describe_values(dataset, candidates, count)
-    lows, highs, bits, limits = zip(*described, strict=True)
-    known_limits = [each for each in limits if each is not None]
-    known_bits = [each for each in bits if each is not None]
+    lows, highs, bits, limits = zip(*_describe_values(dataset, candidates, count), strict=True)
+    known = [each for each in limits if each is not None]
     return choose_value_range(
         min(lows),
         max(highs),
-        bits=int(np.bitwise_or.reduce(known_bits)) if len(known_bits) == len(bits) else None,
-        limits=(
-            (min(low for low, _ in known_limits), max(high for _, high in known_limits))
-            if known_limits
-            else None
-        ),
+        bits=None if None in bits else int(np.bitwise_or.reduce(bits)),
+        limits=(min(known)[0], max(high for _, high in known)) if known else None,
     )
 
 
@@ -208,18 +204,13 @@ def _measure_deep(dataset: ImageDataset, candidates: list[int]) -> int | None:
     return None
 
 
-def _describe_values(
-    dataset: ImageDataset, candidates: list[int], count: int
-) -> list[tuple[float, float, int | None, tuple[float, float] | None]]:
-    """Return the smallest value, the largest one, the bits in use and the limits of each deep image
-    of a sample."""
+def _describe_values(dataset: ImageDataset, candidates: list[int], count: int) -> list[_Values]:
+    """Describe the values of each deep image of a sample."""
     chosen = [candidates[place] for place in choose_evenly(len(candidates), count)]
     sample = dataset.subset(chosen)
     sample.reader.fetch(range(len(sample)))
 
-    def describe(
-        index: int,
-    ) -> tuple[float, float, int | None, tuple[float, float] | None] | None:
+    def describe(index: int) -> _Values | None:
         with suppress(ValueError, OSError):
             image = sample.image(index)
             if isinstance(image, DeepImage):

@@ -45,26 +45,28 @@ def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
     left_out: list[str] = []
     files = [relative_path(file, root) for file in list_files(root, left_out=left_out)]
     paths = sorted(filter(is_image_name, files))
-    labels = list(search_group(label_by, paths, name="data.label_by"))
-    if not any(labels):
+    labels = search_group(label_by, paths, name="data.label_by")
+    found = {path: label for path, label in zip(paths, labels, strict=True) if label}
+    if not found:
         example = f"paths such as {shorten(paths[0])!r}" if paths else f"{root}, without images"
         raise ValueError(f"data.label_by {label_by!r} finds no class in {example}; try another one")
 
-    if {label.lower() for label in labels if label} <= SPLIT_OF.keys():
-        names = " and ".join(sorted({label for label in labels if label}))
+    if {label.lower() for label in found.values()} <= SPLIT_OF.keys():
+        names = " and ".join(sorted(set(found.values())))
         raise ValueError(f"data.label_by {label_by!r} finds {names}, which are splits; correct it")
-    found = [(path, label) for path, label in zip(paths, labels, strict=True) if label]
-    splits = [SPLIT_OF.get(path.partition("/")[0].lower()) for path, _ in found]
+    splits = [SPLIT_OF.get(path.partition("/")[0].lower(), "") for path in found]
     # folders of other names would have no split
     has_splits = all(splits) and "train" in splits
+    if not has_splits:
+        splits = ["train"] * len(found)
     images = [
-        ListedImage(path, label, split if has_splits and split else "train")
-        for (path, label), split in zip(found, splits, strict=True)
+        ListedImage(path, label, split)
+        for (path, label), split in zip(found.items(), splits, strict=True)
     ]
     unused = count_suffixes(file for file in files if not is_image_name(file))
     unused += count_system_images(left_out)
     notes = []
-    others = [path for path, label in zip(paths, labels, strict=True) if not label]
+    others = [path for path in paths if path not in found]
     if others:
         unused["images without a class in their path"] = len(others)
         text = f"{len(others):,} images have no class by data.label_by, such as {others[0]}"

@@ -104,7 +104,7 @@ def find_huggingface(request: Request) -> SourceSplits:
     image_column = _find_column(features, ("image", "img"), origin)
     label_column = _find_column(features, ("label", "labels", "class"), origin)
 
-    # split → the library's name of it → its labels
+    # split → the library's name of it; split → its labels
     name_of: dict[str, str] = {}
     labels: dict[str, list[Any]] = {}
     for name, table in tables.items():
@@ -116,7 +116,7 @@ def find_huggingface(request: Request) -> SourceSplits:
             text = f"{origin} has the splits {name_of[split]!r} and {name!r}"
             raise ValueError(f"{text}, both names of the {split} split; rename one")
         name_of[split] = name
-        labels[name] = values
+        labels[split] = values
     if not name_of:
         known = ", ".join(SPLIT_OF)
         names = ", ".join(tables)
@@ -127,13 +127,13 @@ def find_huggingface(request: Request) -> SourceSplits:
     if class_names is None:
         class_names = sort_class_names(str(value) for values in labels.values() for value in values)
         labels = {
-            name: number_labels(map(str, values), class_names).tolist()
-            for name, values in labels.items()
+            split: number_labels(map(str, values), class_names).tolist()
+            for split, values in labels.items()
         }
     class_names = tuple(map(str, class_names))
     named_labels = {
-        split: [class_names[number] for number in labels[name] if 0 <= number < len(class_names)]
-        for split, name in name_of.items()
+        split: [class_names[number] for number in numbers if 0 <= number < len(class_names)]
+        for split, numbers in labels.items()
     }
     check_labels(named_labels, class_names, request.classes, origin=origin)
 
@@ -144,7 +144,7 @@ def find_huggingface(request: Request) -> SourceSplits:
     def load(split: str) -> ImageDataset:
         name = name_of[split]
         # -1 among other labels, or a number beyond the names
-        numbers = np.array(labels[name], dtype=np.int64)
+        numbers = np.array(labels[split], dtype=np.int64)
         for wrong in numbers[(numbers < 0) | (numbers >= len(class_names))]:
             text = f"label {wrong} is not one of the {len(class_names)} classes"
             raise ValueError(f"{origin} {name}: {text}; correct it, or remove the row")

@@ -262,17 +262,19 @@ def find_torchvision(set_name: str, request: Request) -> SourceSplits:
     folder = choose_folder(set_name.lower(), request.root)
     # Debian's packages and hand-made copies have idx files in the folder itself
     if issubclass(dataset_class, datasets.MNIST) and folder.is_dir():
-        idx_files = list_idx(folder)
-        if idx_files:
-            names = dataset_class.classes
-            return find_idx(set_name, idx_files, request.classes, class_names=names)
-        # torchvision would download the packed files again, whose checksums may be others
+        files, num_digits = list_idx(folder), 5
         raw = folder / set_name / "raw"
-        packed = list_idx(raw) if raw.is_dir() else {}
-        if packed.keys() == {"train", "test"} and all(p.suffix == ".gz" for p in packed.values()):
-            names = dataset_class.classes
+        # torchvision would download the packed files again, whose checksums may be others
+        if not files and raw.is_dir():
+            packed = list_idx(raw)
+            are_packed = all(path.suffix == ".gz" for path in packed.values())
             # images have the names that they have when they are unpacked
-            return find_idx(set_name, packed, request.classes, class_names=names, num_digits=6)
+            files, num_digits = packed if len(packed) == 2 and are_packed else {}, 6
+        if files:
+            names = dataset_class.classes
+            return find_idx(
+                set_name, files, request.classes, class_names=names, num_digits=num_digits
+            )
 
     splits = _SPLITS[set_name]
 
