@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
 import vit.runtime.memory
 from vit.runtime.locks import lock_file
@@ -29,9 +29,22 @@ vit.runtime.memory.keep_freed_memory = lambda: False
 # tests/training/test_power_cut.py notes; programs of their own flush as ever
 os.fsync = lambda descriptor: None
 
+_decorate = jaxtyping.jaxtyped
+
+
+def _check_shapes(function: Any = None, **options: Any) -> Any:
+    """jaxtyping's own for what has arrays in its signature. To decorate a function takes milliseconds,
+    and one that is defined in another one is decorated each time that the other one is called."""
+    if function is None:
+        return lambda function: _check_shapes(function, **options)
+    annotations = str(getattr(function, "__annotations__", ""))
+    return _decorate(function, **options) if "jaxtyping." in annotations else function
+
+
 # before any module below is imported: each annotated call then checks its array shapes, which takes
 # a seventh of the time of their tests
-install_import_hook(
+jaxtyping.jaxtyped = _check_shapes
+jaxtyping.install_import_hook(
     [
         "vit.model",
         "vit.explanation",

@@ -102,6 +102,7 @@ def assert_close(first: Path, second: Path) -> None:
         assert metrics == pytest.approx(other, abs=1e-3)
 
 
+@pytest.mark.chaos
 def test_two_processes_equal_one(alone: Path, train: Train, tmp_path: Path) -> None:
     train(tmp_path / "two", processes=2)
     assert_close(alone, tmp_path / "two")
