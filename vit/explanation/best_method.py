@@ -137,7 +137,7 @@ def _has_removal_maps(bundle: Bundle) -> bool:
         return True
     image = torch.zeros(1, 3, *bundle.preprocess.image_size, device=bundle.device)
     try:
-        compute_maps(reader, image, methods=["libra-removal"])
+        compute_maps(reader, image, methods=["removal-gradient"])
     except ValueError:
         return False
     return True

@@ -26,6 +26,7 @@ from vit.explanation.checks.sanity_checks import (
 )
 from vit.explanation.heads import compute_head_effects
 from vit.explanation.items import ImageItem
+from vit.explanation.methods.completeness import measure_completeness_error
 from vit.explanation.methods.maps import (
     ROLLOUT_OPTIONS,
     Keep,
@@ -138,6 +139,7 @@ class Explainer:
         self._target = build_target(target, bundle.class_names, self._kind)
         _check_target(target, self._methods)
         self._is_verified = False
+        self._completeness_error: float | None = None
         self._group_size: GroupSize | None = None
 
         # other models may not allow copies, so they run alone with all of torch's threads
@@ -239,6 +241,9 @@ class Explainer:
         if self.sanity_checks and self._group_size is None:
             # before the batch is divided, so that it doesn't depend on the number of threads
             self._group_size = self._choose_group_size(results[:RELIABILITY_IMAGES])
+        if any(method.uses_libra for method in self._methods):
+            # the reader keeps what the first image shows
+            self._completeness_error = self._measure_completeness(results[:1])
         # rounded up, so that there are at most as many parts as threads
         part_size = -(-len(results) // self._threads.count)
 
@@ -282,7 +287,7 @@ class Explainer:
                 target=target,
                 options=self.map_options,
                 keep="gradients" if self.sanity_checks else keep,
-                verify=not self._is_verified,
+                verify=not self._is_verified and reader is self._reader,
             )
             checks: list[list[MapChecks]] = [[] for _ in maps]
             if self.sanity_checks:
@@ -393,6 +398,12 @@ class Explainer:
         return self.bundle.preprocess.normalize(batch)
 
     @torch.inference_mode(False)
+    def _measure_completeness(self, results: Sequence[ImageResult]) -> float | None:
+        return measure_completeness_error(
+            self._reader, self._normalize(results), self._select_target(results)
+        )
+
+    @torch.inference_mode(False)
     def _choose_group_size(self, results: Sequence[ImageResult]) -> GroupSize:
         with autocast(self.bundle.device, self.precision):
             forward = run_forward(
@@ -422,6 +433,8 @@ class Explainer:
                     prefix_mass=float(maps.prefix_mass[row, column]),
                     entropy=float(maps.entropy[row, column]),
                 )
+                if method.uses_libra:
+                    map_result.completeness_error = self._completeness_error
                 if maps.sinks is not None:
                     map_result.sinks = _list_sinks(
                         maps.sinks[row], values, start_layer=maps.start_layer

@@ -87,6 +87,9 @@ class MapResult:
         score: The class's logit, or the value of the target; some methods' maps grow with it.
         sanity_check: The patch-removal test; None if it wasn't asked for.
         sinks: Attention sinks, if the method has any; those with most of the map first.
+        completeness_error: Difference of the number explained from the sum of input times gradient,
+            by LibraGrad's rules, as a fraction of the number: measured on one image of the model;
+            None if it is at most 1 %.
         scale: Scale of the colours; set when all images of the batch are explained.
     """
 
@@ -100,6 +103,7 @@ class MapResult:
     score: float | None = None
     sanity_check: SanityCheck | None = None
     sinks: tuple[Sink, ...] = ()
+    completeness_error: float | None = None
     scale: ColourScale | None = None
 
     @property

@@ -307,6 +307,7 @@ class MapWriter:
             "sanity_check": result.sanity_check and asdict(result.sanity_check),
             "sinks": [asdict(sink) for sink in result.sinks],
             "sink_fraction": result.sink_fraction,
+            "completeness_error": result.completeness_error,
         }
 
     def _write_sheet(self) -> None:

@@ -2,22 +2,29 @@
 pass untouched."""
 
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from timm.layers import SimpleNorm
+from timm.layers.activations import HardMish
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vit.explanation.methods.maps as map_computation
-from tests.explanation.model_zoo import MODELS, build
+from tests.explanation.model_zoo import MODELS, build, build_timm
 from vit.explanation import targets
 from vit.explanation.capture.forward import capture_attention, run_forward
+from vit.explanation.capture.reader import ModelReader
+from vit.explanation.methods.completeness import measure_completeness_error
 from vit.explanation.methods.gradients import compute_difference_x_gradient, compute_fullgrad_plus
 from vit.explanation.methods.libra import LibraGradients
-from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.maps import Keep, compute_maps
+from vit.explanation.methods.registry import METHODS
+from vit.explanation.targets import CosineTarget
 from vit.model.logits import compute_logits
 from vit.model.vision_transformer import VisionTransformer
 
@@ -69,6 +76,8 @@ def test_results_of_the_forward_pass_are_bit_equal(name: str) -> None:
         compute_logits(model, images)
     assert torch.equal(logits, expected)
     assert all(map(torch.equal, attentions, record.attentions))
+    # found without the names of its biases and tokens
+    assert measure_completeness_error(ModelReader(model), images, targets.CLASS) is None
 
 
 def test_plain_gradients_are_not_complete() -> None:
@@ -112,7 +121,29 @@ RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
     "square": (torch.square, lambda x: x),
     "softmax": (lambda x: x.softmax(dim=-1) * 2 + x, torch.ones_like),
     "product": (lambda x: x * (3 * x), lambda x: 3 * x),  # (3x + 3x) / 2
+    "power": (lambda x: (x + 4) ** 3, lambda x: (x + 4) ** 2),
+    "square root": (lambda x: torch.sqrt(x + 4), lambda x: (x + 4) ** -0.5),
+    "division": (lambda x: x / (x * x).sum().sqrt(), lambda x: torch.ones_like(x) / x.norm()),
+    "reciprocal": (lambda x: x * (1 / x.exp()), lambda x: (-x).exp()),
+    # of f(x) = f(0) + x · g, and the slope at 0
+    "tanh": (torch.tanh, lambda x: (x.tanh() / x).nan_to_num(1.0)),
+    "mish": (F.mish, lambda x: x.exp().log1p().tanh()),
+    "hard-swish": (F.hardswish, lambda x: (x / 6 + 0.5).clamp(0, 1)),
+    "elu, in place": (lambda x: F.elu(x * 1, inplace=True), lambda x: elu_gate(x)),
+    "hard-sigmoid": (F.hardsigmoid, lambda x: torch.where(x > 2, 0.5 / x, 1 / 6)),
+    # gates, which are constants where they multiply a signal
+    "gelu written out": (
+        lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+        lambda x: (1 + torch.erf(x / 2**0.5)) / 2,
+    ),
+    "mish written out": (lambda x: x * F.softplus(x).tanh(), lambda x: x.exp().log1p().tanh()),
+    "hard gate": (lambda x: F.hardsigmoid(x[None])[0] * x, lambda x: (x / 6 + 0.5).clamp(0, 1)),
+    "gate in place": (lambda x: (x * 1).mul_(x.sigmoid()), torch.sigmoid),
 }
+
+
+def elu_gate(x: Tensor) -> Tensor:
+    return torch.where(x < 0, x.expm1() / x, 1.0)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -142,6 +173,133 @@ def test_input_times_gradient_of_a_norm_is_its_result_without_the_bias(norm: nn.
     torch.testing.assert_close((x * gradient).sum(dim=-1), expected)
 
 
+class Written(nn.Module):
+    """A classifier of flat pixels with one function in the middle."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(5, 24))
+        self.before, self.after = nn.Linear(48, 24), nn.Linear(24, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        result = self.function(self.before(images.flatten(1)), self.weight)
+        return result if result.shape[1] == 5 else self.after(result)
+
+
+def divide_in_place(x: Tensor, weight: Tensor) -> Tensor:
+    x = x + weight[0]
+    x /= x.norm(dim=-1, keepdim=True)
+    return x
+
+
+def replace_channel(x: Tensor, weight: Tensor) -> Tensor:
+    x = x * weight[0]
+    x[:, :3] = weight[1, :3]
+    return x
+
+
+WRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{
+        name: lambda x, w, f=function: f(x)
+        for name, (function, _) in RULES.items()
+        if name != "softmax"
+    },
+    **{
+        function.__name__: lambda x, w, f=function: f(x)
+        for function in (F.elu, F.celu, F.selu, F.relu6, F.softplus, F.hardtanh, F.softsign)
+    },
+    "hard-mish": lambda x, w: HardMish()(x),
+    "rms norm": lambda x, w: w[0] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "layer norm": lambda x, w: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6),
+    "layer norm of a variance": lambda x, w: (x - w[0]) * (x.var(-1, keepdim=True) + 1e-6) ** -0.5,
+    "group norm": lambda x, w: F.group_norm(x, 4, w[0], w[1]),
+    "simple norm": lambda x, w: SimpleNorm(24).requires_grad_(False)(x),
+    "division in place": divide_in_place,
+    "cosine of normalised vectors": lambda x, w: 20 * F.normalize(x) @ F.normalize(w).T,
+    "cosine by the norm": lambda x, w: (x / x.norm(dim=-1, keepdim=True)) @ w.T,
+    "cosine similarity": lambda x, w: F.cosine_similarity(x[:, None], w[None], dim=-1),
+    "distance": lambda x, w: -(x[:, None] - w).norm(dim=-1),
+    "squared distance": lambda x, w: -(x[:, None] - w).square().sum(dim=-1),
+    "matrix product": lambda x, w: (x[:, :, None] @ x[:, None, :]).sum(dim=-1),
+    "einsum": lambda x, w: torch.einsum("bi,bj->bi", x, x),
+    "tokens": lambda x, w: torch.cat([w[:1, :12].expand(len(x), -1), x[:, 12:] - 3], dim=1),
+    "channels that are replaced": replace_channel,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_function_that_is_written_out_is_complete(name: str) -> None:
+    torch.manual_seed(0)
+    model, images = Written(WRITTEN[name]), torch.randn(1, 3, 4, 4)
+    with torch.no_grad():
+        expected = model(images)
+    with LibraGradients():
+        logits = model(images)
+    # also in place, results stay as they are
+    assert torch.equal(logits, expected)
+    for column in range(5):
+        target = replace(targets.CLASS, score=lambda logits, _, column=column: logits[:, column])
+        assert measure_completeness_error(ModelReader(model), images, target) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda x, w: (x + 2 * x.detach()) @ w.T, 2 / 3),
+        # counts as attention weights, and no signal is left
+        (lambda x, w: x @ w.T + 1e4 * x.exp()[:, :5], 1.0),
+        (lambda x, w: torch.sin(x) @ w.T, None),
+    ],
+)
+def test_what_is_not_complete_is_told_once_with_its_size(
+    function: Callable[[Tensor, Tensor], Tensor], error: float | None
+) -> None:
+    torch.manual_seed(0)
+    model, images = Written(function), torch.randn(2, 3, 4, 4)
+    reader = ModelReader(model)
+    with pytest.warns(UserWarning, match=r"incompletely: .* % of it") as caught:
+        found = measure_completeness_error(reader, images, targets.CLASS)
+    assert len(caught) == 1
+    assert found is not None
+    assert f"{round(100 * found, 1):g} % of it" in str(caught[0].message)
+    if error is not None:
+        assert found == pytest.approx(error, rel=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert measure_completeness_error(reader, images, targets.CLASS) == found
+
+
+def test_outputs_of_a_softmax_are_refused() -> None:
+    model, images = build("timm")
+    with pytest.raises(ValueError, match=r"ends in a softmax .* such as gae"):
+        compute_maps(nn.Sequential(model, nn.Softmax(-1)), images, methods=["libra-fullgrad"])
+
+
+@pytest.mark.parametrize(
+    ("function", "is_constant"),
+    [
+        (lambda features: CosineTarget(torch.arange(1.0, 25))(features), False),
+        (lambda features: features[:, 0] / features[:, 1], False),
+        (lambda features: features.softmax(dim=1)[:, 0], True),
+    ],
+)
+def test_a_target_follows_the_rules_too(
+    function: Callable[[Tensor], Tensor], is_constant: bool
+) -> None:
+    """A constant by LibraGrad's rules, which leaves no map, keeps its own gradient."""
+    torch.manual_seed(0)
+    model = build_timm(num_classes=0).eval()
+    target = targets.build_target(function, (), "features")
+    forward, classes, _ = compute_maps(
+        model, torch.randn(2, 3, 64, 96), methods=["libra-fullgrad"], target=target, verify=False
+    )
+    score = forward.score(classes[:, 0])
+    (gradient,) = torch.autograd.grad(score.sum(), forward.logits)
+    total = (forward.logits * gradient).sum(dim=1)
+    assert torch.allclose(total, score, rtol=1e-4) is not is_constant
+    assert gradient.abs().max() > 0
+
+
 def test_painted_patches_have_no_input_times_gradient() -> None:
     """From the mean colour: 0 for a patch of that colour, and (x - mean)·∂f/∂x summed over the
     others."""
@@ -163,18 +321,27 @@ def test_painted_patches_have_no_input_times_gradient() -> None:
     assert found[:, 1].abs().max() < 1e-12 * found.abs().max()
 
 
-def test_the_combination_is_the_mean_of_standardised_maps() -> None:
+@pytest.mark.parametrize("name", ["libra-fullgrad-pixels", "libra-removal"])
+def test_the_combination_is_the_mean_of_standardised_maps(name: str) -> None:
     model, images = build("ours-registers-norms")
     parts = ["libra-fullgrad", "libra-input-x-gradient", "removal-gradient"]
-    _, _, (*maps, combined) = compute_maps(model, images, methods=[*parts, "libra-removal"])
+    parts = parts[: len(METHODS[name].parts)]
+    _, _, (*maps, combined) = compute_maps(model, images, methods=[*parts, name])
     values = torch.stack([of_method.values[:, 0].flatten(1) for of_method in maps])
     expected = (values / values.std(dim=-1, keepdim=True)).mean(dim=0)
     torch.testing.assert_close(combined.values[:, 0].flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("keep", ["gradients", "nothing"])
-def test_the_combination_runs_the_model_twice_for_any_number_of_classes(
-    monkeypatch: pytest.MonkeyPatch, keep: str
+@pytest.mark.parametrize(
+    ("method", "keep", "num_passes"),
+    [
+        ("libra-removal", "gradients", 2),
+        ("libra-removal", "nothing", 2),
+        ("libra-fullgrad-pixels", "nothing", 1),
+    ],
+)
+def test_combinations_run_the_model_as_often_for_any_number_of_classes(
+    monkeypatch: pytest.MonkeyPatch, method: str, keep: Keep, num_passes: int
 ) -> None:
     model, images = build("ours")
     counted = []
@@ -184,12 +351,12 @@ def test_the_combination_runs_the_model_twice_for_any_number_of_classes(
         lambda *args, **options: counted.append(1) or run_forward(*args, **options),
     )
     several: dict = {
-        "methods": ["libra-removal"],
+        "methods": [method],
         "target": replace(targets.CLASS, choose=lambda logits: logits.topk(3, dim=1).indices),
     }
     _, _, (maps,) = compute_maps(model, images, **several, keep=keep)
     assert maps.values.shape[1] == 3
-    assert len(counted) == 2
+    assert len(counted) == num_passes
 
 
 class SavedBytes:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 import vit
 from tests.explanation.collector import build_writer, explain_with
@@ -523,3 +524,24 @@ def test_unusual_photos_are_called_so(bundle: Bundle, tmp_path: Path) -> None:
     assert [tile.badge for tile in tiles] == [None, "unusual", "unusual"]
     untested = explain(known, pixels, methods="rollout", sanity_checks=False)
     assert [image.p_value for image in untested.images] == [None] * 3
+
+
+def test_an_incomplete_sum_of_input_times_gradient_is_told_once(
+    bundle: Bundle, photos: list[str], tmp_path: Path
+) -> None:
+    photos = [path for path in photos if "broken" not in path]
+    options: dict = {"methods": ["rollout", "libra-fullgrad"], "batch_size": 2}
+
+    def triple(logits: Tensor) -> Tensor:
+        return 3 * logits[:, 3] - 2 * logits[:, 3].detach()
+
+    with pytest.warns(UserWarning, match="but for 200 % of it") as caught:
+        explain(bundle, photos, target=triple, output=tmp_path / "incomplete", **options)
+    assert len(caught) == 1
+    explain(bundle, photos, target="3", output=tmp_path / "complete", **options)
+    for name, error in (("incomplete", pytest.approx(2, rel=1e-3)), ("complete", None)):
+        manifest = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert [
+            [result["completeness_error"] for result in entry["maps"]]
+            for entry in manifest["images"]
+        ] == [[None, error]] * len(photos)

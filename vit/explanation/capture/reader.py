@@ -1,7 +1,9 @@
 """The parts of a model that maps are read from, found once and kept."""
 
 import re
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -26,10 +28,13 @@ class ModelReader:
 
     Attributes:
         model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
+        completeness_error: The last score that `measure_completeness_error` measured, and its
+            error.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap_model(model)
+        self.completeness_error: tuple[Callable[..., Any], float | None] | None = None
 
     @cached_property
     def _places(self) -> list[LayerPlace] | NoAttentionError:

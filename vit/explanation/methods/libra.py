@@ -2,13 +2,22 @@
 in attention, norms and activations, so that a logit is the sum of input times gradient over its
 inputs and biases.
 
-Each rule replaces a nonlinear function by the linear one that has the same result on this input.
-The factors of the signal (attention weights, the gate of an activation, the standard deviation of a
-norm) are constants, and each factor of a product of two signals gets half. Only gradients change:
-results of the forward pass are bit-equal, fused attention stays on, and the model doesn't change.
+Each rule replaces a nonlinear function by the affine one that has the same result on this input:
+
+- Attention weights and denominators are constants. With its deviation as a constant, a norm is
+  linear, also one that is written out.
+- An activation f(x) is f(0) + x · g with the constant g = (f(x) - f(0)) / x. f(0) is a bias. An
+  activation with two bounds, such as the sigmoid, is itself a constant where it multiplies another
+  signal.
+- A function of degree k, such as x^k or a product of k signals, gets 1/k of its gradient, because
+  Σ x ∂f/∂x = k f (Euler's theorem). The norm of a vector has the degree 1.
+
+Only gradients change: results of the forward pass are bit-equal, fused attention stays on, and the
+model doesn't change.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +27,13 @@ from torch.overrides import TorchFunctionMode
 
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
-# from the result and the arguments of a function to the result with another gradient
-Rule = Callable[[Any, Arguments, Options], Any]
+Function = Callable[..., Any]
+# calls a function so that its result gets another gradient
+Rule = Callable[[Function, Arguments, Options], Any]
+
+_GATE = "_libra_gate"  # attribute of the result of an activation with two bounds
+# names of inputs that may be passed by keyword, in their order
+_INPUTS = ("input", "query", "key", "value", "other", "exponent", "x1", "x2")
 
 
 class LibraGradients(TorchFunctionMode):
@@ -28,19 +42,54 @@ class LibraGradients(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
         args: Arguments = (),
         kwargs: Options | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            # attention weights are constants, so the gradient goes through the values alone
-            query, key, *others = args
-            args = (query.detach(), key.detach(), *others)
-        result = func(*args, **kwargs)
+        kwargs = dict(kwargs or {})
         rule = _RULES.get(func)
-        return result if rule is None else rule(result, args, kwargs)
+        if rule is not None:
+            args = (*args, *(kwargs.pop(name) for name in _INPUTS if name in kwargs))
+        in_place = _IN_PLACE.get(func, func if rule and kwargs.get("inplace") else None)
+        if in_place is not None and _list_signals(args):
+            # rules need the input, which would be overwritten
+            kwargs.pop("inplace", None)
+            inputs = (args[0].clone(), *args[1:])
+            return args[0].copy_(
+                LibraGradients.__torch_function__(self, in_place, types, inputs, kwargs)
+            )
+
+        result = func(*args, **kwargs) if rule is None else rule(func, args, kwargs)
+        if func in _KEEPS_GATES:
+            signals = _list_signals(args)
+            if signals and all(hasattr(signal, _GATE) for signal in signals):
+                setattr(result, _GATE, True)
+        return result
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    """List the tensors in arguments or in a result."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in list_tensors(part)]
+
+
+def _list_signals(value: Any) -> list[Tensor]:
+    """List the tensors in arguments that gradients go through."""
+    return [tensor for tensor in list_tensors(value) if tensor.requires_grad]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return arguments with each tensor replaced by the result of `function`."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: map_tensors(function, part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)([map_tensors(function, part) for part in value])
+    return value
 
 
 def _swap(result: Tensor, linear: Tensor) -> Tensor:
@@ -48,24 +97,79 @@ def _swap(result: Tensor, linear: Tensor) -> Tensor:
     return result.detach() + (linear - linear.detach())
 
 
-def _scale_input(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
-    """Write an activation with f(0) = 0, such as GELU and SiLU, as x · [f(x) / x] with a constant
-    bracket."""
+def _weigh_gradient(weight: float | Tensor, tensor: Tensor) -> Tensor:
+    """Return the tensor with `weight` times its gradient."""
+    if not tensor.requires_grad:
+        return tensor
+    weighted = tensor.view_as(tensor)
+    hook: Callable[..., object] = weighted.register_hook
+    hook(lambda gradient: gradient * weight)
+    return weighted
+
+
+def _hold(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Take the result as a constant."""
+    return func(*args, **kwargs).detach()
+
+
+def _divide(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Take the denominator as a constant."""
+    return func(args[0], *map_tensors(Tensor.detach, args[1:]), **kwargs)
+
+
+def _activate(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Write f(x) as f(0) + x · [(f(x) - f(0)) / x] with a constant bracket."""
+    result = func(*args, **kwargs)
     if not result.requires_grad:
         return result
     input: Tensor = args[0]
-    # at 0 the quotient is not defined: take the slope of GELU and SiLU
+    # at 0 the bracket is the slope
+    with torch.enable_grad():
+        zero = input.new_zeros((), requires_grad=True)
+        start = func(zero, *args[1:], **kwargs)
+        (slope,) = torch.autograd.grad(start.sum(), zero)
     is_zero = input == 0
-    gate = torch.where(is_zero, 0.5, result / torch.where(is_zero, 1.0, input))
+    gate = torch.where(is_zero, slope, (result - start) / torch.where(is_zero, 1.0, input))
     return _swap(result, input * gate.detach())
 
 
-def _square(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
-    return _multiply(result, (args[0], args[0]), kwargs)
+def _open_gate(func: Function, args: Arguments, kwargs: Options) -> Any:
+    result = _activate(func, args, kwargs)
+    setattr(result, _GATE, True)
+    return result
 
 
-def _normalise(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
+def _multiply(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Give each of several signals an equal share, and gates none."""
+    signals = _list_signals(args)
+    gates = [signal for signal in signals if hasattr(signal, _GATE)]
+    if len(signals) < 2:
+        return func(*args, **kwargs)
+    if 0 < len(gates) < len(signals):
+        args = map_tensors(lambda one: one.detach() if hasattr(one, _GATE) else one, args)
+    share = 1 / len(_list_signals(args))
+    return func(*map_tensors(partial(_weigh_gradient, share), args), **kwargs)
+
+
+def _apply_degree(degree: float, func: Function, args: Arguments, kwargs: Options) -> Any:
+    return func(*map_tensors(partial(_weigh_gradient, 1 / degree), args), **kwargs)
+
+
+def _raise(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Compute a power. Negative powers are denominators, and so constants."""
+    base, exponent = args
+    is_power = isinstance(base, Tensor) and not _list_signals(exponent)
+    if not is_power or (not isinstance(exponent, Tensor) and exponent <= 0):
+        return _hold(func, args, kwargs)
+    weight = 1 / exponent
+    if isinstance(weight, Tensor):  # a learnt power; the device is not asked for its sign
+        weight = torch.where(weight > 0, weight, 0.0)
+    return func(_weigh_gradient(weight, base), exponent, **kwargs)
+
+
+def _normalise(func: Function, args: Arguments, kwargs: Options) -> Any:
     """Compute layer norm or RMS norm with a constant deviation."""
+    result = func(*args, **kwargs)
     if not result.requires_grad:
         return result
     tokens, normalized_shape = args
@@ -83,54 +187,104 @@ def _normalise(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
     return _swap(result, linear)
 
 
-def _detach(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
-    return result.detach()
+def _normalise_groups(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Compute group norm with constant deviations."""
+    result = func(*args, **kwargs)
+    if not result.requires_grad:
+        return result
+    input, num_groups = args
+    groups = input.unflatten(1, (num_groups, -1)).flatten(2)  # [B, G, n]
+    groups = groups - groups.mean(dim=2, keepdim=True)
+    variance = groups.detach().square().mean(dim=2, keepdim=True)
+    linear = (groups * (variance + kwargs["eps"]).rsqrt()).reshape(input.shape)
+    for name, join in (("weight", torch.mul), ("bias", torch.add)):
+        if kwargs[name] is not None:
+            linear = join(linear, kwargs[name].unflatten(0, (-1, *[1] * (input.ndim - 2))))
+    return _swap(result, linear)
 
 
-def _multiply(result: Tensor, args: Arguments, kwargs: Options) -> Tensor:
-    input, other = args
-    for factor in args:
-        # a number or a constant: the product is linear as it is
-        if not isinstance(factor, Tensor) or not factor.requires_grad:
-            return result
-    return _swap(result, (input * other.detach() + input.detach() * other) / 2)
+def _normalise_length(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Divide by a constant norm."""
+    result = func(*args, **kwargs)
+    (input,) = args
+    norm = torch.linalg.vector_norm(input, kwargs["p"], kwargs["dim"], keepdim=True)
+    return _swap(result, input / norm.clamp_min(kwargs["eps"]).detach())
 
 
-def _attend_projected(
-    outputs: tuple[Tensor, Any], args: Arguments, kwargs: Options
-) -> tuple[Tensor, Any]:
+def _compare(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Compute the cosine similarity with constant norms."""
+
+    def compare(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+        pair = (x1 + torch.zeros_like(x2), x2 + torch.zeros_like(x1))  # of the same shape
+        norms = [torch.linalg.vector_norm(x, dim=dim).clamp_min(eps).detach() for x in pair]
+        return _multiply(torch.mul, pair, {}).sum(dim) / (norms[0] * norms[1])
+
+    return _swap(func(*args, **kwargs), compare(*args, **kwargs))
+
+
+def _attend(func: Function, args: Arguments, kwargs: Options) -> Any:
+    """Take attention weights as constants, so that the gradient goes through the values alone."""
+    query, key, *others = args
+    return func(query.detach(), key.detach(), *others, **kwargs)
+
+
+def _attend_projected(func: Function, args: Arguments, kwargs: Options) -> tuple[Tensor, Any]:
     """Compute `nn.MultiheadAttention`, a single function, a second time for its gradient: other
     arguments in the first computation would change the rounding."""
-    result, weights = outputs
+    result, weights = func(*args, **kwargs)
     if result.requires_grad:
         query, key, value, size, num_heads, weight, bias, *others = args
         # the projections of queries and keys are constants, as the attention weights are
         if bias is not None:
             bias = torch.cat([bias[: 2 * size].detach(), bias[2 * size :]])
         projected = (query.detach(), key.detach(), value, size, num_heads, weight, bias)
-        linear, _ = F.multi_head_attention_forward(*projected, *others, **kwargs)
+        linear, _ = func(*projected, *others, **kwargs)
         result = _swap(result, linear)
     return result, weights
 
 
-_RULES: dict[Callable[..., Any], Rule] = {
-    # activations: a gate times the input
-    F.gelu: _scale_input,
-    F.silu: _scale_input,
-    torch.square: _square,
-    Tensor.square: _square,
-    # norms: a constant times the input
-    F.layer_norm: _normalise,
-    F.rms_norm: _normalise,
-    # gates and attention weights: constants
-    F.softmax: _detach,
-    torch.softmax: _detach,
-    Tensor.softmax: _detach,
-    torch.sigmoid: _detach,
-    Tensor.sigmoid: _detach,
-    # products of two signals: half to each
-    torch.mul: _multiply,
-    Tensor.mul: _multiply,
-    Tensor.__mul__: _multiply,
-    F.multi_head_attention_forward: _attend_projected,
+def _find_spellings(names: str) -> Iterator[Function]:
+    """Find the functions and methods of these names."""
+    for name in names.split():
+        for space in (torch, Tensor, F):
+            if hasattr(space, name):
+                yield getattr(space, name)
+
+
+_NAMES: dict[Rule, str] = {
+    _activate: "gelu silu mish hardswish elu celu selu relu6 hardtanh clamp clip clamp_min "
+    "clamp_max softplus softsign tanhshrink hardshrink softshrink logsigmoid expm1 log1p",
+    _open_gate: "sigmoid hardsigmoid tanh erf",
+    # attention weights, and what they are written out with
+    _hold: "softmax exp exp2 rsqrt reciprocal __rdiv__ __rtruediv__ __rpow__",
+    _divide: "div divide true_divide __div__ __truediv__",
+    _multiply: "mul multiply __mul__ matmul __matmul__ mm bmm mv dot einsum bilinear",
+    _raise: "pow __pow__",
+    partial(_apply_degree, 2.0): "square var",
+    partial(_apply_degree, 0.5): "sqrt",
+    _normalise: "layer_norm rms_norm",
+    _normalise_groups: "group_norm",
+    _normalise_length: "normalize",
+    _compare: "cosine_similarity",
+    _attend: "scaled_dot_product_attention",
+    _attend_projected: "multi_head_attention_forward",
 }
+_RULES = {func: rule for rule, names in _NAMES.items() for func in _find_spellings(names)}
+# torch.layer_norm and others of the same name as one of F take other arguments
+for _name in ("layer_norm", "rms_norm", "group_norm"):
+    _RULES.pop(getattr(torch, _name), None)
+
+_IN_PLACE = {
+    getattr(Tensor, in_place): getattr(Tensor, name)
+    for name in " ".join(_NAMES.values()).split()
+    for in_place in (f"{name}_", name.replace("__", "__i", 1))
+    if in_place != name and hasattr(Tensor, name) and hasattr(Tensor, in_place)
+}
+# what leaves a gate a gate: other shapes, and constants that are added or multiplied
+_KEEPS_GATES = set(
+    _find_spellings(
+        "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__ "
+        "unsqueeze squeeze view reshape expand expand_as transpose permute flatten unflatten "
+        "__getitem__ to float contiguous"
+    )
+)

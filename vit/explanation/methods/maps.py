@@ -1,6 +1,7 @@
 """Compute the maps of several methods from one forward pass."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,12 +17,13 @@ from vit.explanation.capture.forward import (
     split_prefix,
 )
 from vit.explanation.capture.reader import ModelReader, read_model
+from vit.explanation.methods.completeness import measure_completeness_error
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.registry import METHODS, Method, check_options, find_methods
 from vit.explanation.methods.rollout import check_range, check_rollout_options
 from vit.explanation.methods.sinks import find_sinks
-from vit.explanation.targets import CLASS, Target
-from vit.runtime.tensors import Images
+from vit.explanation.targets import CLASS, Classes, Target
+from vit.runtime.tensors import Images, Logits
 
 Relevance = Float[Tensor, "B _ N"]  # for one class of each image, or for each class asked for
 # what a caller needs of the forward pass besides the maps
@@ -70,7 +72,8 @@ def compute_maps(
         options: Options of the methods by name. None: their defaults.
         keep: "gradients" keeps the graph of the model's own gradients, and with it the output of
             each block, which "block tokens" keeps alone.
-        verify: Check that the recorded attention is the model's, see `run_forward`.
+        verify: Check that the recorded attention is the model's, see `run_forward`, and that
+            LibraGrad's gradients are complete, see `measure_completeness_error`.
 
     Returns:
         The forward pass, the classes [B, T], and the maps in the order of `methods`.
@@ -96,9 +99,11 @@ def compute_maps(
         relevance: dict[str, Relevance] = {}
         forward = None
         if libra_methods:
+            if verify:
+                measure_completeness_error(reader, images, target)
             with LibraGradients():
                 forward = run(gradients=True)
-            forward.target = target
+            forward.target = replace(target, score=partial(_score_by_libra, target))
             targets = target.choose(forward.logits.detach())
             relevance |= _compute_relevance(forward, libra_methods, targets, values)
         if own_methods or keep == "gradients":
@@ -117,6 +122,14 @@ def compute_maps(
                 relevance[method.name] = _combine(parts, forward.num_prefix_tokens)
         maps = [_make_maps(method, relevance[method.name], forward, values) for method in chosen]
         return forward, targets, maps
+
+
+def _score_by_libra(target: Target, logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
+    """Compute the number that is explained by LibraGrad's rules, too. A number that they make a
+    constant, such as a probability, keeps its own gradient."""
+    with LibraGradients():
+        score = target.score(logits, classes)
+    return score if score.requires_grad else target.score(logits, classes)
 
 
 def check_ranges(values: Mapping[str, Any], reader: ModelReader) -> None:

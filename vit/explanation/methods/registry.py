@@ -69,6 +69,11 @@ class Method:
         found: Callable[..., Any] = getattr(import_module(module), name)
         return found
 
+    @property
+    def uses_libra(self) -> bool:
+        """True if LibraGrad's gradients are in the maps."""
+        return self.libra or any(METHODS[name].libra for name in self.parts)
+
     @cached_property
     def options(self) -> Mapping[str, inspect.Parameter]:
         """The options of the method and its parts, by name."""
@@ -289,6 +294,14 @@ _OWN_METHODS = (
         name="libra-input-x-gradient",
         title="Libra input times gradient",
         compute=f"{_MODULES}.gradients:compute_difference_x_gradient",
+        signed=True,
+        libra=True,
+    ),
+    # from one pass: one part each for patches that are left out and for patches that are painted over
+    Method(
+        name="libra-fullgrad-pixels",
+        title="Libra FullGrad+ and pixels",
+        parts=("libra-fullgrad", "libra-input-x-gradient"),
         signed=True,
         libra=True,
     ),

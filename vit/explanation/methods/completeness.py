@@ -1,0 +1,145 @@
+"""Check LibraGrad's promise for a model: the number that is explained is the sum of input times
+gradient over the pixels and everything that is added on the way (biases, position embeddings, class
+tokens)."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.explanation.capture.forward import evaluation_mode
+from vit.explanation.capture.reader import ModelReader
+from vit.explanation.methods.libra import LibraGradients, list_tensors, map_tensors
+from vit.explanation.targets import Target
+from vit.model.logits import compute_logits
+from vit.runtime.tensors import Images
+
+_TOLERANCE = 0.01  # largest error that is not reported
+# The error is a fraction of the number, or of this fraction of the parts that add up to it: in
+# float32, a number that is nearly 0 is mostly rounding.
+_LEAST_FRACTION = 0.01
+_LOST = "_libra_lost"  # attribute of tensors that depend on the image without a gradient
+
+
+def measure_completeness_error(reader: ModelReader, images: Images, target: Target) -> float | None:
+    """Measure how far the sum of input times gradient is from the number explained, and warn once
+    for a model and a target if it is off.
+
+    It takes a forward and a backward pass of the first image in float32.
+
+    Args:
+        reader: The model.
+        images: Normalised images.
+        target: The number that is explained.
+
+    Returns:
+        The error as a fraction of the number explained; None if it is at most 1 %.
+
+    Raises:
+        ValueError: The outputs have no gradient by LibraGrad's rules.
+    """
+    known = reader.completeness_error
+    if known is None or known[0] is not target.score:
+        error = _measure(reader, images[:1], target)
+        reader.completeness_error = known = (target.score, error)
+        if error is not None:
+            warnings.warn(
+                f"LibraGrad explains {type(reader.model).__name__} incompletely: input times "
+                f"gradient adds up to the number explained but for {round(100 * error, 1):g} % of it, "
+                "because the model computes something that has no rule; methods without libra "
+                "aren't affected",
+                stacklevel=2,
+            )
+    return known[1]
+
+
+def _measure(reader: ModelReader, images: Images, target: Target) -> float | None:
+    # in half precision, rounding would be larger than the tolerance
+    if torch.finfo(images.dtype).eps > torch.finfo(torch.float32).eps:
+        return None
+    images = images.detach().clone().requires_grad_()
+    with (
+        evaluation_mode(reader.model),
+        torch.enable_grad(),
+        torch.autocast(images.device.type, enabled=False),
+    ):
+        with _ConstantsMeter() as meter:
+            logits = compute_logits(reader.model, images)
+            if not logits.requires_grad:
+                raise ValueError(
+                    f"{type(reader.model).__name__} ends in a softmax or another function that "
+                    "LibraGrad takes as a constant; explain the model without it, or take a method "
+                    "without libra, such as gae"
+                )
+            classes = target.select([0]).choose(logits.detach())[:, 0]
+            score = target.score(logits, classes)
+        if not score.requires_grad:
+            score = target.score(logits, classes)
+    (gradient,) = torch.autograd.grad(score.sum(), images)
+    inputs = float((images.detach() * gradient).sum())
+    number = float(score.detach())
+    scale = max(abs(number), _LEAST_FRACTION * (abs(inputs) + abs(meter.total)))
+    error = abs(inputs + meter.total - number) / max(scale, torch.finfo(torch.float32).tiny)
+    return error if error > _TOLERANCE else None
+
+
+class _ConstantsMeter(LibraGradients):
+    """LibraGrad's gradients, and the sum of constant times gradient over all functions. A
+    function's constant is its result if its signals are 0: a bias, a token, a position embedding.
+
+    Attributes:
+        total: The sum, after a backward pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        has_signals = False
+
+        def silence(tensor: Tensor) -> Tensor:
+            nonlocal has_signals
+            if tensor.requires_grad or hasattr(tensor, _LOST):
+                has_signals = True
+                tensor = torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
+            return tensor
+
+        quiet, options = map_tensors(silence, args), map_tensors(silence, kwargs)
+        if quiet and isinstance(quiet[0], Tensor):  # a function may write into it
+            quiet = (quiet[0].clone(), *quiet[1:])
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not has_signals:
+            return result
+
+        # `x[0] = y` returns None
+        changed = list_tensors(args[0] if result is None else result)
+        if any(tensor.requires_grad for tensor in changed):
+            try:
+                with torch.no_grad():
+                    constants = func(*quiet, **options)
+            except RuntimeError:  # such as the inverse of zeros: nothing is known about it
+                return result
+            constants = list_tensors(quiet[0] if result is None else constants)
+            for tensor, constant in zip(changed, constants, strict=True):
+                constant = constant.nan_to_num(0.0, 0.0, 0.0)  # 0 / 0
+                if tensor.requires_grad and constant.any():
+                    hook: Callable[..., object] = tensor.register_hook
+                    hook(partial(self._add, constant))
+        elif not func.__name__.startswith("new_") and not func.__name__.endswith("_like"):
+            for tensor in changed:
+                setattr(tensor, _LOST, True)
+        return result
+
+    def _add(self, constant: Tensor, gradient: Tensor) -> None:
+        self.total += float((constant * gradient).sum())
