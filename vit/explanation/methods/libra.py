@@ -215,7 +215,8 @@ def _compare(func: Function, args: Arguments, kwargs: Options) -> Any:
     """Compute the cosine similarity with constant norms."""
 
     def compare(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
-        pair = (x1 + torch.zeros_like(x2), x2 + torch.zeros_like(x1))  # of the same shape
+        # both in the shape of the two together
+        pair = (x1 + torch.zeros_like(x2), x2 + torch.zeros_like(x1))
         norms = [torch.linalg.vector_norm(x, dim=dim).clamp_min(eps).detach() for x in pair]
         return _multiply(torch.mul, pair, {}).sum(dim) / (norms[0] * norms[1])
 
@@ -280,7 +281,7 @@ _IN_PLACE = {
     for in_place in (f"{name}_", name.replace("__", "__i", 1))
     if in_place != name and hasattr(Tensor, name) and hasattr(Tensor, in_place)
 }
-# what leaves a gate a gate: other shapes, and constants that are added or multiplied
+# A gate in another shape, or with a constant added or multiplied, is still a gate.
 _KEEPS_GATES = set(
     _find_spellings(
         "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__ "
