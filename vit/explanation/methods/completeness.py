@@ -128,7 +128,7 @@ class _ConstantsMeter(LibraGradients):
             try:
                 with torch.no_grad():
                     constants = func(*quiet, **options)
-            except RuntimeError:  # such as the inverse of zeros: nothing is known about it
+            except (RuntimeError, ValueError, IndexError):  # such as the inverse of zeros
                 return result
             constants = list_tensors(quiet[0] if result is None else constants)
             for tensor, constant in zip(changed, constants, strict=True):
