@@ -352,6 +352,26 @@ def test_bad_folders_and_models_get_one_line(
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.extended
+def test_the_columns_and_groups_of_another_table_may_be_named(
+    tiny_run: Path, tmp_path: Path, cli: Launcher
+) -> None:
+    rows = []
+    for index, name in enumerate(load_bundle(tiny_run).class_names):
+        file = f"{'ab'[index % 2]}{index}.png"
+        Image.fromarray(np.full((9, 9), 20 * index, dtype=np.uint8)).save(tmp_path / file)
+        rows.append(f"{file},{name},{index % 3},x")
+    table = tmp_path / "own.csv"
+    table.write_text("\n".join(["Datei,Art,group,Klasse", *rows]))
+    arguments = ["evaluate", tiny_run, "--data", table, "--output", tmp_path / "out"]
+    assert "name the right one (--label-column NAME)" in cli.fail(*arguments)
+    # before the table's three groups
+    cli.succeed(*arguments, "--label-column", "Art", "--group-by", "^([ab])")
+    evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert evaluation["num_images"] == len(rows)
+    assert f"these {len(rows)} images are of 2 groups" in evaluation["notes"][0]
+
+
 def test_a_root_without_training_images_is_evaluated(
     cli: Launcher, model_file: Path, tmp_path: Path
 ) -> None:

@@ -333,9 +333,19 @@ def test_columns_may_be_named(photos: Path) -> None:
         read(table, path_column="Name")
     # a model finds them again in another table of these columns
     other = write(photos / "other.csv", f"Dateiname,Ort,Art\n{rows}")
-    opened = open_for_model(other, recorded=RecordedImages({"label_column": "Art"})).split()
-    assert opened.class_names == ANIMALS
+    trained = RecordedImages({"label_column": "Art"})
+    assert open_for_model(other, recorded=trained).split().class_names == ANIMALS
+    # also where the folder is named, and other ones where the user names them
     table.unlink()
+    assert open_for_model(photos, recorded=trained).split().class_names == ANIMALS
+    rule = LabelRule(label_column="Ort")
+    with pytest.raises(ValueError, match="fewer than two classes: 'x'"):
+        open_for_model(photos, recorded=trained, labels=rule)
+    own = RecordedImages({"name": "folder", "root": str(other), "label_column": "Art"})
+    with pytest.raises(ValueError, match="label_column Ort is not that of this model's training"):
+        open_for_model(str(other), recorded=own, labels=rule)
+    with pytest.raises(ValueError, match="label_column are for folders and tables"):
+        open_for_model("digits", recorded=trained, labels=rule)
     other.unlink()
 
 

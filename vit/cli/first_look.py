@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vit.runtime.patterns import check_pattern
 from vit.runtime.places import explain_file, suggest
 
 
@@ -55,6 +57,12 @@ def _check_images(images: str | Sequence[str]) -> None:
         raise ValueError(explain_file(paths[0]))
 
 
+def _check_pattern(pattern: str, *, name: str) -> None:
+    # a number is the level of a folder
+    if not pattern.isdecimal():
+        check_pattern(pattern, name=name)
+
+
 def _check_exists(*paths: str | Path) -> None:
     for path in paths:
         if not os.path.lexists(path):
@@ -67,5 +75,7 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "data": _check_data,
     "images": _check_images,
     "masks": _check_exists,
+    "group_by": partial(_check_pattern, name="--group-by"),
+    "label_by": partial(_check_pattern, name="--label-by"),
     "evaluations": lambda paths: _check_exists(*paths),
 }

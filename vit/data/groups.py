@@ -43,11 +43,12 @@ def find_groups(
             that are to be divided are one group in each class.
     """
     origin = f"data.group_by {shorten(repr(group_by))}"
-    if isinstance(group_by, int):
-        folders = [PurePosixPath(image_id).parts[:-1] for image_id in dataset.ids]
-        names = [parts[-group_by] if 1 <= group_by <= len(parts) else None for parts in folders]
-    else:
+    if isinstance(group_by, str) and not group_by.isdecimal():
         names = list(search_group(group_by, dataset.ids, name="data.group_by"))
+    else:
+        level = int(group_by)
+        folders = [PurePosixPath(image_id).parts[:-1] for image_id in dataset.ids]
+        names = [parts[-level] if 1 <= level <= len(parts) else None for parts in folders]
     if not any(names):
         path = shorten(dataset.ids[0])
         raise ValueError(f"{origin} finds no group in paths such as {path!r}; try another one")

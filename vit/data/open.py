@@ -14,7 +14,7 @@ from vit.data.dataset import ImageDataset, LabelRule, Request, choose_evenly
 from vit.data.duplicates import hash_pixels
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import Root
-from vit.data.sources.folders import check_not_packed, is_flat
+from vit.data.sources.folders import check_not_packed, has_classes
 from vit.data.sources.idx import list_idx
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.registry import (
@@ -24,7 +24,7 @@ from vit.data.sources.registry import (
     require_kind,
 )
 from vit.data.sources.remote import is_remote
-from vit.data.sources.tables import is_table, list_other_tables, list_tables
+from vit.data.sources.tables import list_other_tables, list_tables
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir, expand_home
@@ -135,7 +135,14 @@ class RecordedImages(NamedTuple):
     preprocess: Preprocess = Preprocess((1, 1))
 
 
-def open_for_model(data: Root, *, recorded: RecordedImages, root: Root = None) -> DatasetSplits:
+def open_for_model(
+    data: Root,
+    *,
+    recorded: RecordedImages,
+    root: Root = None,
+    labels: LabelRule = LabelRule(),  # noqa: B008 (immutable)
+    group_by: int | str | None = None,
+) -> DatasetSplits:
     """Open the images on which a trained model is evaluated or explained.
 
     The default split is "test", and "all" for files without one: as far as we know, the model has
@@ -149,12 +156,16 @@ def open_for_model(data: Root, *, recorded: RecordedImages, root: Root = None) -
             model was trained on.
         recorded: Record of these in the model file.
         root: Place of a data set that is given by its name.
+        labels: How the classes of other images than those of the training are found; by default as
+            recorded.
+        group_by: Groups of other images, see `SplitRule`.
 
     Raises:
         ValueError: There are no such images, or `data` is None and the model file names none or
             others than are there.
     """
     config = recorded.config
+    given = {**labels._asdict(), "group_by": group_by}
     if data is None and not config:
         text = "this model doesn't say what it was trained on"
         raise ValueError(f"{text}; name the images with --data")
@@ -165,6 +176,13 @@ def open_for_model(data: Root, *, recorded: RecordedImages, root: Root = None) -
         open_dataset, class_names=class_names if isinstance(class_names, Mapping) else None
     )
     if data is None or _is_same(str(data), config):
+        # other labels or groups would draw other splits
+        for name, value in given.items():
+            if value is not None and str(value) != str(config.get(name)):
+                raise ValueError(
+                    f"{name} {value} is not that of this model's training, {config.get(name)};"
+                    " leave it out for the images of the training"
+                )
         # an address is saved without its token
         if data is not None and HIDDEN in str(config.get("root")):
             root = root or data
@@ -197,17 +215,19 @@ def open_for_model(data: Root, *, recorded: RecordedImages, root: Root = None) -
         return splits
 
     kind = require_kind(data)
+    rule = SplitRule(group_by=group_by)
     if kind in list_named_sets():
-        return open_named(kind, root=root)
+        return open_named(kind, root=root, rule=rule, labels=labels)
 
-    # own images are named by their place, and their classes as those of the training were
-    labels = LabelRule()
+    # own images are named by their place, and their classes are found as those of the training were
     place = expand_home(str(data))
-    if kind == "folder" and is_table(place):
-        labels = read_label_rule(config)._replace(label_by=None)
-    elif kind == "folder" and config.get("label_by") and is_flat(place):
-        labels = LabelRule(config["label_by"])
-    splits = open_named(kind, root=data, labels=labels)
+    if kind == "folder" and labels == LabelRule():
+        has_table = bool(list_tables(place))
+        if has_table or not has_classes(place):
+            labels = read_label_rule(config)
+        if has_table:
+            labels = labels._replace(label_by=None)
+    splits = open_named(kind, root=data, rule=rule, labels=labels)
     default_split = "test" if "test" in splits.source.origins else "all"
     return replace(splits, default_split=default_split)
 

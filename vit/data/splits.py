@@ -59,7 +59,7 @@ class SplitRule:
 
     def __post_init__(self) -> None:
         # before images are listed
-        if isinstance(self.group_by, str):
+        if isinstance(self.group_by, str) and not self.group_by.isdecimal():
             check_pattern(self.group_by, name="data.group_by")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
-from vit.data.dataset import printable
+from vit.data.dataset import LabelRule, printable
 from vit.evaluation.calibration import (
     calibrate_bundle,
     find_model_file,
@@ -61,6 +61,10 @@ def evaluate(
     split: str | None = None,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
+    group_by: str | int | None = None,
+    label_by: str | None = None,
+    path_column: str | None = None,
+    label_column: str | None = None,
     calibrate: bool = False,
     in_place: bool = False,
     corruptions: bool = False,
@@ -85,6 +89,10 @@ def evaluate(
         dataset: Images instead of `data`, as `vit.train` takes them. They
             are the split "test", or of a pair "validation".
         class_names: Class names of `dataset`. None: its own, or the model's.
+        group_by: See `vit.train`.
+        label_by: See `vit.train`.
+        path_column: See `vit.train`.
+        label_column: See `vit.train`.
         calibrate: Fit a temperature on the validation split, and keep it if
             it helps. Half of the split measures whether the temperature of
             the other half lowers the loss beyond noise. `.save` writes the
@@ -123,7 +131,10 @@ def evaluate(
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
         bundle = open_model(model, device=device_name)
-        data_splits = open_data(bundle, data, root, dataset, class_names)
+        labels = LabelRule(label_by, path_column, label_column)
+        data_splits = open_data(
+            bundle, data, root, dataset, class_names, labels=labels, group_by=group_by
+        )
         if calibrate and (split or data_splits.default_split) == "validation":
             raise ValueError(_CALIBRATION_HINT)
         # All images are decoded before anything is computed: errors in them are reported first.

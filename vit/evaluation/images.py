@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vit.bundle import Bundle
 from vit.data.cache import decode_dataset
-from vit.data.dataset import ImageDataset, printable
+from vit.data.dataset import ImageDataset, LabelRule, printable
 from vit.data.duplicates import find_duplicates
 from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
@@ -134,19 +134,32 @@ def check_data(data: str | Path | None, dataset: Any) -> None:
         raise ValueError("data names images and dataset passes others; give one of them")
 
 
+def check_no_rule(labels: LabelRule, group_by: int | str | None) -> None:
+    """Raise ValueError for options that images from Python don't have."""
+    if labels != LabelRule() or group_by is not None:
+        names = ", ".join(("group_by", *LabelRule._fields))
+        raise ValueError(f"{names} are for folders and tables, not for dataset=…; leave them out")
+
+
 def open_data(
     bundle: Bundle,
     data: str | Path | None,
     root: str | Path | None,
     dataset: Any,
     class_names: Sequence[str] | None,
+    *,
+    labels: LabelRule = LabelRule(),  # noqa: B008 (immutable)
+    group_by: int | str | None = None,
 ) -> DatasetSplits:
     """Open the images that a user names or passes; by default those of the model's training."""
     if dataset is not None:
+        check_no_rule(labels, group_by)
         return open_passed(dataset, class_names=class_names, model_classes=bundle.class_names)
     if data is None and bundle.passed_images is not None:
         return bundle.passed_images
-    return open_for_model(data, root=root, recorded=bundle.recorded_images)
+    return open_for_model(
+        data, root=root, recorded=bundle.recorded_images, labels=labels, group_by=group_by
+    )
 
 
 @dataclass(frozen=True)

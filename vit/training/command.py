@@ -11,7 +11,6 @@ import typer
 from vit.model.find_file import list_pretrained
 from vit.runtime.command import Command
 from vit.runtime.console import echo
-from vit.runtime.patterns import check_pattern
 from vit.runtime.plugins import list_plugins
 
 # EX_TEMPFAIL: stopped by a signal, or another process was lost; a scheduler may start the run again
@@ -63,13 +62,6 @@ def train(
         "train.device": device,
         "train.seed": seed,
     }
-    # a wrong expression is refused before torch is imported
-    for name in ("group_by", "label_by"):
-        pattern = start.keywords[name]
-        # a number is the level of a folder
-        if isinstance(pattern, str) and not pattern.isdecimal():
-            check_pattern(pattern, name=f"--{name.replace('_', '-')}")
-
     # `vit train --resume train.epochs=3`: the first argument is an override already
     key, equals, _ = (config or "").partition("=")
     # An address may have parameters.

@@ -29,7 +29,7 @@ def result(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> A
             pixels[..., 2 if is_blue else 0] += 150
             Image.fromarray(pixels).save(root / class_name / f"{number:02d}, a.png")
     weights = save_model(root.parent / "model.safetensors")
-    return vit.audit(root, init=weights)
+    return vit.audit(root, init=weights, group_by="([0-9])9, a")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,8 @@ def test_the_first_suspects_have_a_map_and_their_neighbours(result: Any, tmp_pat
     text = (tmp_path / "audit" / "audit.html").read_text()
     num_suspects = len(result.audit.label_errors)
     assert num_suspects >= 3
+    # 09 and 19 of both classes are two groups, the others are alone
+    assert len(set(result.images.groups)) == 2 + 36
     # the model knows other classes
     assert text.count("attention rollout") == min(num_suspects, 24)
     assert text.count('alt="map of ') == min(num_suspects, 24)

@@ -11,7 +11,7 @@ from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
 from vit.bundle import Bundle, open_model
 from vit.data.cache import decode_dataset
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, LabelRule
 from vit.data.open import RecordedImages, open_for_model, open_passed
 from vit.data.statistics import (
     MIN_LEVELS,
@@ -19,7 +19,7 @@ from vit.data.statistics import (
     measure_value_range,
     survey_images,
 )
-from vit.evaluation.images import check_data
+from vit.evaluation.images import check_data, check_no_rule
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
@@ -58,6 +58,10 @@ def audit(
     init: str | Path | None = None,
     model: str | Path | None = None,
     root: str | Path | None = None,
+    group_by: str | int | None = None,
+    label_by: str | None = None,
+    path_column: str | None = None,
+    label_column: str | None = None,
     batch_size: int | None = None,
     device: str = "auto",
     precision: str = "auto",
@@ -77,6 +81,10 @@ def audit(
             with these labels and may have memorised the wrong ones, so that
             `init` finds more.
         root: Folder of the data set that `data` names. None: its usual place.
+        group_by: See `vit.train`.
+        label_by: See `vit.train`.
+        path_column: See `vit.train`.
+        label_column: See `vit.train`.
         batch_size: See `vit.evaluate`.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
@@ -105,9 +113,13 @@ def audit(
     # before minutes of work
     if find_spec("cleanlab") is None:
         raise ValueError("vit audit needs cleanlab: pip install 'vit-pipeline[audit]'")
+    labels = LabelRule(label_by, path_column, label_column)
     if dataset is None:
-        splits = open_for_model(data, root=root, recorded=RecordedImages())
+        splits = open_for_model(
+            data, root=root, recorded=RecordedImages(), labels=labels, group_by=group_by
+        )
     else:
+        check_no_rule(labels, group_by)
         splits = open_passed(dataset, class_names=class_names, model_classes=())
     listed = splits.split("all")
     bundle = _load_backbone(str(init or model), device)

@@ -93,11 +93,6 @@ def is_folder(place: str) -> bool:
     return is_table(path) or path.is_dir()
 
 
-def is_flat(root: Path) -> bool:
-    """Return true for a folder of images without folders of classes or a table."""
-    return not has_classes(root) and not list_tables(root)
-
-
 SOURCE = Source(
     "folder",
     find_folder,
