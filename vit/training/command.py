@@ -112,13 +112,14 @@ def _check(
 ) -> None:
     """Raise the error that the arguments would raise later, after torch is imported."""
     # numpy and pydantic, which `vit --help` does without
+    from vit.data.dataset import LabelRule
     from vit.data.open import check_place
     from vit.training.resolve import resolve_arguments
 
     values = start.keywords
     names = ("init", "minutes", "group_by", "folds", "resume", "overwrite")
     options = {name: values[name] for name in names}
-    labels = {name: values[name] for name in ("label_by", "path_column", "label_column")}
+    labels = LabelRule(*(values[name] for name in LabelRule._fields))
     _, all_overrides, resolved = resolve_arguments(
         config, output=output, overrides=overrides, labels=labels, **options
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vit.config import Config, load_config, plain_values, read_sections, validate_config
+from vit.data.dataset import LabelRule
 from vit.data.sources.folders import check_not_inside
 from vit.data.sources.python_objects import FROM_PYTHON
 from vit.model.find_file import find_initial_weights
@@ -30,14 +31,13 @@ def resolve_arguments(
     init: str | Path | None,
     minutes: float | None,
     group_by: str | int | None,
-    labels: Mapping[str, str | None],
+    labels: LabelRule,
     folds: int | None,
     resume: bool,
     overwrite: bool,
     passed: Sequence[str] = (),
 ) -> tuple[Path, list[str], Config | None]:
-    """Resolve the arguments of `vit.train`, which are described there. `labels` are its `label_by`,
-    `path_column` and `label_column`.
+    """Resolve the arguments of `vit.train`, which are described there.
 
     Returns:
         The directory of the run, all overrides, and the configuration; None for images, for which
@@ -58,7 +58,7 @@ def resolve_arguments(
         # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
         text = str(group_by)
         listed.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
-    for name, value in labels.items():
+    for name, value in labels._asdict().items():
         if value is not None:
             listed.append(f"data.{name}={json.dumps(value)}")
     if init is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from vit.config import Config, dump_config, list_overrides
-from vit.data.dataset import ImageDataset
+from vit.data.dataset import ImageDataset, LabelRule
 from vit.data.workers import Transform
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console
@@ -169,7 +169,7 @@ def train(
         init=init,
         minutes=minutes,
         group_by=group_by,
-        labels={"label_by": label_by, "path_column": path_column, "label_column": label_column},
+        labels=LabelRule(label_by, path_column, label_column),
         folds=folds,
         resume=resume,
         overwrite=overwrite,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import check_classes, sort_class_names
+from vit.data.class_names import check_classes, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.duplicates import hash_pixels
 from vit.data.images import DeepImage, list_images
@@ -181,14 +181,11 @@ def _number_labels(
         if numbered_classes is not None and set(own_names) <= set(numbered_classes):
             own_names = tuple(numbered_classes)
         names = tuple(class_names or own_names)
-        number_of = {name: number for number, name in enumerate(names)}
-        unknown = [label for label in labels if label not in number_of]
-        if unknown:
+        if unknown := set(labels) - set(names):
+            wrong = next(label for label in labels if label in unknown)
             known = shorten(", ".join(map(str, names)))
-            raise ValueError(
-                f"the label {unknown[0]!r} of dataset is not one of its classes {known}"
-            )
-        return np.array([number_of[label] for label in labels], dtype=np.int64), names
+            raise ValueError(f"the label {wrong!r} of dataset is not one of its classes {known}")
+        return number_labels(labels, names), names
 
     try:
         numbers = np.array([operator.index(label) for label in labels], dtype=np.int64)
