@@ -136,7 +136,7 @@ def test_the_plan_says_how_much_is_cut(cli: Launcher, tmp_path: Path) -> None:
     folder = write_long(tmp_path / "long", 12)
     arguments = ["train", "folder/small", f"data.root={folder}", "--dry-run", "train.device=cpu"]
     warned = " ".join(cli.succeed(*arguments, "-o", tmp_path / "a").text.split())
-    assert "the centre crop leaves out 80% of the typical image, of 5:1" in warned
+    assert "the centre crop leaves out 80 % of the typical image, of 5:1" in warned
     text = cli.succeed(*arguments, "data.resize_mode=pad", "-o", tmp_path / "b").text
     assert "leaves out" not in text
 

@@ -173,7 +173,7 @@ def test_what_would_take_long_is_measured_in_part_or_not_at_all(
     monkeypatch.setattr(curve_module, "_MAX_VALUES", 1.3 * size)
     fewer_points = measure(values, labels)
     assert [point.fraction for point in fewer_points.points] == [0.1, 0.2, 0.4, 0.5]
-    assert "at most 50% of the other photos" in (fewer_points.note or "")
+    assert "at most 50 % of the other photos" in (fewer_points.note or "")
     assert not fewer_points.gains
     monkeypatch.setattr(curve_module, "_MAX_VALUES", size)
     nothing = measure(values, labels)

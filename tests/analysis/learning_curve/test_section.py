@@ -42,12 +42,12 @@ def test_the_learning_curve_has_a_chart_and_a_sentence(
 ) -> None:
     page = show(case, tmp_path, CURVE)
     assert "Learning curve: accuracy against training images" in page
-    sentence = "With twice as many photos (1,600) about 94% (92–95%) instead of 91%"
+    sentence = "With twice as many photos (1,600) about 94 % (92–95 %) instead of 91 %"
     # among the plain sentences and beside the chart
     assert page.count(sentence) == 2
-    assert "1,600 images: 94.0% expected, 92.0% to 95.0% with 95 % confidence" in page
+    assert "1,600 images: 94.0 % expected, 92.0–95.0 % with 95 % confidence" in page
     # with a circle, and an interval behind it
-    assert page.count("1,600 images: 94.0% expected") == 2
+    assert page.count("1,600 images: 94.0 % expected") == 2
     assert NASTY not in page
     assert "+10.0" in page
 

@@ -147,10 +147,10 @@ class LearningCurve(BaseModel):
             return f"It is not known whether more photos would help: {self.reason}."
         # Whole percents would hide what is still to be gained.
         digits = int(min(forecast.top1_now, forecast.top1) >= 0.95)
-        now = f"{forecast.top1_now:.{digits}%}"
-        expected = f"{forecast.top1:.{digits}%}"
+        now = f"{100 * forecast.top1_now:.{digits}f} %"
+        expected = f"{100 * forecast.top1:.{digits}f} %"
         low, high = forecast.interval
-        interval = f"{100 * low:.{digits}f}–{high:.{digits}%}"
+        interval = f"{100 * low:.{digits}f}–{100 * high:.{digits}f} %"
         change = "as now" if now == expected else f"instead of {now}"
         gains = ""
         if self.gains:
