@@ -20,8 +20,8 @@ EXTRAS = {
     "deploy/serve": ["serve"],
     "prediction/predict.py": ["datasets"],
 }
-# packages whose models are passed to us: they are imported only then
-BROUGHT_BY_THE_USER = {"transformers"}
+# packages whose models are passed to us, and that of a notebook: they are imported only then
+BROUGHT_BY_THE_USER = {"transformers", "IPython"}
 # written into exports as they are, for programs that have them
 WRITTEN = "deploy/export/templates/"
 

@@ -38,7 +38,7 @@ from vit.model.model_info import (
 )
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit, check_fit
-from vit.runtime.arguments import check_kind
+from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.device import choose_device
 from vit.runtime.files import compute_sha256
 from vit.runtime.memory import keep_freed_memory
@@ -49,7 +49,7 @@ Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bundle:
     """A model in evaluation mode with its preprocessing, its class names, and the information that
     its file has about its training.
@@ -87,6 +87,14 @@ class Bundle:
     _found: dict[Callable[[nn.Module], Any], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def __repr__(self) -> str:
+        """Return one line, because notebooks show the result of a cell."""
+        height, width = self.preprocess.image_size
+        return (
+            f"Bundle({shorten(self.name)!r}: {type(self.model).__name__}, "
+            f"{len(self.class_names)} classes, images of {height}×{width} pixels)"
+        )
 
     @classmethod
     def from_model(

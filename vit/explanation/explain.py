@@ -104,8 +104,8 @@ def explain(
         The result: `.maps[method]` is a tensor [images, rows, columns] on the
         patch grid, or [images, classes, rows, columns] for several classes;
         `.sanity_checks[method]` has the patch-removal test of each map. A
-        notebook shows the first images with their maps; `.show()` opens them
-        as a picture.
+        notebook shows the first images with their maps, and so does `.show()`,
+        elsewhere in the system's image viewer.
 
     Raises:
         ValueError: A method, option, format or class is unknown, or no image

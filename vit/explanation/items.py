@@ -41,12 +41,7 @@ class ImageItem:
 
     def convert(self, convert: Callable[[Image.Image], Image.Image]) -> "ImageItem":
         """Return an item whose image is converted whenever it is read."""
-
-        def read() -> tuple[Image.Image, str]:
-            image, sha256 = self.read()
-            return convert(image), sha256
-
-        return replace(self, read=read)
+        return replace(self, read=partial(_read_converted, self.read, convert))
 
     @property
     def title(self) -> str:
@@ -162,6 +157,13 @@ def _unique_or(
         name if counts[name.casefold()] == 1 else alternative
         for name, alternative in zip(names, alternatives, strict=True)
     ]
+
+
+def _read_converted(
+    read: Callable[[], tuple[Image.Image, str]], convert: Callable[[Image.Image], Image.Image]
+) -> tuple[Image.Image, str]:
+    image, sha256 = read()
+    return convert(image), sha256
 
 
 def _read_file(path: str) -> tuple[Image.Image, str]:

@@ -3,6 +3,9 @@
 import base64
 import html
 import io
+import os
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +26,7 @@ from vit.explanation.render.overlay import blend, panel_size
 from vit.explanation.render.scale import ColourScale, PatchMap, relative_to_uniform
 from vit.explanation.render.token_details import TokenDetails
 from vit.prediction.conformal import is_unusual
+from vit.runtime.arguments import shorten
 
 ClassValues = Mapping[str, Any]  # index, name and probability
 _MAX_NAMED_SINKS = 3  # below a picture
@@ -71,7 +75,7 @@ class Sink:
         return f"row {self.row}, column {self.column} (layer {numbers})"
 
 
-@dataclass
+@dataclass(repr=False)
 class MapResult:
     """One map of one image.
 
@@ -105,6 +109,13 @@ class MapResult:
     sinks: tuple[Sink, ...] = ()
     completeness_error: float | None = None
     scale: ColourScale | None = None
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        target = "" if self.target_name is None else f" of {shorten(self.target_name, 60)!r}"
+        verdict = "" if self.sanity_check is None else f", {self.sanity_check.verdict}"
+        rows, columns = self.values.shape
+        return f"MapResult({self.method.name}{target}: {rows}×{columns} patches{verdict})"
 
     @property
     def shown_values(self) -> PatchMap:
@@ -152,7 +163,7 @@ class MapResult:
         return f"{text}; nearly even" if is_flat else text
 
 
-@dataclass
+@dataclass(repr=False)
 class ImageResult:
     """An image and, when it is explained, its maps and the model's outputs.
 
@@ -182,6 +193,11 @@ class ImageResult:
     output: str = ""
     p_value: float | None = None
     tokens: TokenDetails | None = None
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        maps = shorten(", ".join(result.method.name for result in self.maps), 120)
+        return f"ImageResult({shorten(self.item.path, 120)!r}: {maps or 'no maps'})"
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -223,7 +239,8 @@ class Explanations:
     """Explained images, in the order in which they were passed.
 
     Attributes:
-        bundle: The model.
+        bundle: The model; a pickled copy has none.
+        class_names: Names of its classes.
         methods: Names of the methods.
         images: Images that could be read, without their pixels.
         unreadable: Path and reason for each image that could not be read.
@@ -235,6 +252,14 @@ class Explanations:
     images: list[ImageResult]
     unreadable: list[tuple[str, str]]
     smooth: bool = True
+    class_names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.class_names = self.bundle.class_names
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: all but the model, which has a file of its own."""
+        return {name: value for name, value in vars(self).items() if name != "bundle"}
 
     def __repr__(self) -> str:
         """Return one line, because notebooks show the result of a cell."""
@@ -254,12 +279,23 @@ class Explanations:
         return f'<img alt="{text}" style="max-width:100%" src="data:image/png;base64,{data}">'
 
     def show(self) -> None:
-        """Open the contact sheet in the system's image viewer."""
-        self.draw_sheet().show(title=repr(self))
+        """Show the contact sheet: in a notebook below the cell, otherwise in the system's image
+        viewer."""
+        if "ipykernel" in sys.modules:
+            from IPython.display import display
+
+            display(self)  # type: ignore[no-untyped-call]
+        elif sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+            warnings.warn(
+                "there is no screen to show pictures on; save them: .draw_sheet().save('maps.png')",
+                stacklevel=2,
+            )
+        else:
+            self.draw_sheet().show(title=repr(self))
 
     def draw_sheet(self) -> Image.Image:
         """Draw the first images with their maps; without images, an empty picture."""
-        class_names = self.bundle.class_names
+        class_names = self.class_names
         rows = []
         for image in self.images[:MAX_SHEET_IMAGES]:
             photo = image.read_image()

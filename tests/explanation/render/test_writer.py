@@ -3,10 +3,14 @@
 import base64
 import io
 import json
+import pickle
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
+import IPython.display
 import numpy as np
 import pytest
 import torch
@@ -454,6 +458,36 @@ def test_a_notebook_shows_the_pictures_of_a_result(bundle: Bundle, photos: list[
     encoded = shown.partition("base64,")[2].removesuffix('">')
     with Image.open(io.BytesIO(base64.b64decode(encoded))) as picture:
         assert np.array_equal(np.asarray(picture), np.asarray(sheet))
+
+    # a cell's result is a line, and a pickled result has the photos' maps without the model
+    for value in (bundle, explanations.images[0], explanations.images[0].maps[-1]):
+        assert len(repr(value)) <= 300
+        assert repr(value).startswith(type(value).__name__)
+    pickled = pickle.dumps(explanations)
+    assert b"VisionTransformer" not in pickled
+    assert pickle.loads(pickled).draw_sheet().tobytes() == sheet.tobytes()
+
+
+def test_show_needs_a_notebook_or_a_screen(
+    bundle: Bundle, photos: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explanations = explain(bundle, photos[:1], methods="rollout")
+    shown: list[object] = []
+    monkeypatch.setattr(Image.Image, "show", lambda picture, title: shown.append(title))
+    monkeypatch.setattr(IPython.display, "display", shown.append)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.delenv("DISPLAY", raising=False)
+    with pytest.warns(UserWarning, match=r"no screen .*draw_sheet\(\).save"):
+        explanations.show()
+    assert shown == []
+    monkeypatch.setenv("DISPLAY", ":0")
+    explanations.show()
+    assert shown == [repr(explanations)]
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    explanations.show()
+    assert shown[1] is explanations
 
 
 def test_figures_have_editable_text_and_the_same_bytes_each_time(

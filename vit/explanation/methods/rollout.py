@@ -77,6 +77,7 @@ def attention_rollout(
         >>> with vit.capture_attention(model) as record: model(images)
         >>> rollout = vit.attention_rollout(record.attentions)
         >>> rollout[:, 0, 1:]  # patches in the class token, [B, patches]
+        >>> rollout.mean(dim=1)  # in a mean-pooled model without one
     """
     check_rollout_options(
         len(attentions),
