@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,24 @@ def test_what_a_file_says_about_its_range_is_honoured(tmp_path: Path) -> None:
 
 
 def build_tiff(
-    content: bytes, shape: tuple[int, int], *, bits: int, photometric: int = 1, kind: int = 1
+    content: bytes,
+    shape: tuple[int, int],
+    *,
+    bits: int,
+    photometric: int = 1,
+    kind: int = 1,
+    bands: int = 1,
+    layout: int = 1,
 ) -> bytes:
-    """Return a grey TIFF that Pillow doesn't write. `kind` is its SampleFormat."""
+    """Return a TIFF that Pillow doesn't write, of one grey band unless `bands` says otherwise. `kind`
+    is its SampleFormat, `layout` its PlanarConfiguration."""
     height, width = shape
     tags = {
-        256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 8, 277: 1, 278: height,
-        279: len(content), 339: kind,
+        256: width, 257: height, 258: bits, 259: 1, 262: photometric, 273: 8, 277: bands, 278: height,
+        279: len(content), 284: layout, 338: 0, 339: kind,
     }  # fmt: skip
+    if bands <= 3:
+        del tags[338]
     header = struct.pack("<2sHI", b"II", 42, 8 + len(content))
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return header + content + struct.pack("<H", len(tags)) + entries + bytes(4)
@@ -202,6 +213,51 @@ def test_colours_of_sixteen_bits_keep_all_of_them(tmp_path: Path, suffix: str) -
     np.testing.assert_array_equal(np.asarray(image), colours >> 8)
     assert measure_value_range(dataset) == (0, 4095)
     np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
+
+
+@pytest.mark.parametrize("opacity", [65535, 32768])
+def test_transparency_of_sixteen_bits_keeps_the_values(tmp_path: Path, opacity: int) -> None:
+    alpha = np.full_like(RAMP, opacity)
+    for name in ("ant", "bee"):
+        (tmp_path / name).mkdir()
+        colours = np.stack([RAMP, RAMP, RAMP, alpha], axis=-1)
+        cv2.imwrite(str(tmp_path / name / "0.png"), colours)
+        cv2.imwrite(str(tmp_path / name / "0.tif"), colours)
+        # grey with transparency, which neither Pillow nor OpenCV writes
+        rows = np.stack([RAMP, alpha], axis=-1).astype(">u2")
+        header = struct.pack(">2I5B", 64, 64, 16, 4, 0, 0, 0)
+        content = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+        with (tmp_path / name / "1.png").open("wb") as file:
+            file.write(b"\x89PNG\r\n\x1a\n")
+            for kind, chunk in ((b"IHDR", header), (b"IDAT", content), (b"IEND", b"")):
+                file.write(struct.pack(">I", len(chunk)) + kind + chunk)
+                file.write(struct.pack(">I", zlib.crc32(kind + chunk)))
+    dataset = open_dataset("folder", root=tmp_path).split("all")
+    part = opacity / 65535
+    expected = np.rint((RAMP * part + 4095 * (1 - part)) / 4095 * 255)
+    assert measure_value_range(dataset) == (0, 4095)
+    for index in range(len(dataset)):
+        np.testing.assert_allclose(scale(dataset, index), expected, atol=1)
+
+
+@pytest.mark.parametrize(
+    ("bits", "bands", "layout", "sentence"),
+    [
+        (8, 4, 1, "it has 4 bands; save one or three of its bands as grey or RGB"),
+        (16, 4, 1, "it has 4 bands; save"),
+        (8, 5, 1, "TIFF of a kind"),
+        (16, 5, 1, "TIFF of a kind that Pillow doesn't read; save one or three"),
+        (16, 3, 2, "its bands of 16 bits lie one after the other; save"),
+    ],
+)
+def test_bands_that_are_no_colours_are_refused(
+    tmp_path: Path, bits: int, bands: int, layout: int, sentence: str
+) -> None:
+    content = bytes(8 * 8 * bands * bits // 8)
+    tiff = build_tiff(content, (8, 8), bits=bits, photometric=2, bands=bands, layout=layout)
+    (tmp_path / "a.tif").write_bytes(tiff)
+    with pytest.raises(ValueError, match=sentence):
+        read_image(tmp_path / "a.tif")
 
 
 def test_a_deep_image_is_turned_upright(tmp_path: Path) -> None:
@@ -297,6 +353,7 @@ def test_the_program_of_an_export_scales_as_vit_does(tmp_path: Path) -> None:
     exec(program, predict)
     Image.fromarray(RAMP).save(tmp_path / "grey.png")
     cv2.imwrite(str(tmp_path / "colour.png"), np.stack([RAMP, RAMP.T, RAMP], axis=-1))
+    cv2.imwrite(str(tmp_path / "alpha.png"), np.stack([RAMP, RAMP, RAMP, RAMP * 16], axis=-1))
     Image.fromarray(RAMP.astype(np.float32)).save(tmp_path / "float.tif")
     Image.fromarray(EIGHT_BITS).save(tmp_path / "eight.png")
     inverted = build_tiff(RAMP.tobytes(), RAMP.shape, bits=16, photometric=0)

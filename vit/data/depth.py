@@ -16,11 +16,17 @@ from PIL import Image, ImageOps
 # Pillow's decoders give the high bytes of 16-bit colours. Of the other order of bytes they give
 # the low ones.
 _OTHER_BYTES = {
-    "RGB;16B": "RGB;16L",
-    "RGB;16L": "RGB;16B",
-    # the order of this machine, used for compressed TIFF
-    "RGB;16N": "RGB;16B" if sys.byteorder == "little" else "RGB;16L",
+    f"{bands};16{order}": f"{bands};16{other}"
+    for bands in ("RGB", "RGBA")
+    for order, other in (
+        ("B", "L"),
+        ("L", "B"),
+        # the order of this machine, used for compressed TIFF
+        ("N", "B" if sys.byteorder == "little" else "L"),
+    )
 }
+# grey with transparency of 16 bits, whose four bytes are read as four channels
+_GREY_AND_ALPHA = "LA;16B"
 # tags of TIFF
 _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
@@ -31,7 +37,8 @@ _SAMPLE_FORMAT = 339
 
 def is_deep(image: Image.Image) -> bool:
     """Return true for more than 8 bits a channel; of colours only before the file is decoded."""
-    return image.mode.startswith("I") or image.mode == "F" or _find_rawmode(image) in _OTHER_BYTES
+    is_colour = _find_rawmode(image) in (*_OTHER_BYTES, _GREY_AND_ALPHA)
+    return image.mode.startswith("I") or image.mode == "F" or is_colour
 
 
 def read_values(image: Image.Image) -> tuple[np.ndarray, tuple[float, float] | None, bool]:
@@ -43,7 +50,7 @@ def read_values(image: Image.Image) -> tuple[np.ndarray, tuple[float, float] | N
     """
     limits = _read_limits(image)
     tags = getattr(image, "tag_v2", {})
-    if image.mode != "RGB":
+    if image.mode not in ("RGB", "RGBA"):
         values = np.asarray(ImageOps.exif_transpose(image))
         values = values.astype(values.dtype.newbyteorder("="))
         # Pillow's pixels are signed
@@ -51,14 +58,16 @@ def read_values(image: Image.Image) -> tuple[np.ndarray, tuple[float, float] | N
             values = values.view(np.uint32)
         return values, limits, tags.get(_PHOTOMETRIC) == 0
 
-    low_image = _open_again(image)
-    rawmode = _OTHER_BYTES[_find_rawmode(image)]
-    low_image.tile = [
+    other_image = _open_again(image)
+    rawmode = _OTHER_BYTES.get(_find_rawmode(image), "RGBA")
+    other_image.tile = [
         tile._replace(args=rawmode if isinstance(tile.args, str) else (rawmode, *tile.args[1:]))
-        for tile in low_image.tile
+        for tile in other_image.tile
     ]
-    high, low = (np.asarray(ImageOps.exif_transpose(each)) for each in (image, low_image))
-    return high.astype(np.uint16) * 256 + low, limits, False
+    high, low = (np.asarray(ImageOps.exif_transpose(each)) for each in (image, other_image))
+    if rawmode == "RGBA":
+        high, low = low[..., [0, 0, 0, 2]], low[..., [1, 1, 1, 3]]
+    return _put_on_white(high.astype(np.uint16) * 256 + low), limits, False
 
 
 def guess_range(values: np.ndarray, limits: tuple[float, float] | None) -> tuple[float, float]:
@@ -92,6 +101,17 @@ def _say_guess(top: int) -> None:
         " on images of 8 bits; save them with 8 bits if that is wrong",
         stacklevel=2,
     )
+
+
+def _put_on_white(values: np.ndarray) -> np.ndarray:
+    """Put colours on the largest value of as many bits as they have; [H, W, 3] or [H, W, 4]."""
+    colours, alpha = values[..., :3], values[..., 3:]
+    white = 2 ** int(colours.max()).bit_length() - 1
+    # by rows, because numbers of 64 bits take much memory
+    for row in np.flatnonzero((alpha < 65535).any(axis=(1, 2))):
+        opacity = alpha[row] / 65535
+        colours[row] = np.rint(colours[row] * opacity + white * (1 - opacity))
+    return colours
 
 
 def scale_values(
@@ -140,9 +160,9 @@ def _read_significant_bits(file: IO[bytes]) -> int:
 
 
 def _find_rawmode(image: Any) -> str:
-    """Return the order of the bytes in the file of an RGB image that is not decoded yet."""
+    """Return the order of the bytes in the file of a colour image that is not decoded yet."""
     tiles = getattr(image, "tile", None)
-    if image.mode != "RGB" or not tiles or not tiles[0].args:
+    if image.mode not in ("RGB", "RGBA") or not tiles or not tiles[0].args:
         return ""
     arguments = tiles[0].args
     return arguments if isinstance(arguments, str) else str(arguments[0])

@@ -74,8 +74,14 @@ _MAX_SIDE = 65_535
 _MAX_PIXELS_HINT = "set VIT_MAX_PIXELS in the environment to read it"
 _large_image_lock = threading.Lock()
 
+_BANDS_HINT = "save one or three of its bands as grey or RGB, with 8 or 16 bits"
+
 # pixels that are converted or hashed at once
 _BAND_PIXELS = 2**22
+
+# tags of TIFF
+_BITS_PER_SAMPLE = 258
+_SAMPLES_PER_PIXEL = 277
 
 
 class DeepImage(Image.Image):
@@ -257,10 +263,27 @@ def _explain_format(file: BinaryIO) -> str:
         return "it is empty"
     if header[4:8] == b"ftyp" and header[8:11] in (b"hei", b"hev", b"mif", b"msf"):
         return f"it is HEIC; {HEIF_HINT}"
+    if header[:4] in (b"II*\0", b"MM\0*"):
+        return f"it is a TIFF of a kind that Pillow doesn't read; {_BANDS_HINT}"
     return f"it is not one of {', '.join(IMAGE_FORMATS)}"
 
 
+def _check_bands(image: Image.Image) -> None:
+    """Raise ValueError for a TIFF of which Pillow would read some bands alone, or wrong values."""
+    if image.format != "TIFF":
+        return
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    tiles = [tile for tile in image.tile if tile.args]  # type: ignore[attr-defined]
+    rawmode = str(tiles[0].args[0]) if tiles else ""
+    # CMYKX and RGBAX, too: bands that are neither colours nor transparency
+    if "X" in rawmode:
+        raise ValueError(f"it has {tags[_SAMPLES_PER_PIXEL]} bands; {_BANDS_HINT}")
+    if rawmode == "R" and max(tags[_BITS_PER_SAMPLE]) > 8:
+        raise ValueError(f"its bands of 16 bits lie one after the other; {_BANDS_HINT}")
+
+
 def _decode(image: Image.Image) -> Image.Image:
+    _check_bands(image)
     deep = _read_deep(image)
     if deep is not None:
         return deep
@@ -295,7 +318,8 @@ def _read_deep(image: Image.Image) -> DeepImage | None:
         return None
     values, limits, is_inverted = read_values(image)
     # Pillow has decoded the high bytes of 16-bit colours
-    preview = ImageOps.exif_transpose(image) if image.mode == "RGB" else None
+    is_colour = image.mode in ("RGB", "RGBA")
+    preview = _convert(ImageOps.exif_transpose(image)) if is_colour else None
     return DeepImage(values, limits=limits, is_inverted=is_inverted, preview=preview)
 
 
