@@ -38,6 +38,8 @@ COMMANDS = [
     (["train", "gepackt"], "holds no folder of a class, but the archive klasse.zip; unpack it"),
     (["train", "arbeit.pdf"], "arbeit.pdf is a document; save its pictures as image files"),
     (["train", "liste.xlsx"], "liste.xlsx is a spreadsheet; save the table as CSV"),
+    (["train", "bilder.h5"], "bilder.h5 is neither a configuration (.yaml) nor a table of images"),
+    (["train", "zebra.jpg"], "name the folder of the images"),
     (["train", "aussen"], "did you mean aussen/innen?"),
     (["train", "eine"], "fewer than two classes: 'Fisch'"),
     (["train", "cifar10/cpuu"], "did you mean cifar10/cpu?"),
@@ -85,6 +87,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
             archive.writestr("Fisch/1.png", b"")
     (folder / "arbeit.pdf").write_bytes(b"%PDF-1.7")
     (folder / "liste.xlsx").write_bytes(b"PK")
+    (folder / "bilder.h5").write_bytes(b"\x89HDF\r\n")
     picture.save(folder / "zebra.jpg")
     return folder
 

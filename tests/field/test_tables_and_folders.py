@@ -187,6 +187,146 @@ def test_a_table_of_another_program_is_read(style: Style, photos: Path) -> None:
         table.unlink()
 
 
+# ---- tables of named programs. Fields of a row: p path, b path of Windows, f name of the file, s its
+# stem, l class, c its number, g a group, n the row's number
+
+INDIVIDUAL: dict[str, tuple[str, str, dict[str, str]]] = {
+    "Excel, German": ("Datei;Klasse", "{b};{l}", {"encoding": "cp1252"}),
+    "Excel, French": ("Fichier;Catégorie", "{p};{l}", {"encoding": "cp1252"}),
+    "Excel, Spanish": ("archivo;clase", "{p};{l}", {"encoding": "utf-8-sig"}),
+    "Excel, Unicode text": ("Datei\tKlasse", "{p}\t{l}", {"encoding": "utf-16", "suffix": ".txt"}),
+    "Excel for old Macs": ("path;label", "{p};{l}", {"encoding": "cp1252", "end": "\r"}),
+    "LibreOffice, single quotes": ("'path';'label'", "'{p}';'{l}'", {}),
+    "Google Sheets": ("File name,Class,", "{p},{l},", {"end": "\r\n"}),
+    "R, write.csv": ('"","path","label"', '"{n}","{p}","{l}"', {}),
+    "R, write.csv2": ('"";"path";"label"', '"{n}";"{p}";"{l}"', {"encoding": "latin-1"}),
+    "R, write.table": ('"path" "label"', '"{n}" "{p}" "{l}"', {"suffix": ".txt"}),
+    "R, tabs": ('"path"\t"label"', '"{n}"\t"{p}"\t"{l}"', {"suffix": ".tsv"}),
+    "pandas, index": (",path,label", "{n},{p},{l}", {}),
+    "pandas, two indices": (",Unnamed: 0,path,label", "{n},{n},{p},{l}", {}),
+    "pandas, two headers": ("image,image\npath,label", "{p},{l}", {}),
+    "SPSS": ("Bild;Label;Alter", "{p};{l};{n},00", {"encoding": "utf-8-sig", "end": "\r\n"}),
+    "SAS": ("IMAGE_PATH,CLASS,AGE", '"{p}","{l}",.', {}),
+    "Stata": ("path,species,species_code", "{p},{l},{c}", {}),
+    "Matlab, writetable": ("Files,Labels", "{p},{l}", {}),
+    "MySQL, batch": ("id\tpath\tlabel", "{n}\t{p}\t{l}", {"suffix": ".tsv"}),
+    "MySQL, boxes": ("| path | label |\n+---+---+", "| {p} | {l} |", {"suffix": ".txt"}),
+    "PostgreSQL": ("id,path,label", "{n},{p},{l}", {}),
+    "SQLite, list": ("id|path|label", "{n}|{p}|{l}", {}),
+    "Markdown": ("| path | label |\n|---|---|", "| {p} | {l} |", {"suffix": ".txt"}),
+    "VoTT": ('"image","xmin","ymin","label"', '"{f}",0,4,"{l}"', {}),
+    "CVAT": ("image_name,label,frame", "{p},{l},{n}", {}),
+    "Label Studio": ("image,id,choice,annotator", "{f},{n},{l},1", {}),
+    "Labelbox": ("External ID,Labeled Data,Label", "{f},https://x/{f},{l}", {}),
+    "Roboflow, boxes": ("filename,width,height,class,xmin", "{f},4,4,{l},0", {}),
+    "Roboflow, classes": ("filename, Dachs, Füchse, Luchs", "{p}, {oh}", {}),
+    "one-hot, Python": ("path,Dachs,Füchse,Luchs", "{p},{ob}", {}),
+    "one-hot, R": ('"","path","Dachs","Füchse","Luchs"', '"{n}","{p}",{oB}', {}),
+    "Camelot": ("Absolute Path,Site Name,Species", "{p},S{g},{l}", {}),
+    "Timelapse": ("File,RelativePath,DateTime,Species,Count", "{f},images,2026-01-01,{l},1", {}),
+    "Wildlife Insights": ("image_id,filename,location,common_name", "{s},{f},gs://b/{f},{l}", {}),
+    "MegaDetector": ("image_path,max_confidence,category", "{p},0.9,{l}", {}),
+    "HAM10000": ("lesion_id,image_id,dx,sex", "L{g},{s},{l},male", {}),
+    "NIH ChestX-ray": ("Image Index,Finding Labels,Patient ID", "{f},{l},{g}", {}),
+    "list of DICOM files": ("File,StudyInstanceUID,PatientID,Finding", "{p},1.2.{n},P{g},{l}", {}),
+    "fastai": ("name,label", "{f},{l}", {}),
+    "Hugging Face": ("file_name,text", "{f},{l}", {}),
+    "AutoML of Google": ("path,label", "gs://bucket/photos/{p},{l}", {}),
+    "SageMaker": (
+        "",
+        '{{"source-ref": "s3://b/photos/{p}", "class": "{l}"}}',
+        {"suffix": ".jsonl"},
+    ),
+    "addresses of files": ("path,label", "file:///home/me/photos/{p},{l}", {}),
+    "addresses of files that are here": ("url,label", "https://example.org/photos/{p},{l}", {}),
+    "absolute paths of Windows": ("path,label", "D:\\data\\photos\\images\\{f},{l}", {}),
+    "a server of Windows": ("path,label", "\\\\nas\\x\\photos\\images\\{f},{l}", {}),
+    "tabs, no header": ("", "{p}\t{l}", {"suffix": ".tsv"}),
+    "class first, no header": ("", "{l};{p}", {}),
+    "newlines in quotes": ("path,comment,label", '{p},"two\nlines",{l}', {}),
+    "quotes in quotes": ("path,comment,label", '{p},"""a, b"" they said",{l}', {}),
+    "UTF-32": ("path,label", "{p},{l}", {"encoding": "utf-32"}),
+    "spaces that don't break": ("path,label", "{p}\u00a0,{l}\u00a0", {}),
+    "comments above": ("# by me\n# 2026\npath,label", "{p},{l}", {}),
+    "a comment as header": ("#path,label", "{p},{l}", {}),
+    "decimal commas": ("path;label;x;y", "{p};{l};0,5;1,5", {}),
+    "folds": ("path,label,fold", "{p},{l},{g}", {}),
+    "empty columns": ("path,label,,,", "{p},{l},,,", {}),
+}
+
+# program → the table, and what its error says
+ANSWERED: dict[str, tuple[str, str, dict[str, str], str]] = {
+    "Excel, Japanese": ("path,label", "{p},ネコ{n}", {"encoding": "cp932"}, "save it as UTF-8"),
+    "Excel, Chinese": ("path,label", "{p},狐狸{n}", {"encoding": "gbk"}, "save it as UTF-8"),
+    "Excel, Russian": (
+        "path;label",
+        "{p};лиса",
+        {"encoding": "cp1251"},
+        "save it as UTF-8 (in Excel",
+    ),
+    "Excel, Greek": ("path;label", "{p};αλεπού", {"encoding": "cp1253"}, "unknown encoding"),
+    "old Macs": ("path,label", "{p},{l}", {"encoding": "mac_roman"}, "unknown encoding ('FŸchse'"),
+    "DOS": ("path;label", "{p};{l}", {"encoding": "cp850"}, "save it as UTF-8"),
+    "Matlab, quotes": ("Files,Labels", "'{p}','{l}'", {}, "--path-column NAME"),
+    "SQL": ("CREATE TABLE t (id INT);", "INSERT INTO t VALUES ('{p}','{l}');", {}, "call it path"),
+    "PostgreSQL, aligned": ("path | label", "{p} | {l}\n(1 row)", {}, "write path,label"),
+    "CheXpert": ("Path,Sex,AP,Dachs,Luchs", "{p},M,AP,-1.0,", {}, "--label-column NAME"),
+    "crosses": ("path,Dachs,Luchs", "{p},x,", {}, "--label-column NAME"),
+    "probabilities": ("path,Dachs,Luchs", "{p},0.9,0.1", {}, "--label-column NAME"),
+    "iNaturalist": (
+        "id,image_url,common_name",
+        "9{n},https://x/9/{n}.jpg,{l}",
+        {},
+        "download them",
+    ),
+    "GBIF": ("identifier\tspecies\tclass", "{p}\t{l}\tAves{g}", {}, "both 'class' and 'species'"),
+    "Zooniverse": ("image,annotations", '{f},"[{{""value"":""{l}""}}]"', {}, "keep one label"),
+    "two boxes": ("filename,class", "{f},{l}\n{f},{l}2", {}, "keep one label for each image"),
+    "Label Studio, server": ("image,choice", "/data/upload/1/4f-{f},{l}", {}, "correct the path"),
+    "empty classes": ("path,label", "{p},", {}, "give each image one class"),
+    "formulas": ("path,label", '"=""{p}""",{l}', {}, "correct the path"),
+}
+
+
+def fill(
+    header: str, row: str, encoding: str = "utf-8", end: str = "\n", suffix: str = ""
+) -> bytes:
+    """Return a table with all images."""
+    lines = [header] if header else []
+    for number, (path, label) in enumerate(TRUTH.items(), start=1):
+        hot = [label == name for name in ANIMALS]
+        lines.append(
+            row.format(
+                p=path, b=path.replace("/", "\\"), f=Path(path).name, s=Path(path).stem, l=label,
+                c=ANIMALS.index(label), g=number % 4, n=number, oh=",".join(str(int(x)) for x in hot),
+                ob=",".join(map(str, hot)), oB=",".join(str(x).upper() for x in hot),
+            )
+        )  # fmt: skip
+    return (end.join(lines) + end).encode(encoding)
+
+
+def test_there_are_sixty_programs() -> None:
+    contents = {fill(*case[:2], **case[2]) for case in (*INDIVIDUAL.values(), *ANSWERED.values())}
+    assert len(contents) == len(INDIVIDUAL) + len(ANSWERED) >= 60
+
+
+@pytest.mark.parametrize("program", [*INDIVIDUAL, *ANSWERED])
+def test_a_table_of_a_named_program_is_read_or_answered(program: str, photos: Path) -> None:
+    header, row, options = (INDIVIDUAL.get(program) or ANSWERED[program])[:3]
+    table = photos / f"table{options.get('suffix', '.csv')}"
+    table.write_bytes(fill(header, row, **options))
+    try:
+        if program in INDIVIDUAL:
+            assert read(table) == TRUTH
+            return
+        with pytest.raises(ValueError, match=r"table\.csv") as error:
+            read(table)
+        assert ANSWERED[program][3] in str(error.value)
+        assert "\n" not in str(error.value)
+    finally:
+        table.unlink()
+
+
 # ---- tables that can't be read as they are: a sentence with every problem and what to do
 
 ROWS = "".join(f"{path},{label}\n" for path, label in TRUTH.items())
@@ -399,6 +539,28 @@ def test_labels_that_look_wrong_are_said(tmp_path: Path) -> None:
     assert "3 classes hold '|', such as 'a|b': if these are several labels" in notes
 
 
+def test_tags_between_spaces_are_said(tmp_path: Path) -> None:
+    tags = ["clear road", "clear water", "haze road", "haze water", "clear farm", "haze farm"]
+    species = ["red fox", "grey fox", "red deer", "sika deer", "grey wolf", "brown bear"]
+    for labels, is_said in ((tags, True), (species, False)):
+        save_all(tmp_path, *grid("a", count=6))
+        rows = [f"a/{n}.png,{label}" for n, label in enumerate(labels)]
+        notes = list_notes(write(tmp_path / "t.csv", "\n".join(["image,label", *rows])))
+        assert ("6 classes hold ' ', such as 'clear road': if these are sev" in notes) == is_said
+
+
+@pytest.mark.parametrize("column", ["Patient ID", "lesion_id", "Standort", "site", "camera", "ID"])
+def test_a_column_that_looks_like_groups_is_not_passed_over(photos: Path, column: str) -> None:
+    rows = [f"{path},{label},{n % 3}" for n, (path, label) in enumerate(TRUTH.items())]
+    table = write(photos / "t.csv", "\n".join([f"path,label,{column}", *rows]))
+    notes = list_notes(table)
+    says_so = f"the column {column!r} of t.csv (3 values) looks like groups of images" in notes
+    assert says_so == (column != "ID")
+    # the column of the classes is none of groups
+    assert "looks like groups" not in list_notes(table, label_column=column)
+    table.unlink()
+
+
 def test_numbers_of_pandas_and_of_classes_are_ordered_as_numbers(tmp_path: Path) -> None:
     save_all(tmp_path, *grid("a", count=12))
     rows = [f"a/{n}.png,{n}.0" for n in range(12)]
@@ -532,7 +694,9 @@ def test_a_flat_val_with_its_labels_is_read(tmp_path: Path) -> None:
     for name, text in files.items():
         label_file = write(tmp_path / name, text)
         assert read(tmp_path, "test") == truth, name
-        assert f"classes of val/ in {label_file.name}" in list_notes(tmp_path)
+        notes = list_notes(tmp_path)
+        assert f"classes of val/ in {label_file.name}" in notes
+        assert "is not read" not in notes
         assert open_dataset("imagenet", root=tmp_path).split("test").class_names == tuple(
             words.values()
         )
@@ -586,6 +750,39 @@ def test_folders_that_are_named_like_splits_are_no_classes(tmp_path: Path) -> No
     save_all(tmp_path / "c", *grid("train_set/a", "train_set/b", "test_set/a", "test_set/b"))
     with pytest.raises(ValueError, match="holds test_set/, train_set/: call the splits train, val"):
         read(tmp_path / "c")
+
+
+def test_folders_of_other_programs_are_no_classes(tmp_path: Path) -> None:
+    sentence = "{} holds images in no folder of a class; move them into folders of classes, or"
+    for name, flat, folders in (
+        ("masks", "images", ("images", "masks")),
+        ("coco", "images", ("images",)),
+        ("voc", "JPEGImages", ("JPEGImages", "Annotations")),
+        ("yolo", "train/images", ("train/images", "train/labels", "val/images", "val/labels")),
+        ("camera", "", ("",)),
+    ):
+        for folder in folders:
+            place = tmp_path / name / folder
+            place.mkdir(parents=True)
+            if folder.casefold().endswith(("images", "masks")) or not folder:
+                save_all(place, *(f"IMG_{number}.png" for number in range(4)))
+        write(tmp_path / name / "annotations.json", "{}")
+        with pytest.raises(ValueError, match=re.escape(sentence.format(tmp_path / name / flat))):
+            read(tmp_path / name)
+    chosen = open_dataset("folder", root=tmp_path / "masks", classes=["images", "masks"])
+    assert chosen.split("all").class_names == ("images", "masks")
+
+    save_all(tmp_path / "folds", *grid(*(f"fold{n}/{c}" for n in range(3) for c in ("cat", "dog"))))
+    with pytest.raises(ValueError, match=r"fold0, fold1, fold2, which are no classes") as error:
+        read(tmp_path / "folds")
+    expression = re.search(r"--label-by '(.*?)'", str(error.value))
+    assert expression is not None
+    assert set(read(tmp_path / "folds", label_by=expression[1]).values()) == {"cat", "dog"}
+
+    save_all(tmp_path / "below", *grid("cat/train", "cat/val", "dog/train", "dog/val"))
+    assert "cat/train and cat/val look like splits and are not used" in list_notes(
+        tmp_path / "below"
+    )
 
 
 def test_photos_with_suffixes_in_large_letters_are_found(tmp_path: Path) -> None:
@@ -714,12 +911,13 @@ def test_label_by_says_what_it_leaves_out(tmp_path: Path) -> None:
 def test_folders_of_systems_are_left_out_with_a_count(tmp_path: Path) -> None:
     save_all(tmp_path, *grid("cat", "dog"))
     hidden = ("@eaDir/cat", "cat/@eaDir", "dog/.thumbnails", "__MACOSX", "#recycle", ".ipynb_ch")
+    hidden += ("cat/Thumbnails", "_gsdata_", "dog/_vti_cnf")
     save_all(tmp_path, *grid(*hidden, count=3))
     splits = open_place(tmp_path)
     assert splits.split("all").class_names == ("cat", "dog")
     text = splits.describe_files()
     assert "8 images in 2 classes" in text
-    assert "18 not used" in text
+    assert "27 not used" in text
     assert "images in folders @eaDir 6" in text
 
 
@@ -727,6 +925,9 @@ def test_a_split_of_fewer_classes_is_matched_by_name(tmp_path: Path) -> None:
     save_all(tmp_path, *grid("train/a", "train/b", "train/c", "val/b", "val/c"))
     assert set(read(tmp_path, "test").values()) == {"b", "c"}
     assert read(tmp_path, "test")["val/b/0.png"] == "b"
+    save_all(tmp_path, *grid("val/C"))
+    with pytest.raises(ValueError, match=r"val holds class 'C', which .*; call it c, too"):
+        read(tmp_path)
 
 
 # ---- one order of classes

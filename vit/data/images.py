@@ -58,6 +58,9 @@ _SYSTEM_FOLDERS = frozenset(
         "system volume information",
         "lost+found",
         "ipod photo cache",
+        "thumbnails",
+        "_gsdata_",
+        "_vti_cnf",
     )
 )
 # formats that Pillow may open, whatever a file's name is: some of its other formats start programs

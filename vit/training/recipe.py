@@ -48,10 +48,14 @@ def find_recipe(name: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: There is neither; the error lists the recipes.
+        ValueError: It is a file of another kind.
     """
     # A path comes before a recipe of the same name.
     path = Path(name)
     folder = _recipe_folder()
+    if path.is_file() and path.suffix.lower() not in ("", ".yaml", ".yml", ".json"):
+        text = f"{name} is neither a configuration (.yaml) nor a table of images (.csv, .tsv, .txt"
+        raise ValueError(f"{text} or .jsonl); write such a table, or name the folder of the images")
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return path
     recipe = folder / f"{name}.yaml"

@@ -2,6 +2,7 @@
 images, or idx files."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
@@ -48,6 +49,16 @@ from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
 from vit.runtime.places import explain_file, is_archive, suggest
 
+# folders in which other programs keep images, masks and boxes
+_CONTENTS = frozenset(
+    (
+        "image", "images", "img", "imgs", "jpegimages", "mask", "masks", "label", "labels",
+        "annotation", "annotations", "gt", "ground_truth", "groundtruth", "segmentation",
+        "segmentations", "bbox", "bboxes",
+    )
+)  # fmt: skip
+_FOLD = re.compile(r"(fold|kfold|cv|split)s?[ _-]*[0-9]+")
+
 
 def find_folder(request: Request) -> SourceSplits:
     """Find the splits of a folder of the user's own images, of a table of them, or of idx files."""
@@ -79,12 +90,7 @@ def find_folder(request: Request) -> SourceSplits:
             raise ValueError(f"{path} has no folders of classes. {' '.join(reasons)}")
     if is_named:
         raise ValueError(f"{path} holds no table that names images; give the path of the table")
-    notes = []
-    if others:
-        names = shorten(", ".join(table.name for table in others))
-        text = f"{names} in {path.absolute().name}/ is not read: the folders are the classes"
-        notes.append(f"{text}; vit train {others[0]} reads it")
-    return find_class_folders("folder", path, request.classes, notes=notes)
+    return find_class_folders("folder", path, request.classes, tables=others)
 
 
 def is_folder(place: str) -> bool:
@@ -122,7 +128,7 @@ def find_class_folders(
     classes: ClassChoice,
     *,
     aliases: Aliases | None = None,
-    notes: Sequence[str] = (),
+    tables: Sequence[Path] = (),
 ) -> SourceSplits:
     """Find the splits below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
     which is all "train". The images of val/ and test/ may lie in one folder, if a text file has
@@ -133,7 +139,7 @@ def find_class_folders(
         root: The folder.
         classes: Classes to keep, by folder name or alias; None keeps all.
         aliases: Folder name → readable name.
-        notes: Warnings for the user.
+        tables: Tables in the folder. A warning names those that aren't read.
 
     Raises:
         ValueError: There are fewer than two classes, a split has a class that the training images
@@ -149,18 +155,23 @@ def find_class_folders(
     # data.classes may name them in words, too
     words = find_wordnet_names(all_classes) if classes and aliases is None else aliases
     class_folders = choose_classes(all_classes, classes, aliases=words)
-    if len(class_folders) < 2 and (names := suggest_names(first)):
-        raise ValueError(f"{first} holds images in no folder of a class{names}")
+    if classes is None:
+        _check_layout(first, class_folders)
     check_classes(class_folders, origin=f"{first}/<class>/<image>{_suggest_folder(first)}")
     for folder in folders.values():
         unknown = set(list_classes(folder)) - set(all_classes)
         if unknown:
             text = f"{folder} holds class {min(unknown)!r}, which {first} does not have"
-            raise ValueError(f"{text}; add training images of it, or remove it")
+            remedy = "add training images of it, or remove it"
+            alike = {name.casefold(): name for name in all_classes}.get(min(unknown).casefold())
+            if alike is not None:
+                remedy = f"call it {alike}, too"
+            raise ValueError(f"{text}; {remedy}")
     check_link = _make_link_check(
         [folder / class_folder for folder in folders.values() for class_folder in class_folders]
     )
     class_names = tuple((aliases or {}).get(folder, folder) for folder in class_folders)
+    notes = _note_unread(root, first, class_folders, tables=tables, flat=flat.values())
 
     def load(split: str) -> ImageDataset:
         split_notes = [*notes, *flat_notes]
@@ -201,6 +212,67 @@ def find_class_folders(
     flat_folders = [root / origins[split] for split in origins if split not in folders]
     unused += _count_unused(root, [*folders.values(), *flat_folders], flat=flat_folders)
     return SourceSplits(origins, load, +unused, guesses).with_test_split()
+
+
+def _check_layout(folder: Path, class_folders: Sequence[str]) -> None:
+    """Refuse folders that aren't the classes.
+
+    Args:
+        folder: Folder of the training images.
+        class_folders: The folders in it.
+
+    Raises:
+        ValueError: They are those of other programs (images/ and masks/), or folds, or the images
+            lie in no folder.
+    """
+    names = [name.casefold() for name in class_folders]
+    if len(names) > 1 and all(map(_FOLD.fullmatch, names)):
+        text = f"{folder} holds {shorten(', '.join(class_folders))}, which are no classes"
+        raise ValueError(f"{text}; if the folders in them are, --label-by '([^/]+)/[^/]+$' says so")
+    is_contents = _CONTENTS.issuperset(names)
+    if len(names) > 1 and not is_contents:
+        return
+    # images may lie in the folder itself, or in images/
+    for place in (folder, *(folder / name for name in class_folders if is_contents)):
+        if not any(map(is_image_name, _list_files(place))):
+            continue
+        hint = suggest_names(place)
+        if not hint and is_contents:
+            hint = "; move them into folders of classes, or list classes in a table (path,label)"
+        if hint:
+            raise ValueError(f"{place} holds images in no folder of a class{hint}")
+
+
+def _note_unread(
+    root: Path,
+    first: Path,
+    class_folders: Sequence[str],
+    *,
+    tables: Sequence[Path],
+    flat: Collection[FlatSplit | None],
+) -> list[str]:
+    """Write sentences about tables, and folders of splits below those of classes, that aren't used.
+
+    Args:
+        root: The root.
+        first: Folder of the training images.
+        class_folders: The folders of the classes in it.
+        tables: Tables in the root.
+        flat: Splits whose images have their classes in a file.
+    """
+    notes = []
+    used = {split.source.name for split in flat if split}
+    unread = [table for table in tables if table.name not in used]
+    if unread:
+        names = shorten(", ".join(table.name for table in unread))
+        text = f"{names} in {root.absolute().name}/ is not read: the folders are the classes"
+        notes.append(f"{text}; vit train {unread[0]} reads it")
+    inner = find_split_folders(first / class_folders[0])
+    if len(inner) > 1:
+        names = " and ".join(f"{class_folders[0]}/{folder.name}" for folder in inner.values())
+        text = f"{names} look like splits and are not used; put the classes into the splits"
+        notes.append(f"{text} (train/{class_folders[0]}) to use them")
+    return notes
 
 
 def _read_flat_splits(
@@ -335,6 +407,11 @@ def list_classes(folder: Path) -> list[str]:
 def _list_folders(folder: Path) -> list[Path]:
     entries = (entry for entry in sorted(folder.iterdir()) if entry.is_dir())
     return [entry for entry in entries if not is_system_folder(entry.name)]
+
+
+def _list_files(folder: Path) -> list[str]:
+    """List the names of the files in a folder."""
+    return [entry.name for entry in folder.iterdir() if entry.is_file()]
 
 
 def _find_images(folder: Path) -> Iterator[str]:

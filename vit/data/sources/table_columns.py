@@ -1,7 +1,7 @@
 """Columns of a table by their names and values: image files, classes, splits and groups."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vit.data.dataset import LabelRule
@@ -30,6 +30,11 @@ _UNCLEAR_NAMES = (
 _SPLIT_VALUES = SPLIT_OF | {"dev": "validation", "publictest": "validation", "privatetest": "test"}
 _TRUE = ("true", "1", "yes", "1.0", "1,0", "t", "y")
 _FALSE = ("false", "0", "no", "0.0", "0,0", "f", "n")
+# columns that may say which images belong together: patient_id, Standort, lesion
+_GROUP_NAME = re.compile(
+    r"(patient|subject|case|lesion|individual|animal|person|donor|slide|specimen|site|location|"
+    r"standort|station|camera|deployment|sequence|seq|burst|plot|group|study)s?(_?(id|name|uid|no|nr))?"
+)
 # rows that a column is tried on
 _SAMPLE = 20
 
@@ -67,6 +72,8 @@ def choose_columns(table: Table, rule: LabelRule, finder: FileFinder) -> Columns
     group = table.names.index("group") if "group" in table.names else None
     others = [place for place in range(table.width) if place not in (path, split, group)]
     label = _choose_label(table, others, rule.label_column)
+    if group is None:
+        _note_groups(table, {path, split, label})
     if label is not None:
         return Columns(path, [label], split, splits, group)
     flags = _find_flags(table, others)
@@ -127,6 +134,10 @@ def _choose_path(table: Table, column: str | None, finder: FileFinder) -> int:
         if len(best) > 1:
             columns = " and ".join(_describe(table, place) for place in best[:2])
             raise _ask(table, f"both {columns} may name the images", "path")
+        values = [value for place in range(table.width) for value in _sample(table, place)]
+        if not best and any("://" in value for value in values):
+            text = "the images are addresses of the web; download them, and write their paths"
+            raise _ask(table, text, "path")
         # rows without files are reported later
         chosen = next(iter([*best, *known]), None)
     if chosen is None:
@@ -222,6 +233,21 @@ def _choose_split(table: Table) -> tuple[int | None, Mapping[str, str]]:
                 "not used; call it split, with the values train, validation and test, to use it"
             )
     return chosen
+
+
+def _note_groups(table: Table, others: Collection[int | None]) -> None:
+    """Warn of columns that look like groups."""
+    for place, name in enumerate(table.names):
+        if place in others or not _GROUP_NAME.fullmatch(name):
+            continue
+        num_values = len(set(map(str, table.values(place))))
+        # one value in each row groups nothing
+        if 1 < num_values < len(table.rows):
+            table.notes.append(
+                f"the column {table.columns[place]!r} of {table.path.name} ({num_values:,} values) "
+                "looks like groups of images and is not used; call it group to keep each group in "
+                "one split"
+            )
 
 
 def _find_flags(table: Table, others: Sequence[int]) -> list[int]:

@@ -62,11 +62,13 @@ def check_several(labels: Sequence[str], *, origin: str) -> list[str]:
         examples = shorten(", ".join(map(repr, doubtful)))
         notes.append(f"{examples} may be several labels in one; they are classes of their own")
     # no part occurs alone, and the same parts occur in many classes
-    for separator in _SEPARATORS:
+    for separator in (*_SEPARATORS, " "):
         joined = [label for label in counts if separator in label]
         parts_of = Counter(part.strip() for label in joined for part in label.split(separator))
         total = sum(counts[label] for label in joined)
         is_common = total > len(labels) / 2 and len(joined) > 2
+        # names of two words share some of them; tags are fewer than their combinations
+        is_common &= separator != " " or len(parts_of) < len(joined)
         if is_common and sum(count > 1 for count in parts_of.values()) > 1:
             text = f"{len(joined)} classes hold {separator!r}, such as {shorten(joined[0], 60)!r}"
             notes.append(f"{text}: if these are several labels, keep one of them for each image")

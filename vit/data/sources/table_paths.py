@@ -1,6 +1,7 @@
 """Image files for the paths that a table has, as Windows, Kaggle and other folders write them."""
 
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ class FileFinder:
         """Find the folders that all paths begin with and that lead to the table's own folder: of
         "C:/photos/a.jpg" the first part, in C:/photos."""
         self._prefix = ""
-        paths = [value.replace("\\", "/") for value in values]
+        paths = list(map(_read_slashes, values))
         parents = [PurePosixPath(path).parts[:-1] for path in paths]
         # all paths share the folders that the first and the last in order share
         pairs = zip(min(parents, default=()), max(parents, default=()), strict=False)
@@ -72,7 +73,7 @@ class FileFinder:
         """
         if self._exists(written):
             return [written]
-        slashed = written.replace("\\", "/")
+        slashed = _read_slashes(written)
         path = slashed.removeprefix(self._prefix)
         # a slash of the web begins at the folder, and its spaces are %20
         web = "paths read as addresses of the web"
@@ -151,6 +152,11 @@ class FileFinder:
 def find_table_split(table: Path) -> str | None:
     """Find the split that a table's name says, such as that of train_labels.csv."""
     return next((SPLIT_OF[stem] for stem in _list_stems(table.stem) if stem in SPLIT_OF), None)
+
+
+def _read_slashes(path: str) -> str:
+    """Return a path with slashes, and an address (gs://bucket/a.jpg) as a path (/bucket/a.jpg)."""
+    return re.sub(r"^[A-Za-z][A-Za-z0-9+]+:/+", "/", path.replace("\\", "/"))
 
 
 def _list_stems(name: str) -> set[str]:

@@ -32,7 +32,7 @@ LABEL_NAMES = (
     "category_name", "species", "species_name", "target", "target_name", "lbl", "breed",
     "diagnosis", "dx", "finding_labels", "finding", "ground_truth", "groundtruth", "gt",
     "annotation", "tag", "class_label", "y", "class_id", "label_id", "category_id", "classid",
-    "target_id",
+    "target_id", "choice", "common_name", "scientific_name",
 )  # fmt: skip
 
 _DELIMITERS = ",;\t|"
@@ -44,6 +44,11 @@ _MARKS = (
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
+)
+# Text of another encoding read as Windows-1252: three letters with accents in a row, signs before a
+# letter, a capital with an accent inside a word. Cyrillic, Greek, Japanese and old Macs' texts are so.
+_MISREAD = re.compile(
+    r"[À-ÿŒœŠšŸŽž]{3}|[€ƒ‚„†‡ˆ‰‹”•˜™›¡¢£¤¥¦§¨©«¬®¯±´¶·¸¹»¼½¾¿][A-Za-zÀ-ÿ]|[A-Za-z][À-ÝŠŒŽŸ][a-z]"
 )
 # rows by which delimiter and header are recognised
 _SAMPLE = 50
@@ -173,6 +178,11 @@ def _decode(path: Path) -> tuple[str, list[str]]:
             text = content.decode("cp1252")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a text: {error}; save it as UTF-8") from None
+        words = {word for word in re.split(r"[\s,;|/\"]+", text) if not word.isascii()}
+        misread = sorted(word for word in words if _MISREAD.search(word))
+        if len(misread) > len(words) / 2:
+            text = f"{path} is in an unknown encoding ({shorten(misread[0], 30)!r} as Windows-1252)"
+            raise ValueError(f"{text}; save it as UTF-8 (in Excel: CSV UTF-8)") from None
     if "\0" in text:
         raise ValueError(f"{path} is not a text: it holds zero bytes; save it as UTF-8")
     return text, [] if name.startswith("UTF-8") else [f"text in {name}"]
@@ -206,6 +216,9 @@ def _split_rows(path: Path, text: str) -> tuple[list[Row], str]:
     if best:
         return rows, best
 
+    # R's write.table
+    if text.lstrip().startswith('"') and '" "' in lines[0]:
+        return _parse(path, text, " "), ""
     # some programs put whole lines into quotes
     cells = [fields[0] for _, fields in rows if len(fields) == 1]
     if len(cells) == len(rows) and any("," in cell for cell in cells):
@@ -234,7 +247,8 @@ def _parse(
     rows: list[Row] = []
     try:
         for fields in reader:
-            if any(field.strip() for field in fields):
+            # a blank line, or a ruler such as "---|---"
+            if any(re.search(r"\w", field) for field in fields):
                 rows.append((reader.line_num + first - 1, fields))
     except csv.Error as error:
         if not is_sample:
