@@ -35,7 +35,7 @@ TINY = [
 MakeRun = Callable[..., Run]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_run() -> MakeRun:
     """A tiny run into a directory; more overrides come behind."""
 

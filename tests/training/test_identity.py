@@ -123,11 +123,11 @@ def test_a_model_file_that_cannot_be_written_again_is_an_error(
 
 @pytest.mark.parametrize("step", [4, 5, 10])
 def test_a_checkpoint_of_another_run_beside_its_own_is_refused(
-    make_run: MakeRun, half: Path, tmp_path: Path, step: int
+    make_run: MakeRun, half: Path, build_once: BuildOnce, step: int
 ) -> None:
     """Whichever name comes first, and whichever is newer: the others would be deleted."""
-    other = tmp_path / "other"
-    run_until(make_run(other, "train.seed=1", "train.checkpoint_every_steps=2"), 6)
+    more = ("train.seed=1", "train.checkpoint_every_steps=2")
+    other = build_once("other_seed", lambda folder: run_until(make_run(folder, *more), 6))
     (checkpoint,) = (other / "checkpoints").glob("step-00000004-*")
     name = checkpoint.name.replace("00000004", f"{step:08d}")
     shutil.copy(checkpoint, half / "checkpoints" / name)

@@ -28,12 +28,16 @@ DAMAGED, TEXT = 20, 70  # in the training split
 
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
+    return write_images(tmp_path)
+
+
+def write_images(folder: Path) -> list[str]:
     """90 training images in two classes, of which one is cut off behind its header and one is a
-    text."""
+    text. The overrides of a run that decodes them as it goes."""
     rng = np.random.default_rng(0)
     for number in range(110):
         file = (
-            tmp_path
+            folder
             / "images"
             / ("train" if number < 100 else "test")
             / "ab"[number % 2]
@@ -41,12 +45,12 @@ def overrides(tmp_path: Path) -> list[str]:
         )
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (10, 12, 3), dtype=np.uint8)).save(file)
-    names = open_dataset("folder", root=tmp_path / "images").split("train").ids
+    names = open_dataset("folder", root=folder / "images").split("train").ids
     for name, content in ((names[DAMAGED], file.read_bytes()[:150]), (names[TEXT], b"text")):
-        (tmp_path / "images" / name).write_bytes(content)
+        (folder / "images" / name).write_bytes(content)
     data = [
         "data.name=folder",
-        f"data.root={tmp_path / 'images'}",
+        f"data.root={folder / 'images'}",
         "data.pipeline=workers",
         "data.workers=0",
     ]
@@ -66,18 +70,29 @@ class Messages(Observer):
         self.texts.append(text)
 
 
+@pytest.fixture(scope="module")
+def whole(make_run: MakeRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run that was not killed, and its overrides."""
+    folder = tmp_path_factory.mktemp("whole")
+    overrides = write_images(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VIT_CACHE", str(folder / "cache"))
+        make_run(folder / "run", *overrides).trainer.train()
+    return folder / "run", overrides
+
+
 @pytest.mark.parametrize("step", [1, 4, 8, 13])
 def test_a_run_killed_at_any_step_ends_as_if_it_were_not(
-    make_run: MakeRun, overrides: list[str], tmp_path: Path, step: int
+    make_run: MakeRun, whole: tuple[Path, list[str]], tmp_path: Path, step: int
 ) -> None:
-    make_run(tmp_path / "whole", *overrides).trainer.train()
+    directory, overrides = whole
     run_until(make_run(tmp_path / "killed", *overrides), step)
     resumed = make_run(tmp_path / "killed", *overrides, f"data.cache_dir={tmp_path / 'new'}")
     assert resumed.trainer.resume() == (step > 1)
     assert resumed.trainer.progress.step == step - 1
     resumed.trainer.train()
-    assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
-    ended = [load_bundle(tmp_path / name) for name in ("whole", "killed")]
+    assert_equal_runs(directory, tmp_path / "killed")
+    ended = [load_bundle(run) for run in (directory, tmp_path / "killed")]
     assert ended[0].metadata["run_id"] == ended[1].metadata["run_id"]
     assert ended[0].data == ended[1].data
 

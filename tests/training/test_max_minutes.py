@@ -88,26 +88,43 @@ def test_a_plan_of_many_times_its_minutes_ends_within_them(
     assert read_metrics(tmp_path)[-1]["learning_rate"] < 0.1 * run.config.optimizer.lr
 
 
+CHECKED = [*LENGTH, "train.checkpoint_every_steps=2"]
+
+
+@pytest.fixture(scope="module")
+def whole(
+    make_run: MakeRun, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Tensor]]:
+    """A run of half the planned steps, and its state at its end."""
+    directory, clock = tmp_path_factory.mktemp("runs") / "whole", Clock()
+    run = make_run(directory, *CHECKED)
+    slow_down(run, clock, seconds=[2.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module.time, "perf_counter", clock.perf_counter)
+        run.trainer.train()
+    assert run.trainer.progress.step == 20
+    return directory, flatten(run.trainer.train_step.state_dict())
+
+
 @pytest.mark.parametrize("step", [3, 5, 6, 7, 13, 19])
 def test_resumed_run_has_the_length_that_was_decided(
-    make_run: MakeRun, tmp_path: Path, clock: Clock, step: int
+    make_run: MakeRun,
+    whole: tuple[Path, dict[str, Tensor]],
+    tmp_path: Path,
+    clock: Clock,
+    step: int,
 ) -> None:
-    overrides = [*LENGTH, "train.checkpoint_every_steps=2"]
-    whole = make_run(tmp_path / "whole", *overrides)
-    slow_down(whole, clock, seconds=[2.0])
-    whole.trainer.train()
-    assert whole.trainer.progress.step == 20
-
-    broken = make_run(tmp_path / "broken", *overrides)
+    broken = make_run(tmp_path / "broken", *CHECKED)
     slow_down(broken, clock, seconds=[2.0])
     run_until(broken, step)
-    resumed = make_run(tmp_path / "broken", *overrides)
+    resumed = make_run(tmp_path / "broken", *CHECKED)
     slow_down(resumed, clock, seconds=[2.0])
     resumed.trainer.resume()
     resumed.trainer.train()
-    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
-    states = [flatten(run.trainer.train_step.state_dict()) for run in (whole, resumed)]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    directory, whole_state = whole
+    assert_equal_runs(directory, tmp_path / "broken")
+    state = flatten(resumed.trainer.train_step.state_dict())
+    assert all(torch.equal(whole_state[name], state[name]) for name in whole_state)
 
 
 def test_a_finished_shortened_run_has_nothing_left_to_do(

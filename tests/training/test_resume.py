@@ -27,12 +27,26 @@ def assert_equal_runs(first: Path, second: Path) -> None:
     assert read_curves(first) == read_curves(second)
 
 
+@pytest.fixture(scope="module")
+def whole(
+    make_run: MakeRun, overrides: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, torch.Tensor]]:
+    """An uninterrupted run, and its state at its end."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    run = make_run(directory, *overrides)
+    run.trainer.train()
+    return directory, flatten(run.trainer.train_step.state_dict())
+
+
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 11, 15])
 def test_resumed_run_equals_uninterrupted_run(
-    make_run: MakeRun, tmp_path: Path, overrides: list[str], step: int
+    make_run: MakeRun,
+    whole: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    overrides: list[str],
+    step: int,
 ) -> None:
-    whole = make_run(tmp_path / "whole", *overrides)
-    whole.trainer.train()
+    directory, whole_state = whole
     broken = make_run(tmp_path / "broken", *overrides)
     run_until(broken, step)
     resumed = make_run(tmp_path / "broken", *overrides)
@@ -40,10 +54,10 @@ def test_resumed_run_equals_uninterrupted_run(
     done = step - 1  # checkpoints are written every second step, and after each epoch of five
     assert resumed.trainer.progress.step == max(done // 2 * 2, done // 5 * 5)
     resumed.trainer.train()
-    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
-    states = [flatten(run.trainer.train_step.state_dict()) for run in (whole, resumed)]
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert_equal_runs(directory, tmp_path / "broken")
+    state = flatten(resumed.trainer.train_step.state_dict())
+    assert whole_state.keys() == state.keys()
+    assert all(torch.equal(whole_state[name], state[name]) for name in state)
 
 
 def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(

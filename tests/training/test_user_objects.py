@@ -43,6 +43,12 @@ def arrays() -> Arrays:
     return images, labels
 
 
+@pytest.fixture(scope="module")
+def plain(arrays: Arrays, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of these images with nothing else from Python."""
+    return vit.train(CONFIG, output=tmp_path_factory.mktemp("runs") / "plain", dataset=arrays)
+
+
 class Colours(torch.utils.data.Dataset[tuple[Any, int]]):
     classes = NAMES
 
@@ -72,7 +78,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def test_arrays_and_data_sets_of_the_same_images_train_the_same_model(
-    arrays: Arrays, tmp_path: Path
+    arrays: Arrays, plain: Any, tmp_path: Path
 ) -> None:
     given = {
         "arrays": arrays,
@@ -90,10 +96,7 @@ def test_arrays_and_data_sets_of_the_same_images_train_the_same_model(
     assert first.best_top1 > 0.6
     assert first.bundle.class_names == NAMES
     assert first.bundle.data["splits"]["validation"]["num_images"] == 9
-    assert (
-        vit.train(CONFIG, output=tmp_path / "unnamed", dataset=arrays).bundle.class_names[1]
-        == "class 1"
-    )
+    assert plain.bundle.class_names[1] == "class 1"
     assert (
         vit.train(CONFIG, output=tmp_path / "named", dataset=Colours(arrays)).bundle.class_names
         == NAMES
@@ -387,9 +390,8 @@ class Recorder(vit.Observer):
 
 
 def test_a_callback_sees_start_every_step_epochs_and_the_end(
-    arrays: Arrays, tmp_path: Path
+    arrays: Arrays, plain: Any, tmp_path: Path
 ) -> None:
-    plain = vit.train(CONFIG, output=tmp_path / "plain", dataset=arrays)
     seen = Recorder()
     result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[seen])
     steps = [("step", 1 + number // 5, number + 1, True) for number in range(10)]
@@ -400,15 +402,16 @@ def test_a_callback_sees_start_every_step_epochs_and_the_end(
     assert (tmp_path / "run" / "tensorboard").is_dir()
 
 
-def test_a_callback_ends_a_run_that_can_be_resumed(arrays: Arrays, tmp_path: Path) -> None:
-    whole = vit.train(CONFIG, output=tmp_path / "whole", dataset=arrays)
+def test_a_callback_ends_a_run_that_can_be_resumed(
+    arrays: Arrays, plain: Any, tmp_path: Path
+) -> None:
     seen = Recorder(patience=1)
     result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[seen])
     assert (result.steps, seen.events[-1]) == (5, "end")
     assert len(seen.said) == 1
     assert seen.said[0].startswith("stopped after step 5; continue with --resume --output ")
-    assert result.best_top1 == whole.metrics[0]["val_top1"]
-    assert same(whole, vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, resume=True))
+    assert result.best_top1 == plain.metrics[0]["val_top1"]
+    assert same(plain, vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, resume=True))
     early = vit.train(CONFIG, output=tmp_path / "early", dataset=arrays, callbacks=[StopAfter(2)])
     assert (early.steps, early.best_top1) == (2, None)
     assert (
@@ -417,9 +420,8 @@ def test_a_callback_ends_a_run_that_can_be_resumed(arrays: Arrays, tmp_path: Pat
 
 
 def test_a_callback_that_fails_is_reported_once_and_left_out(
-    arrays: Arrays, tmp_path: Path
+    arrays: Arrays, plain: Any, tmp_path: Path
 ) -> None:
-    plain = vit.train(CONFIG, output=tmp_path / "plain", dataset=arrays)
     failing, other = Recorder(fail_at=3), Recorder()
     result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[failing, other])
     assert same(plain, result)
