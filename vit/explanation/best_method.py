@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from vit.bundle import MODEL_FILE, Bundle
+from vit.explanation.capture.forward import open_reader
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
@@ -109,15 +110,15 @@ def replace_best(methods: Sequence[str], bundle: Bundle) -> tuple[str, ...]:
 def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -> tuple[str, ...]:
     """Return `methods` with other methods instead of "auto" and "best".
 
-    "auto" is rollout and, for few images, also a map of the class; for a model without attention it
-    is all methods that there are.
+    "auto" is rollout and, for few images, also a map of the class; for a model without readable
+    attention it is the first two methods that it has.
     """
     if AUTO not in methods:
         return replace_best(methods, bundle)
-    reader = bundle.find_once(ModelReader)
+    reader = open_reader(bundle)
     chosen = ["rollout"]
     if not reader.has_attention:
-        chosen = list_methods(reader)
+        chosen = list_methods(reader)[:2]
     elif num_images <= MAX_CHECKED_IMAGES:
         try:
             chosen.append(read_best_method(bundle).method)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import DeepImage
-from vit.explanation.capture.forward import Forward, run_forward
+from vit.explanation.capture.forward import Forward, open_reader, run_forward
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.checks.sanity_checks import (
     RELIABILITY_IMAGES,
@@ -118,7 +118,7 @@ class Explainer:
         precision: str = "float32",
     ) -> None:
         # everything that can be wrong is checked before an image is read
-        self._reader = bundle.find_once(ModelReader)
+        self._reader = open_reader(bundle)
         self._methods = find_methods(methods, self._reader)
         # a wrong option is reported before the first image is read
         self.map_options = check_options(self._methods, map_options or {})

@@ -1,8 +1,14 @@
-"""Find the feature map of an image classifier without attention between all patches (ResNet,
-ConvNeXt, Swin), so that a vision transformer can be compared with it. The places of the last
-feature map take the role of the patches.
+"""Find the feature map that an image classifier without readable attention reads (ResNet, ConvNeXt,
+Swin, Hiera), so that a vision transformer can be compared with it. The places of the map take the
+role of the patches.
+
+A feature map is the output of a module: [B, C, rows, columns], with its channels last, or tokens
+[B, N, C]. It is the last one that all of the classifier's paths to the image lead through, and
+whose places, not only its class token, are read.
 """
 
+import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,63 +17,60 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import SUPPORTED
+from vit.explanation.capture.layers import first_output
+from vit.explanation.capture.tokens import count_prefix_tokens
 from vit.model.logits import compute_logits
 from vit.runtime.tensors import Images
 
 FeatureMap = Float[Tensor, "B C rows columns"]
+# A place stands for at least this many pixels: an image that is only normalised is no feature map.
+_MIN_PIXELS = 8
+# Smallest standard deviation, over the places, of the logarithm of how much more a place changes
+# with one half of the image than with the other. Where a last stage attends between all places, it
+# is below 0.1 with random weights; of most convolutions it is above 2.
+_MIN_LOCALITY = 1.0
 
 
-def order_channels(model: nn.Module, features: Tensor | None, images: Images) -> FeatureMap:
-    """Return a feature map with its channels first; Swin's are last. The two sides with the images'
-    proportions are rows and columns. Raise ValueError if there are none."""
-    name = type(model).__name__
-    if features is None or features.ndim != 4 or len(features) != len(images):
-        raise ValueError(
-            f"{name} has no attention that can be read, and no feature map [images, channels, rows, "
-            "columns] just before its classifier, which grad-cam and input-x-gradient are drawn on; "
-            f"known: {SUPPORTED}, and convolutional and hierarchical models of timm and torchvision"
-        )
+def order_channels(model: nn.Module, features: Tensor, images: Images) -> FeatureMap | None:
+    """Return a feature map with its channels first and without prefix tokens. The two sides with
+    the images' proportions are rows and columns. Return None if there are none, or other parts than
+    images."""
+    if len(features) != len(images):
+        return None
     height, width = images.shape[-2:]
-    first, second, third = features.shape[1:]
-    if second * width == third * height:
-        return features
-    if first * width == second * height:
-        return features.permute(0, 3, 1, 2)
-    raise ValueError(
-        f"a feature map of {first}×{second}×{third} of {name} doesn't lie evenly on images of "
-        f"{height}×{width} pixels; take square images"
-    )
+    if features.ndim == 4:
+        first, second, third = features.shape[1:]
+        if second * width == third * height:
+            return features
+        return features.permute(0, 3, 1, 2) if first * width == second * height else None
 
-
-class _Outputs:
-    """The last output of a module in one forward pass that has several places: a feature map or
-    tokens.
-
-    Args:
-        cut: Number of the output that is passed on without its graph.
-    """
-
-    def __init__(self, cut: int | None = None) -> None:
-        self.cut = cut
-        self.count = 0
-        self.last: Tensor | None = None
-
-    def keep(self, module: nn.Module, args: object, output: Any) -> Tensor | None:
-        if not isinstance(output, Tensor) or output.ndim not in (3, 4):
-            return None
-        # pooled features have one place: two sides of 1, or one token
-        if sorted(output.shape[1:])[output.ndim - 3] == 1:
-            return None
-        self.count += 1
-        self.last = output
-        return output.detach() if self.count == self.cut else None
+    for num_prefix in range(count_prefix_tokens(model) + 1):
+        num_places = features.shape[1] - num_prefix
+        rows = round(math.sqrt(max(num_places, 0) * height / width))
+        columns = num_places // max(rows, 1)
+        if rows > 0 and rows * columns == num_places and rows * width == columns * height:
+            return features[:, num_prefix:].mT.unflatten(2, (rows, columns))
+    return None
 
 
 @contextmanager
-def record_outputs(model: nn.Module, cut: int | None = None) -> Iterator[_Outputs]:
-    outputs = _Outputs(cut)
-    handles = [module.register_forward_hook(outputs.keep) for module in model.modules()]
+def record_outputs(model: nn.Module, number: int | None = None) -> Iterator[list[Tensor]]:
+    """Keep the outputs of modules that have several places, a feature map or tokens, in their
+    order; with `number`, that one alone."""
+    outputs: list[Tensor] = []
+    count = itertools.count()
+
+    def keep(module: nn.Module, args: object, output: Any) -> None:
+        if isinstance(output, tuple) and output:
+            output = first_output(output)
+        if not isinstance(output, Tensor) or output.ndim not in (3, 4):
+            return
+        # pooled features have one place: two sides of 1, or one token
+        has_places = sorted(output.shape[1:])[output.ndim - 3] > 1
+        if has_places and number in (None, next(count)):
+            outputs.append(output)
+
+    handles = [module.register_forward_hook(keep) for module in model.modules()]
     try:
         yield outputs
     finally:
@@ -76,48 +79,131 @@ def record_outputs(model: nn.Module, cut: int | None = None) -> Iterator[_Output
 
 
 @torch.enable_grad()
-def check_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]) -> None:
-    """Raise ValueError if the classifier also reads something other than the last feature map, or
-    if its places aren't on the image where a map of it is drawn."""
+def find_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]) -> int:
+    """Find the feature map that the classifier reads.
+
+    Returns:
+        Its number among the outputs that `record_outputs` keeps.
+
+    Raises:
+        ValueError: The classifier also reads something else, or the places of its feature map
+            aren't on the image where a map of it is drawn.
+    """
     name = type(model).__name__
     generator = torch.Generator().manual_seed(0)
     # noise, so that no part of the feature map is zero
     noise = torch.randn(image.shape, generator=generator).to(image)
     image = (image + noise).requires_grad_()
     with record_outputs(model) as outputs:
-        compute_logits(model, image)
-    feature_map = order_channels(model, outputs.last, image)
-
-    # with the graph cut at the feature map, logits that still have a gradient read something else
-    with record_outputs(model, cut=outputs.count):
         logits = compute_logits(model, image)
-    if logits.requires_grad:
+
+    # a plain sum of the logits may be constant
+    signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
+    score = (logits * signs.to(logits)).sum()
+    kept = [number for number, output in enumerate(outputs) if output.requires_grad]
+    gradients: tuple[Tensor | None, ...] = ()
+    if kept:
+        kept_outputs = [outputs[number] for number in kept]
+        gradients = torch.autograd.grad(score, kept_outputs, retain_graph=True, allow_unused=True)
+    found: list[int] = []  # last first
+    is_read = False
+    for number, gradient in zip(reversed(kept), reversed(gradients), strict=True):
+        places = None if gradient is None else order_channels(model, gradient, image)
+        # of tokens, the classifier may read the class token alone
+        if places is None or not places.any():
+            continue
+        if places[0, 0].numel() * _MIN_PIXELS > image[0, 0].numel():
+            continue
+        is_read = True
+        if _reads_nothing_else(logits, outputs[number], image):
+            found.append(number)
+    if not found and is_read:
         raise ValueError(
             f"the classifier of {name} reads something other than its last feature map (test-time "
             "augmentation, or several encoders?), so a map of it would show a part of the model"
         )
-
-    # find the centre of the pixels that each corner of the feature map reads, as (y, x)
-    # a random mixture of channels, because single channels may be zero at a place
-    projection = torch.randn(feature_map.shape[1], generator=generator).to(image)
-    sides = [torch.arange(side).to(image) for side in image.shape[2:]]
-
-    def find_centre(row: int, column: int) -> Tensor:
-        value = feature_map[0, :, row, column] @ projection.to(feature_map.dtype)
-        (gradient,) = torch.autograd.grad(value, image, retain_graph=True)
-        weights = gradient[0].square().sum(dim=0)  # [height, width]
-        weights = weights / weights.sum()
-        return torch.stack([weights.sum(dim=1) @ sides[0], weights.sum(dim=0) @ sides[1]])
-
-    corner = find_centre(0, 0)
-    down = find_centre(-1, 0) - corner
-    across = find_centre(0, -1) - corner
-    rows, columns = feature_map.shape[2:]
-    # a step down the feature map has to be a step down the image, more than to its side
-    lies_down = rows == 1 or bool(down[0] > down[1].abs())
-    lies_across = columns == 1 or bool(across[1] > across[0].abs())
-    if not (lies_down and lies_across):
+    if not found:
         raise ValueError(
-            f"the last feature map of {name} isn't on the image row by row (is the image mirrored or "
-            "turned within the model?), so a map of it would be wrong"
+            f"{name} has no feature map [images, channels, rows, columns] that its classifier "
+            "reads, with the proportions of the image"
         )
+    _check_places(model, image.detach(), found)
+    return found[0]
+
+
+def _reads_nothing_else(logits: Tensor, features: Tensor, image: Images) -> bool:
+    """Return whether every path from the logits to the image leads through `features`."""
+    seen = {None, features.grad_fn}
+    waiting = [logits.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        assert node is not None
+        if getattr(node, "variable", None) is image:
+            return False
+        waiting += [later for later, _ in node.next_functions]
+    return True
+
+
+@torch.no_grad()
+def _check_places(
+    model: nn.Module, image: Float[Tensor, "1 3 height width"], found: list[int]
+) -> None:
+    """Change each quarter of the image. Raise ValueError if the upper places of the feature map
+    don't change more with the upper half than with the lower one, or the left ones with the left.
+
+    Where every place sees nearly the whole image, they change alike. Then the feature map before
+    is looked at, because no model turns a feature map.
+    """
+    height, width = (side // 2 for side in image.shape[2:])
+    generator = torch.Generator().manual_seed(0)
+    changed = image.repeat(5, 1, 1, 1)
+    for number, (lower, right) in enumerate(itertools.product((0, 1), repeat=2), start=1):
+        quarter = changed[number, :, lower * height :, right * width :][:, :height, :width]
+        quarter += torch.randn(quarter.shape, generator=generator).to(quarter)
+    with record_outputs(model) as outputs:
+        compute_logits(model, changed)
+
+    for number in found:
+        features = order_channels(model, outputs[number], changed)
+        assert features is not None
+        change = (features[1:] - features[:1]).double().norm(dim=1)  # [4, rows, columns]
+        # a place out of reach changes by nothing, or by what rounding leaves
+        change = change.clamp_min(max(1e-3 * float(change.max()), 1e-30)).log()
+        change = change.unflatten(0, (2, 2))
+        to_upper = (change[0] - change[1]).mean(dim=0)
+        to_left = (change[:, 0] - change[:, 1]).mean(dim=0)
+        rows, columns = to_upper.shape
+        # (how much more with this half, the places in it minus the others, at right angles to it)
+        sides = []
+        if rows > 1:
+            sides.append((to_upper, *_compare_halves(to_upper)))
+        if columns > 1:
+            across, along = _compare_halves(to_left)
+            sides.append((to_left, along, across))
+        if any(preference.std() < _MIN_LOCALITY for preference, _, _ in sides):
+            continue
+        if all(
+            along > max(across.abs(), preference.std() / 2) for preference, along, across in sides
+        ):
+            return
+        raise ValueError(
+            f"the last feature map of {type(model).__name__} isn't on the image row by row (is the "
+            "image mirrored or turned within the model?), so a map of it would be wrong"
+        )
+    raise ValueError(
+        f"the places of {type(model).__name__}'s feature maps all change alike with any part of "
+        "the image, so where they lie is unknown"
+    )
+
+
+def _compare_halves(preference: Float[Tensor, "rows columns"]) -> tuple[Tensor, Tensor]:
+    """Return the mean of the upper half minus that of the lower one, and of the left half minus
+    that of the right one; a row or column in the middle is in neither."""
+    rows, columns = (side // 2 for side in preference.shape)
+    zero = preference.new_zeros(())
+    down = preference[:rows].mean() - preference[-rows:].mean() if rows else zero
+    across = preference[:, :columns].mean() - preference[:, -columns:].mean() if columns else zero
+    return down, across

@@ -16,6 +16,7 @@ check waits for the device, so only the first of many batches is verified (`veri
 pooled feature. A map is uᵀM, where M contains the share of each input token in each output token.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,8 +28,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from vit.bundle import Bundle
 from vit.explanation.capture.feature_maps import (
-    check_feature_map,
+    find_feature_map,
     order_channels,
     record_outputs,
 )
@@ -54,7 +56,7 @@ from vit.explanation.capture.tokens import (
     count_prefix_tokens,
     replace_blocks,
 )
-from vit.explanation.capture.verification import check_chain, check_places
+from vit.explanation.capture.verification import check_chain, check_places, check_repeatable
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.model_info import keep_mode
@@ -202,8 +204,8 @@ def capture_attention(
 class Forward:
     """One recorded forward pass of a batch, and how its tokens are pooled.
 
-    A model without attention has no recorded layers. Its patches are the places of the feature map
-    that its classifier pools.
+    A model without readable attention has no recorded layers. Its patches are the places of the
+    feature map that its classifier reads, or else parts of the image.
 
     Attributes:
         reader: The model, in evaluation mode.
@@ -216,7 +218,8 @@ class Forward:
         tokens: Tokens that are pooled, after the last norm; with gradients, in the graph.
         pooling: Tensors within an attention pooling, see `capture_attention_pooling`.
         target: The number that is explained.
-        feature_map: The feature map of a model without attention; with gradients, in the graph.
+        feature_map: The feature map of a model without readable attention, if there is one; with
+            gradients, in the graph.
     """
 
     reader: ModelReader
@@ -260,13 +263,13 @@ def run_forward(
     """Run a classifier in evaluation mode and record what maps need. Modes and flags are restored.
 
     Args:
-        model: A model whose attention `capture_attention` can read, or one without attention that
-            classifies a feature map (ResNet, ConvNeXt, Swin).
+        model: A model, whose `ModelReader.source` is recorded: its attention, its feature map
+            (ResNet, ConvNeXt, Swin), or nothing but the graph from its pixels on.
         images: Normalised images [B, 3, height, width].
         gradients: Keep the autograd graph from the images on, without the parameters.
         block_tokens: Keep the output of each block.
         verify: Check that maps of the recorded tensors are right, see `verification` and
-            `feature_maps`. One pass of a model is enough.
+            `feature_maps`, and that a second pass gives the same. One pass of a model is enough.
 
     Raises:
         ValueError: The model's attention, pooling or feature map can't be read, or a check fails.
@@ -318,6 +321,7 @@ def run_forward(
             blocks = record.blocks
             check_places(model, images[:1], blocks=blocks, num_prefix=num_prefix, grid=grid)
             check_chain(model, images[:1], record.layers)
+            check_repeatable(model, images[:1], logits[:1])
     return Forward(
         reader=reader,
         images=images,
@@ -334,29 +338,39 @@ def run_forward(
 def _run_without_attention(
     reader: ModelReader, images: Images, *, gradients: bool, verify: bool
 ) -> Forward:
-    """Run a classifier of a feature map: the last tensor before the logits with several places."""
+    """Run a classifier, and record its feature map if maps are read from one."""
     model = reader.model
     # a new leaf, so that the caller's tensor gets no gradient
     images = images.detach().clone()
     with evaluation_mode(model):
-        if verify:
-            check_feature_map(model, images[:1])
+        if reader.source == "feature map" and (verify or reader.feature_map is None):
+            reader.feature_map = find_feature_map(model, images[:1])
         images.requires_grad_(gradients)
-        with torch.set_grad_enabled(gradients), record_outputs(model) as outputs:
+        number = reader.feature_map if reader.source == "feature map" else None
+        with torch.set_grad_enabled(gradients), record_outputs(model, number) as outputs:
             logits = compute_logits(model, images)
+        if verify:
+            check_repeatable(model, images[:1], logits[:1])
 
-    feature_map = outputs.last
-    channels_first = order_channels(model, feature_map, images)
+    feature_map = None
+    places = images.new_empty(len(images), 0, *map(_choose_places, images.shape[-2:]))
+    if number is not None:
+        (feature_map,) = outputs
+        ordered = order_channels(model, feature_map, images)
+        assert ordered is not None
+        places = ordered
     # the places take the role of patches
-    tokens = channels_first.flatten(2).mT
-    rows, columns = channels_first.shape[2:]
+    tokens = places.flatten(2).mT
+    rows, columns = places.shape[2:]
     return Forward(
         reader=reader,
         images=images,
         logits=logits,
         record=AttentionRecord([]),
         # the mean over all places, as in global average pooling
-        pool_weights=torch.full_like(tokens[..., 0].detach(), 1 / (rows * columns)),
+        pool_weights=torch.full_like(logits.detach()[:, :1], 1 / (rows * columns)).expand(
+            -1, rows * columns
+        ),
         num_prefix_tokens=0,
         grid=(rows, columns),
         tokens=tokens,
@@ -364,13 +378,60 @@ def _run_without_attention(
     )
 
 
+def _choose_places(side: int) -> int:
+    """Choose the number of parts of a side of the image for maps of the pixels alone: 8 to 16 that
+    divide it, or 14."""
+    return next((number for number in range(16, 7, -1) if side % number == 0), min(14, side))
+
+
+def settle_source(reader: ModelReader, images: Images) -> None:
+    """Find what maps of a model can be read from: its attention, its feature map, or its pixels.
+    The reader keeps the answer, and why the better ones are refused.
+
+    Args:
+        reader: The model.
+        images: Normalised images, of which the first is tried.
+
+    Raises:
+        ValueError: Not even maps of the pixels are right, because two passes differ.
+    """
+    # this project's own model is always read
+    while not (reader.is_settled or reader.is_ours):
+        source = reader.source
+        try:
+            run_forward(reader, images[:1])
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, RuntimeError, AttributeError, TypeError, LookupError) as error:
+            if source == "pixels":  # it isn't the reading that fails
+                reader.refused.clear()
+                raise
+            is_sentence = isinstance(error, ValueError)
+            reason = str(error) if is_sentence else f"reading it fails with {error!r}"
+            reader.refused[source] = reason
+        else:
+            reader.is_settled = True
+
+
+def open_reader(bundle: Bundle) -> ModelReader:
+    """Return the reader of a bundle's model, with its source settled by an image of noise."""
+    reader = bundle.find_once(ModelReader)
+    if not (reader.is_settled or reader.is_ours):
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(1, 3, *bundle.preprocess.image_size, generator=generator)
+        settle_source(reader, noise.to(bundle.device))
+    return reader
+
+
 def check_differentiable(model: nn.Module) -> None:
     """Raise ValueError if no gradient can go through the model."""
-    # torch would fail later, with a message about saved tensors
-    if next(model.parameters()).is_inference():
-        raise ValueError(
-            f"{type(model).__name__} was made within torch.inference_mode; load it outside of it"
-        )
+    name = type(model).__name__
+    for parameter in itertools.islice(model.parameters(), 1):
+        # torch would fail later, with a message about saved tensors
+        if parameter.is_inference():
+            raise ValueError(f"{name} was made within torch.inference_mode; load it outside of it")
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device, without weights; load its weights")
 
 
 def _find_places(

@@ -26,8 +26,6 @@ SUPPORTED = (
     "this project's models, timm's VisionTransformer, Eva and Beit, torchvision's "
     "VisionTransformer and Hugging Face's ViT, DeiT, DINOv2, DINOv3, BEiT, CLIP and SigLIP"
 )
-# two methods of `vit.explanation.methods.registry`
-_WITHOUT_ATTENTION = "for other models use grad-cam or input-x-gradient"
 # models whose attention has known names, but is computed within windows
 _HIERARCHICAL = re.compile(
     "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|levit|metaformer|nextvit"
@@ -42,10 +40,6 @@ _CHUNK_FRACTION = 1 / 128
 # projected again.
 _MAX_TOKEN_BYTES = 10 * 2**20
 _VERIFIED_QUERIES = 64  # number of queries that are verified; all would need the N×N matrix
-
-
-class NoAttentionError(ValueError):
-    """The model has no attention between all of its patches, or none of a known kind."""
 
 
 class AttentionLayer:
@@ -447,9 +441,8 @@ def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
     `ModelReader` searches once and keeps the answer: a search looks at every module of the model.
 
     Raises:
-        NoAttentionError: The model has no attention between all of its patches, or none of a known
-            kind.
-        ValueError: Some of the blocks have attention of a known kind, and others don't.
+        ValueError: The model has no attention between all of its patches, or none of a known kind;
+            or some of the blocks have it, and others don't.
     """
     family = type(model).__name__
     modules = list(model.named_modules())
@@ -457,10 +450,10 @@ def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
     families = (type(module).__name__ for _, module in modules)
     hierarchical = next((name for name in families if _HIERARCHICAL.search(name.lower())), None)
     if hierarchical:
-        raise NoAttentionError(
+        raise ValueError(
             f"{hierarchical} is hierarchical: it attends within windows or merges patches between"
             " stages, so no attention between all of its patches exists to be explained;"
-            f" known: {SUPPORTED}; {_WITHOUT_ATTENTION}"
+            f" known: {SUPPORTED}"
         )
     places: list[LayerPlace] = []
     for block_name, block in modules:
@@ -474,9 +467,7 @@ def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
                     places.append(LayerPlace(kind, full_name, module, block))
                     break
     if not places:
-        raise NoAttentionError(
-            f"no attention layer of a known kind in {family}; known: {SUPPORTED}; {_WITHOUT_ATTENTION}"
-        )
+        raise ValueError(f"no attention layer of a known kind in {family}; known: {SUPPORTED}")
 
     # If one block in a list has known attention, all blocks of its class must have it.
     blocks = {place.block for place in places}

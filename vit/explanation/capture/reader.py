@@ -3,19 +3,20 @@
 import re
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from vit.explanation.capture.layers import (
     AttentionLayer,
     LayerPlace,
-    NoAttentionError,
     find_attention_layers,
 )
 from vit.model.model_info import unwrap_model
 from vit.model.vision_transformer import VisionTransformer
 
+# What maps are read from, the best first. Pixels need nothing but gradients.
+Source = Literal["attention", "feature map", "pixels"]
 # parts of the names of modules and parameters that give positions within the attention
 _POSITIONS = re.compile("rope|rel_pos|relative_position")
 
@@ -30,29 +31,48 @@ class ModelReader:
         model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
         completeness_error: The last score that `measure_completeness_error` measured, and its
             error.
+        refused: Sources that a check has refused for this model, with the reason.
+        is_settled: True if the source has passed its checks.
+        feature_map: Number of the output that is its feature map, see `find_feature_map`. None:
+            not searched for yet.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap_model(model)
         self.completeness_error: tuple[Callable[..., Any], float | None] | None = None
+        self.refused: dict[Source, str] = {}
+        self.is_settled = False
+        self.feature_map: int | None = None
 
     @cached_property
-    def _places(self) -> list[LayerPlace] | NoAttentionError:
+    def _places(self) -> list[LayerPlace] | ValueError:
         try:
             return find_attention_layers(self.model)
-        except NoAttentionError as error:
+        except ValueError as error:
             return error
 
     @property
     def has_attention(self) -> bool:
-        """True if there are attention layers of a known kind, readable or not."""
-        return not isinstance(self._places, NoAttentionError)
+        """True if there are attention layers of a known kind, and no check has refused them."""
+        return "attention" not in self.refused and not isinstance(self._places, ValueError)
+
+    @property
+    def source(self) -> Source:
+        """What maps of this model are read from: the best source that isn't refused."""
+        if self.has_attention:
+            return "attention"
+        return "pixels" if "feature map" in self.refused else "feature map"
+
+    def explain_refusal(self, source: Source) -> str:
+        """Return why maps can't be read from a source that is refused."""
+        return self.refused.get(source) or str(self._places)
 
     @property
     def places(self) -> list[LayerPlace]:
-        """The attention layers, in order. Raises NoAttentionError without any."""
-        if isinstance(self._places, NoAttentionError):
-            raise NoAttentionError(str(self._places))
+        """The attention layers, in order. Raises ValueError if there are none of a known kind, or
+        not in all blocks."""
+        if isinstance(self._places, ValueError):
+            raise ValueError(str(self._places))
         return self._places
 
     def build_layers(self) -> list[AttentionLayer]:
@@ -64,15 +84,17 @@ class ModelReader:
         """True for this project's model, whose blocks and head can run one by one."""
         return isinstance(self.model, VisionTransformer)
 
-    @cached_property
+    @property
     def can_drop_tokens(self) -> bool:
         """True if tokens can be left out of a forward pass: the model has attention, and the
         attention doesn't get the positions of all patches (rotary embeddings, relative position
         biases)."""
-        if not self.has_attention:
-            return False
+        return self.has_attention and not self._has_positions
+
+    @cached_property
+    def _has_positions(self) -> bool:
         names = [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
-        return not any(map(_POSITIONS.search, names))
+        return any(map(_POSITIONS.search, names))
 
 
 def read_model(model: nn.Module | ModelReader) -> ModelReader:

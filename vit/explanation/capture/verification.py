@@ -170,10 +170,7 @@ def check_chain(model: nn.Module, image: OneImage, layers: Sequence[AttentionLay
     for number, change in sorted(changes.items()):
         changed = is_changed[: len(change)]
         mixed = change[~changed].amax() if not changed.all() else change.new_zeros(())
-        tolerance = _TOLERANCE.get(image.dtype, _HALF_PRECISION_TOLERANCE)
-        if torch.is_autocast_enabled(image.device.type):
-            tolerance = _HALF_PRECISION_TOLERANCE
-        if mixed > tolerance * change.amax():
+        if mixed > _tolerance(image) * change.amax():
             after = layers[number - 1].name
             raise ValueError(
                 f"{type(model).__name__} mixes tokens elsewhere than in the attention layers that "
@@ -245,3 +242,21 @@ def _follow_change(
         else:
             compute_logits(model, pair)
     return changes, unlinked
+
+
+def _tolerance(image: OneImage) -> float:
+    is_rounded = torch.is_autocast_enabled(image.device.type)
+    dtype = torch.bfloat16 if is_rounded else image.dtype
+    return _TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
+
+
+@torch.no_grad()
+def check_repeatable(model: nn.Module, image: OneImage, logits: Float[Tensor, "1 C"]) -> None:
+    """Raise ValueError if a second pass doesn't give the same logits."""
+    again = compute_logits(model, image.detach())
+    tolerance = 10 * _tolerance(image)  # one image and a batch are rounded differently
+    if (again - logits).abs().max() > tolerance * logits.abs().max():
+        raise ValueError(
+            f"two passes of {type(model).__name__} over one image give different logits (dropout "
+            "or a random mask in evaluation mode?), so a map of one pass explains no other"
+        )

@@ -171,12 +171,14 @@ def compute_fullgrad_plus(forward: Forward, classes: Classes) -> TokenWeights:
 
 def compute_grad_cam(forward: Forward, classes: Classes) -> TokenWeights:
     """Grad-CAM (Selvaraju et al. 2017, eq. 1 and 2): max(Σ_k α_k A_k, 0) for the last feature map A
-    of a model without attention, where α_k is the mean of ∂f/∂A_k over its places."""
+    that the classifier reads, where α_k is the mean of ∂f/∂A_k over its places."""
     features = forward.feature_map
     assert features is not None
     gradient = differentiate(forward.score(classes), features)
     # the places of the gradient are averaged, its channels are kept
-    weights = order_channels(forward.model, gradient, forward.images).mean(dim=(2, 3))
+    places = order_channels(forward.model, gradient, forward.images)
+    assert places is not None
+    weights = places.mean(dim=(2, 3))
     # [B, N, C] · [B, C, 1]
     relevance = at_least_float32(forward.tokens.detach()) @ weights[..., None]
     return relevance[..., 0].clamp_min(0)

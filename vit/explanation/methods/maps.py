@@ -14,6 +14,7 @@ from vit.explanation.capture.forward import (
     compute_entropy,
     evaluation_mode,
     run_forward,
+    settle_source,
     split_prefix,
 )
 from vit.explanation.capture.reader import ModelReader, read_model
@@ -82,6 +83,8 @@ def compute_maps(
         ValueError: A method is unknown, an option is outside its range, or the model can't be read.
     """
     reader = read_model(model)
+    if verify:
+        settle_source(reader, images)
     chosen = find_methods(methods, reader)
     values = check_options(chosen, options or {})
     check_ranges(values, reader)

@@ -35,8 +35,8 @@ class Method:
             `parts`.
         class_specific: True if maps depend on the class.
         signed: True if negative values are evidence against the class.
-        models: Models that have such maps: those with "attention", those with
-            a "feature map" just before the classifier, or "all".
+        models: Models that have such maps: those with "attention" that can be
+            read, others with a "feature map", or "all".
         libra: True if gradients follow the rules of LibraGrad.
         uses_removal: True if it is made of the removal gradient, which is then
             no evidence for it.
@@ -164,8 +164,8 @@ def register_method(method: Method) -> None:
 
 def list_methods(reader: "ModelReader | None" = None) -> list[str]:
     """Return the names of the methods for a model; None: a model with attention."""
-    others = "feature map" if reader is None or reader.has_attention else "attention"
-    return [name for name, method in METHODS.items() if method.models != others]
+    source = "attention" if reader is None else reader.source
+    return [name for name, method in METHODS.items() if method.models in (source, "all")]
 
 
 def find_methods(names: Sequence[str], reader: "ModelReader | None" = None) -> list[Method]:
@@ -176,19 +176,21 @@ def find_methods(names: Sequence[str], reader: "ModelReader | None" = None) -> l
         reader: A model that the methods must be able to explain. None: any model.
 
     Raises:
-        ValueError: A method is unknown, or it needs attention that the model doesn't have.
+        ValueError: A method is unknown, or it needs what can't be read in the model.
     """
     known = list(METHODS) if reader is None else list_methods(reader)
     for name in names:
         if name in known:
             continue
-        if reader is not None and name in METHODS and not reader.has_attention:
-            try:
-                # its message says why the attention cannot be read
-                reader.build_layers()
-            except ValueError as error:
-                raise ValueError(f"{name} needs attention: {error}") from error
-        raise ValueError(f"unknown method {name!r}; known: {', '.join(known)}")
+        if reader is None or name not in METHODS:
+            raise ValueError(f"unknown method {name!r}; known: {', '.join(known)}")
+        model = type(reader.model).__name__
+        source = METHODS[name].models
+        if source == "all" or (source == "feature map" and reader.has_attention):
+            reason = f"{name} is for models without readable attention, and that of {model} is read"
+        else:
+            reason = f"{name} needs {source}: {reader.explain_refusal(source)}"
+        raise ValueError(f"{reason}; {model} has {', '.join(known)}")
     return [METHODS[name] for name in names]
 
 
@@ -255,7 +257,7 @@ _OWN_METHODS = (
         compute=f"{_MODULES}.gradients:compute_attention_gradcam",
     ),
     Method(name="legrad", title="LeGrad", compute=f"{_MODULES}.gradients:compute_legrad"),
-    # the first choice for models without attention
+    # the first choice for models without readable attention
     Method(
         name="grad-cam",
         title="Grad-CAM of the last feature map",
@@ -295,6 +297,7 @@ _OWN_METHODS = (
         title="Libra input times gradient",
         compute=f"{_MODULES}.gradients:compute_difference_x_gradient",
         signed=True,
+        models="all",
         libra=True,
     ),
     # from one pass: one part each for patches that are left out and for patches that are painted over
