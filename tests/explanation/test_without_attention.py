@@ -227,13 +227,16 @@ def test_their_maps_are_checked_against_painting_over() -> None:
     assert check.verdict == "confirmed"
 
 
-def test_methods_of_attention_are_refused_with_the_two_that_work() -> None:
+def test_methods_of_attention_are_refused_with_those_that_work() -> None:
     bundle = make_bundle(build_timm_resnet)
     with pytest.raises(
-        ValueError, match=r"rollout needs attention: .* use grad-cam or input-x-grad"
+        ValueError,
+        match=r"rollout needs attention: .* ResNet has grad-cam, input-x-gradient, libra-i",
     ):
         vit.explain(bundle, make_photo(), methods=("grad-cam", "rollout"))
-    with pytest.raises(ValueError, match=r"is hierarchical.* use grad-cam or input-x-gradient"):
+    with pytest.raises(
+        ValueError, match=r"is hierarchical.*; SwinTransformer has grad-cam, input-x"
+    ):
         vit.explain(make_bundle(build_swin), make_photo(), methods="libra-removal")
     with pytest.raises(ValueError, match="unknown method 'gradcam'; known: grad-cam, input-x-grad"):
         vit.explain(bundle, make_photo(), methods="gradcam")
@@ -271,23 +274,45 @@ def test_maps_that_would_be_wrong_are_refused(build: Build, name: str) -> None:
         vit.explain(bundle, make_photo(), methods="grad-cam")
 
 
-def test_models_without_feature_maps_are_refused() -> None:
-    flat = make_bundle(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 5)))
-    with pytest.raises(ValueError, match=r"Sequential has no attention .* and no feature map"):
-        vit.explain(flat, make_photo())
+def build_flat() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE * SIZE, 5))
 
-    class Mixer(nn.Module):
-        """Its patches are a feature map, and its classifier reads tokens that mix them."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.patches = nn.Conv2d(3, 16, 8, stride=8)
-            self.mix = nn.Linear(64, 64)
-            self.head = nn.Linear(16, 5)
+def test_models_without_feature_maps_have_maps_of_their_pixels() -> None:
+    """The parts add up to the whole image, and none is another's."""
+    bundle = make_bundle(build_flat)
+    with pytest.raises(
+        ValueError, match=r"grad-cam needs a feature map: .*has input-x-gradient, li"
+    ):
+        vit.explain(bundle, make_photo(), methods="grad-cam")
+    found = vit.explain(bundle, make_photo(), target="d")
+    assert list(found.maps) == ["input-x-gradient", "libra-input-x-gradient"]
 
-        def forward(self, images: Tensor) -> Tensor:
-            tokens = self.patches(images).flatten(2)
-            return self.head(self.mix(tokens).mean(dim=2))
+    pixels = torch.from_numpy(bundle.preprocess.to_uint8(make_photo()).copy())[None]
+    images = bundle.preprocess.normalize(pixels).double().requires_grad_()
+    (gradient,) = torch.autograd.grad(bundle.model.double()(images)[0, 3], images)
+    expected = (images * gradient).detach().unfold(2, 4, 4).unfold(3, 4, 4).sum(dim=(1, 4, 5))
+    torch.testing.assert_close(
+        found.maps["input-x-gradient"].double(), expected, rtol=1e-3, atol=1e-6
+    )
 
-    with pytest.raises(ValueError, match=r"Mixer has no attention .* and no feature map"):
-        vit.explain(make_bundle(Mixer), make_photo(), methods="grad-cam")
+
+class Mixer(nn.Module):
+    """Its patches are a feature map, and its classifier reads 16 tokens, as many as 4 × 4 places,
+    each of which mixes all patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 8, stride=8)
+        self.mix = nn.Linear(64, 64)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2)
+        return self.head(self.mix(tokens).mean(dim=2))
+
+
+def test_tokens_that_see_the_whole_image_are_no_feature_map() -> None:
+    forward = run_in_float64(Mixer)
+    assert forward.grid == (8, 8)
+    torch.testing.assert_close(forward.feature_map, forward.model.patches(forward.images))

@@ -3,8 +3,8 @@ Swin, Hiera), so that a vision transformer can be compared with it. The places o
 role of the patches.
 
 A feature map is the output of a module: [B, C, rows, columns], with its channels last, or tokens
-[B, N, C]. It is the last one that all of the classifier's paths to the image lead through, and
-whose places, not only its class token, are read.
+[B, N, C]. It is the last one that all of the classifier's paths to the image lead through,
+and whose places, not only its class token, are read.
 """
 
 import itertools
@@ -49,7 +49,7 @@ def order_channels(model: nn.Module, features: Tensor, images: Images) -> Featur
         rows = round(math.sqrt(max(num_places, 0) * height / width))
         columns = num_places // max(rows, 1)
         if rows > 0 and rows * columns == num_places and rows * width == columns * height:
-            return features[:, num_prefix:].mT.unflatten(2, (rows, columns))
+            return torch.unflatten(features[:, num_prefix:].mT, 2, (rows, columns))
     return None
 
 
@@ -127,8 +127,7 @@ def find_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"])
             f"{name} has no feature map [images, channels, rows, columns] that its classifier "
             "reads, with the proportions of the image"
         )
-    _check_places(model, image.detach(), found)
-    return found[0]
+    return _check_places(model, image.detach(), found)
 
 
 def _reads_nothing_else(logits: Tensor, features: Tensor, image: Images) -> bool:
@@ -150,12 +149,16 @@ def _reads_nothing_else(logits: Tensor, features: Tensor, image: Images) -> bool
 @torch.no_grad()
 def _check_places(
     model: nn.Module, image: Float[Tensor, "1 3 height width"], found: list[int]
-) -> None:
-    """Change each quarter of the image. Raise ValueError if the upper places of the feature map
-    don't change more with the upper half than with the lower one, or the left ones with the left.
+) -> int:
+    """Change each quarter of the image: the upper places have to change more with the upper half
+    than with the lower one.
 
-    Where every place sees nearly the whole image, they change alike. Then the feature map before
-    is looked at, because no model turns a feature map.
+    Where every place sees nearly the whole image, they change alike. Then the feature map before is
+    looked at, because no model turns a feature map. It is also taken instead of tokens, which may
+    be channels.
+
+    Raises:
+        ValueError: The places lie in another way, or all change alike.
     """
     height, width = (side // 2 for side in image.shape[2:])
     generator = torch.Generator().manual_seed(0)
@@ -166,7 +169,10 @@ def _check_places(
     with record_outputs(model) as outputs:
         compute_logits(model, changed)
 
+    chosen = None
     for number in found:
+        if outputs[number].ndim == 4 and chosen is None:
+            chosen = number
         features = order_channels(model, outputs[number], changed)
         assert features is not None
         change = (features[1:] - features[:1]).double().norm(dim=1)  # [4, rows, columns]
@@ -188,7 +194,7 @@ def _check_places(
         if all(
             along > max(across.abs(), preference.std() / 2) for preference, along, across in sides
         ):
-            return
+            return number if chosen is None else chosen
         raise ValueError(
             f"the last feature map of {type(model).__name__} isn't on the image row by row (is the "
             "image mirrored or turned within the model?), so a map of it would be wrong"

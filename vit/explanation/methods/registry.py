@@ -189,7 +189,8 @@ def find_methods(names: Sequence[str], reader: "ModelReader | None" = None) -> l
         if source == "all" or (source == "feature map" and reader.has_attention):
             reason = f"{name} is for models without readable attention, and that of {model} is read"
         else:
-            reason = f"{name} needs {source}: {reader.explain_refusal(source)}"
+            needed = f"a {source}" if source == "feature map" else source
+            reason = f"{name} needs {needed}: {reader.explain_refusal(source)}"
         raise ValueError(f"{reason}; {model} has {', '.join(known)}")
     return [METHODS[name] for name in names]
 
