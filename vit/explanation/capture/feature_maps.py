@@ -109,7 +109,7 @@ def find_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"])
     is_read = False
     for number, gradient in zip(reversed(kept), reversed(gradients), strict=True):
         places = None if gradient is None else order_channels(model, gradient, image)
-        # of tokens, the classifier may read the class token alone
+        # the classifier may read the class token alone
         if places is None or not places.any():
             continue
         if places[0, 0].numel() * _MIN_PIXELS > image[0, 0].numel():

@@ -385,7 +385,7 @@ def _choose_places(side: int) -> int:
 
 
 def settle_source(reader: ModelReader, images: Images) -> None:
-    """Find what maps of a model can be read from: its attention, its feature map, or its pixels.
+    """Find the source of maps of a model: its attention, its feature map, or its pixels.
     The reader keeps the answer, and why the better ones are refused.
 
     Args:

@@ -15,7 +15,7 @@ from vit.explanation.capture.layers import (
 from vit.model.model_info import unwrap_model
 from vit.model.vision_transformer import VisionTransformer
 
-# What maps are read from, the best first. Pixels need nothing but gradients.
+# Sources of maps, the best first. Pixels need nothing but gradients.
 Source = Literal["attention", "feature map", "pixels"]
 # parts of the names of modules and parameters that give positions within the attention
 _POSITIONS = re.compile("rope|rel_pos|relative_position")
@@ -58,7 +58,7 @@ class ModelReader:
 
     @property
     def source(self) -> Source:
-        """What maps of this model are read from: the best source that isn't refused."""
+        """The source of maps of this model: the best that isn't refused."""
         if self.has_attention:
             return "attention"
         return "pixels" if "feature map" in self.refused else "feature map"
