@@ -294,9 +294,9 @@ def test_recipes_are_listed_with_what_they_measured(cli: Launcher) -> None:
 @pytest.mark.parametrize(
     ("option", "answer"),
     [
-        (["--epochs", "3"], "use train.epochs=3"),
-        (["--batch-size=64"], "use train.batch_size=64"),
-        (["--lr"], "use optimizer.lr=VALUE"),
+        (["--ema-decay", "0.9"], "use train.ema_decay=0.9"),
+        (["--weight-decay=0.1"], "use optimizer.weight_decay=0.1"),
+        (["--clip-grad"], "use train.clip_grad=VALUE"),
         (["--name", "sgd"], "use data.name=sgd or optimizer.name=sgd or schedule.name=sgd"),
         (["--frobnicate"], "lists the options"),
     ],
