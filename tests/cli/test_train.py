@@ -123,6 +123,18 @@ def test_a_directory_with_a_run_is_not_touched_unasked(
     )
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
     cli.succeed("train", "--output", output, "--resume")
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    damaged = tmp_path / "damaged"
+    for name in ("ant", "bee"):
+        (damaged / name).mkdir(parents=True)
+        for number in range(8):
+            (damaged / name / f"{number}.png").write_bytes(b"no image")
+    for images, message in ((damaged, "can't be read"), (tmp_path / "absent", "absent")):
+        data = ["data.name=folder", f"data.root={images}", "data.image_size=8"]
+        assert message in cli.fail(
+            "train", empty_yaml, *TINY, *data, "--output", output, "--overwrite"
+        )
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
     cli.succeed("train", empty_yaml, *TINY, "--output", output, "--overwrite")
     assert len((output / "metrics.jsonl").read_text().splitlines()) == 2
     (tmp_path / "foreign").mkdir()

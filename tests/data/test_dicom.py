@@ -8,7 +8,7 @@ import pytest
 
 from vit.data import dicom, images
 from vit.data.images import DeepImage, is_image_name, read_image
-from vit.data.open import open_dataset
+from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.preprocess import Preprocess
 from vit.data.splits import SplitRule
 from vit.data.statistics import measure_value_range
@@ -116,6 +116,10 @@ def test_images_of_a_patient_stay_together(tmp_path: Path) -> None:
     assert all(len(names) == 1 for names in patients.values())
     assert any("groups stay whole" in text for text in splits.describe_splits())
     assert measure_value_range(splits.split("train")) == (0, 4095)
+    # also where a model is evaluated, and in an audit; another grouping comes before it
+    for group_by, count in ((None, 11), ("([0-3])[0-9][.]", 4)):
+        opened = open_for_model(tmp_path, recorded=RecordedImages(), group_by=group_by)
+        assert len(set(opened.split().groups or ())) == count
 
 
 def test_without_the_package_the_way_to_read_them_is_named(

@@ -41,6 +41,14 @@ def is_deep(image: Image.Image) -> bool:
     return image.mode.startswith("I") or image.mode == "F" or is_colour
 
 
+def refuse_dicom(path: Any) -> None:
+    """Raise ValueError for DICOM, which the programs of exports don't read."""
+    with open(path, "rb") as file:
+        if file.read(132)[128:] == b"DICM":
+            hint = "give it to `vit predict`, or save its rescaled values as TIFF"
+            raise ValueError(f"{path} is DICOM, which an export doesn't read; {hint}")
+
+
 def read_values(image: Image.Image) -> tuple[np.ndarray, tuple[float, float] | None, bool]:
     """Read the values of a deep image, which is in memory or not decoded yet.
 

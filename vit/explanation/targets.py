@@ -367,14 +367,14 @@ def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int |
 
 def _find_class(target: int | str, class_names: Sequence[str]) -> int:
     """Find the index of a class by its name, its index or one of its synonyms. A number is an
-    index; a text of digits is a name if classes are called by numbers."""
+    index; a text of digits is a name if a class is called by a number."""
     if not isinstance(target, str) and 0 <= target < len(class_names):
         return int(target)
     name = str(target)
     if name in class_names:
         return list(class_names).index(name)
-    are_numbers = all(class_name.isdecimal() for class_name in class_names)
-    if name.isdigit() and int(name) < len(class_names) and not are_numbers:
+    are_numbers = any(class_name.isdecimal() for class_name in class_names)
+    if name.isdecimal() and int(name) < len(class_names) and not are_numbers:
         return int(name)
 
     # ImageNet's classes have synonyms, separated by commas; case doesn't matter

@@ -1,6 +1,6 @@
 """The output directory of one run: its lock and what an earlier run left in it."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,15 +21,22 @@ _RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", _DRY_RUN_FILE,
 
 
 @contextmanager
-def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
+def open_run_directory(
+    path: Path, *, resume: bool, overwrite: bool
+) -> Iterator[Callable[[], None]]:
     """Create and lock a directory for one run, for as long as the context lasts.
 
-    A new run that fails before it has saved anything leaves nothing in the directory.
+    A new run that fails before it has saved anything leaves nothing in the directory, and a run
+    that was there as it was.
 
     Args:
         path: The directory.
         resume: A run that is there may be continued.
-        overwrite: A run that is there is removed.
+        overwrite: A run that is there may be removed.
+
+    Yields:
+        A function for the start of a new run. It removes the run that is overwritten, otherwise what
+        an earlier one has measured; its model file stays until there is a new one.
 
     Raises:
         NotADirectoryError: `path` is a file.
@@ -46,9 +53,15 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
     with lock_file(path / _LOCK_FILE, refusal=refusal):
         try:
             _prepare(path, resume=resume, overwrite=overwrite)
-            if overwrite:
-                kept -= {path / name for name in _RUN_FILES}
-            yield
+
+            def start_anew() -> None:
+                if (path / CONFIG_FILE).exists() and not overwrite:
+                    echo(f"{path} holds no checkpoint; the run starts anew", err=True)
+                for name in _RUN_FILES if overwrite else _RESULT_FILES:
+                    remove(path / name)
+                    kept.discard(path / name)
+
+            yield start_anew
         except BaseException:
             # The error may be that of a disk.
             with suppress(OSError):
@@ -57,7 +70,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
 
 
 def _prepare(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Check the files in a directory, and remove those of a run that is overwritten."""
+    """Check the files in a directory."""
     holds_run = (path / CONFIG_FILE).exists()
     # A run writes its configuration before anything else but these.
     ours = [path / _LOCK_FILE, path / _DRY_RUN_FILE, *path.glob(TEMPORARIES)]
@@ -75,9 +88,6 @@ def _prepare(path: Path, *, resume: bool, overwrite: bool) -> None:
         )
     # A run that was killed has left them; nobody else writes here.
     remove_temporaries(path)
-    if holds_run and overwrite:
-        for name in _RUN_FILES:
-            remove(path / name)
 
 
 def _remove_new(path: Path, kept: Collection[Path]) -> None:
@@ -89,12 +99,3 @@ def _remove_new(path: Path, kept: Collection[Path]) -> None:
     # another program may have put a file there
     if path not in kept and not any(path.iterdir()):
         path.rmdir()
-
-
-def remove_results(path: Path) -> None:
-    """Remove what a run in the directory `path` has measured, before it starts anew there. Its
-    model file stays until there is a new one."""
-    if (path / CONFIG_FILE).exists():
-        echo(f"{path} holds no checkpoint; the run starts anew", err=True)
-    for name in _RESULT_FILES:
-        remove(path / name)

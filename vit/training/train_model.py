@@ -32,7 +32,6 @@ from vit.training.run_directory import (
     CONFIG_FILE,
     CROSS_VALIDATION_FILE,
     open_run_directory,
-    remove_results,
 )
 from vit.training.tensorboard import save_first_images
 from vit.training.timing import time_steps
@@ -182,7 +181,7 @@ def train(
         process, device_name = stack.enter_context(join_processes(device))
         if process.is_main and not dry_run:
             opened = open_run_directory(directory, resume=resume, overwrite=overwrite)
-            stack.enter_context(opened)
+            start_anew = stack.enter_context(opened)
         choices: dict[str, str] = {}
         parts = RunParts()
         if resolved is None and process.is_main:
@@ -219,7 +218,7 @@ def train(
         if is_resumed:
             check_metrics(directory / METRICS_FILE, steps_per_epoch=trainer.plan.steps_per_epoch)
         elif process.is_main and not dry_run:
-            remove_results(directory)
+            start_anew()
             write_text(directory / CONFIG_FILE, dump_config(run.config))
             if run.probe is not None and run.probe.curve is not None:
                 run.probe.curve.save(directory)

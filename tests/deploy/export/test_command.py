@@ -174,6 +174,13 @@ def test_exported_code_reads_images_as_vit_does(save: Save, export: Export, tmp_
     predict: dict[str, Any] = {}
     exec(program, predict)
 
+    dicom = tmp_path / "a.dcm"
+    dicom.write_bytes(bytes(128) + b"DICM")
+    for read in (processor, predict["read_pixels"]):
+        with pytest.raises(
+            ValueError, match=r"a\.dcm is DICOM, which an export doesn't read; give"
+        ):
+            read(str(dicom))
     (tmp_path / "images").mkdir()
     paths = write_odd_images(tmp_path / "images")
     num_read = 0

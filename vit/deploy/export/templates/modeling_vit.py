@@ -20,7 +20,7 @@ from transformers.image_utils import load_image
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.processing_utils import ImagesKwargs
 
-from vit.data.depth import guess_range, is_deep, read_values, scale_values
+from vit.data.depth import guess_range, is_deep, read_values, refuse_dicom, scale_values
 
 from .timm_vit import build
 
@@ -56,6 +56,7 @@ def read_rgb(image, value_range=None):
     """Read a file, or convert an image of PIL in any mode, to upright RGB: transparency becomes
     white, and of more than 8 bits the model's range becomes 0 to 255."""
     if isinstance(image, str | os.PathLike) and os.path.isfile(image):
+        refuse_dicom(image)
         # only these: some formats of Pillow start programs
         formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
         with Image.open(image, formats=formats) as opened:

@@ -8,12 +8,13 @@ import numpy as np
 import onnxruntime
 from PIL import Image, ImageOps
 
-from vit.data.depth import guess_range, is_deep, read_values, scale_values
+from vit.data.depth import guess_range, is_deep, read_values, refuse_dicom, scale_values
 
 
 def read_pixels(path, value_range=None):
     """Read upright RGB, uint8 [1, height, width, 3]: transparency becomes white, and of more than 8
     bits the model's range becomes 0 to 255."""
+    refuse_dicom(path)
     # only these: some formats of Pillow start programs
     formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
     with Image.open(path, formats=formats) as opened:
