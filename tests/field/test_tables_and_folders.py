@@ -3,10 +3,12 @@ refused by a sentence that says what to do."""
 
 import csv
 import gzip
+import io
 import itertools
 import json
 import re
 import struct
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from vit.data.images import read_image
 from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.sources.python_objects import find_python_objects
 from vit.data.sources.registry import find_kind
-from vit.data.splits import DatasetSplits
+from vit.data.splits import DatasetSplits, SplitRule
 from vit.explanation.targets import _find_class
 
 ANIMALS = ("Dachs", "Füchse", "Luchs")
@@ -549,6 +551,49 @@ def test_tags_between_spaces_are_said(tmp_path: Path) -> None:
         rows = [f"a/{n}.png,{label}" for n, label in enumerate(labels)]
         notes = list_notes(write(tmp_path / "t.csv", "\n".join(["image,label", *rows])))
         assert ("6 classes hold ' ', such as 'clear road': if these are sev" in notes) == is_said
+
+
+def test_one_of_several_columns_of_labels_is_named(tmp_path: Path) -> None:
+    save_all(tmp_path, *grid("a", count=6))
+    rows = [f"a/{n}.png,{'xy'[n % 2]},z" for n in range(6)]
+    notes = list_notes(write(tmp_path / "t.csv", "\n".join(["path,label,label_2", *rows])))
+    assert "'label_2' of t.csv is not used: an image has one class, in 'label'" in notes
+    rows = [f"a/{n}.png,{('cat', 'dog', 'cat and dog')[n % 3]}" for n in range(6)]
+    notes = list_notes(write(tmp_path / "t.csv", "\n".join(["path,label", *rows])))
+    assert "'cat and dog' may be several labels in one" in notes
+
+
+def test_an_image_in_two_folders_of_classes_is_said(tmp_path: Path) -> None:
+    for number in range(12):
+        for name in ("cat", "dog") if number < 3 else ("cat", "dog")[number % 2 :][:1]:
+            path = tmp_path / name / f"{number}.png"
+            path.parent.mkdir(exist_ok=True)
+            pixels = np.random.default_rng(number).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(path)
+    rule = SplitRule(group_duplicates=True)
+    notes = open_dataset("folder", root=tmp_path, rule=rule).split("train").notes
+    assert "6 images are in two classes, with the same pixels; keep each image in one" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("members", "sentence"),
+    [
+        (("jpg", "json"), "no label 0.cls for the image 0, only .json 4; write its class"),
+        (("jpg", "txt", "json"), "only .json 4, .txt 4"),
+        (("image.jpg", "label.cls"), "holds no images <key>.jpg, only .cls 4, .jpg 4; a sample is"),
+        (("jpg", "png", "cls"), "two images or labels of the key 0"),
+    ],
+)
+def test_shards_without_cls_say_what_they_hold(
+    tmp_path: Path, members: tuple[str, ...], sentence: str
+) -> None:
+    with tarfile.open(tmp_path / "train-0000.tar", "w") as tar:
+        for name in (f"{number}.{member}" for number in range(4) for member in members):
+            information = tarfile.TarInfo(name)
+            information.size = 1
+            tar.addfile(information, io.BytesIO(b"1"))
+    with pytest.raises(ValueError, match=sentence):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("column", ["Patient ID", "lesion_id", "Standort", "site", "camera", "ID"])

@@ -147,6 +147,18 @@ def join_duplicates(
     return tuple(joined), len(copies)
 
 
+def count_contradictions(labels: np.ndarray, digests: np.ndarray) -> int:
+    """Count the images that are also in another class.
+
+    Args:
+        labels: Class of each image.
+        digests: Hash of the pixels of each image.
+    """
+    pairs = np.unique(np.stack([digests, labels.astype(np.uint64)]), axis=1)
+    values, num_classes = np.unique(pairs[0], return_counts=True)
+    return int(np.isin(digests, values[num_classes > 1]).sum())
+
+
 def choose_whole_groups(
     groups: Sequence[str],
     labels: np.ndarray,

@@ -20,6 +20,7 @@ from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
 from vit.data.groups import (
     MAX_COMPARED,
     choose_whole_groups,
+    count_contradictions,
     find_groups,
     find_patients,
     hash_quickly,
@@ -250,8 +251,8 @@ class DatasetSplits:
         num_splits = 1 + sum(fraction > 0 for fraction in self._held_out.values())
         counts = dict(zip(rest.class_names, np.bincount(rest.labels).tolist(), strict=False))
         few = {name: count for name, count in counts.items() if count < num_splits}
-        groups = self._group_images(rest, num_splits)
         notes = list(rest.notes)
+        groups = self._group_images(rest, num_splits, notes)
         if few and groups is None:
             text = (
                 f"{len(few)} of {len(counts)} classes have too few images for {num_splits} splits"
@@ -276,17 +277,23 @@ class DatasetSplits:
         for split, dataset in {**drawn, "train": rest}.items():
             self._listed[split] = replace(dataset, split=split, notes=tuple(filter(None, notes)))
 
-    def _group_images(self, dataset: ImageDataset, num_splits: int) -> Sequence[str] | None:
-        """Find the groups of the images that splits are drawn from."""
+    def _group_images(
+        self, dataset: ImageDataset, num_splits: int, notes: list[str]
+    ) -> Sequence[str] | None:
+        """Find the groups of the images that splits are drawn from, and add to the notes."""
         groups = dataset.groups
         if groups is not None:
             self._kept_together.append(f"{len(set(groups)):,} groups stay whole")
         if not self.rule.group_duplicates or len(dataset) > MAX_COMPARED:
             return groups
+        hashes = hash_quickly(dataset)
+        if num_images := count_contradictions(dataset.labels, hashes[0]):
+            text = f"{num_images:,} images are in two classes, with the same pixels"
+            notes.append(f"{text}; keep each image in one (vit audit names them)")
         joined, num_copies = join_duplicates(
             groups or dataset.ids,
             dataset.labels,
-            hash_quickly(dataset),
+            hashes,
             # images that aren't split here may be divided into folds
             num_splits=max(num_splits, 2),
         )

@@ -32,7 +32,7 @@ from vit.data.class_names import check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
-from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes
+from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes, describe_counts
 from vit.data.sources.remote import StoredFile
 from vit.runtime.arguments import hide_tokens, shorten
 from vit.runtime.files import expand_home, open_cached, read_arrays, write_arrays
@@ -363,12 +363,15 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
         raise ValueError(f"{name} is not a complete tar file: {error}") from error
 
+    others = f", only {describe_counts(unused)}" if unused else ""
     if not images:
-        raise ValueError(f"{name} holds no images; a sample is <key>.jpg and <key>.cls")
+        text = f"{name} holds no images <key>.jpg{others}"
+        raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
     # empty labels count as missing
     for key in images:
         if not labels.get(key):
-            raise ValueError(f"{name} has no label {key}.cls for the image {key}")
+            text = f"{name} has no label {key}.cls for the image {key}{others}"
+            raise ValueError(f"{text}; write its class, a name or a number, into {key}.cls")
     if repeated:
         text = f"{name} has two images or labels of the key {min(repeated)}"
         raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")

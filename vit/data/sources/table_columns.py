@@ -185,6 +185,12 @@ def _choose_label(table: Table, others: Sequence[int], column: str | None) -> in
     # two columns may say the same: the one with words is taken
     if rest and not different and _is_numeric(table, label):
         label = next((place for place in rest if not _is_numeric(table, place)), label)
+    for place in others:
+        if re.fullmatch(rf"{re.escape(names[label])}s?_?[0-9]+", names[place]):
+            table.notes.append(
+                f"the column {table.columns[place]!r} of {table.path.name} is not used: an image has "
+                f"one class, in {_describe(table, label)}"
+            )
     if names[label] != "label" or rest:
         table.guesses.append(f"class in {_describe(table, label)}")
     return label

@@ -38,7 +38,7 @@ def check_several(labels: Sequence[str], *, origin: str) -> list[str]:
     """
     counts = Counter(labels)
 
-    def is_joined(label: str, separators: str) -> bool:
+    def is_joined(label: str, separators: Sequence[str]) -> bool:
         return any(
             separator in label
             and all(part.strip() in counts and part != label for part in label.split(separator))
@@ -57,7 +57,7 @@ def check_several(labels: Sequence[str], *, origin: str) -> list[str]:
             "an image has one class: keep one label, or leave these images out"
         )
     notes = []
-    doubtful = [label for label in counts if is_joined(label, " ")]
+    doubtful = [label for label in counts if is_joined(label, (" ", " and "))]
     if doubtful:
         examples = shorten(", ".join(map(repr, doubtful)))
         notes.append(f"{examples} may be several labels in one; they are classes of their own")
