@@ -1,6 +1,7 @@
 """`vit train`: what it leaves, and one line and exit code 2 for a mistake."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,10 +153,13 @@ def test_a_dry_run_shows_the_plan_and_a_batch(
         assert word in outcome.text
     # what few need is shown when it is asked for
     assert "MiB" not in outcome.text
-    again = cli.succeed(
-        "train", empty_yaml, *TINY, "--output", tmp_path / "dry", "--dry-run", "--verbose"
-    )
+    given = ["train", empty_yaml, *TINY, "optimizer.name=muon", "--output", tmp_path / "dry"]
+    again = cli.succeed(*given, "--dry-run", "--verbose")
     assert "MiB" in again.text
+    match = re.search(r"([0-9,]+) parameters; muon updates ([0-9,]+) of them", again.text)
+    assert match is not None
+    num_parameters, num_matrices = (int(text.replace(",", "")) for text in match.groups())
+    assert num_parameters / 2 < num_matrices < num_parameters
     assert [path.name for path in (tmp_path / "dry").iterdir()] == ["dry_run.png"]
     with Image.open(tmp_path / "dry" / "dry_run.png") as picture:
         assert picture.width >= 8 * 8

@@ -136,7 +136,8 @@ class TrainLoader:
         multiple = self.order.process.world_size * (2 if self.augmentation.mixing else 1)
         if not 0 < self.batch_size <= len(self.dataset) or self.batch_size % multiple:
             text = f"a multiple of {multiple} and at most the {len(self.dataset)} images"
-            raise ValueError(f"batch_size {self.batch_size} must be {text}")
+            reason = "; mixup and cutmix mix pairs" if self.augmentation.mixing else ""
+            raise ValueError(f"batch_size {self.batch_size} must be {text}{reason}")
 
         self._labels = torch.from_numpy(self.dataset.labels)
         self._resident_pixels: Tensor | None = None

@@ -70,6 +70,11 @@ def summarize_run(run: Run) -> dict[str, str]:
         images += f", {len(data.validation):,} validation"
         num_unreadable += len(data.validation.unreadable)
     num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
+    model = f"{num_parameters:,} parameters"
+    if run.config.optimizer.name == "muon":
+        groups = [group for group in train_step.optimizer.param_groups if group["num_matrices"]]
+        num_matrices = sum(parameter.numel() for group in groups for parameter in group["params"])
+        model += f"; muon updates {num_matrices:,} of them, adamw the others"
     device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
     compiled = "compiled" if train_step.compile else "not compiled"
     length = f"{plan.epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images"
@@ -86,7 +91,7 @@ def summarize_run(run: Run) -> dict[str, str]:
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
         "values": _describe_range(data.preprocess.value_range),
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
-        "model": f"{num_parameters:,} parameters",
+        "model": model,
         "device": f"{device}, {train_step.precision}, {compiled}",
         "run": length,
     }
