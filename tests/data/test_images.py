@@ -91,8 +91,12 @@ def test_exif_rotation_is_applied(tmp_path: Path, orientation: int) -> None:
     }[orientation]
     exif = Image.Exif()
     exif[0x0112] = orientation
-    path = save(Image.fromarray(np.ascontiguousarray(undo(upright))), tmp_path / "a.png", exif=exif)
-    np.testing.assert_array_equal(np.asarray(read_image(path)), upright)
+    turned = Image.fromarray(np.ascontiguousarray(undo(upright)))
+    for suffix in ("png", "tif", "webp", "jpg"):
+        options = {"lossless": True} if suffix == "webp" else {}
+        image = read_image(save(turned, tmp_path / f"a.{suffix}", exif=exif, **options))
+        difference = np.asarray(image).astype(int) - upright
+        assert np.abs(difference).mean() < (3 if suffix == "jpg" else 1e-9), suffix
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp"])
@@ -107,7 +111,20 @@ def test_a_file_cut_short_anywhere_is_refused_by_name(tmp_path: Path, suffix: st
             read_image(cut)
 
 
+def test_a_wrong_suffix_and_two_pictures_in_one_file_are_read(tmp_path: Path) -> None:
+    picture = Image.fromarray(smooth(20, 30))
+    for name, options in (
+        ("png.jpg", {"format": "PNG"}),
+        ("gif.png", {"format": "GIF"}),
+        ("stereo.jpg", {"format": "MPO", "save_all": True, "append_images": [picture]}),
+    ):
+        assert read_image(save(picture, tmp_path / name, **options)).size == (30, 20)
+
+
 def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "page.jpg").write_text("<!DOCTYPE html><title>404</title>")
+    with pytest.raises(ValueError, match=r"page\.jpg can't be read as an image: it is not one of"):
+        read_image(tmp_path / "page.jpg")
     (tmp_path / "notes.jpg").write_text("not an image")
     with pytest.raises(ValueError, match=r"notes\.jpg can't be read as an image"):
         read_image(tmp_path / "notes.jpg")

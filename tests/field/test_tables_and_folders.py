@@ -832,9 +832,12 @@ def test_folders_of_other_programs_are_no_classes(tmp_path: Path) -> None:
     )
 
 
-def test_photos_with_suffixes_in_large_letters_are_found(tmp_path: Path) -> None:
-    save_all(tmp_path, "cat/1.JPEG", "cat/2.BMP", "dog/1.JPEG", "dog/2.WEBP")
+def test_photos_with_large_suffixes_and_names_of_any_language_are_found(tmp_path: Path) -> None:
+    save_all(tmp_path, "猫/1.JPEG", "猫/été 😀.BMP", "dog/1.JPEG", "dog/2.WEBP")
+    splits = open_place(tmp_path)
     assert len(read(tmp_path)) == 4
+    assert splits.split("all").class_names == ("dog", "猫")
+    assert splits.split("all").image(3).size == (4, 4)
 
 
 def test_cub_as_downloaded(tmp_path: Path) -> None:

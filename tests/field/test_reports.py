@@ -1,0 +1,293 @@
+"""Problems that people reported of programs of this kind, with the tests that show the right
+behaviour here. F49 to F64 are about models and their maps: tests/explanation has their tests."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+TABLES = "field/test_tables_and_folders.py"
+MACHINES = "field/test_machines.py"
+PYTHON = "field/test_python_data.py"
+DEPTH = "data/test_depth.py"
+
+# report → what is right, and the tests that show it ("file::test" or "file::Class::test")
+REPORTS: dict[str, tuple[str, list[str]]] = {
+    "F01": (
+        "A table of ids without suffixes finds its images in the folders beside it.",
+        [
+            f"{TABLES}::test_kaggle_s_three_files",
+            f"{TABLES}::test_ids_that_name_two_files_are_refused",
+        ],
+    ),
+    "F02": (
+        "Columns of usual names are found; others are named by an option, for which a message asks.",
+        [
+            f"{TABLES}::test_a_table_of_another_program_is_read",
+            f"{TABLES}::test_columns_may_be_named",
+        ],
+    ),
+    "F03": (
+        "Semicolons and tabs between columns are recognised.",
+        [f"{TABLES}::test_a_table_of_another_program_is_read"],
+    ),
+    "F04": (
+        "Tables of Windows are read: marks, line ends, backslashes, capitals, Windows-1252.",
+        [f"{TABLES}::test_a_table_of_a_named_program_is_read_or_answered"],
+    ),
+    "F05": (
+        "Blank lines at the end of a table are left out.",
+        [f"{TABLES}::test_a_table_of_another_program_is_read"],
+    ),
+    "F06": (
+        "Columns of zeros and ones are classes; several ones in a row are refused.",
+        [
+            f"{TABLES}::test_roboflow_s_columns_of_zeros_and_ones_are_classes",
+            f"{TABLES}::test_all_problems_of_a_table_are_said_at_once",
+        ],
+    ),
+    "F07": (
+        "ImageNet's flat val/ is read with its list of classes, and refused without one.",
+        [f"{TABLES}::test_a_flat_val_with_its_labels_is_read"],
+    ),
+    "F08": (
+        "Tiny ImageNet is read as downloaded.",
+        [f"{TABLES}::test_tiny_imagenet_as_downloaded"],
+    ),
+    "F09": (
+        "A test split with fewer classes is matched by name.",
+        [f"{TABLES}::test_a_split_of_fewer_classes_is_matched_by_name"],
+    ),
+    "F10": (
+        "Suffixes in large letters are images.",
+        [f"{TABLES}::test_photos_with_large_suffixes_and_names_of_any_language_are_found"],
+    ),
+    "F11": (
+        "Folders that systems make are no classes.",
+        [f"{TABLES}::test_folders_of_systems_are_left_out_with_a_count"],
+    ),
+    "F13": (
+        "Folders named like splits, folds or parts of another program's set are no classes.",
+        [
+            f"{TABLES}::test_folders_that_are_named_like_splits_are_no_classes",
+            f"{TABLES}::test_folders_of_other_programs_are_no_classes",
+        ],
+    ),
+    "F14": (
+        "Classes in the names of files are proposed and read.",
+        [f"{TABLES}::test_classes_in_the_names_of_files"],
+    ),
+    "F15": (
+        "A column of splits is used or asked about.",
+        [
+            f"{TABLES}::test_a_column_of_splits_is_used",
+            f"{TABLES}::test_a_column_that_looks_like_a_split_is_not_passed_over",
+            f"{TABLES}::test_a_column_that_looks_like_groups_is_not_passed_over",
+        ],
+    ),
+    "F16": (
+        "Whole-number classes are ordered as numbers, and an index means the same everywhere.",
+        [
+            f"{TABLES}::test_whole_numbers_are_ordered_as_numbers",
+            f"{TABLES}::test_a_name_that_looks_like_an_index_is_told_apart",
+        ],
+    ),
+    "F17": (
+        "Integer labels with gaps, or that don't begin at 0, are refused.",
+        [f"{TABLES}::test_labels_from_python_count_the_classes"],
+    ),
+    "F19": (
+        "Labels that look missing or differ in case alone are warned about.",
+        [f"{TABLES}::test_labels_that_look_wrong_are_said"],
+    ),
+    "F20": (
+        "Several labels of an image are refused or warned about, never a class without a word.",
+        [
+            f"{TABLES}::test_all_problems_of_a_table_are_said_at_once",
+            f"{TABLES}::test_tags_between_spaces_are_said",
+            f"{TABLES}::test_one_of_several_columns_of_labels_is_named",
+            f"{TABLES}::test_an_image_in_two_folders_of_classes_is_said",
+        ],
+    ),
+    "F21": (
+        "10 to 16 bits are scaled by the range of the training images, kept in the model file.",
+        [
+            f"{DEPTH}::test_twelve_bits_fill_the_range_wherever_they_are_in_sixteen",
+            f"{DEPTH}::test_transparency_of_sixteen_bits_keeps_the_values",
+            "training/test_depth.py::test_a_copy_of_twelve_bits_trains_to_the_same_weights",
+        ],
+    ),
+    "F22": (
+        "All of 16 bits are scaled, not clipped to white.",
+        [f"{DEPTH}::test_all_of_sixteen_bits_are_scaled_as_without_a_range"],
+    ),
+    "F25": (
+        "Images of four bands and more are refused with their number.",
+        [
+            f"{DEPTH}::test_bands_that_are_no_colours_are_refused",
+            f"{PYTHON}::test_what_may_be_read_in_two_ways_is_refused",
+        ],
+    ),
+    "F26": (
+        "Photos are upright by their EXIF tag, in every format and in serving.",
+        [
+            "data/test_images.py::test_exif_rotation_is_applied",
+            "deploy/serve/test_serve.py::test_upright_pixels_count_and_no_name_of_a_file_is_opened",
+        ],
+    ),
+    "F28": (
+        "Files that are cut short are named and skipped.",
+        [
+            "data/test_images.py::test_a_file_cut_short_anywhere_is_refused_by_name",
+            "data/test_lazy_decoding.py::test_an_unreadable_image_is_named_once_and_replaced",
+        ],
+    ),
+    "F29": (
+        "Stereo photos and wrong suffixes are read; web pages named .jpg are named.",
+        [
+            "data/test_images.py::test_a_wrong_suffix_and_two_pictures_in_one_file_are_read",
+            "data/test_images.py::test_other_files_are_refused_by_name",
+            "data/test_images.py::test_jpeg_and_cmyk_jpeg_keep_the_colours",
+        ],
+    ),
+    "F30": (
+        "Images beyond the limit of pixels name VIT_MAX_PIXELS.",
+        ["runtime/test_memory.py::test_an_image_of_too_many_pixels_is_refused_with_the_way_out"],
+    ),
+    "F31": (
+        "Macro metrics leave out classes without images, and say so.",
+        ["evaluation/test_report.py::test_a_class_without_images_has_no_numbers"],
+    ),
+    "F33": (
+        "An audit works with a class of one image or of one group, which it doesn't judge.",
+        [
+            "field/test_groups.py::test_an_audit_of_a_class_of_one_image_judges_the_others",
+            "field/test_groups.py::test_an_audit_predicts_each_image_without_its_group",
+        ],
+    ),
+    "F34": (
+        "Weights of classes change the training loss alone, not the validation's.",
+        [f"{PYTHON}::test_weights_and_mixed_images_leave_the_validation_loss_alone"],
+    ),
+    "F35": (
+        "Training runs in any thread.",
+        [f"{MACHINES}::test_training_in_another_thread_leaves_signals_alone"],
+    ),
+    "F36": (
+        "Training runs on file systems without locks, with one warning.",
+        [f"{MACHINES}::TestNoLocks::test_a_run_trains"],
+    ),
+    "F37": (
+        "A small /dev/shm is named with its remedy, and training goes on.",
+        [
+            f"{MACHINES}::TestSharedMemory::test_too_little_is_named_and_batches_come_through_pipes",
+            f"{MACHINES}::TestSharedMemory::test_a_container_with_one_mebibyte_trains",
+        ],
+    ),
+    "F39": (
+        "Prefixes that torch.compile and trainers put before weights are removed.",
+        ["model/test_weights.py::TestFiles::test_what_trainers_put_around_the_weights_goes"],
+    ),
+    "F40": (
+        "A run that is killed resumes bit for bit.",
+        [
+            "training/test_kill.py::test_kill_9_loses_nothing",
+            "training/test_resume.py::test_resumed_run_equals_uninterrupted_run",
+        ],
+    ),
+    "F41": (
+        "A resumed run goes on with the schedule that was planned, also within minutes.",
+        ["training/test_max_minutes.py::test_resumed_run_has_the_length_that_was_decided"],
+    ),
+    "F42": (
+        "A drive that fails for a while is waited for; then the run stops with advice to resume.",
+        [f"{MACHINES}::TestDrive::test_training_goes_on_with_the_same_images_or_stops"],
+    ),
+    "F43": (
+        "A batch of odd size names mixup.",
+        [f"{PYTHON}::test_weights_and_mixed_images_leave_the_validation_loss_alone"],
+    ),
+    "F44": (
+        "A loss that isn't finite names the step, the layer and the images.",
+        ["training/test_nonfinite.py::test_the_run_stops_and_names_step_images_and_module"],
+    ),
+    "F45": (
+        "Fine-tuning begins at the linear probe and never ends below it.",
+        ["training/test_probe.py::test_fine_tuning_goes_on_from_it_and_never_ends_below"],
+    ),
+    "F46": (
+        "The plan says how many parameters Muon updates; kernels are among them.",
+        [
+            "cli/test_train.py::test_a_dry_run_shows_the_plan_and_a_batch",
+            "optim/test_groups.py::"
+            "test_muon_takes_hidden_matrices_and_kernels_and_splits_packed_projections_in_three",
+        ],
+    ),
+    "F47": (
+        "No batch of one image is left for BatchNorm.",
+        ["data/test_loader.py::test_what_does_not_fill_a_batch_is_left_out"],
+    ),
+    "F48": (
+        "Loaders, dictionaries, streams, floats and channels first are taken from Python.",
+        [f"{PYTHON}::test_every_form_is_the_same_set"],
+    ),
+    "F66": (
+        "Shards without .cls name the members that they hold.",
+        [f"{TABLES}::test_shards_without_cls_say_what_they_hold"],
+    ),
+    "F67": (
+        "An ONNX file takes any number of images.",
+        ["deploy/export/test_onnx_folder.py::test_any_number_of_images_gives_the_rollout_of_each"],
+    ),
+    "F68": (
+        "Wide pictures are seen whole, or the plan says what the crop leaves out.",
+        [
+            "training/test_depth.py::test_the_plan_says_how_much_is_cut",
+            "training/test_depth.py::test_without_a_recipe_long_images_get_an_input_of_their_shape",
+        ],
+    ),
+    "F69": (
+        "The page of vit serve works below any path and under names that are allowed.",
+        ["deploy/serve/test_serve.py::test_other_names_and_other_sites_are_refused"],
+    ),
+    "F70": (
+        "Photos unlike the training's have small p-values.",
+        [
+            "prediction/test_conformal.py::"
+            "test_p_values_of_like_images_are_uniform_and_of_unlike_ones_small"
+        ],
+    ),
+    "F71": (
+        "Names of any language are read.",
+        [f"{TABLES}::test_photos_with_large_suffixes_and_names_of_any_language_are_found"],
+    ),
+    "F72": (
+        "Commands run without what only Linux has.",
+        ["field/test_systems.py::test_commands_run_without_what_only_linux_has"],
+    ),
+}
+
+
+@cache
+def list_tests(file: str) -> set[str]:
+    """List the tests of a file: "test" or "Class::test"."""
+    names: set[str] = set()
+    for node in ast.parse((TESTS / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            methods = (each.name for each in node.body if isinstance(each, ast.FunctionDef))
+            names.update(f"{node.name}::{name}" for name in methods)
+    return names
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_each_report_has_tests(report: str) -> None:
+    behaviour, tests = REPORTS[report]
+    assert behaviour.endswith(".")
+    assert tests
+    for test in tests:
+        file, _, name = test.partition("::")
+        assert name in list_tests(file), test
