@@ -52,7 +52,8 @@ class FlatSplit(NamedTuple):
     def list_images(self, class_names: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """List the images of some classes: their paths, and their labels [n], places in
         `class_names`."""
-        chosen = {path: label for path, label in self.labels.items() if label in class_names}
+        known = set(class_names)
+        chosen = {path: label for path, label in self.labels.items() if label in known}
         return list(chosen), number_labels(chosen.values(), class_names)
 
 
