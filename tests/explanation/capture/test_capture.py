@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.explanation.model_zoo import MODELS
 from vit.explanation.capture.forward import capture_attention
+from vit.model.logits import compute_logits
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 FAMILIES = [
@@ -191,6 +193,50 @@ def test_gradients_equal_central_differences(
 
     expected = (logit(1e-4) - logit(-1e-4)) / 2e-4
     assert abs(float(gradient[0, head, row, column]) - expected) < 1e-4 * abs(expected)
+
+
+STEP = 1e-5
+QUICK = ("ours", "ours-explicit", "timm", "torchvision", "hugging-face")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.extended)
+        for name in ("ours-explicit", *MODELS)
+    ],
+)
+def test_a_penalty_on_attention_trains_the_weights(build: Build, family: str) -> None:
+    """In training mode: its derivative along a random direction of all weights."""
+    model, images = build(family.removesuffix("-explicit"))
+    model, images = model.double().train(), images.double()
+    if family == "ours-explicit":
+        for block in model.blocks:
+            block.attn.backend = "explicit"
+
+    def penalise() -> Tensor:
+        torch.manual_seed(0)
+        with capture_attention(model, gradients=True) as record:
+            compute_logits(model, images)
+        columns = torch.linspace(0, 1, record.attentions[0].shape[-1], dtype=torch.float64)
+        return torch.stack([(a.square() @ columns).mean() for a in record.attentions]).sum()
+
+    weights = list(model.parameters())
+    gradients = torch.autograd.grad(penalise(), weights, allow_unused=True)
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.randn(weight.shape, generator=generator) for weight in weights]
+    slope = sum(
+        (gradient * step).sum()
+        for gradient, step in zip(gradients, steps, strict=True)
+        if gradient is not None
+    )
+    penalties = []
+    for sign in (STEP, -2 * STEP):
+        for weight, step in zip(weights, steps, strict=True):
+            weight.data += sign * step
+        penalties.append(penalise())
+    expected = (penalties[0] - penalties[1]) / (2 * STEP)
+    assert abs(slope - expected) < 1e-3 * abs(expected)
 
 
 def test_torchvision_gradients_equal_those_of_the_same_layers_written_out(build: Build) -> None:

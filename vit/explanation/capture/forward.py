@@ -90,8 +90,11 @@ class AttentionRecord:
 
     @property
     def attentions(self) -> list[Attention]:
-        """Each layer's weights after the softmax."""
-        return [layer.attention() for layer in self.layers]
+        """Each layer's weights after the softmax, in the autograd graph if gradients are kept."""
+        return [
+            layer.attention() if layer.heads is None else layer.attention_in_graph()
+            for layer in self.layers
+        ]
 
     def gradients(self, score: Tensor) -> list[Attention]:
         """Compute ∂score/∂attention of each layer by one backward pass. The graph is kept.
@@ -137,8 +140,8 @@ def capture_attention(
     Args:
         model: An unmodified model of timm, torchvision, Hugging Face or this
             project.
-        gradients: Keep the autograd graph for `record.gradients`; it takes
-            memory.
+        gradients: Keep the autograd graph, for `record.gradients` and for
+            functions of `record.attentions`; it takes memory.
         block_tokens: Keep the output tokens [B, N, D] of each block.
         verify: Compute each layer's attention of the first image once more, and
             compare the result with the layer's own.
@@ -155,6 +158,13 @@ def capture_attention(
         >>> with vit.capture_attention(model) as record: logits = model(images)
         >>> last = record.attentions[-1]
         >>> last[0, :, 0]  # attention of the class token in each of its heads
+
+        A penalty on attention, in a training loop:
+
+        >>> with vit.capture_attention(model, gradients=True) as record:
+        ...     loss = criterion(model(images), labels)
+        >>> loss += 0.1 * sum(a.square().mean() for a in record.attentions)
+        >>> loss.backward()
     """
     if hasattr(model, "_orig_mod"):
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")

@@ -6,6 +6,7 @@ Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from vit.explanation.capture.watch import AttentionCall, AttentionWatch
+from vit.explanation.capture.watch import AttentionCall, AttentionWatch, softmax_in_place
 from vit.model.logits import at_least_float32
 from vit.runtime.device import count_total_bytes
 
@@ -77,6 +78,10 @@ class AttentionLayer:
         # input and output of the block, [B, N, D]; with gradients, or where they are asked for
         self.block_input: Tensor | None = None
         self.block_tokens: Tensor | None = None
+        # queries and keys in the autograd graph, and values of a pass that can't be repeated; only
+        # with gradients
+        self._in_graph: dict[str, Tensor] = {}
+        self._value: Tensor | None = None
         self._gradients = False
         self._verified = False
         self._verified_heads: Tensor | None = None  # until the module's own output is seen
@@ -105,8 +110,9 @@ class AttentionLayer:
                 query = self._split(self._project(tokens, 0))
                 key = self._split(self._project(tokens, 1))
                 if hasattr(self.module, "q_norm"):
-                    query = self.module.q_norm(query)
-                    key = self.module.k_norm(key)
+                    # a call would run the hooks once more
+                    query = self.module.q_norm.forward(query)
+                    key = self.module.k_norm.forward(key)
         return at_least_float32(query) * self.module.scale, at_least_float32(key)
 
     @property
@@ -124,9 +130,7 @@ class AttentionLayer:
         keys = key.transpose(-2, -1)
 
         def attend(rows: slice) -> Attention:
-            scores = query[:, :, rows] @ keys
-            # in place, because new memory would double the time
-            return torch.softmax(scores, dim=-1, out=scores)
+            return softmax_in_place(query[:, :, rows] @ keys)
 
         return attend
 
@@ -134,6 +138,12 @@ class AttentionLayer:
     def attention(self, images: slice = slice(None), queries: slice = slice(None)) -> Attention:
         """Compute the weights after the softmax; rows are queries and sum to one."""
         return self.compute_weights(images)(queries)
+
+    def attention_in_graph(self) -> Attention:
+        """Compute `attention` in the autograd graph of a pass with gradients."""
+        query = at_least_float32(self._in_graph["query"]) * self.module.scale
+        keys = at_least_float32(self._in_graph["key"]).transpose(-2, -1)
+        return softmax_in_place(query @ keys)
 
     def attend(
         self, pool_weights: Float[Tensor, "B N"], images: slice = slice(None)
@@ -167,8 +177,12 @@ class AttentionLayer:
         """∂f/∂O [b, H, Nq, K] and V [b, H, N, K]; at least float32."""
         # projecting values again is cheap; keeping them would double the memory
         assert self.tokens is not None
-        value = self._split(self._project(self.tokens[images].detach(), 2).detach())
-        return at_least_float32(self._split(heads_gradient[images])), at_least_float32(value)
+        if self._value is None:
+            value = self._project(self.tokens[images].detach(), 2).detach()
+        else:
+            value = self._value[images]
+        gradient = at_least_float32(self._split(heads_gradient[images]))
+        return gradient, at_least_float32(self._split(value))
 
     def head_outputs(self) -> Float[Tensor, "B H Nq K"]:
         """Return O of each head, in float32 or more; needs a forward pass with gradients."""
@@ -208,19 +222,30 @@ class AttentionLayer:
             self.captured = False
             self.num_calls += 1
             self.tokens = tokens
-            self.query = self.key = self.max_drawn = None
+            self.query = self.key = self.max_drawn = self._value = None
             self.batch, self.num_tokens = tokens.shape[:2]
             self.num_queries = inputs[0].shape[1]
 
         def on_projection(
             attribute: str, module: nn.Module, args: tuple[Any, ...], output: Tensor
         ) -> None:
-            if self.tokens is None or self.tokens.nbytes > _MAX_TOKEN_BYTES:
+            if self.tokens is None:
+                return
+            if gradients:
+                self._in_graph[attribute] = output if output.ndim == 4 else self._split(output)
+            # an adapter's dropout would give others
+            is_large = self.tokens.nbytes > _MAX_TOKEN_BYTES and not module.training
+            if is_large:
                 return
             output = output.detach()
             # a view is copied, because it would keep the whole qkv output alive
             projected = output.contiguous() if output.ndim == 4 else self._split(output)
             setattr(self, attribute, projected)
+
+        def on_adapter(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            # in training mode, its dropout is another one when it runs again
+            if module.training:
+                self._value = output.detach().chunk(3, dim=-1)[2]
 
         def on_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             self.returns_tuple = isinstance(result, tuple)
@@ -234,6 +259,8 @@ class AttentionLayer:
         for attribute, name in zip(("query", "key"), self.projections, strict=False):
             projection = getattr(self.module, name)
             handles.append(projection.register_forward_hook(partial(on_projection, attribute)))
+        if gradients and type(self.module.qkv) is not nn.Linear:
+            handles.append(self.module.qkv.register_forward_hook(on_adapter))
         if block_tokens:
             handles.append(self.block.register_forward_hook(self._keep_block))
         return handles
@@ -323,6 +350,7 @@ class WatchedLayer(AttentionLayer):
     def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
         super().__init__(name, module, block)
         self._call: AttentionCall | None = None
+        self._call_in_graph: AttentionCall | None = None
         self._watch: AttentionWatch | None = None
 
     @classmethod
@@ -342,6 +370,10 @@ class WatchedLayer(AttentionLayer):
 
     def compute_weights(self, images: slice) -> Callable[[slice], Attention]:
         return self.call.compute_weights(images)
+
+    def attention_in_graph(self) -> Attention:
+        assert self._call_in_graph is not None
+        return self._call_in_graph.compute_weights(slice(None))(slice(None))
 
     def gradient_and_value(self, heads_gradient: Tensor, images: slice) -> tuple[Tensor, Tensor]:
         gradient = at_least_float32(self.call.arrange(heads_gradient)[images])
@@ -393,6 +425,8 @@ class WatchedLayer(AttentionLayer):
         return handles
 
     def _keep_call(self, call: AttentionCall) -> None:
+        self._call_in_graph = replace(call) if self._gradients else None
+        call.detach()
         self._call = call
         self.num_queries = call.value.shape[2] if call.query is None else call.query.shape[2]
         if not self._verified and not self.module.training:

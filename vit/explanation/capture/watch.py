@@ -74,10 +74,22 @@ class AttentionCall:
             scores = query[:, :, rows] @ key
             if bias is not None:
                 scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])
-            # in place, because new memory would double the time
-            return torch.softmax(scores, dim=-1, out=scores)
+            return softmax_in_place(scores)
 
         return attend
+
+    def detach(self) -> None:
+        """Take all but the output out of the autograd graph."""
+        self.value = self.value.detach()
+        for name in ("weights", "query", "key", "bias"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.detach())
+
+
+def softmax_in_place(scores: Tensor) -> Tensor:
+    """Compute the softmax over the last axis, in a graph out of place."""
+    # new memory would double the time
+    return torch.softmax(scores, dim=-1, out=None if scores.requires_grad else scores)
 
 
 class AttentionWatch(TorchFunctionMode):
@@ -172,7 +184,7 @@ class AttentionWatch(TorchFunctionMode):
         """Read torch's `scaled_dot_product_attention`, whose output is set later."""
         if scale is None:
             scale = query.shape[-1] ** -0.5
-        heads = [self._split(tensor.detach()) for tensor in (query, key, value)]
+        heads = [self._split(tensor) for tensor in (query, key, value)]
         num_heads = heads[0].shape[1]
         # heads that share keys and values
         key, value = (
@@ -218,16 +230,13 @@ class AttentionWatch(TorchFunctionMode):
                 "nn.MultiheadAttention with kdim, add_bias_kv, add_zero_attn, key_padding_mask or "
                 "without a batch can't be read"
             )
-        biases = (None,) * 3 if in_bias is None else in_bias.detach().chunk(3)
-        tensors = zip((query, key, value), in_weight.detach().chunk(3), biases, strict=True)
-        with torch.no_grad():
-            # [N, B, D] to [B, H, N, K]
-            query, key, value = (
-                torch.unflatten(
-                    F.linear(tensor.detach(), weight, bias), -1, (num_heads, -1)
-                ).permute(1, 2, 0, 3)
-                for tensor, weight, bias in tensors
-            )
+        biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
+        tensors = zip((query, key, value), in_weight.chunk(3), biases, strict=True)
+        # [N, B, D] to [B, H, N, K]
+        query, key, value = (
+            torch.unflatten(F.linear(tensor, weight, bias), -1, (num_heads, -1)).permute(1, 2, 0, 3)
+            for tensor, weight, bias in tensors
+        )
         bias = None if attn_mask is None else _as_bias(attn_mask, query)
         return AttentionCall(
             output,
@@ -242,11 +251,10 @@ class AttentionWatch(TorchFunctionMode):
 
     def _read_product(self, output: Tensor, weights: Tensor, value: Tensor) -> AttentionCall:
         """Read A @ V."""
-        matrices = self._split(weights.detach())
-        values = value.detach()
-        if values.ndim == 3:
-            values = values[:, None] if len(values) == self.batch else self._split(values)
-        values = values.expand(*matrices.shape[:2], -1, -1)
+        matrices = self._split(weights)
+        if value.ndim == 3:
+            value = value[:, None] if len(value) == self.batch else self._split(value)
+        values = value.expand(*matrices.shape[:2], -1, -1)
         return AttentionCall(output, self._split, values, weights=matrices)
 
     def _read_einsum(self, output: Tensor, equation: str, *operands: Tensor) -> AttentionCall:
@@ -269,13 +277,11 @@ class AttentionWatch(TorchFunctionMode):
             raise UnreadableError(f"einsum {equation!r} isn't a product of attention and values")
 
         order = [value_term.index(letter) for letter in batch if letter in value_term]
-        values = value.detach().permute(
-            *order, value_term.index(key), value_term.index(channels[0])
-        )
+        values = value.permute(*order, value_term.index(key), value_term.index(channels[0]))
         for axis, letter in enumerate(batch):
             if letter not in value_term:  # heads that share their values
                 values = values.unsqueeze(axis)
-        matrices = self._split(weights.detach())
+        matrices = self._split(weights)
         places = [output_term.index(letter) for letter in (*batch, query, *channels)]
         return AttentionCall(
             output,
@@ -296,6 +302,6 @@ def _is_attention(
 def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
     """Convert a mask that is True where keys are attended to, as a bias of the scores."""
     if mask.dtype != torch.bool:
-        return mask.detach()
+        return mask
     zeros = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
     return zeros.masked_fill(~mask, -torch.inf)
