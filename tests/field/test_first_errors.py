@@ -153,6 +153,11 @@ def test_ten_unreadable_files_are_named_and_nothing_is_left(
         sum(f"{name}/{number:02}.png" in line for name in ("cat", "dog") for number in range(6))
         >= 7
     )
+    for name in ("cat", "dog"):
+        (tmp_path / "packed" / name).mkdir(parents=True)
+        (tmp_path / "packed" / name / "photos.zip").touch()
+    line = cli.fail("train", tmp_path / "packed", "--output", tmp_path / "run")
+    assert "cat holds no images, only .zip 1; unpack its archive there" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -195,9 +195,9 @@ def test_a_table_of_another_program_is_read(style: Style, photos: Path) -> None:
 # stem, l class, c its number, g a group, n the row's number
 
 INDIVIDUAL: dict[str, tuple[str, str, dict[str, str]]] = {
-    "Excel, German": ("Datei;Klasse", "{b};{l}", {"encoding": "cp1252"}),
-    "Excel, French": ("Fichier;Catégorie", "{p};{l}", {"encoding": "cp1252"}),
-    "Excel, Spanish": ("archivo;clase", "{p};{l}", {"encoding": "utf-8-sig"}),
+    "Excel, German": ("Datei;Gewicht;Art", "{b};12,5;{l}", {"encoding": "cp1252"}),
+    "Excel, French": ("Fichier;Espèce;n", "{p};{l};1", {"encoding": "cp1252"}),
+    "Excel, Spanish": ("archivo;clase;n", "{p};{l};1", {"encoding": "utf-8-sig"}),
     "Excel, Unicode text": ("Datei\tKlasse", "{p}\t{l}", {"encoding": "utf-16", "suffix": ".txt"}),
     "Excel for old Macs": ("path;label", "{p};{l}", {"encoding": "cp1252", "end": "\r"}),
     "LibreOffice, single quotes": ("'path';'label'", "'{p}';'{l}'", {}),

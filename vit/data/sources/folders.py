@@ -516,6 +516,8 @@ def _list_images(
         if needs_every_class and not images:
             held = f", only {describe_counts(others)}" if others else ""
             hint = "remove it, or name others in data.classes"
+            if any(map(is_archive, files)):
+                hint = "unpack its archive there"
             raise ValueError(f"{directory} holds no images{held}; {hint}")
 
         # cutting texts is many times faster than making a relative path for each image

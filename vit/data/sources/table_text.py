@@ -33,6 +33,7 @@ LABEL_NAMES = (
     "diagnosis", "dx", "finding_labels", "finding", "ground_truth", "groundtruth", "gt",
     "annotation", "tag", "class_label", "y", "class_id", "label_id", "category_id", "classid",
     "target_id", "choice", "common_name", "scientific_name",
+    "klasse", "art", "classe", "clase", "espèce", "especie",
 )  # fmt: skip
 
 _DELIMITERS = ",;\t|"
