@@ -85,7 +85,9 @@ def test_training_in_another_thread_leaves_signals_alone(empty_yaml: Path, tmp_p
 
 
 class TestNoLocks:
-    @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])
+    @pytest.mark.parametrize(
+        "code", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EPROTO, 524]
+    )
     def test_one_warning_names_the_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
     ) -> None:
@@ -252,7 +254,9 @@ class TestDrive:
 
         return break_drive
 
-    @pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN, errno.ESTALE])
+    @pytest.mark.parametrize(
+        "code", [errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ECONNABORTED, errno.EREMOTEIO]
+    )
     def test_half_a_minute_is_waited_for(
         self, photos: Path, break_drive: Callable[..., None], clock: list[float], code: int
     ) -> None:

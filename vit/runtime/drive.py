@@ -10,7 +10,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 # Errors of a drive or mount that may come back. The files on it may be good.
-_ERRORS = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN)
+_ERRORS = (
+    *(errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN),
+    *(errno.ECONNABORTED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN),
+    # Linux alone has it
+    getattr(errno, "EREMOTEIO", errno.EIO),
+)
 _MAX_SECONDS = 120
 # Seconds before the second try, doubled before each further one.
 _FIRST_PAUSE = 0.5

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Errors of file systems without locks: Lustre without its option flock, some NFS and FUSE mounts.
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF)
+# Errors of file systems without locks: Lustre without its option flock, some NFS, FUSE and virtual
+# machines' mounts. 524 is the kernel's own ENOTSUPP, which some file systems pass on.
+_NO_LOCKS = (
+    *(errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL),
+    *(errno.ENOTTY, errno.EPROTO, 524),
+)
 # Device numbers of the file systems that a warning has named.
 _named: set[int] = set()
 
