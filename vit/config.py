@@ -258,6 +258,9 @@ class TrainConfig(_Section):
     # steps between checkpoints, in addition to one after every evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    # at the end, a temperature is fitted on the validation images by halves, and divides the logits
+    # where it helps the other half beyond noise
+    calibrate: bool = True
     # training images whose name and features the model file keeps, for p-values and the nearest
     # training photos; 0: none
     max_training_features: int = Field(2000, ge=0)

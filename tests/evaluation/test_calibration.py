@@ -1,10 +1,12 @@
 """Temperature scaling finds the temperature that the logits were spoilt by."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import vit
 from tests.evaluation.conftest import MakePredictions
@@ -122,3 +124,22 @@ def test_a_run_keeps_the_temperature_that_vit_evaluate_takes(tiny_bundle: Bundle
     sentence = next(note for note in result.evaluation.notes if "temperature" in note)
     assert f"temperature {recorded['temperature']:.3f}" in sentence
     assert (result.evaluation.calibration is not None) == recorded["helps"]
+
+
+@pytest.mark.extended
+def test_a_run_uses_its_temperature_where_it_helps(tmp_path: Path) -> None:
+    """Digits with label smoothing end with probabilities that are too low. Without the temperature
+    the weights are the same."""
+    overrides = ["train.epochs=30", "train.max_training_features=0"]
+    found = {}
+    for name, more in (("used", []), ("unused", ["train.calibrate=false"])):
+        found[name] = vit.train("digits", output=tmp_path / name, overrides=overrides + more).bundle
+    used, unused = found["used"], found["unused"]
+    for key, weight in unused.model.state_dict().items():
+        assert torch.equal(weight, used.model.state_dict()[key])
+    fit = unused.metadata["out_of_fold_temperature"]
+    assert fit["helps"]
+    assert (used.temperature, unused.temperature) == (fit["temperature"], 1)
+    assert used.metadata["temperature_fitted_on"]["split"] == "validation"
+    errors = [vit.evaluate(bundle, split="test").evaluation.ece for bundle in (used, unused)]
+    assert errors[0] < errors[1] / 2

@@ -7,6 +7,7 @@ import numpy as np
 from scipy.special import log_softmax
 
 from vit.bundle import MODEL_FILE, Bundle, update_metadata
+from vit.data.dataset import ImageDataset
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.model.model_file import TemperatureFit
@@ -114,26 +115,39 @@ def calibrate_bundle(
             )
         return bundle, f"not calibrated: {problem}"
 
+    values, sentence = use_temperature(fit, dataset, out_of_fold=logits is None)
+    if not values:
+        return bundle, sentence
+    return replace(bundle, metadata={**bundle.metadata, **values}), sentence
+
+
+def use_temperature(
+    fit: TemperatureFit, dataset: ImageDataset, *, out_of_fold: bool
+) -> tuple[dict[str, object], str]:
+    """Return the values of a model file that make the model use a temperature, none if it doesn't
+    help, and a sentence about it.
+
+    Args:
+        fit: The temperature.
+        dataset: Images that it was fitted on.
+        out_of_fold: See `Calibration.fitted_on`.
+    """
     sentence = (
         f"temperature {fit.temperature:.3f}, fitted on {fit.num_images} images ({dataset.split}"
-        f"{', out of fold' if logits is None else ''}); on the half that it was not fitted on, loss"
+        f"{', out of fold' if out_of_fold else ''}); on the half that it was not fitted on, loss"
         f" {format_number(fit.loss_before)} → {format_number(fit.loss_after)}, calibration error"
         f" {format_number(fit.ece_before)} → {format_number(fit.ece_after)}"
     )
     if not fit.helps:
-        return bundle, f"not calibrated, the loss doesn't fall by more than noise: {sentence}"
-
-    metadata = {
-        **bundle.metadata,
-        "temperature": fit.temperature,
-        "temperature_fitted_on": {
-            "split": dataset.split,
-            "fingerprint": dataset.fingerprint,
-            "out_of_fold": logits is None,
-            **fit.model_dump(exclude={"temperature", "helps"}),
-        },
+        return {}, f"not calibrated, the loss doesn't fall by more than noise: {sentence}"
+    fitted_on = {
+        "split": dataset.split,
+        "fingerprint": dataset.fingerprint,
+        "out_of_fold": out_of_fold,
+        **fit.model_dump(exclude={"temperature", "helps"}),
     }
-    return replace(bundle, metadata=metadata), f"calibrated: {sentence}"
+    values = {"temperature": fit.temperature, "temperature_fitted_on": fitted_on}
+    return values, f"calibrated: {sentence}"
 
 
 def save_temperature(bundle: Bundle, target: Path) -> str:

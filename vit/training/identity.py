@@ -25,6 +25,7 @@ _NEUTRAL_KEYS = {
     "data.root",
     "data.allow_outside",
     "data.class_names",
+    "train.calibrate",
     "train.max_training_features",
     "train.timeout_seconds",
 }

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from vit.bundle import MODEL_FILE, Bundle, build_bundle
 from vit.data.dataset import choose_evenly, printable
-from vit.evaluation.calibration import cross_fit_temperature
+from vit.evaluation.calibration import cross_fit_temperature, use_temperature
 from vit.model.logits import has_features
 from vit.model.model_file import Likeness, check_likeness, write_model_file
 from vit.model.vision_transformer import VisionTransformer
@@ -27,14 +27,17 @@ from vit.training.validation import build_predictor
 _MAX_DISTANCES = 5000
 
 
-def complete_model_file(run: Run, directory: Path, process: Process) -> None:
+def complete_model_file(run: Run, directory: Path, process: Process) -> str | None:
     """Put the thresholds, the temperature and the features into the model file of a run. Its
-    weights stay as they are. Only `vit evaluate --calibrate` reads the temperature.
+    weights stay as they are.
 
     Args:
         run: A run that has ended.
         directory: Directory of the run.
         process: This process. All processes take part, and the main process writes.
+
+    Returns:
+        A sentence about the temperature; None if it isn't used.
 
     Raises:
         ValueError: The model file is not the run's best model.
@@ -53,6 +56,8 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
     bundle = build_bundle(content, path, model=module, device=train_step.device)
     probabilities = np.zeros(0)
     temperature = None
+    calibration: dict[str, object] = {}
+    said = None
     if run.trainer.validator is not None:
         held_aside = run.trainer.validator.held_aside
         probabilities = held_aside.probabilities
@@ -62,6 +67,9 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
         temperature = cross_fit_temperature(
             held_aside.logits, validation.labels[indices], validation.digests[indices]
         )
+        if temperature is not None and run.config.train.calibrate:
+            calibration, sentence = use_temperature(temperature, validation, out_of_fold=True)
+            said = sentence if calibration else None
     thresholds = {}
     for coverage in LEVELS:
         threshold = find_threshold(probabilities, coverage=coverage)
@@ -90,10 +98,11 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> None:
     if process.is_main:
         out_of_fold = None if temperature is None else temperature.model_dump()
         values = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
-        metadata = {**content.metadata, **values}
+        metadata = {**content.metadata, **values, **calibration}
         likeness = likeness or content.likeness
         write_model_file(path, replace(content, metadata=metadata, likeness=likeness))
     process.wait()
+    return said
 
 
 def _find_probed_features(run: Run, bundle: Bundle) -> Float[np.ndarray, "n D"] | None:

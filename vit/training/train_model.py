@@ -231,7 +231,9 @@ def train(
             return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()
-        complete_model_file(run, directory, process)
+        calibrated = complete_model_file(run, directory, process)
+        if calibrated is not None and show_plan and process.is_main:
+            build_console(stderr=True).print(calibrated, soft_wrap=True)
         if folds is not None:
             cross_validation = cross_validate_run(run, num_folds=folds)
             if process.is_main:
