@@ -42,6 +42,14 @@ COMMANDS = [
     (["train", "zebra.jpg"], "name the folder of the images"),
     (["train", "aussen"], "did you mean aussen/innen?"),
     (["train", "eine"], "fewer than two classes: 'Fisch'"),
+    (
+        ["train", "Meine Fotos (Klasse 9b)"],
+        "the validation split is empty: all classes have too few",
+    ),
+    (
+        ["train", "kaputt"],
+        "none of 10 images of folder train can be read; check the files, such as",
+    ),
     (["train", "cifar10/cpuu"], "did you mean cifar10/cpu?"),
     (["train", "digits", "train.epoch=3"], "did you mean train.epochs?"),
     (["train", "digits", "--init", "lauf"], "did you mean laeufe?"),
@@ -80,6 +88,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("Meine Fotos (Klasse 9b)/Hund", "aussen/innen/Hund"):
         (folder / name).mkdir()
         picture.save(folder / name / "1.png")
+    for number in range(16):
+        path = folder / "kaputt" / ("Fisch", "Hund")[number % 2] / f"{number:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     (folder / "laeufe").mkdir()
     (folder / "gepackt").mkdir()
     for place in (folder, folder / "gepackt"):

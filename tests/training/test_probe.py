@@ -416,6 +416,12 @@ def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
     monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 287 / 6)
     assert automatic.choose_config("digits", overrides, minutes=0.2).config.model.probe == 282
     monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 0.1)
+    # these features are there now, also for images that are decoded while training
+    assert automatic.choose_config("digits", overrides, minutes=0.2).config.model.probe == 282
+    lazy = [*overrides, "data.pipeline=workers"]
+    assert automatic.choose_config("digits", lazy, minutes=0.2).config.model.probe == 200
+    automatic.choose_config("digits", [*lazy, "model.probe=282"], minutes=0.2)
+    assert automatic.choose_config("digits", lazy, minutes=0.2).config.model.probe == 282
     # what the user sets holds: all of them
     choice = automatic.choose_config("digits", [*overrides, "model.probe=true"], minutes=0.2)
     assert choice.config.model.probe is True

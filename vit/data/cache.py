@@ -82,17 +82,7 @@ def decode_dataset(
     if dataset.pixels is not None:
         return dataset
 
-    given = preprocess or Preprocess(size or (1, 1))
-    # hashes don't depend on how images are resized
-    stored = Preprocess((1, 1), value_range=given.value_range)
-    if size is not None:
-        stored = replace(given, image_size=size, crop_pct=1.0)
-    key = f"{_FORMAT} {dataset.cache_key()} {size} {stored.storage}"
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    kind = "hashes" if size is None else f"{size[0]}x{size[1]}"
-    folder = cache_dir or default_cache_dir()
-    folder /= f"{dataset.name}-{dataset.split}-{kind}-{digest}"
-
+    folder, stored = _find_place(dataset, size, cache_dir, preprocess)
     open_decoded = partial(open_cached, folder, partial(_open_decoded, folder, dataset, size))
     decoded = open_decoded()
     if decoded is None:
@@ -132,6 +122,32 @@ def decode_dataset(
     assert decoded is not None
     check_unreadable(decoded.unreadable, len(dataset), max_unreadable_fraction)
     return decoded
+
+
+def is_decoded(dataset: ImageDataset, preprocess: Preprocess, cache_dir: Path) -> bool:
+    """Return true if `decode_dataset` has no images to decode for this preprocessing."""
+    if dataset.pixels is not None:
+        return True
+    return _find_place(dataset, preprocess.resize_size, cache_dir, preprocess)[0].exists()
+
+
+def _find_place(
+    dataset: ImageDataset,
+    size: tuple[int, int] | None,
+    cache_dir: Path | None,
+    preprocess: Preprocess | None,
+) -> tuple[Path, Preprocess]:
+    """Return the folder of decoded images, and their preprocessing. See `decode_dataset`."""
+    given = preprocess or Preprocess(size or (1, 1))
+    # hashes don't depend on how images are resized
+    stored = Preprocess((1, 1), value_range=given.value_range)
+    if size is not None:
+        stored = replace(given, image_size=size, crop_pct=1.0)
+    key = f"{_FORMAT} {dataset.cache_key()} {size} {stored.storage}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    kind = "hashes" if size is None else f"{size[0]}x{size[1]}"
+    folder = cache_dir or default_cache_dir()
+    return folder / f"{dataset.name}-{dataset.split}-{kind}-{digest}", stored
 
 
 def _build(

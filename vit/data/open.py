@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from vit.data.class_names import read_words
 from vit.data.dataset import ImageDataset, LabelRule, Request, choose_evenly
 from vit.data.duplicates import hash_pixels
+from vit.data.images import list_files
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import Root
 from vit.data.sources.folders import check_not_packed, has_classes
@@ -31,6 +33,8 @@ from vit.runtime.files import default_cache_dir, expand_home
 
 # images of which a model file's hashes are compared, and as many first ones of a class
 _NUM_COMPARED = 16
+# files of a folder that isn't listed to see if it can be divided
+_MANY = 2000
 
 
 def open_dataset(
@@ -105,7 +109,8 @@ def check_place(place: str, *, with_classes: bool = False) -> None:
 
     Args:
         place: Name of a data set, or a place that `find_kind` knows.
-        with_classes: Also look for the classes in a folder, as `open_dataset` does by default.
+        with_classes: Also look for the classes in a folder, as `open_dataset` does by default; of
+            few images also divide them, and read one.
     """
     kind = require_kind(place)
     path = expand_home(place)
@@ -114,7 +119,12 @@ def check_place(place: str, *, with_classes: bool = False) -> None:
     check_not_packed(path)
     # a table would be read twice
     if with_classes and not list_other_tables(path):
-        find_source(kind).find(Request(path, None, default_cache_dir()))
+        splits = open_dataset(kind, root=path)
+        # many would be listed twice
+        if len(list(islice(list_files(path, left_out=[]), _MANY))) < _MANY:
+            splits.split("validation")
+            train = splits.split("train")
+            next(train.read_sample(choose_evenly(len(train), _NUM_COMPARED)))
 
 
 class RecordedImages(NamedTuple):

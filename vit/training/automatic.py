@@ -30,8 +30,8 @@ from vit.training.data import TrainingData, build_data, build_dataset
 from vit.training.model import build_model, load_initial_model, resize_model, set_up_training
 from vit.training.probe import (
     build_probed_model,
+    find_cached_number,
     fit_to_data,
-    has_cached_features,
     is_probe_alone,
     uses_probe,
 )
@@ -543,13 +543,18 @@ def _choose_fine_tuning(
     forward_rate = measure_forward_rate(model, device=device)
     max_images = int(_FEATURE_FRACTION * 60 * task.minutes * forward_rate)
     config = task.load(sections)
-    if max_images < _NEARLY_ALL * task.num_images and not has_cached_features(
-        model, data, device=device
-    ):
+    if max_images < _NEARLY_ALL * task.num_images:
         # Keep a minimum in case the measured speed is wrong. Numbers are few, because another
         # number makes another run, and needs features of other images.
-        num_doublings = math.log2(max(max_images / _MIN_PROBED_IMAGES, 1))
-        sections["model"]["probe"] = int(_MIN_PROBED_IMAGES * 2 ** (int(2 * num_doublings) / 2))
+        numbers = [_MIN_PROBED_IMAGES]
+        while numbers[-1] < task.num_images:
+            numbers.append(int(_MIN_PROBED_IMAGES * 2 ** (len(numbers) / 2)))
+        affordable = max(number for number in numbers if number <= max(max_images, numbers[0]))
+        # More images are free if an earlier run has computed their features.
+        more = [number for number in numbers if number > affordable]
+        cached = find_cached_number(model, data, reversed(more), device=device)
+        if cached is None or cached < task.num_images:
+            sections["model"]["probe"] = cached or affordable
         config = task.load(sections)
     probe = fit_to_data(config, model, data, device=device)
     probed = build_probed_model(config, model, probe.probe).to(device)

@@ -1,6 +1,7 @@
 """The linear probe that a run of pretrained weights starts from."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,7 @@ import torch
 from jaxtyping import Float
 
 from vit.config import Config
+from vit.data.cache import is_decoded
 from vit.data.dataset import ImageDataset
 from vit.model.logits import cut_model
 from vit.model.model_file import ModelFile
@@ -93,14 +95,19 @@ def is_probe_alone(config: Config) -> bool:
     return uses_probe(config) and config.model.freeze == "backbone"
 
 
-def has_cached_features(
-    model: VisionTransformer, data: TrainingData, *, device: torch.device
-) -> bool:
-    """Return true if the features of all training images are in the cache, from an earlier run."""
-    if data.train.pixels is None:
-        return False
+def find_cached_number(
+    model: VisionTransformer, data: TrainingData, numbers: Iterable[int], *, device: torch.device
+) -> int | None:
+    """Return the first of several numbers of images, see `fit_to_data`, whose features are in the
+    cache, from an earlier run; None if there is none."""
     predictor = build_predictor(data, model, device=device)
-    return are_features_cached(predictor, data.train, cache_dir=data.splits.cache_dir)
+    for number in numbers:
+        dataset = _choose_images(data.train, number)
+        if is_decoded(dataset, data.preprocess, data.splits.cache_dir) and are_features_cached(
+            predictor, data.decode(dataset), cache_dir=data.splits.cache_dir
+        ):
+            return number
+    return None
 
 
 def fit_to_data(
@@ -119,13 +126,8 @@ def fit_to_data(
         data: Images of the run.
         device: The model's device.
     """
-    dataset = data.train
-    max_images = config.model.probe
-    # True means all images, and is also the number 1 in Python.
-    if max_images is not True and max_images < len(dataset):
-        dataset = dataset.subset(_sample_classes(dataset, max_images))
     # Images that are decoded while training are decoded here, and unreadable ones are left out.
-    dataset = data.decode(dataset)
+    dataset = data.decode(_choose_images(data.train, config.model.probe))
     started_at = time.perf_counter()
     predictor = build_predictor(data, model, device=device)
     features = compute_features(predictor, dataset, cache_dir=data.splits.cache_dir)
@@ -218,6 +220,14 @@ def rebuild_probed_model(config: Config, content: ModelFile, *, origin: str) -> 
     model.load_state_dict(content.weights)
     set_up_training(config, model)
     return model
+
+
+def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDataset:
+    """Choose up to a number of images, which are spread over the classes; all for true."""
+    # True is also the number 1 in Python.
+    if max_images is True or max_images >= len(dataset):
+        return dataset
+    return dataset.subset(_sample_classes(dataset, max_images))
 
 
 def _sample_classes(dataset: ImageDataset, count: int) -> np.ndarray:
