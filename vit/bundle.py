@@ -183,7 +183,14 @@ def keeps_mode(function: Function) -> Function:
     return cast(Function, run)
 
 
-def open_model(model: ModelLike, *, device: str = "auto", random_weights: bool = False) -> Bundle:
+def open_model(
+    model: ModelLike,
+    *,
+    device: str = "auto",
+    random_weights: bool = False,
+    class_names: Sequence[str] | None = None,
+    preprocess: Preprocess | None = None,
+) -> Bundle:
     """Return the bundle of a model that is given in any form.
 
     Args:
@@ -191,6 +198,7 @@ def open_model(model: ModelLike, *, device: str = "auto", random_weights: bool =
         device: "cpu", "cuda" or "cuda:N", to which bundles and modules are moved, not copied. "auto"
             leaves them where they are, and takes a GPU for anything else if there is one.
         random_weights: See `load_bundle`.
+        class_names, preprocess: Those of a module, see `Bundle.from_model`.
 
     Raises:
         FileNotFoundError, ValueError: See `load_bundle` and `Bundle.from_model`.
@@ -198,6 +206,9 @@ def open_model(model: ModelLike, *, device: str = "auto", random_weights: bool =
     # Batches of different sizes would otherwise return memory and fetch it again.
     keep_freed_memory()
     torch_device = choose_device(device)
+    is_described = isinstance(model, str | Path | Bundle)
+    if is_described and (class_names is not None or preprocess is not None):
+        raise ValueError("class_names and preprocess describe a module; a model file has its own")
     if isinstance(model, str | Path):
         return load_bundle(model, device=torch_device, random_weights=random_weights)
     if random_weights:
@@ -208,7 +219,9 @@ def open_model(model: ModelLike, *, device: str = "auto", random_weights: bool =
     if device != "auto":
         module.to(torch_device)
     module.eval()
-    return model if isinstance(model, Bundle) else Bundle.from_model(model)
+    if isinstance(model, Bundle):
+        return model
+    return Bundle.from_model(model, class_names=class_names, preprocess=preprocess)
 
 
 # Building a model draws random weights, which must not change the caller's random numbers.

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.reader import ModelReader
-from vit.explanation.capture.tokens import change_tokens, count_prefix_tokens
+from vit.explanation.capture.tokens import count_prefix_tokens
 
 
 @contextmanager
@@ -22,5 +22,5 @@ def keep_tokens(model: nn.Module, patches: Int[Tensor, "B kept"]) -> Iterator[No
         index = (patches + num_prefix).unsqueeze(-1).expand(-1, -1, tokens.shape[-1])
         return torch.cat([tokens[:, :num_prefix], tokens.gather(1, index)], dim=1)
 
-    with change_tokens(ModelReader(model), select):
+    with ModelReader(model).change_tokens(select):
         yield

@@ -90,6 +90,7 @@ COMMAND = Command(
         "captions": "--caption/--no-caption",
     },
     rare=("scale", "max_side", "precision", "random_weights"),
+    python_only=("class_names", "preprocess"),
     rare_into="map_options",
     sections=_list_methods,
     alias="attention",

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.bundle import ModelLike, keeps_mode, open_model
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_bundle, read_model
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import TargetLike, build_target, check_count, find_output_kind
@@ -56,12 +56,12 @@ def attribute(
         >>> maps.shape  # [B, rows, columns]
     """
     if isinstance(model, nn.Module):
-        reader = ModelReader(model)
+        reader = read_model(model)
         class_names = find_class_names(reader.model)
     else:
         device = str(images.device) if isinstance(model, str | Path) else "auto"
         bundle = open_model(model, device=device)
-        reader = bundle.find_once(ModelReader)
+        reader = read_bundle(bundle)
         class_names = bundle.class_names
     _check_images(images, reader.model)
     kind = find_output_kind(reader.model, class_names)

@@ -9,7 +9,7 @@ import torch
 
 from vit.bundle import MODEL_FILE, Bundle
 from vit.explanation.capture.forward import open_reader
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_bundle
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
 from vit.runtime.documents import read_json
@@ -133,7 +133,7 @@ def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -
 def _has_removal_maps(bundle: Bundle) -> bool:
     """Return whether the pooling of the model has gates. This project's has; other models are tried
     with a black image."""
-    reader = bundle.find_once(ModelReader)
+    reader = read_bundle(bundle)
     if reader.is_ours:
         return True
     image = torch.zeros(1, 3, *bundle.preprocess.image_size, device=bundle.device)

@@ -9,6 +9,7 @@ import torch
 
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
+from vit.data.preprocess import Preprocess
 from vit.explanation.best_method import MAX_CHECKED_IMAGES, choose_methods, read_best_method
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, find_items
@@ -44,6 +45,8 @@ def explain(
     device: str = "auto",
     precision: str = "float32",
     random_weights: bool = False,
+    class_names: Sequence[str] | None = None,
+    preprocess: Preprocess | None = None,
     output: str | Path | None = None,
     formats: str | Sequence[str] = ("png", "npz"),
     max_side: int = 512,
@@ -87,6 +90,9 @@ def explain(
             float32.
         random_weights: Explain the same model with random weights, as a sanity
             check.
+        class_names: Name of each class, for a module. None: the model's own.
+        preprocess: Preprocessing of images, for a module. None: the model's
+            own, else ImageNet's.
         output: Directory for the results. Each batch is written as soon as it
             is explained. None: nothing is written.
         formats: Files in `output`: "png" (or "jpeg" or "webp"), "svg" and
@@ -119,7 +125,13 @@ def explain(
     """
     check_choice(scale, SCALES, name="scale")
     check_choice(interpolation, INTERPOLATIONS, name="interpolation")
-    bundle = open_model(model, device=device, random_weights=random_weights)
+    bundle = open_model(
+        model,
+        device=device,
+        random_weights=random_weights,
+        class_names=class_names,
+        preprocess=preprocess,
+    )
     # listed once, because listing many images takes a while
     inputs = None if images is None else list(list_images(images))
     num_images = count if inputs is None else len(inputs)

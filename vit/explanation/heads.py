@@ -22,7 +22,7 @@ from torch import Tensor
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs, list_images
 from vit.explanation.capture.forward import Forward, run_forward
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_bundle
 from vit.explanation.items import items_from_images
 from vit.explanation.targets import TargetLike, build_target, check_count, find_output_kind
 from vit.runtime.device import copy_to_device
@@ -115,7 +115,7 @@ def measure_heads(
         >>> effects = measure_heads(vit.load_bundle("runs/digits"), "photos")
         >>> print(effects.table)
     """
-    reader = bundle.find_once(ModelReader)
+    reader = read_bundle(bundle)
     kind = find_output_kind(bundle.model, bundle.class_names)
     explained = build_target(target, bundle.class_names, kind)
     items = items_from_images(list_images(images))

@@ -73,9 +73,8 @@ def test_the_pool_weights_are_what_the_classifier_reads(name: str) -> None:
     forward = run_forward(model, images)
     torch.testing.assert_close(forward.logits, compute_logits(model, images).detach())
     check_places(
-        model,
+        ModelReader(model),
         images[:1],
-        blocks=forward.record.blocks,
         num_prefix=forward.num_prefix_tokens,
         grid=forward.grid,
     )

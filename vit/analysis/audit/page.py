@@ -16,7 +16,7 @@ from vit.analysis.audit.suspects import Audit, LabelError
 from vit.bundle import Bundle
 from vit.data.corrections import COLUMNS
 from vit.data.dataset import ImageDataset, printable
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_bundle
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.render.page import encode_photo, encode_relative_map, render_page
 from vit.explanation.targets import CLASS, build_target
@@ -98,7 +98,7 @@ def _draw_maps(
                 caption = f"evidence for {error.suggested} (red) and for {error.given} (blue)"
                 target = build_target(f"{error.suggested} - {error.given}", names)
             _, _, (explained,) = compute_maps(
-                bundle.find_once(ModelReader),
+                read_bundle(bundle),
                 bundle.preprocess.normalize(batch),
                 methods=[method],
                 target=target,

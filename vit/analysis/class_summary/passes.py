@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import Forward, run_forward
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_bundle
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
@@ -77,7 +77,7 @@ class Passes:
         tokens = []
         for images in self._read(indices):
             forward, _, (maps,) = compute_maps(
-                self.bundle.find_once(ModelReader),
+                read_bundle(self.bundle),
                 images,
                 methods=[self.method],
                 target=replace(
@@ -105,7 +105,7 @@ class Passes:
         unique, places = np.unique(indices, return_inverse=True)
         device = self.bundle.device
         compute_kept = build_removal(
-            self.bundle.find_once(ModelReader),
+            read_bundle(self.bundle),
             self._normalize(unique),
             grid=self.grid,
             batch_size=self.batch_size,
@@ -126,7 +126,7 @@ class Passes:
             yield self._normalize(indices[start : start + self.batch_size])
 
     def _run(self, images: Images) -> Forward:
-        reader = self.bundle.find_once(ModelReader)
+        reader = read_bundle(self.bundle)
         # raises ValueError for a model without attention
         reader.build_layers()
         return run_forward(reader, images, block_tokens=True, verify=False)

@@ -15,7 +15,7 @@ from vit.analysis.faithfulness.baselines import RANDOM_MAPS, baseline_maps
 from vit.analysis.faithfulness.map_metrics import PerImage, find_order
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import Grid, PatchMaps
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_model
 from vit.explanation.checks.sanity_checks import randomise_weights, rank_correlation
 from vit.explanation.checks.token_ablation import (
     FRACTIONS,
@@ -246,7 +246,7 @@ class Benchmark:
         correlation = rank_correlation(self._average(stacked.flatten(0, 1)), reference)
         self._record("leave_one_out_correlation", names, correlation)
 
-        if not ModelReader(self.model).can_drop_tokens:
+        if not read_model(self.model, self.images).can_drop_tokens:
             self.result.notes.append(
                 f"{type(self.model).__name__} needs all of its tokens: patches get the mean fill"
                 " instead of being dropped"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.evaluation.metrics import ConfusedPair, Scores, count_confusions
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_bundle
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
@@ -192,7 +192,7 @@ def contrast_errors(
         wrong = torch.from_numpy(predicted[rows])
         right = torch.from_numpy(labels[rows])
         forward, _, maps = compute_maps(
-            bundle.find_once(ModelReader),
+            read_bundle(bundle),
             images,
             methods=CONTRAST_METHODS,
             target=build_difference(bundle.class_names, wrong, right),
@@ -223,9 +223,7 @@ def _turn_answers(
     ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     removed = ranks[None] < torch.tensor(counts)[:, None, None, None]  # [N, M, B, P]
     places = torch.arange(num_images).repeat(len(counts) * len(values))
-    compute_kept = build_removal(
-        bundle.find_once(ModelReader), images, grid=grid, batch_size=_BATCH
-    )
+    compute_kept = build_removal(read_bundle(bundle), images, grid=grid, batch_size=_BATCH)
     logits = compute_without(
         compute_kept, places.to(images.device), removed.flatten(0, 2).to(images.device)
     )

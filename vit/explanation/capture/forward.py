@@ -18,17 +18,18 @@ pooled feature. A map is uᵀM, where M contains the share of each input token i
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from vit.bundle import Bundle
+from vit.explanation.capture.discovery import Changes, Stream, StreamChanges
 from vit.explanation.capture.feature_maps import (
     find_feature_map,
     order_channels,
@@ -38,6 +39,8 @@ from vit.explanation.capture.layers import (
     Attention,
     AttentionLayer,
     check_calls,
+    replace_blocks,
+    without_fast_path,
 )
 from vit.explanation.capture.pooling import (
     TokenWeights,
@@ -47,14 +50,13 @@ from vit.explanation.capture.pooling import (
     has_known_pooling,
     measure_pool_weights,
 )
-from vit.explanation.capture.reader import ModelReader, read_model
+from vit.explanation.capture.reader import ModelReader, read_bundle, read_model
 from vit.explanation.capture.tokens import (
     Grid as Grid,
 )
 from vit.explanation.capture.tokens import (
     capture_patch_grids,
     count_prefix_tokens,
-    replace_blocks,
 )
 from vit.explanation.capture.verification import check_chain, check_places, check_repeatable
 from vit.explanation.targets import CLASS, Target
@@ -170,44 +172,71 @@ def capture_attention(
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")
     reader = read_model(model)
     called: nn.Module = reader.model if isinstance(model, ModelReader) else model
-    layers = reader.build_layers()
-    handles: list[RemovableHandle] = []
-    # timm's gradient checkpointing runs the blocks again in the backward pass, so that the captured
-    # tensors would be in no graph
-    checkpointed: list[Any] = []
-    if gradients:
-        checkpointed = [m for m in called.modules() if getattr(m, "grad_checkpointing", False)]
+    layers: list[AttentionLayer] = []
+    streams: list[StreamChanges] = []
+    block_tokens = block_tokens or gradients
 
-    def forget(module: nn.Module, args: object) -> None:
-        # a layer that this pass bypasses must not keep the attention of the pass before
-        for layer in layers:
-            layer.captured = False
+    with ExitStack() as stack:
 
-    def begin_pass(module: nn.Module, args: object) -> None:
-        for layer in layers:
-            layer.num_calls = 0
+        def attach() -> None:
+            layers.extend(reader.build_layers())
+            if block_tokens and reader.stream is not None:
+                streams.append(StreamChanges(reader.stream, _keep_stream(reader.stream, layers)))
+                stack.enter_context(streams[0])
+            for layer in layers:
+                handles = layer.attach(
+                    gradients=gradients,
+                    block_tokens=block_tokens and reader.stream is None,
+                    verify=verify,
+                )
+                for handle in handles:
+                    stack.callback(handle.remove)
 
-    def end_pass(module: nn.Module, args: object, result: object) -> None:
-        check_calls(layers)
+        def forget(module: nn.Module, args: object) -> None:
+            # a layer that this pass bypasses must not keep the attention of the pass before
+            for layer in layers:
+                layer.captured = False
 
-    try:
-        for module in checkpointed:
-            module.grad_checkpointing = False
-        handles += [
-            called.register_forward_pre_hook(begin_pass),
-            called.register_forward_hook(end_pass),
-            layers[0].module.register_forward_pre_hook(forget),
-        ]
-        for layer in layers:
-            handles += layer.attach(
-                gradients=gradients, block_tokens=gradients or block_tokens, verify=verify
-            )
+        def begin_pass(module: nn.Module, args: tuple[Any, ...]) -> None:
+            # the images tell their size; to find the layers, the model runs once more
+            if not layers and reader.image_size is None:
+                read_model(reader, next(arg for arg in args if isinstance(arg, Tensor)))
+                attach()
+            for layer in layers:
+                layer.num_calls = 0
+            for stream in streams:
+                stream.count = 0
+
+        def end_pass(module: nn.Module, args: object, result: object) -> None:
+            check_calls(layers)
+
+        # timm's gradient checkpointing runs the blocks again in the backward pass, so that the
+        # captured tensors would be in no graph
+        for module in called.modules() if gradients else ():
+            if getattr(module, "grad_checkpointing", False):
+                module.grad_checkpointing = False  # type: ignore[assignment]
+                stack.callback(setattr, module, "grad_checkpointing", True)
+        stack.enter_context(without_fast_path())
+        stack.callback(called.register_forward_pre_hook(begin_pass).remove)
+        stack.callback(called.register_forward_hook(end_pass).remove)
+        if reader.has_attention or reader.has_known_size:
+            attach()
+            stack.callback(layers[0].module.register_forward_pre_hook(forget).remove)
         yield AttentionRecord(layers)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in checkpointed:
-            module.grad_checkpointing = True
+
+
+def _keep_stream(stream: Stream, layers: Sequence[AttentionLayer]) -> Changes:
+    """Return functions that keep the tokens between the blocks of a `Stream`."""
+
+    def keep(number: int, tokens: Tensor) -> Tensor:
+        if number < len(layers):
+            layers[number].block_input = tokens
+        if number > 0:
+            layers[number - 1].block_tokens = tokens
+        # an addition in place would change the tokens that are kept
+        return tokens.clone()
+
+    return {result: partial(keep, n) for n, result in enumerate((*stream.inputs, stream.last))}
 
 
 @dataclass
@@ -284,7 +313,7 @@ def run_forward(
     Raises:
         ValueError: The model's attention, pooling or feature map can't be read, or a check fails.
     """
-    reader = read_model(model)
+    reader = read_model(model, images)
     check_differentiable(reader.model)
     if not reader.has_attention:
         return _run_without_attention(reader, images, gradients=gradients, verify=verify)
@@ -309,7 +338,7 @@ def run_forward(
             tokens = known_model.forward_features(images)
             logits = known_model.forward_head(tokens)
         else:
-            last_tokens = stack.enter_context(capture_last_tokens(model, record.blocks))
+            last_tokens = stack.enter_context(capture_last_tokens(reader))
             logits = compute_logits(model, images)
 
         check_calls(record._layers)
@@ -327,9 +356,8 @@ def run_forward(
 
     # attention may be read right, and its product still be no map of this model
     if verify:
-        with evaluation_mode(model):
-            blocks = record.blocks
-            check_places(model, images[:1], blocks=blocks, num_prefix=num_prefix, grid=grid)
+        with evaluation_mode(model), without_fast_path():
+            check_places(reader, images[:1], num_prefix=num_prefix, grid=grid)
             check_chain(model, images[:1], record.layers)
             check_repeatable(model, images[:1], logits[:1])
     return Forward(
@@ -425,7 +453,7 @@ def settle_source(reader: ModelReader, images: Images) -> None:
 
 def open_reader(bundle: Bundle) -> ModelReader:
     """Return the reader of a bundle's model, with its source settled by an image of noise."""
-    reader = bundle.find_once(ModelReader)
+    reader = read_bundle(bundle)
     if not (reader.is_settled or reader.is_ours):
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(1, 3, *bundle.preprocess.image_size, generator=generator)
@@ -474,10 +502,23 @@ def _find_places(
             return num_prefix, grid
 
     # for other models, assume square patches
+    tiles = _tile(num_patches, height, width)
+    if tiles is not None:
+        return num_prefix, tiles
+    # prefix tokens of any name; `check_places` looks whether the guess is right
+    for num_prefix in range(num_tokens):
+        tiles = _tile(num_tokens - num_prefix, height, width)
+        if tiles is not None and tiles[0] * width == tiles[1] * height:
+            return num_prefix, tiles
+    raise ValueError(f"{num_patches} patches do not tile an input of {height}×{width} pixels")
+
+
+def _tile(num_patches: int, height: int, width: int) -> Grid | None:
+    """Return the rows and columns of square patches, if this many tile an image."""
     rows = max(round(math.sqrt(max(num_patches, 0) * height / width)), 1)
     if num_patches < 1 or num_patches % rows:
-        raise ValueError(f"{num_patches} patches do not tile an input of {height}×{width} pixels")
-    return num_prefix, (rows, num_patches // rows)
+        return None
+    return rows, num_patches // rows
 
 
 @contextmanager
@@ -523,10 +564,12 @@ def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tenso
         return logits
 
     # other models don't show their classifier: one image runs with `token` as output of the blocks
-    with (
-        evaluation_mode(forward.model),
-        replace_blocks(forward.record.blocks, lambda *args, **options: alike),
-    ):
+    reader = forward.reader
+    if reader.stream is None and not reader.places[-1].tokens_first:
+        replaced = replace_blocks(forward.record.blocks, lambda *args, **options: alike)
+    else:
+        replaced = reader.change_last_tokens(lambda tokens: alike)
+    with evaluation_mode(forward.model), replaced:
         try:
             return compute_logits(forward.model, forward.images[:1].detach())
         except (RuntimeError, IndexError) as error:  # a shape

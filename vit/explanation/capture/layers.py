@@ -6,6 +6,7 @@ Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -29,7 +30,7 @@ SUPPORTED = (
 )
 # models whose attention has known names, but is computed within windows
 _HIERARCHICAL = re.compile(
-    "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|levit|metaformer|nextvit"
+    "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|(?<!simp)levit|metaformer|nextvit"
 )
 # number of attention weights in memory at once on a CPU: 8 MiB fit the cache and are enough work
 # for one call
@@ -53,11 +54,12 @@ class AttentionLayer:
     projections: tuple[str, ...] = ("q_norm", "k_norm")  # submodules that give queries and keys
     others: tuple[str, ...] = ("num_heads", "scale", "qkv", "proj")  # its other attributes
 
-    def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
-        self.name = name
-        self.block = block
-        self.module: Any = module
-        self.num_heads = int(_first_of(module, "num_heads", "num_attention_heads"))
+    def __init__(self, place: "LayerPlace") -> None:
+        self.place = place
+        self.name = place.name
+        self.block = place.block
+        self.module: Any = place.module
+        self.num_heads = place.num_heads
         self.captured = False
         self.num_calls = 0  # in this forward pass
         self.returns_tuple = False
@@ -265,6 +267,16 @@ class AttentionLayer:
             handles.append(self.block.register_forward_hook(self._keep_block))
         return handles
 
+    @contextmanager
+    def without_mixing(self) -> Iterator[None]:
+        """Let each token attend to itself alone, or return the module's input."""
+
+        def give_back(*inputs: Any, **options: Any) -> Any:
+            return (inputs[0], None) if self.returns_tuple else inputs[0]
+
+        with replace_blocks([self.module], give_back):
+            yield
+
     def _keep_block(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         self.block_input = args[0]
         self.block_tokens = first_output(result)
@@ -347,11 +359,10 @@ class AttentionLayer:
 class WatchedLayer(AttentionLayer):
     """An attention layer whose attention is seen while it is computed, see `watch`."""
 
-    def __init__(self, name: str, module: nn.Module, block: nn.Module) -> None:
-        super().__init__(name, module, block)
+    def __init__(self, place: "LayerPlace") -> None:
+        super().__init__(place)
         self._call: AttentionCall | None = None
         self._call_in_graph: AttentionCall | None = None
-        self._watch: AttentionWatch | None = None
 
     @classmethod
     def matches(cls, module: nn.Module, block: nn.Module) -> bool:
@@ -397,38 +408,90 @@ class WatchedLayer(AttentionLayer):
         self._gradients = gradients
         self._verified = not verify
 
-        def on_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            tokens = args[0] if args else next(iter(options.values()))
+        def on_block_input(
+            module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            tokens = args[0] if args else options["hidden_states"]
             if tokens.ndim != 3:
                 raise ValueError(f"{self.name} attends within windows, not between all patches")
+            self.tokens = self.place.order(tokens)
+            if block_tokens:
+                self.block_input = self.tokens
+            self.batch, self.num_tokens = self.tokens.shape[:2]
+            # the block reads the tensor that is kept, so that it has a gradient
+            return (
+                ((self.place.order(self.tokens), *args[1:]), options)
+                if self.place.tokens_first
+                else None
+            )
+
+        def on_block_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+            self.block_tokens = self.place.order(first_output(result))
+            if not self.place.tokens_first:
+                return None
+            tokens = self.place.order(self.block_tokens)
+            return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
+
+        def on_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             self.captured = False
             self.num_calls += 1
-            self.tokens = tokens
             self.max_drawn = None
-            self.batch, self.num_tokens = tokens.shape[:2]
-            self._watch = AttentionWatch(self.batch, self._keep_call)
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
+            inputs = args[0] if args else None
+            shape = (self.batch, self.num_tokens)
+            if not isinstance(inputs, Tensor) or inputs.ndim != 3:
+                return None
+            if inputs.shape[:2] == shape and not self.place.tokens_first:
+                self.tokens = inputs
+            elif inputs.shape[:2] == shape[::-1]:
+                self.tokens = inputs.transpose(0, 1)
+                inputs = self.tokens.transpose(0, 1)
+                # queries, keys and values may be one tensor
+                return tuple(inputs if arg is args[0] else arg for arg in args)
+            return None
 
-        def on_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            # also where the module has raised an error
-            if self._watch is not None:
-                self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._watch = None
-            self.returns_tuple = isinstance(result, tuple)
-
-        handles = [
-            self.module.register_forward_pre_hook(on_input, with_kwargs=True),
-            self.module.register_forward_hook(on_output, always_call=True),
+        handles: list[RemovableHandle] = [
+            self.block.register_forward_pre_hook(on_block_input, with_kwargs=True),
+            self.module.register_forward_pre_hook(on_input),
+            *self.watch(self._keep_call),
         ]
         if block_tokens:
-            handles.append(self.block.register_forward_hook(self._keep_block))
+            handles.append(self.block.register_forward_hook(on_block_output))
         return handles
+
+    def watch(
+        self, keep: Callable[[AttentionCall], object], *, mixes: bool = True
+    ) -> list[RemovableHandle]:
+        """Hook the module so that `AttentionWatch` sees what it computes."""
+        running: list[AttentionWatch] = []
+
+        def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+            running.append(AttentionWatch(self.batch, keep, mixes=mixes))
+            running[-1].__enter__()  # type: ignore[no-untyped-call]
+
+        def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            # also where the module has raised an error
+            if running:
+                running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        return [
+            self.module.register_forward_pre_hook(begin),
+            self.module.register_forward_hook(end, always_call=True),
+        ]
+
+    @contextmanager
+    def without_mixing(self) -> Iterator[None]:
+        handles = self.watch(lambda call: None, mixes=False)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _keep_call(self, call: AttentionCall) -> None:
         self._call_in_graph = replace(call) if self._gradients else None
         call.detach()
         self._call = call
-        self.num_queries = call.value.shape[2] if call.query is None else call.query.shape[2]
+        self.num_queries = call.num_queries
         if not self._verified and not self.module.training:
             self._verify(call.output)
         self.captured = True
@@ -461,22 +524,41 @@ LAYER_KINDS = (WatchedLayer, AttentionLayer)
 
 
 class LayerPlace(NamedTuple):
-    """Where an attention layer is in a model, and the class that reads it."""
+    """Where an attention layer is in a model, and the class that reads it.
+
+    Attributes:
+        kind: The class.
+        name: Name of the module.
+        module: The module that computes attention.
+        block: The module that takes and gives tokens, often with the attention's addition.
+        num_heads: Number of heads.
+        tokens_first: True if the block takes [tokens, batch, channels].
+    """
 
     kind: type[AttentionLayer]
     name: str
     module: nn.Module
     block: nn.Module
+    num_heads: int
+    tokens_first: bool = False
+
+    def order(self, tokens: Tensor) -> Tensor:
+        """Exchange [tokens, batch, channels] and [batch, tokens, channels], if the block takes the
+        former."""
+        return tokens.transpose(0, 1) if self.tokens_first else tokens
 
 
 def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
-    """Find the model's self-attention layers, in order.
+    """Find the model's self-attention layers by their attributes, in order.
 
     `ModelReader` searches once and keeps the answer: a search looks at every module of the model.
 
+    Returns:
+        The layers; none if there are none of a known kind.
+
     Raises:
-        ValueError: The model has no attention between all of its patches, or none of a known kind;
-            or some of the blocks have it, and others don't.
+        ValueError: The model has no attention between all of its patches; or some of the blocks
+            have attention of a known kind, and others don't.
     """
     family = type(model).__name__
     modules = list(model.named_modules())
@@ -498,11 +580,9 @@ def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
             for kind in LAYER_KINDS:
                 if kind.matches(module, block):
                     full_name = f"{block_name}.{name}".removeprefix(".")
-                    places.append(LayerPlace(kind, full_name, module, block))
+                    heads = int(_first_of(module, "num_heads", "num_attention_heads"))
+                    places.append(LayerPlace(kind, full_name, module, block, heads))
                     break
-    if not places:
-        raise ValueError(f"no attention layer of a known kind in {family}; known: {SUPPORTED}")
-
     # If one block in a list has known attention, all blocks of its class must have it.
     blocks = {place.block for place in places}
     kinds = {type(block) for block in blocks}
@@ -516,6 +596,34 @@ def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
                     f"{family} have; known: {SUPPORTED}"
                 )
     return places
+
+
+@contextmanager
+def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Any]) -> Iterator[None]:
+    """Let `forward` compute instead of each of `blocks`, as long as the context lasts."""
+    # another library may have set a forward of its own on the instance
+    instance_forwards = [vars(block).get("forward") for block in blocks]
+    try:
+        for block in blocks:
+            block.forward = forward
+        yield
+    finally:
+        for block, instance_forward in zip(blocks, instance_forwards, strict=True):
+            if instance_forward is None:  # the method of the class is visible again
+                del block.forward
+            else:
+                block.forward = instance_forward
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Let `nn.TransformerEncoderLayer` call its attention, which its fast path computes itself."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def check_calls(layers: Sequence[AttentionLayer]) -> None:

@@ -9,7 +9,7 @@ tokens (class token, mean, both, maximum), this is the weight for any classifier
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.explanation.capture.layers import first_output
+from vit.explanation.capture.reader import ModelReader
 from vit.model.logits import at_least_float32
 from vit.runtime.tensors import Tokens
 
@@ -164,36 +164,43 @@ def measure_pool_weights(
     return shares / shares.sum(dim=1, keepdim=True), tokens
 
 
+def _same(tokens: Tensor) -> Tensor:
+    return tokens
+
+
 @contextmanager
-def capture_last_tokens(model: nn.Module, blocks: list[nn.Module]) -> Iterator[list[Tokens]]:
-    """Keep the output of the last of `blocks` and of each module after it. Without gradients the
-    graph begins there."""
+def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
+    """Keep the tokens that leave the last block and those that leave each module after it. Without
+    gradients the graph begins there."""
     last_tokens: list[Tensor] = []
 
-    def on_block(module: nn.Module, args: Any, result: Any) -> Any:
-        tokens = first_output(result)
+    def on_last(tokens: Tensor) -> Tensor:
         if not tokens.requires_grad:
             torch.set_grad_enabled(True)  # until the caller's context ends
             tokens = tokens.detach().requires_grad_()
-            result = (tokens, *result[1:]) if isinstance(result, tuple) else tokens
         last_tokens[:] = [tokens]
-        return result
+        return tokens
 
-    def on_module(module: nn.Module, args: Any, result: Any) -> None:
-        # modules before the last block don't matter
-        if not last_tokens or not isinstance(result, Tensor):
-            return
-        if result.shape[:-1] == last_tokens[0].shape[:-1]:
-            last_tokens.append(result)
+    order = reader.places[-1].order
+
+    def on_module(module: nn.Module, args: Any, result: Any) -> Tensor | None:
+        # modules before the last block don't matter, and a number for each token is a weight
+        is_tokens = isinstance(result, Tensor) and result.ndim == 3 and result.shape[-1] > 1
+        if not last_tokens or not is_tokens:
+            return None
+        for arrange in (_same, order):
+            tokens = arrange(result)
+            if tokens.shape[:-1] == last_tokens[0].shape[:-1]:
+                last_tokens.append(tokens)
+                # the model goes on with the tensor that is kept
+                return arrange(tokens)
+        return None
 
     # only what follows the last block can be the pooling
-    inside_blocks = {id(module) for block in blocks for module in block.modules()}
-    handles = [blocks[-1].register_forward_hook(on_block)]
-    for module in model.modules():
-        if id(module) not in inside_blocks:
-            handles.append(module.register_forward_hook(on_module))
-    try:
+    inside_blocks = {id(module) for place in reader.places for module in place.block.modules()}
+    with ExitStack() as stack:
+        stack.enter_context(reader.change_last_tokens(on_last))
+        for module in reader.model.modules():
+            if id(module) not in inside_blocks:
+                stack.callback(module.register_forward_hook(on_module).remove)
         yield last_tokens
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,18 +1,24 @@
 """The parts of a model that maps are read from, found once and kept."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from vit.bundle import Bundle
+from vit.explanation.capture.discovery import Stream, StreamChanges, discover_layers
 from vit.explanation.capture.layers import (
     AttentionLayer,
     LayerPlace,
     find_attention_layers,
+    first_output,
 )
-from vit.model.model_info import unwrap_model
+from vit.model.logits import compute_logits
+from vit.model.model_info import find_preprocess, keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
 
 # Sources of maps, the best first. Pixels need nothing but gradients.
@@ -24,11 +30,12 @@ _POSITIONS = re.compile("rope|rel_pos|relative_position")
 class ModelReader:
     """A model and the parts of it that maps need. Each is searched for when it is first needed.
 
-    `bundle.find_once(ModelReader)` is the reader of a bundle's model. Functions of this package
+    `read_bundle` returns that of a bundle's model. Functions of this package
     take a reader, or a module, which they search on each call.
 
     Attributes:
         model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
+        image_size: Height and width of its images, once they are known.
         completeness_error: The last score that `measure_completeness_error` measured, and its
             error.
         refused: Sources that a check has refused for this model, with the reason.
@@ -43,13 +50,44 @@ class ModelReader:
         self.refused: dict[Source, str] = {}
         self.is_settled = False
         self.feature_map: int | None = None
+        self.image_size: tuple[int, int] | None = None
+        self._found: list[LayerPlace] | ValueError | None = None
+        # the layers of other models are found when the model runs
+        self._is_discovered = False
+        self._stream: Stream | None = None
 
-    @cached_property
+    @property
     def _places(self) -> list[LayerPlace] | ValueError:
-        try:
-            return find_attention_layers(self.model)
-        except ValueError as error:
-            return error
+        if self._found is None:
+            try:
+                self._found = find_attention_layers(self.model) or self._discover()
+            except ValueError as error:
+                if not self.has_known_size:  # the size may be known later
+                    return error
+                self._found = error
+        return self._found
+
+    @property
+    def has_known_size(self) -> bool:
+        """True if the size of the images is known, or the model tells it."""
+        if self.image_size is None:
+            try:
+                height, width = find_preprocess(self.model)["image_size"]
+            except ValueError:
+                return False
+            self.image_size = (height, width)
+        return True
+
+    def _discover(self) -> list[LayerPlace]:
+        if not self.has_known_size:
+            raise ValueError(
+                f"no attention layer of a known kind in {type(self.model).__name__}, and no size of "
+                "images to run it with; give preprocess=vit.Preprocess(image_size=…)"
+            )
+        assert self.image_size is not None
+        places, self._stream = discover_layers(self.model, self.image_size)
+        self._is_discovered = True
+        return places
 
     @property
     def has_attention(self) -> bool:
@@ -77,7 +115,12 @@ class ModelReader:
 
     def build_layers(self) -> list[AttentionLayer]:
         """Build an object for each attention layer, in order, that records one forward pass."""
-        return [place.kind(place.name, place.module, place.block) for place in self.places]
+        return [place.kind(place) for place in self.places]
+
+    @property
+    def stream(self) -> Stream | None:
+        """Where the tokens of a discovered model are if its blocks don't add their own results."""
+        return self._stream if self.places else None
 
     @property
     def is_ours(self) -> bool:
@@ -94,9 +137,96 @@ class ModelReader:
     @cached_property
     def _has_positions(self) -> bool:
         names = [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
-        return any(map(_POSITIONS.search, names))
+        if any(map(_POSITIONS.search, names)):
+            return True
+        return self._is_discovered and not self._try_to_drop()
+
+    def _try_to_drop(self) -> bool:
+        """Leave some tokens out, and return whether the order of the others doesn't matter."""
+        assert self.image_size is not None
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(2, 3, *self.image_size, generator=generator)
+        images = images.to(next(self.model.parameters()))
+
+        logits = []
+        with keep_mode(self.model), torch.no_grad():
+            self.model.eval()
+            for select in (_keep_half, _turn_half):
+                try:
+                    with self.change_tokens(select):
+                        logits.append(compute_logits(self.model, images))
+                except (RuntimeError, IndexError, ValueError):  # a shape
+                    return False
+        error = (logits[1] - logits[0]).abs().max()
+        return bool(error <= 1e-3 * logits[0].abs().max())
+
+    @contextmanager
+    def change_tokens(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let the first block read `change(tokens)` instead of the tokens [B, N, D], which include
+        prefix tokens, in one forward pass."""
+        place = self.places[0]
+        if self.stream is not None:
+            with StreamChanges(self.stream, {self.stream.inputs[0]: change}):
+                yield
+            return
+
+        def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (place.order(change(place.order(args[0]))), *args[1:])
+
+        # the position embedding is added before the first block
+        handle = place.block.register_forward_pre_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def change_last_tokens(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let `change(tokens)` leave the last block instead of the tokens [B, N, D]."""
+        place = self.places[-1]
+        if self.stream is not None:
+            with StreamChanges(self.stream, {self.stream.last: change}):
+                yield
+            return
+
+        def replace(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+            tokens = place.order(change(place.order(first_output(result))))
+            return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
+
+        handle = place.block.register_forward_hook(replace)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
-def read_model(model: nn.Module | ModelReader) -> ModelReader:
-    """Return the reader of a model; a reader is returned as it is."""
-    return model if isinstance(model, ModelReader) else ModelReader(model)
+def _keep_half(tokens: Tensor) -> Tensor:
+    """Leave out every other token of the second half, where no prefix tokens are."""
+    first, second = tokens.tensor_split(2, dim=1)
+    return torch.cat([first, second[:, ::2]], dim=1)
+
+
+def _turn_half(tokens: Tensor) -> Tensor:
+    first, second = tokens.tensor_split(2, dim=1)
+    return torch.cat([first, second[:, ::2].flip(1)], dim=1)
+
+
+def read_bundle(bundle: Bundle) -> ModelReader:
+    """Return the reader of a bundle's model, always the same."""
+    reader = bundle.find_once(ModelReader)
+    reader.image_size = reader.image_size or bundle.preprocess.image_size
+    return reader
+
+
+def read_model(model: nn.Module | ModelReader, images: Tensor | None = None) -> ModelReader:
+    """Return the reader of a model; a reader is returned as it is.
+
+    Args:
+        model: The model.
+        images: Images for it, whose size it may not tell.
+    """
+    reader = model if isinstance(model, ModelReader) else ModelReader(model)
+    if images is not None and reader.image_size is None:
+        height, width = images.shape[-2:]
+        reader.image_size = (height, width)
+    return reader

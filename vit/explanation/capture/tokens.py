@@ -1,14 +1,10 @@
-"""Find where the tokens of a vision transformer are on the image, and replace tokens in a forward
-pass without a change to the model."""
+"""Find where the tokens of a vision transformer are on the image."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
-
-from vit.explanation.capture.reader import ModelReader
 
 Grid = tuple[int, int]  # (rows, columns) of patches
 # names that timm, torchvision and Hugging Face give to parameters that are tokens
@@ -54,36 +50,3 @@ def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Let `forward` compute instead of each of `blocks`, as long as the context lasts."""
-    # another library may have set a forward of its own on the instance
-    instance_forwards = [vars(block).get("forward") for block in blocks]
-    try:
-        for block in blocks:
-            block.forward = forward
-        yield
-    finally:
-        for block, instance_forward in zip(blocks, instance_forwards, strict=True):
-            if instance_forward is None:  # the method of the class is visible again
-                del block.forward
-            else:
-                block.forward = instance_forward
-
-
-@contextmanager
-def change_tokens(reader: ModelReader, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let the first block read `change(tokens)` instead of the tokens [B, N, D], which include
-    prefix tokens."""
-
-    def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (change(args[0]), *args[1:])
-
-    # the position embedding is added before the first block
-    handle = reader.places[0].block.register_forward_pre_hook(replace)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -7,7 +7,7 @@ and refuse a model for which an assumption is wrong.
 
 import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.layers import SUPPORTED, AttentionLayer, first_output
 from vit.explanation.capture.pooling import has_known_pooling
-from vit.explanation.capture.tokens import Grid, replace_blocks
+from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.tokens import Grid
 from vit.model.logits import compute_logits
 
 _INNER_PATCHES = 4  # number of patches that are checked in addition to the corners
@@ -28,21 +29,23 @@ _HALF_PRECISION_TOLERANCE = 5e-2
 OneImage = Float[Tensor, "1 3 height width"]
 
 
+class _Stop(Exception):
+    """The rest of a forward pass isn't needed."""
+
+
 @torch.no_grad()
 def check_places(
-    model: nn.Module,
+    reader: ModelReader,
     image: OneImage,
     *,
-    blocks: Sequence[nn.Module],
     num_prefix: int,
     grid: Grid,
 ) -> None:
     """Change some patches of the image, including the corners.
 
     Args:
-        model: The model, in evaluation mode.
+        reader: The model, in evaluation mode.
         image: A normalised image.
-        blocks: The blocks that have attention layers.
         num_prefix: Number of tokens in front of the patches.
         grid: Rows and columns of patches.
 
@@ -50,6 +53,7 @@ def check_places(
         ValueError: The token of a changed patch (with overlapping patches, it or a neighbour) isn't
             the one that changes most, or a prefix token changes.
     """
+    model = reader.model
     rows, columns = grid
     height = image.shape[2] // rows
     width = image.shape[3] // columns
@@ -67,10 +71,10 @@ def check_places(
     # for each convolution whose patches don't overlap, whether its input is the image
     reads_pixels: list[bool] = []
 
-    # blocks are skipped, because the tokens that enter the first one are enough
-    def record_and_pass(tokens: Tensor, *args: Any, **options: Any) -> Tensor:
+    # the tokens that enter the first block are enough
+    def record_and_stop(tokens: Tensor) -> Tensor:
         entering.append(tokens)
-        return tokens
+        raise _Stop
 
     def check_patches(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
         if module.kernel_size == module.stride and tuple(patches.shape[-2:]) == grid:
@@ -78,7 +82,6 @@ def check_places(
             reads_pixels.append(args[0].shape[1] == image.shape[1])
 
     with ExitStack() as stack:
-        stack.enter_context(replace_blocks(blocks, record_and_pass))
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 stack.callback(module.register_forward_hook(check_patches).remove)
@@ -88,7 +91,8 @@ def check_places(
             patch = pair[1, :, row * height :, column * width :]
             patch[:, :height, :width] += noise
             entering.clear()
-            compute_logits(model, pair)
+            with suppress(_Stop), reader.change_tokens(record_and_stop):
+                compute_logits(model, pair)
             changes.append((entering[0][1] - entering[0][0]).norm(dim=1).cpu())
 
     name = type(model).__name__
@@ -205,31 +209,28 @@ def _follow_change(
 
     def on_entry(number: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         tokens: Tensor = args[0]
+        order = layers[number].place.order
         if number > start:
-            keep_change(number, tokens)
+            keep_change(number, order(tokens))
             if left.get(number - 1) is not tokens:
                 unlinked.append(number)
         elif number == start:
-            noise = torch.randn(tokens.shape[1:], generator=generator) * is_changed[:, None]
-            changed = tokens[0] + tokens[0].std() * noise.to(tokens)
-            tokens = torch.stack([tokens[0], changed])
+            one = order(tokens)[0]
+            noise = torch.randn(one.shape, generator=generator) * is_changed[:, None]
+            tokens = order(torch.stack([one, one + one.std() * noise.to(one)]))
         return (tokens, *args[1:])
 
     def on_exit(number: int, module: nn.Module, args: Any, result: Any) -> None:
         left.clear()
         left[number] = first_output(result)
         if number == len(layers) - 1:
-            keep_change(len(layers), left[number])
-
-    # without attention, nothing in a block may mix tokens
-    def give_back(layer: AttentionLayer, *inputs: Any, **options: Any) -> Any:
-        tokens = inputs[0] if inputs else options["hidden_states"]
-        return (tokens, None) if layer.returns_tuple else tokens
+            keep_change(len(layers), layers[number].place.order(left[number]))
 
     pair = image.detach().repeat(2, 1, 1, 1)
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
-            stack.enter_context(replace_blocks([layer.module], partial(give_back, layer)))
+            # without attention, nothing in a block may mix tokens
+            stack.enter_context(layer.without_mixing())
             handles = [
                 layer.block.register_forward_pre_hook(partial(on_entry, number)),
                 layer.block.register_forward_hook(partial(on_exit, number)),

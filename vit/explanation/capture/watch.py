@@ -39,7 +39,7 @@ class AttentionCall:
         value: V of each query head.
         weights: A; None where it is computed from `query` and `key`.
         query, key: Queries, multiplied by the scale, and keys.
-        bias: What is added to the scores.
+        bias: Number that is added to each score.
         projection: Weight and bias of a projection that is part of the same function.
         output_weight: Weight [D, H·K] of the linear layer that reads O, if there is one.
     """
@@ -53,6 +53,13 @@ class AttentionCall:
     bias: Tensor | None = None
     projection: tuple[Tensor, Tensor | None] | None = None
     output_weight: Tensor | None = None
+
+    @property
+    def num_queries(self) -> int:
+        """Number of queries."""
+        made = self.query if self.weights is None else self.weights
+        assert made is not None
+        return made.shape[2]
 
     def compute_weights(self, images: slice) -> Callable[[slice], Float[Tensor, "b H Nq N"]]:
         """Return a function from a few queries to the weights of some images, in float32 or
@@ -119,15 +126,25 @@ class AttentionWatch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # other modes see the model's computations alone
+        with torch._C.DisableTorchFunction():
+            return self._read(result, func, args, kwargs)
+
+    def _read(
+        self,
+        result: Any,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Look at the result of a function, and return it, or what it is without mixing."""
         if func is F.scaled_dot_product_attention:
-            call = self._read_fused(*args, **kwargs)
+            call = self._read_fused(result, *args, **kwargs)
             if not self.mixes:
                 return call.value
-            result = call.output = func(*args, **kwargs)
             self._keep(call)
-            return result
-        result = func(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
+        elif func is F.multi_head_attention_forward:
             if not self.mixes:
                 return (args[2], *result[1:])
             self._keep(self._read_projected(result[0], *args, **kwargs))
@@ -152,7 +169,9 @@ class AttentionWatch(TorchFunctionMode):
                 last.output_weight = args[1].detach()
         return result
 
-    def _keep(self, call: AttentionCall) -> None:
+    def _keep(self, call: AttentionCall | None) -> None:
+        if call is None:
+            return
         self._last = call
         self.keep(call)
 
@@ -171,6 +190,7 @@ class AttentionWatch(TorchFunctionMode):
 
     def _read_fused(
         self,
+        output: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -181,7 +201,7 @@ class AttentionWatch(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> AttentionCall:
-        """Read torch's `scaled_dot_product_attention`, whose output is set later."""
+        """Read torch's `scaled_dot_product_attention`."""
         if scale is None:
             scale = query.shape[-1] ** -0.5
         heads = [self._split(tensor) for tensor in (query, key, value)]
@@ -199,7 +219,7 @@ class AttentionWatch(TorchFunctionMode):
         if is_causal:
             allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
             bias = _as_bias(allowed, query)
-        return AttentionCall(query, self._split, value, query=heads[0] * scale, key=key, bias=bias)
+        return AttentionCall(output, self._split, value, query=heads[0] * scale, key=key, bias=bias)
 
     def _read_projected(
         self,
@@ -257,7 +277,9 @@ class AttentionWatch(TorchFunctionMode):
         values = value.expand(*matrices.shape[:2], -1, -1)
         return AttentionCall(output, self._split, values, weights=matrices)
 
-    def _read_einsum(self, output: Tensor, equation: str, *operands: Tensor) -> AttentionCall:
+    def _read_einsum(
+        self, output: Tensor, equation: str, *operands: Tensor
+    ) -> AttentionCall | None:
         """Read a product of attention and values that is written as a sum over indices."""
         names, output_names = equation.replace(" ", "").split("->")
         terms = names.split(",")
@@ -274,7 +296,7 @@ class AttentionWatch(TorchFunctionMode):
         batch, query, key = term[:-2], term[-2], term[-1]
         channels = [letter for letter in value_term if letter not in term]
         if len(channels) != 1 or sorted(output_term) != sorted(batch + query + channels[0]):
-            raise UnreadableError(f"einsum {equation!r} isn't a product of attention and values")
+            return None  # the heads are mixed, or another sum
 
         order = [value_term.index(letter) for letter in batch if letter in value_term]
         values = value.permute(*order, value_term.index(key), value_term.index(channels[0]))

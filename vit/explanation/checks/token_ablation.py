@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.forward import Grid
 from vit.explanation.capture.reader import ModelReader, read_model
-from vit.explanation.capture.tokens import change_tokens
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer
@@ -91,7 +90,7 @@ def build_removal(
     Returns:
         A function from places [R] among the images and kept patches [R, kept] to logits [R, C].
     """
-    reader = read_model(model)
+    reader = read_model(model, images)
     num_patches = grid[0] * grid[1]
     all_tokens: list[Tensor] = []
     all_logits: list[Tensor] = []
@@ -105,7 +104,7 @@ def build_removal(
         with ExitStack() as contexts:
             contexts.enter_context(autocast(images.device, precision))
             if fill == "auto" and reader.can_drop_tokens:
-                contexts.enter_context(change_tokens(reader, record_tokens))
+                contexts.enter_context(reader.change_tokens(record_tokens))
             all_logits.append(compute_logits(reader.model, batch))
     image_logits = torch.cat(all_logits)
     compute_rows: ComputeKept
@@ -163,7 +162,7 @@ def _classify_tokens(
     patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
     tokens = torch.cat([prefix, patches], dim=1)
     if not reader.is_ours:
-        with change_tokens(reader, lambda embedded_again: tokens):
+        with reader.change_tokens(lambda embedded_again: tokens):
             return compute_logits(reader.model, images[rows])
     # a convolutional stem may cost as much as the blocks, so it doesn't run again
     ours = cast("VisionTransformer", reader.model)

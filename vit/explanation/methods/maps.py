@@ -82,7 +82,7 @@ def compute_maps(
     Raises:
         ValueError: A method is unknown, an option is outside its range, or the model can't be read.
     """
-    reader = read_model(model)
+    reader = read_model(model, images)
     if verify:
         settle_source(reader, images)
     chosen = find_methods(methods, reader)

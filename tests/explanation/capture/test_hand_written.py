@@ -1,0 +1,209 @@
+"""Models that people wrote themselves are read right, or refused in a sentence."""
+
+from functools import partial
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import vit
+from tests.explanation import hand_written
+from tests.explanation.hand_written import (
+    MODELS,
+    REFUSED,
+    Classifier,
+    PairsOfLayers,
+    attend_by_products,
+    blocks,
+    build,
+    module_softmax,
+    own,
+)
+from vit.explanation.capture.forward import capture_attention, run_forward
+from vit.explanation.checks.token_ablation import build_removal
+from vit.explanation.heads import compute_head_effects
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import METHODS
+
+ALL = [name for name, method in METHODS.items() if method.models != "feature map"]
+
+
+def compute_reference(
+    model: nn.Module, images: Tensor, classes: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each layer's attention and the gradient of the logit with respect to it, in float64."""
+    model = model.double()
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            monkeypatch.setattr(module, "forward", partial(attend_by_products, module))
+    weights: list[Tensor] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(hand_written, "reference", weights)
+        model(images.double().requires_grad_())[torch.arange(2), classes].sum().backward()
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    return [weight.detach() for weight in weights], gradients
+
+
+def find_readout(model: Classifier, num_tokens: int) -> Tensor:
+    readout = torch.zeros(num_tokens, dtype=torch.float64)
+    if model.pool == "class":
+        readout[0] = 1
+    else:
+        readout[model.special.shape[1] :] = 1 / hand_written.TOKENS
+    return readout
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Within 1e-4 of the largest value."""
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_maps_and_heads_are_those_of_the_products_in_float64(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images = build(MODELS[name].build)
+    with torch.no_grad(), capture_attention(model) as record:
+        logits = model(images)
+    methods = ["rollout", "gae", "gradient-rollout"]
+    forward, classes, maps = compute_maps(model, images, methods=methods)
+    torch.testing.assert_close(forward.logits.detach(), logits)
+    assert forward.reader.can_drop_tokens == MODELS[name].drops_tokens
+    forward = run_forward(forward.reader, images, gradients=True)
+    effects = compute_head_effects(forward, forward.score(classes[:, 0]))
+
+    attentions, gradients = compute_reference(model, images, classes[:, 0], monkeypatch)
+    for found, expected in zip(record.attentions, attentions, strict=True):
+        assert (found - expected).abs().max() < 1e-5
+    products = [a * g for a, g in zip(attentions, gradients, strict=True)]
+    for layer, product in enumerate(products):
+        assert_close(effects[:, layer], product.sum(dim=(2, 3)))
+    if name == "weighted mean":  # its readout depends on the tokens
+        return
+    rollout = find_readout(model, attentions[0].shape[-1]).expand(2, 1, -1)
+    gae, gradient_rollout = rollout, rollout
+    for attention, product in zip(attentions[::-1], products[::-1], strict=True):
+        rollout = (rollout + rollout @ attention.mean(dim=1)) / 2
+        gae = gae + gae @ product.clamp_min(0).mean(dim=1)
+        mixing = product.mean(dim=1).clamp_min(0)
+        total = mixing.sum(dim=-1, keepdim=True)
+        mixing = torch.where(total > 0, mixing / total, torch.eye(len(mixing[0])).double())
+        gradient_rollout = (gradient_rollout + gradient_rollout @ mixing) / 2
+    gae = gae - find_readout(model, attentions[0].shape[-1])
+    for found, expected in zip(maps, (rollout, gae, gradient_rollout), strict=True):
+        prefix = forward.num_prefix_tokens
+        assert_close(found.values[:, 0].flatten(1), expected[:, 0, prefix:])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_attends_otherwise_is_refused(name: str) -> None:
+    create, message = REFUSED[name]
+    model, images = build(create)
+    with pytest.raises(ValueError, match=message):
+        compute_maps(model, images, methods=["rollout", "gae"])
+
+
+@pytest.mark.parametrize("pool", ["class", "mean"])
+def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(pool: str) -> None:
+    """The tokens between the blocks are found, and every method, removal too, gives the same."""
+    encoder = PairsOfLayers(own("chunk", module_softmax), norm=False)
+    adds, images = build(lambda: Classifier(encoder, pool=pool))
+    whole, _ = build(lambda: Classifier(blocks(own("chunk", module_softmax)), pool=pool))
+    for block, (attention, feed_forward) in zip(whole.encoder, encoder.layers, strict=True):
+        block.attention, block.ln1 = attention.fn, attention.norm
+        block.mlp, block.ln2 = feed_forward.fn, feed_forward.norm
+    for name in ("patchify", "special", "pos", "head"):
+        setattr(whole, name, getattr(adds, name))
+    maps = []
+    for model in (adds, whole):
+        forward, _, found = compute_maps(model, images, methods=ALL)
+        remove = build_removal(forward.reader, images, grid=forward.grid)
+        kept = remove(torch.tensor([0, 1]), torch.tensor([[1, 3, 7], [5, 4, 0]]))
+        maps.append([kept, *(one.values for one in found)])
+    assert adds.encoder is encoder
+    for one, other in zip(*maps, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_tokens_first_are_read_as_tokens_of_a_batch_first_are() -> None:
+    by_order = []
+    for batch_first in (False, True):
+        encoder = hand_written.encoder(norm_first=True, batch_first=batch_first)
+        inner = encoder if batch_first else hand_written.TokensFirst(encoder)
+        model, images = build(lambda inner=inner: Classifier(inner))  # type: ignore[misc]
+        by_order.append((model, encoder))
+    by_order[1][0].load_state_dict(
+        {
+            name.replace("encoder.encoder", "encoder"): value
+            for name, value in by_order[0][0].state_dict().items()
+        }
+    )
+    maps = []
+    for model, _ in by_order:
+        forward, _, found = compute_maps(model, images, methods=ALL)
+        remove = build_removal(forward.reader, images, grid=forward.grid)
+        kept = remove(torch.tensor([0, 1]), torch.tensor([[1, 3, 7], [5, 4, 0]]))
+        maps.append([kept, *(one.values for one in found)])
+    for one, other in zip(*maps, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Mae(timm.models.VisionTransformer):
+    """As its authors derive it from timm's: the mean of the patches, then a norm."""
+
+    def __init__(self) -> None:
+        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+        super().__init__(num_classes=5, **sizes)
+        self.last_norm = nn.LayerNorm(24)
+
+    def forward_features(self, x: Tensor, **options: object) -> Tensor:
+        x = self.patch_embed(x)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.last_norm(x[:, 1:].mean(dim=1))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return self.head(x)
+
+
+def test_maes_own_pooling_is_read() -> None:
+    model, images = build(Mae)
+    assert_close(
+        run_forward(model, images).pool_weights,
+        torch.cat([torch.zeros(2, 1), torch.full((2, 16), 1 / 16)], dim=1),
+    )
+
+
+def test_grouped_queries_of_timm_are_read() -> None:
+    """They equal those of a layer that has each key and value twice."""
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
+    sizes |= {"qkv_fused": False, "use_rot_pos_emb": True, "attn_type": "rope", "num_classes": 5}
+    grouped, images = build(lambda: timm.models.Eva(num_kv_heads=2, **sizes))
+    whole, _ = build(lambda: timm.models.Eva(**sizes))
+    weights = grouped.state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = weight.unflatten(0, (2, -1)).repeat_interleave(2, dim=0).flatten(0, 1)
+    whole.load_state_dict(weights)
+    maps = [
+        compute_maps(model, images, methods=["rollout", "gae"])[2] for model in (grouped, whole)
+    ]
+    for one, other in zip(*maps, strict=True):
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_of_ones_own_is_explained_by_one_call() -> None:
+    """Its class names and preprocessing are passed along."""
+    model, _ = build(MODELS["encoder that adds"].build)
+    photo = Image.effect_noise((40, 36), 60).convert("RGB")
+    result = vit.explain(
+        model,
+        photo,
+        class_names=["a", "b", "c", "d", "e"],
+        preprocess=vit.Preprocess(image_size=(32, 32)),
+    )
+    assert list(result.maps) == ["rollout", "libra-removal"]
+    assert result.maps["rollout"].shape == (1, 4, 4)
