@@ -15,7 +15,6 @@ from vit.explanation.capture.layers import (
     SUPPORTED,
     LayerPlace,
     WatchedLayer,
-    first_output,
     without_fast_path,
 )
 from vit.explanation.capture.watch import AttentionCall, AttentionWatch, UnreadableError
@@ -151,7 +150,8 @@ def discover_layers(
     def on_exit(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if watch.stack and watch.stack[-1] is module:
             watch.stack.pop()
-        tokens[module] = (args[0] if args else None, first_output(result))
+        output = result[0] if isinstance(result, tuple) and result else result
+        tokens[module] = (args[0] if args else None, output)
 
     with ExitStack() as stack:
         stack.enter_context(keep_mode(model))

@@ -48,7 +48,7 @@ class AttentionCall:
     arrange: Callable[[Tensor], Tensor]
     value: Heads
     weights: Tensor | None = None
-    query: Heads | None = None
+    query: Float[Tensor, "B H Nq K"] | None = None
     key: Heads | None = None
     bias: Tensor | None = None
     projection: tuple[Tensor, Tensor | None] | None = None
