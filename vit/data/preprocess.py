@@ -64,6 +64,10 @@ class Preprocess:
 
     Raises:
         ValueError: A value is out of range.
+
+    Example:
+        >>> preprocess = vit.Preprocess(image_size=(224, 224), crop_pct=0.9)
+        >>> vit.explain(my_model, "photo.png", preprocess=preprocess)
     """
 
     image_size: tuple[int, int]

@@ -2,6 +2,7 @@
 a softmax whose result is multiplied with the values.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,11 @@ _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.b
 _UNCHANGED = {F.dropout, torch.dropout, torch.reshape, torch.flatten, torch.unflatten}
 _UNCHANGED |= {Tensor.reshape, Tensor.view, Tensor.flatten, Tensor.unflatten, Tensor.contiguous}
 _UNCHANGED |= {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16}
+
+
+# names of the arguments that may be given by position
+_FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_PROJECTED = tuple(inspect.signature(F.multi_head_attention_forward).parameters)
 
 
 class UnreadableError(ValueError):
@@ -140,14 +146,14 @@ class AttentionWatch(TorchFunctionMode):
     ) -> Any:
         """Look at the result of a function, and return it, or what it is without mixing."""
         if func is F.scaled_dot_product_attention:
-            call = self._read_fused(result, *args, **kwargs)
+            call = self._read_fused(result, _bind(_FUSED, args, kwargs))
             if not self.mixes:
                 return call.value
             self._keep(call)
         elif func is F.multi_head_attention_forward:
             if not self.mixes:
                 return (args[2], *result[1:])
-            self._keep(self._read_projected(result[0], *args, **kwargs))
+            self._keep(self._read_projected(result[0], _bind(_PROJECTED, args, kwargs)))
         elif func in _SOFTMAX:
             if _is_attention(result, *args, **kwargs):
                 if not self.mixes:
@@ -188,20 +194,10 @@ class AttentionWatch(TorchFunctionMode):
             )
         return tensor
 
-    def _read_fused(
-        self,
-        output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> AttentionCall:
+    def _read_fused(self, output: Tensor, arguments: dict[str, Any]) -> AttentionCall:
         """Read torch's `scaled_dot_product_attention`."""
+        query, key, value = (arguments[name] for name in ("query", "key", "value"))
+        scale = arguments.get("scale")
         if scale is None:
             scale = query.shape[-1] ** -0.5
         heads = [self._split(tensor) for tensor in (query, key, value)]
@@ -213,51 +209,39 @@ class AttentionWatch(TorchFunctionMode):
             else tensor.expand(-1, num_heads, -1, -1)
             for tensor in heads[1:]
         )
-        bias = None if attn_mask is None else _as_bias(attn_mask, query)
+        mask = arguments.get("attn_mask")
+        bias = None if mask is None else _as_bias(mask, query)
         if bias is not None and query.ndim == 3 and bias.ndim == 3:
             bias = self._split(bias)
-        if is_causal:
+        if arguments.get("is_causal"):
             allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
             bias = _as_bias(allowed, query)
         return AttentionCall(output, self._split, value, query=heads[0] * scale, key=key, bias=bias)
 
     def _read_projected(
-        self,
-        output: Float[Tensor, "N B D"],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        embed_dim: int,
-        num_heads: int,
-        in_weight: Tensor | None,
-        in_bias: Tensor | None,
-        bias_k: Tensor | None,
-        bias_v: Tensor | None,
-        add_zero_attn: bool,
-        dropout: float,
-        out_weight: Tensor,
-        out_bias: Tensor | None,
-        training: bool = True,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        **others: Any,
+        self, output: Float[Tensor, "N B D"], arguments: dict[str, Any]
     ) -> AttentionCall:
         """Read `nn.MultiheadAttention`, which projects within the same function."""
-        is_plain = output.ndim == 3 and bias_k is None and not add_zero_attn
-        if in_weight is None or not is_plain or key_padding_mask is not None:
+        in_weight, in_bias = arguments["in_proj_weight"], arguments["in_proj_bias"]
+        others = ("bias_k", "key_padding_mask", "q_proj_weight")
+        is_plain = all(arguments.get(name) is None for name in others)
+        if in_weight is None or output.ndim != 3 or arguments["add_zero_attn"] or not is_plain:
             raise UnreadableError(
                 "nn.MultiheadAttention with kdim, add_bias_kv, add_zero_attn, key_padding_mask or "
                 "without a batch can't be read"
             )
         biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
-        tensors = zip((query, key, value), in_weight.chunk(3), biases, strict=True)
+        inputs = (arguments[name] for name in ("query", "key", "value"))
+        tensors = zip(inputs, in_weight.chunk(3), biases, strict=True)
+        heads = (arguments["num_heads"], -1)
         # [N, B, D] to [B, H, N, K]
         query, key, value = (
-            torch.unflatten(F.linear(tensor, weight, bias), -1, (num_heads, -1)).permute(1, 2, 0, 3)
+            torch.unflatten(F.linear(tensor, weight, bias), -1, heads).permute(1, 2, 0, 3)
             for tensor, weight, bias in tensors
         )
-        bias = None if attn_mask is None else _as_bias(attn_mask, query)
+        mask = arguments.get("attn_mask")
+        bias = None if mask is None else _as_bias(mask, query)
+        out_weight, out_bias = arguments["out_proj_weight"], arguments["out_proj_bias"]
         return AttentionCall(
             output,
             lambda tensor: tensor.transpose(0, 1),
@@ -311,6 +295,11 @@ class AttentionWatch(TorchFunctionMode):
             self._split(values.expand(*weights.shape[:-2], -1, -1)),
             weights=matrices,
         )
+
+
+def _bind(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _is_attention(
