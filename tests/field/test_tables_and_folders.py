@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import struct
 import tarfile
 from collections.abc import Callable, Iterator
@@ -701,6 +702,15 @@ def test_a_table_beside_folders_is_not_passed_over(tmp_path: Path) -> None:
     assert f"is not read: the folders are the classes; vit train {table} reads it" in list_notes(
         tmp_path
     )
+    # of several the one of the training images, and never a form for answers
+    for name in ("a_submission.csv", "others.csv", "train.csv"):
+        write(tmp_path / "more" / name, text)
+    save_all(tmp_path / "more", *grid("train/a", "train/b", "test", count=8))
+    notes = list_notes(tmp_path / "more")
+    assert "others.csv, train.csv in more/ is not read" in notes
+    assert f"vit train {tmp_path / 'more' / 'train.csv'} reads it (--label-column NAME" in notes
+    assert "more/test holds images in no folder of a class: they are not used" in notes
+    shutil.rmtree(tmp_path / "more")
     truth = {path: "xyz"[n % 3] for n, path in enumerate(paths)}
     assert read(table, label_column="Art") == read(tmp_path, label_column="Art") == truth
 

@@ -38,6 +38,7 @@ from vit.data.sources.base import (
 from vit.data.sources.file_names import find_by_name, suggest_names
 from vit.data.sources.flat_splits import FlatSplit, read_flat_split
 from vit.data.sources.idx import find_idx, list_idx
+from vit.data.sources.table_paths import find_table_split
 from vit.data.sources.tables import (
     find_tables,
     guess_tables,
@@ -266,7 +267,8 @@ def _note_unread(
     if unread:
         names = shorten(", ".join(table.name for table in unread))
         text = f"{names} in {root.absolute().name}/ is not read: the folders are the classes"
-        notes.append(f"{text}; vit train {unread[0]} reads it")
+        best = next((table for table in unread if find_table_split(table) == "train"), unread[0])
+        notes.append(f"{text}; vit train {best} reads it (--label-column NAME names its classes)")
     inner = find_split_folders(first / class_folders[0])
     if len(inner) > 1:
         names = " and ".join(f"{class_folders[0]}/{folder.name}" for folder in inner.values())

@@ -67,11 +67,15 @@ def list_tables(root: Path) -> list[Path]:
 
 def list_other_tables(root: Path) -> list[Path]:
     """List the files in a folder that may be tables of its images, other than `list_tables`."""
-    # lists of other kinds, notes and licences are texts, too
+    # Lists of other kinds, notes and licences are texts, too. A form for answers has labels that
+    # are made up.
     return [
         path
         for path in sorted(root.iterdir())
-        if is_table(path) and path.suffix.lower() != ".txt" and path.name[0] != "."
+        if is_table(path)
+        and path.suffix.lower() != ".txt"
+        and path.name[0] != "."
+        and "submission" not in path.name.lower()
     ]
 
 
@@ -89,9 +93,6 @@ def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
     found: list[Path] = []
     reasons: list[str] = []
     for path in list_other_tables(root):
-        # a form for answers has labels, too, but they are made up
-        if "submission" in path.name.lower():
-            continue
         try:
             reader = _TableReader(path, rule)
             paths = reader.list_paths()
