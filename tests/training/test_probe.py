@@ -81,6 +81,12 @@ def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
     return build_once("probe_alone", build)
 
 
+@pytest.fixture
+def no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the learning curve, which takes a third of the time of a probe."""
+    monkeypatch.setattr("vit.training.probe.find_product", lambda purpose: None)
+
+
 def read_top1(run: Path) -> float:
     """On the validation images."""
     return float(
@@ -185,6 +191,7 @@ def test_the_probe_is_a_model_like_any_other(
     assert (probe_alone / "model.safetensors").read_bytes() == model_file
 
 
+@pytest.mark.usefixtures("no_curve")
 def test_fine_tuning_goes_on_from_it_and_never_ends_below(
     cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
 ) -> None:
@@ -290,6 +297,7 @@ def simulate_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
     monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 3 * rate)
 
 
+@pytest.mark.usefixtures("no_curve")
 def test_the_timed_steps_are_those_of_training(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +318,7 @@ def test_the_timed_steps_are_those_of_training(
     ("rate", "num_frozen", "epochs"),
     [(1e6, ["none"], [15]), (6.0, [1, 2], range(5, 11)), (0.8, ["backbone"], [1])],
 )
+@pytest.mark.usefixtures("no_curve")
 def test_the_minutes_decide_what_is_trained_after_the_probe(
     weights: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -337,6 +346,7 @@ def test_the_minutes_decide_what_is_trained_after_the_probe(
         assert config.train.evaluate_every_epochs == config.train.epochs
 
 
+@pytest.mark.usefixtures("no_curve")
 def test_what_is_given_for_the_fine_tuning_holds(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +368,7 @@ def test_what_is_given_for_the_fine_tuning_holds(
     assert config.train.max_minutes is None
 
 
+@pytest.mark.usefixtures("no_curve")
 def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +407,7 @@ def test_so_many_blocks_are_frozen_that_the_time_holds_enough_epochs(
     assert (epochs >= fewest_epochs) if fewest_epochs else epochs == 0
 
 
+@pytest.mark.usefixtures("no_curve")
 def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
     cli: Launcher,
     weights: Path,
