@@ -35,7 +35,7 @@ MIN_LEVELS = 32
 
 # value for red, green and blue
 Triple = tuple[float, float, float]
-# of a deep image: smallest value, largest value, bits in use, limits that the file states
+# values of a deep image: the smallest, the largest, bits in use, limits that the file states
 _Values = tuple[float, float, int | None, tuple[float, float] | None]
 ClassBalance = Literal["none", "weights", "sampler"]
 
