@@ -1,7 +1,6 @@
 """The forward passes of a summary: predictions, maps, and images without some patches."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -80,12 +79,7 @@ class Passes:
                 read_bundle(self.bundle),
                 images,
                 methods=[self.method],
-                target=replace(
-                    CLASS,
-                    choose=lambda logits: torch.full_like(
-                        logits[:, :1], class_index, dtype=torch.long
-                    ),
-                ),
+                target=CLASS.with_classes(torch.full((len(images),), class_index)),
                 keep="block tokens",
             )
             # evidence against a class is no evidence for it
