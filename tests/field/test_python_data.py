@@ -189,6 +189,18 @@ def weighted(images: np.ndarray) -> Any:
     return torch_data.DataLoader(pairs(images), sampler=sampler)
 
 
+class Frame:
+    """Has what is used of a DataFrame of pandas."""
+
+    iloc: list[Any] = []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, column: str) -> Any:
+        raise KeyError(column)
+
+
 # name → (set, sentence)
 REFUSED: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     "0 to 255 as float tensors": (
@@ -219,6 +231,8 @@ REFUSED: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
     "a weighted sampler": (weighted, r"WeightedRandomSampler, which vit doesn't draw by; pass its"),
     "splits of other names": (lambda x: {"a": pairs(x), "b": pairs(x)}, "is a dictionary of a, b"),
     "a path": (lambda x: "photos", "dataset is a str, not"),
+    "paths": (lambda x: [("a.png", 0)], r"item 0 of dataset holds 'a.png', .*; open it \(PIL"),
+    "a frame": (lambda x: Frame(), r"dataset is a Frame, .* \(data\.root=TABLE\.csv\)"),
     "too few names": (lambda x: (x, np.eye(5)[LABELS]), "one-hot rows of 5 classes, and there are 3"),
 }  # fmt: skip
 

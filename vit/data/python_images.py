@@ -97,12 +97,16 @@ def list_items(dataset: Any) -> Any:
         ValueError: It is something else, or a loader that chooses among its images.
     """
     dataset = open_loader(dataset)
-    is_text = isinstance(dataset, str | bytes | Path | Mapping)
+    # the keys of pandas' DataFrame are its columns
+    is_text = isinstance(dataset, str | bytes | Path | Mapping) or hasattr(dataset, "iloc")
     if not is_text and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return dataset
     if is_text or not isinstance(dataset, Iterable):
         text = f"dataset is {describe_kind(dataset)}"
-        raise ValueError(f"{text}, not (images, labels) nor a data set or loader of torch")
+        raise ValueError(
+            f"{text}, not (images, labels) nor a data set or loader of torch; a table of paths and"
+            " labels is read from its file (data.root=TABLE.csv)"
+        )
     return list(dataset)
 
 

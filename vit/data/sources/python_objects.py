@@ -210,7 +210,8 @@ def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:
     name = f"item {index} of dataset"
     image, label = split_item(dataset[index], name=name)
     if isinstance(image, str | Path):
-        raise ValueError(f"{name} holds {image!r}, not a PIL image, an array or a tensor")
+        text = f"{name} holds {image!r}, not a PIL image, an array or a tensor"
+        raise ValueError(f"{text}; open it (PIL.Image.open), or train on a table of the paths")
     if not isinstance(image, Image.Image):
         if not hasattr(image, "__array__"):
             expected = "a PIL image, an array or a tensor"
