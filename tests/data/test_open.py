@@ -173,7 +173,7 @@ def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFold
 @pytest.mark.parametrize(
     ("paths", "sentence"),
     [
-        ([], "<image> names fewer than two classes: none"),
+        ([], "images holds no images; check the path"),
         (["cat/1.png"], "<class>/<image> names fewer than two classes: 'cat'"),
         (
             ["train/cat/1.png", "train/dog/1.png", "test/cow/1.png"],
@@ -582,7 +582,7 @@ def test_what_is_no_data_is_said(tmp_path: Path) -> None:
     ):
         open_for_model(None, recorded=RecordedImages())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="names fewer than two classes: none"):
+    with pytest.raises(ValueError, match="holds no images; check the path"):
         open_for_model(str(tmp_path / "empty"), recorded=RecordedImages())
 
 

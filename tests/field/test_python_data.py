@@ -192,7 +192,7 @@ def weighted(images: np.ndarray) -> Any:
 class Frame:
     """Has what is used of a DataFrame of pandas."""
 
-    iloc: list[Any] = []
+    iloc = ()
 
     def __len__(self) -> int:
         return 3

@@ -842,6 +842,48 @@ def test_folders_of_other_programs_are_no_classes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("folders", "sentence"),
+    [
+        (
+            ("cars_train", "cars_test"),
+            "holds cars_test, cars_train: call the splits train, val and",
+        ),
+        (("a/abbey", "a/airport", "b/bar"), "holds a, b, which are no classes; if the folders in"),
+        (("images/tart", "images/pie", "meta"), "which are no classes; did you mean .*images"),
+        (("jpg",), "jpg holds images in no folder of a class; move them into folders"),
+        ((), r"holds no images, only .bin 1; check the path"),
+    ],
+)
+def test_neighbours_of_published_sets_are_answered(
+    tmp_path: Path, folders: tuple[str, ...], sentence: str
+) -> None:
+    save_all(tmp_path, *grid(*(folder for folder in folders if folder != "meta")))
+    for name in ("meta/train.json",) if "meta" in folders else ("imagelabels.bin",):
+        write(tmp_path / name, "{}")
+    with pytest.raises(ValueError, match=sentence):
+        read(tmp_path)
+
+
+def test_letters_are_classes_and_trainval_is_a_split(tmp_path: Path) -> None:
+    save_all(tmp_path / "signs", *grid("A", "B"))
+    assert open_place(tmp_path / "signs").split("all").class_names == ("A", "B")
+    save_all(tmp_path / "voc", *grid("trainval/cat", "trainval/dog", "test/cat", "test/dog"))
+    assert list(read(tmp_path / "voc", "test")) == grid("test/cat", "test/dog")
+
+
+def test_a_flat_split_s_table_may_have_other_columns_first(tmp_path: Path) -> None:
+    """The traffic signs of Kaggle."""
+    save_all(tmp_path, *grid("Train/0", "Train/9", "Train/10"), *grid("Test", count=6))
+    for split, rows in (
+        ("Train", [f"4,4,{sign},Train/{sign}/{n}.png" for sign in (0, 9, 10) for n in range(4)]),
+        ("Test", [f"4,4,{(9, 0, 10)[n % 3]},Test/{n}.png" for n in range(6)]),
+    ):
+        write(tmp_path / f"{split}.csv", "\n".join(["Width,Height,ClassId,Path", *rows]))
+    labels = read(tmp_path, "test")
+    assert labels == {f"Test/{n}.png": ("9", "0", "10")[n % 3] for n in range(6)}
+
+
 def test_photos_with_large_suffixes_and_names_of_any_language_are_found(tmp_path: Path) -> None:
     save_all(tmp_path, "猫/1.JPEG", "猫/été 😀.BMP", "dog/1.JPEG", "dog/2.WEBP")
     splits = open_place(tmp_path)

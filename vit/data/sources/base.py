@@ -21,7 +21,7 @@ from vit.runtime.drive import wait_for_drive
 
 # split → names that its folder, its shards or its value in a table may have
 SPLIT_NAMES = {
-    "train": ("train", "training"),
+    "train": ("train", "training", "trainval"),
     "validation": ("val", "valid", "validation"),
     "test": ("test", "testing"),
 }

@@ -12,6 +12,7 @@ import numpy as np
 from vit.data.class_names import number_labels
 from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import relative_path
+from vit.data.sources.table_text import LABEL_NAMES, PATH_NAMES, read_table_file
 from vit.runtime.arguments import shorten
 from vit.runtime.files import read_text
 
@@ -111,6 +112,17 @@ def _find_source(folder: Path) -> Path | None:
 
 
 def _read_rows(source: Path) -> list[list[str]]:
+    if source.suffix == ".csv":
+        table = read_table_file(source)
+        places = [
+            next((table.names.index(name) for name in known if name in table.names), None)
+            for known in (PATH_NAMES, LABEL_NAMES)
+        ]
+        if None not in places:
+            return [
+                [str(fields[place]) for place in places if place is not None]
+                for _, fields in table.rows
+            ]
     lines = (line.strip() for line in read_text(source).removeprefix("\ufeff").splitlines())
     return [re.split(r'[\s,;"]+', line.strip('"')) for line in lines if line]
 

@@ -28,6 +28,7 @@ from vit.data.dataset import (
 )
 from vit.data.images import is_image_name, is_system_folder, list_files
 from vit.data.sources.base import (
+    SPLIT_OF,
     FileReader,
     count_suffixes,
     count_system_images,
@@ -55,7 +56,7 @@ _CONTENTS = frozenset(
     (
         "image", "images", "img", "imgs", "jpegimages", "mask", "masks", "label", "labels",
         "annotation", "annotations", "gt", "ground_truth", "groundtruth", "segmentation",
-        "segmentations", "bbox", "bboxes",
+        "segmentations", "bbox", "bboxes", "jpg", "jpeg", "png", "meta",
     )
 )  # fmt: skip
 _FOLD = re.compile(r"(fold|kfold|cv|split)s?[ _-]*[0-9]+")
@@ -227,14 +228,29 @@ def _check_layout(folder: Path, class_folders: Sequence[str]) -> None:
             lie in no folder.
     """
     names = [name.casefold() for name in class_folders]
-    if len(names) > 1 and all(map(_FOLD.fullmatch, names)):
-        text = f"{folder} holds {shorten(', '.join(class_folders))}, which are no classes"
-        raise ValueError(f"{text}; if the folders in them are, --label-by '([^/]+)/[^/]+$' says so")
+    text = f"{folder} holds {shorten(', '.join(class_folders))}"
+    splits = set(map(_read_split, names))
+    if len(splits) > 1 and "" not in splits:
+        raise ValueError(f"{text}: call the splits train, val and test")
+    # a/abbey, a/airport
+    is_index = all(
+        len(name) == 1
+        and (inner := list_classes(folder / class_folder))
+        and all(each.casefold().startswith(name) for each in inner)
+        for name, class_folder in zip(names, class_folders, strict=True)
+    )
+    if len(names) > 1 and (is_index or all(map(_FOLD.fullmatch, names))):
+        hint = "if the folders in them are, --label-by '([^/]+)/[^/]+$' says so"
+        raise ValueError(f"{text}, which are no classes; {hint}")
     is_contents = _CONTENTS.issuperset(names)
     if len(names) > 1 and not is_contents:
         return
+    places = [folder / name for name in class_folders if is_contents]
+    for place in places:
+        if len(list_classes(place)) > 1:
+            raise ValueError(f"{text}, which are no classes; did you mean {place}?")
     # images may lie in the folder itself, or in images/
-    for place in (folder, *(folder / name for name in class_folders if is_contents)):
+    for place in (folder, *places):
         if not any(map(is_image_name, _list_files(place))):
             continue
         hint = suggest_names(place)
@@ -242,6 +258,14 @@ def _check_layout(folder: Path, class_folders: Sequence[str]) -> None:
             hint = "; move them into folders of classes, or list classes in a table (path,label)"
         if hint:
             raise ValueError(f"{place} holds images in no folder of a class{hint}")
+    if not names:
+        held = describe_counts(count_suffixes(_list_files(folder)))
+        raise ValueError(f"{folder} holds no images{held and ', only '}{held}; check the path")
+
+
+def _read_split(name: str) -> str:
+    """Return the split at the end of a name, such as cars_train; empty if there is none."""
+    return SPLIT_OF.get(re.split(r"[ _.-]", name)[-1], "")
 
 
 def _note_unread(
