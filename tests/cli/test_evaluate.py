@@ -339,7 +339,7 @@ def test_bad_folders_and_models_get_one_line(
     half = tmp_path / "half.safetensors"
     half.write_bytes(model_file.read_bytes()[:5000])
     cases = [
-        ([model_file, "--data", tmp_path / "empty"], "fewer than two classes: none"),
+        ([model_file, "--data", tmp_path / "empty"], "holds no images; check the path"),
         ([model_file, "--data", tmp_path / "strange"], "the model doesn't know 'yak'"),
         ([half], "is not a complete model file"),
         ([tmp_path / "empty"], "holds no model.safetensors"),
