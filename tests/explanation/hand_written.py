@@ -164,6 +164,20 @@ def mixed_after(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return self.mix(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
 
 
+def gated(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The mean of all tokens decides how much is read."""
+    return tensor_softmax(self, q, k, v) * v.mean(dim=2, keepdim=True).sigmoid()
+
+
+def with_sums(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return fused(q, k, v) + v.cumsum(dim=2)
+
+
+def renormalised(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.mT * HEAD**-0.5).softmax(dim=-1) * torch.linspace(0.5, 1, q.shape[2])
+    return weights @ v
+
+
 def by_hand(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = torch.exp(q @ k.mT * HEAD**-0.5)
     return weights / weights.sum(dim=-1, keepdim=True) @ v
@@ -297,6 +311,7 @@ class Classifier(nn.Module):
         positions: str = "learned",
         tokens: int = 1,
         pool: str = "class",
+        num_classes: int = CLASSES,
     ) -> None:
         super().__init__()
         self.patches, self.pool = patches, pool
@@ -312,7 +327,7 @@ class Classifier(nn.Module):
             angles = torch.arange(count)[:, None] / 100 ** torch.linspace(0, 1, WIDTH // 2)
             self.register_buffer("pos", torch.cat([angles.sin(), angles.cos()], dim=1)[None])
         self.drop, self.encoder = nn.Dropout(0.1), encoder
-        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, num_classes))
         self.score = nn.Linear(WIDTH, 1)
 
     def embed(self, images: Tensor) -> Tensor:
@@ -444,7 +459,42 @@ MODELS: dict[str, HandWritten] = {
     ),
 }
 
+
+class Both(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.first(images) + self.second(images)
+
+
+class Flipped(Both):
+    def forward(self, images: Tensor) -> Tensor:
+        return self.first(images) + self.first(images.flip(-1))
+
+
+def one() -> nn.Module:
+    return Classifier(blocks(own("chunk", tensor_softmax)))
+
+
+MIXED = "mixes tokens elsewhere"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "gate": (lambda: Classifier(blocks(own("chunk", gated))), MIXED),
+    "gate of an encoder that adds": (
+        lambda: Classifier(PairsOfLayers(own("chunk", gated), norm=True)),
+        MIXED,
+    ),
+    "sums beside the heads": (lambda: Classifier(blocks(own("chunk", with_sums))), MIXED),
+    "weights that are changed": (
+        lambda: Classifier(blocks(own("chunk", renormalised))),
+        "no attention layer of a known kind",
+    ),
+    "two encoders": (lambda: Both(one(), one()), "doesn't read what"),
+    "test-time augmentation": (
+        lambda: Flipped(one(), nn.Identity()),
+        "isn't part of a module|runs 2 times",
+    ),
     "talking heads after the softmax": (
         lambda: Classifier(blocks(own("chunk", mixed_after))),
         "no attention layer of a known kind",

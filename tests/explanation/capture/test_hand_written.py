@@ -1,7 +1,9 @@
 """Models that people wrote themselves are read right, or refused in a sentence."""
 
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -207,3 +209,30 @@ def test_a_model_of_ones_own_is_explained_by_one_call() -> None:
     )
     assert list(result.maps) == ["rollout", "libra-removal"]
     assert result.maps["rollout"].shape == (1, 4, 4)
+
+
+@pytest.mark.extended
+def test_what_is_trained_is_explained(tmp_path: Path) -> None:
+    """A model of one's own learns where a picture is bright, and its maps say so."""
+    random = np.random.default_rng(0)
+    pictures, labels = [], []
+    for number in range(160):
+        pixels = random.integers(0, 60, (32, 32, 3), dtype=np.uint8)
+        side = number % 2
+        pixels[4 + 16 * side : 12 + 16 * side, 8:24] += 180
+        pictures.append(Image.fromarray(pixels))
+        labels.append(("above", "below")[side])
+    torch.manual_seed(0)
+    encoder = PairsOfLayers(own("chunk", module_softmax), norm=True)
+    train = {"epochs": 30, "batch_size": 16, "device": "cpu", "precision": "float32"}
+    run = vit.train(
+        {"data": {"image_size": 32}, "optimizer": {"lr": 3e-3}, "train": train},
+        dataset=(pictures, labels),
+        model=Classifier(encoder, pool="mean", num_classes=2),
+        output=tmp_path / "run",
+    )
+    result = vit.explain(run.bundle, pictures[:2], methods=["rollout", "libra-removal"])
+    assert [image.targets for image in result.images] == [(0,), (1,)]
+    maps = result.maps["libra-removal"]
+    assert maps[0, :2].sum() > maps[0, 2:].sum()
+    assert maps[1, 2:].sum() > maps[1, :2].sum()
