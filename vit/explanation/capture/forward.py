@@ -58,7 +58,12 @@ from vit.explanation.capture.tokens import (
     capture_patch_grids,
     count_prefix_tokens,
 )
-from vit.explanation.capture.verification import check_chain, check_places, check_repeatable
+from vit.explanation.capture.verification import (
+    check_chain,
+    check_gradient,
+    check_places,
+    check_repeatable,
+)
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.model_info import keep_mode
@@ -389,6 +394,8 @@ def _run_without_attention(
             logits = compute_logits(model, images)
         if verify:
             check_repeatable(model, images[:1], logits[:1])
+        if verify and number is None:
+            check_gradient(model, images[:1])
 
     feature_map = None
     places = images.new_empty(len(images), 0, *map(_choose_places, images.shape[-2:]))

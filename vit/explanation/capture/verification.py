@@ -261,3 +261,13 @@ def check_repeatable(model: nn.Module, image: OneImage, logits: Float[Tensor, "1
             f"two passes of {type(model).__name__} over one image give different logits (dropout "
             "or a random mask in evaluation mode?), so a map of one pass explains no other"
         )
+
+
+@torch.enable_grad()
+def check_gradient(model: nn.Module, image: OneImage) -> None:
+    """Raise ValueError if the logits have no gradient at the pixels."""
+    if not compute_logits(model, image.detach().requires_grad_()).requires_grad:
+        raise ValueError(
+            f"no gradient leads from the logits of {type(model).__name__} to the pixels (a quantised "
+            "model?), and its maps need one"
+        )
