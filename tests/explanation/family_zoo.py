@@ -214,5 +214,7 @@ def describe_family(family: Family) -> tuple[str, ...]:
         if source != reader.source and (source == "attention" or source in reader.refused):
             reasons[source] = re.split("[:;,(]", reader.explain_refusal(source))[0].strip()
     layer = f"`{family.layer}`" if family.layer else f"no: {reasons['feature map']}"
-    attention = f"no: {reasons['attention']}" if "attention" in reasons else "yes"
+    if reader.source == "attention":
+        return family.library, family.name, "not needed", "yes"
+    attention = f"no: {reasons['attention']}"
     return family.library, family.name, layer, attention

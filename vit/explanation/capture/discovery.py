@@ -166,7 +166,7 @@ def discover_layers(
                 compute_logits(model, images)
         except UnreadableError as error:
             raise ValueError(f"no attention of {family} can be read: {error}") from error
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             raise ValueError(
                 f"no attention layer of a known kind in {family}, and it doesn't run on images of "
                 f"{image_size[0]}×{image_size[1]} pixels: {error}"

@@ -440,6 +440,7 @@ def settle_source(reader: ModelReader, images: Images) -> None:
     Raises:
         ValueError: Not even maps of the pixels are right, because two passes differ.
     """
+    read_model(reader, images)  # they may have another size than the model tells
     # this project's own model is always read
     while not (reader.is_settled or reader.is_ours):
         source = reader.source
