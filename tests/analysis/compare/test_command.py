@@ -67,7 +67,7 @@ def test_numbers_that_are_not_finite_are_refused_or_said(cli: Launcher, tmp_path
 
 
 def test_info_shows_no_nan(cli: Launcher, save_model: SaveModel, tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model.safetensors", data={"share": float("nan")})
+    path = save_model(tmp_path / "model.safetensors", versions={"share": float("nan")})
     out = cli.succeed("info", path).text
     assert "nan" not in out.split()
     assert "– (the file has no finite number here)" in out
