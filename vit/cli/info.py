@@ -129,7 +129,7 @@ def _describe_answers(bundle: "Bundle") -> dict[str, object]:
         shown["training features"] = f"none: {conformal['no_likeness']}"
     if "temperature" in bundle.metadata:
         fitted_on = bundle.metadata.get("temperature_fitted_on", {})
-        images = "".join(f", {key} {value}" for key, value in fitted_on.items())
+        images = "".join(f", {key} {_describe_value(value)}" for key, value in fitted_on.items())
         shown["temperature"] = f"{bundle.temperature:.4f}{images}"
     return shown
 

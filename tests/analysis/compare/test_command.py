@@ -7,6 +7,7 @@ import numpy as np
 
 from tests.conftest import Launcher, SaveModel
 from tests.evaluation.records import write_evaluation
+from vit.bundle import update_metadata
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 
@@ -67,7 +68,9 @@ def test_numbers_that_are_not_finite_are_refused_or_said(cli: Launcher, tmp_path
 
 
 def test_info_shows_no_nan(cli: Launcher, save_model: SaveModel, tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model.safetensors", versions={"share": float("nan")})
+    path = save_model(tmp_path / "model.safetensors")
+    fitted_on = {"loss_before": float("nan")}
+    update_metadata(path, {"temperature": 1.5, "temperature_fitted_on": fitted_on})
     out = cli.succeed("info", path).text
     assert "nan" not in out.split()
-    assert "– (the file has no finite number here)" in out
+    assert "– (the file has no finite number here)" in " ".join(out.split())

@@ -513,7 +513,8 @@ def test_a_run_ends_where_shards_disappear_and_goes_on_when_they_are_back(
         return ["train", empty_yaml, *options, cache, *arguments, "--output", tmp_path / name]
 
     assert (
-        "workers (images in object storage" in cli.succeed(*train("whole", "data.workers=0")).text
+        "workers (images in object storage"
+        in cli.succeed(*train("whole", "data.workers=0", "--verbose")).text
     )
     checkpoints = tmp_path / "broken" / "checkpoints"
     server.gone = lambda: any(checkpoints.glob("step-00000009-*"))  # of 7 steps an epoch
