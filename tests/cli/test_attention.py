@@ -126,7 +126,7 @@ def test_resume_explains_only_what_is_missing(
         (["--method", "raw", "--option", "head=first"], "head 'first': input should be .*'mean'"),
         (["--option", "residual=half"], "residual 'half': input should be a valid number"),
         (["--option", "max_side=-1"], "max_side -1 must be at least 0"),
-        (["--option", "passes=2"], "passes is no option of the methods rollout, libra-removal"),
+        (["--option", "passes=2"], "passes is no option of the methods libra-removal, rollout"),
         (["--option", "residual"], "--option 'residual' is not NAME=VALUE"),
         (["--option", "methods=gae"], "methods is no option of the methods"),
         (["--option", "discard_ratio=1"], r"discard_ratio 1.0 is outside \[0, 1\)"),

@@ -98,7 +98,7 @@ def test_what_a_signature_says_of_the_command_line() -> None:
     ("arguments", "message"),
     [
         (("--option", "wait"), "--option 'wait' is not NAME=VALUE with one of"),
-        (("--option", "wait=1"), "wait is no option of the methods rollout, libra-removal"),
+        (("--option", "wait=1"), "wait is no option of the methods libra-removal, rollout"),
         (("--option", "residual=much"), "residual 'much': input should be a valid number"),
         (("--images", "0"), "greater than or equal to 1"),
     ],

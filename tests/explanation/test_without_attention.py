@@ -223,7 +223,7 @@ def test_their_maps_are_checked_against_painting_over() -> None:
     values[:24, :24] = 220
     result = vit.explain(bundle, values, target="bright", methods="input-x-gradient")
     (check,) = result.sanity_checks["input-x-gradient"][0]
-    assert check.evidence == "leave-one-out"
+    assert check.patches == "groups of 2 × 2 patches"
     assert check.verdict == "confirmed"
 
 

@@ -28,9 +28,10 @@ class BestMethod:
 
     Attributes:
         method: Name of the method.
-        among_the_best: Methods whose difference from the best has an interval that includes 0, with
-            dropped tokens.
-        gain: Symmetric relevance gain of the method: mean, low and high end of the interval.
+        among_the_best: Methods whose difference from the highest gain has an interval that
+            includes 0.
+        gain: Symmetric relevance gain of the method, the mean with tokens dropped and with the mean
+            fill: mean, low and high end of the interval.
         num_images: Number of images.
     """
 
@@ -73,10 +74,12 @@ def read_best_method(bundle: Bundle) -> BestMethod:
     try:
         content = read_json(path)
         name = content["best_method"]
-        gain = content["gains"]["srg"][name]
+        # earlier files were chosen by the gain with dropped tokens
+        metric = "srg_both" if "srg_both" in content["gains"] else "srg"
+        gain = content["gains"][metric][name]
         best = BestMethod(
             method=name,
-            among_the_best=tuple(content["best"]["srg"]),
+            among_the_best=tuple(content["best"][metric]),
             gain={key: float(gain[key]) for key in ("mean", "low", "high")},
             num_images=content["num_images"],
         )
@@ -110,8 +113,8 @@ def replace_best(methods: Sequence[str], bundle: Bundle) -> tuple[str, ...]:
 def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -> tuple[str, ...]:
     """Return `methods` with other methods instead of "auto" and "best".
 
-    "auto" is rollout and, for few images, also a map of the class; for a model without readable
-    attention it is the first two methods that it has.
+    "auto" is a map of the class and rollout, or rollout alone for many images; for a model without
+    readable attention it is the first two methods that it has.
     """
     if AUTO not in methods:
         return replace_best(methods, bundle)
@@ -121,11 +124,11 @@ def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -
         chosen = list_methods(reader)[:2]
     elif num_images <= MAX_CHECKED_IMAGES:
         try:
-            chosen.append(read_best_method(bundle).method)
+            chosen.insert(0, read_best_method(bundle).method)
         except (ValueError, OSError):
             # the model was not measured
             if _has_removal_maps(bundle):
-                chosen.append("libra-removal")
+                chosen.insert(0, "libra-removal")
     names = [name for method in methods for name in (chosen if method == AUTO else [method])]
     return replace_best(names, bundle)
 

@@ -62,10 +62,10 @@ def explain(
         images: Paths, folders, PIL images, uint8 arrays [H, W, 3], or one of
             them. None: `count` images of the model's test split.
         methods: Names of methods; "best" is the one that `vit faithfulness`
-            found. "auto" is rollout and, for up to 64 images, the best method
-            if it is known and libra-removal if not. For a model without
-            attention (ResNet, ConvNeXt, Swin), "auto" is grad-cam and
-            input-x-gradient.
+            found. "auto" is, for up to 64 images, the best method if it is
+            known and libra-removal if not, and then rollout; for more, rollout
+            alone. For a model without attention (ResNet, ConvNeXt, Swin),
+            "auto" is grad-cam and input-x-gradient.
         target: Class to explain: a name, an index (an integer, or a text where no
             class is called by a number), "auto" (the predicted one),
             "all" or "top3"; also "A - B" and "sigmoid:A". "A - B" is the

@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from vit.bundle import Bundle
 from vit.data.images import DeepImage
-from vit.explanation.capture.forward import Forward, open_reader, run_forward
+from vit.explanation.capture.forward import Forward, open_reader
 from vit.explanation.capture.reader import ModelReader
-from vit.explanation.checks.sanity_checks import (
-    RELIABILITY_IMAGES,
-    GroupSize,
-    MapChecks,
-    SanityCheck,
-    check_maps,
-    choose_group_size,
-)
+from vit.explanation.checks.sanity_checks import MapChecks, SanityCheck, check_maps
 from vit.explanation.heads import compute_head_effects
 from vit.explanation.items import ImageItem
 from vit.explanation.methods.completeness import measure_completeness_error
@@ -140,7 +133,6 @@ class Explainer:
         _check_target(target, self._methods)
         self._is_verified = False
         self._completeness_error: float | None = None
-        self._group_size: GroupSize | None = None
 
         # other models may not allow copies, so they run alone with all of torch's threads
         has_threads = bundle.device.type == "cpu" and self._reader.is_ours
@@ -180,8 +172,6 @@ class Explainer:
         check_choice(scale, SCALES, name="scale")
         explanations = Explanations(self.bundle, self.methods, images=[], unreadable=[])
         unreadable = explanations.unreadable
-        # chosen again for each call, so that it depends on these images alone
-        self._group_size = None
         # large images are decoded again for drawing, because two batches of them may not fit into
         # memory
         max_pixels = _MAX_KEPT_PIXELS // max(min(2 * self.batch_size, len(items)), 1)
@@ -238,9 +228,6 @@ class Explainer:
     def _explain_batch(self, results: Sequence[ImageResult], token_bytes: int) -> None:
         """Explain a batch: on a CPU each thread takes a part; on a GPU one part after another runs
         if the batch doesn't fit its memory."""
-        if self.sanity_checks and self._group_size is None:
-            # before the batch is divided, so that it doesn't depend on the number of threads
-            self._group_size = self._choose_group_size(results[:RELIABILITY_IMAGES])
         if any(method.uses_libra for method in self._methods):
             # the reader keeps what the first image shows
             self._completeness_error = self._measure_completeness(results[:1])
@@ -277,7 +264,9 @@ class Explainer:
     ) -> None:
         """Add to each image its maps, the model's outputs and the details of its tokens."""
         # the gallery shows the tokens of each block; other callers do without that memory
-        keep: Keep = "block tokens" if token_bytes else "nothing"
+        keep: Keep = "nothing"
+        if token_bytes:
+            keep = "gradients" if self.sanity_checks else "block tokens"
         target = self._select_target(results)
         with autocast(self.bundle.device, self.precision):
             forward, targets, maps = compute_maps(
@@ -286,7 +275,7 @@ class Explainer:
                 methods=self.methods,
                 target=target,
                 options=self.map_options,
-                keep="gradients" if self.sanity_checks else keep,
+                keep=keep,
                 verify=not self._is_verified and reader is self._reader,
             )
             checks: list[list[MapChecks]] = [[] for _ in maps]
@@ -339,13 +328,7 @@ class Explainer:
         predicted_first = self._target.name is not None or starts_with_predicted(
             self._target_name, self.bundle.class_names
         )
-        return check_maps(
-            forward,
-            targets,
-            maps,
-            predicted_first=predicted_first,
-            group_size=self._group_size,
-        )
+        return check_maps(forward, targets, maps, predicted_first=predicted_first)
 
     def _select_target(self, results: Sequence[ImageResult]) -> Target:
         return self._target.select([result.item.number for result in results])
@@ -359,8 +342,7 @@ class Explainer:
         """Measure the details of each image's tokens, see `measure_tokens`."""
         # gradients by Libra's rules have another meaning than the model's own
         has_own_gradients = self.sanity_checks or any(
-            method.class_specific and (method.uses_removal or not method.libra)
-            for method in self._methods
+            method.class_specific and not method.libra for method in self._methods
         )
         effects: list[Tensor | None] = [None] * len(targets)
         if has_own_gradients:
@@ -402,17 +384,6 @@ class Explainer:
         return measure_completeness_error(
             self._reader, self._normalize(results), self._select_target(results)
         )
-
-    @torch.inference_mode(False)
-    def _choose_group_size(self, results: Sequence[ImageResult]) -> GroupSize:
-        with autocast(self.bundle.device, self.precision):
-            forward = run_forward(
-                self._reader, self._normalize(results), verify=not self._is_verified
-            )
-            forward.target = self._select_target(results)
-            group_size = choose_group_size(forward)
-        self._is_verified = True
-        return group_size
 
     def _add_maps(
         self,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from vit.analysis.class_summary.images import (
 )
 from vit.analysis.class_summary.passes import Passes
 from vit.analysis.class_summary.places import Pictures, find_regions, measure_region, shift_maps
-from vit.analysis.class_summary.shortcuts import measure_removal
+from vit.analysis.class_summary.shortcuts import _move_at_random, measure_removal
 from vit.analysis.class_summary.summarize import summarize_images
 from vit.bundle import Bundle
 
@@ -100,6 +101,35 @@ def test_what_leaving_out_does_is_what_forward_passes_say(bundle: Bundle) -> Non
     assert removal.num_images == len(marked)
     assert removal.flips == flips
     assert removal.fall == pytest.approx(np.mean(falls), abs=1e-5)
+
+
+def test_a_cluster_is_compared_with_copies_of_its_shape() -> None:
+    """The class falls without any two neighbours. So no pair matters more than another pair, though
+    scattered patches would hardly ever matter."""
+    grid = (4, 4)
+
+    def leave_out(indices: np.ndarray, removed: np.ndarray) -> torch.Tensor:
+        masks = removed.reshape(-1, *grid)
+        # around the edges, as copies are moved
+        pairs = [masks & np.roll(masks, 1, axis) for axis in (1, 2)]
+        falls = np.logical_or(*pairs).any(axis=(1, 2))
+        logits = torch.zeros(len(removed), 2)
+        logits[:, 0] = torch.from_numpy(np.where(falls, -2.0, 2.0))
+        return logits
+
+    members = np.zeros((40, 16), dtype=bool)
+    members[:, [5, 6]] = True
+    passes = SimpleNamespace(predicted=np.zeros(40, dtype=int), grid=grid, leave_out=leave_out)
+    random = np.random.default_rng(0)
+    removal = measure_removal(members, np.arange(40), 0, passes, random)
+    assert removal is not None
+    # 40 of 40 predictions change, with each kind of removal; no image has the larger fall
+    assert (removal.flips, removal.random_flips) == (40, 40)
+    assert (removal.log_odds, removal.p_value) == (0, 1)
+    moved = {tuple(np.flatnonzero(_move_at_random(members[0], grid, random))) for _ in range(400)}
+    # every pair of neighbours but this one: 16 across and 16 down
+    assert len(moved) == 31
+    assert (5, 6) not in moved
 
 
 def test_a_mark_is_found_in_a_cluster_that_joins_it_with_the_object() -> None:

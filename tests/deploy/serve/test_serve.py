@@ -73,9 +73,14 @@ def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
     assert [
         (each["index"], each["name"], each["probability"]) for each in answer["classes"]
     ] == expected.classes
-    maps = vit.explain(bundle, picture).maps["rollout"][0]
-    np.testing.assert_allclose(answer["map"]["values"], maps, rtol=1e-6)
-    assert answer["map"]["method"] == "rollout"
+    explanations = vit.explain(bundle, picture)
+    # the map of the class comes first
+    assert list(explanations.maps) == ["libra-removal", "rollout"]
+    maps = explanations.maps["libra-removal"][0]
+    np.testing.assert_allclose(answer["map"]["values"], maps, rtol=1e-5, atol=1e-7)
+    assert answer["map"]["method"] == "libra-removal"
+    (check,) = explanations.sanity_checks["libra-removal"][0]
+    assert answer["map"]["sanity_check"]["verdict"] == check.verdict
 
     answer = client.post("/predict", files={"image": photo}).json()
     assert answer["map"]["png"].startswith("data:image/png;base64,")
@@ -361,7 +366,7 @@ def test_the_page_takes_photos_by_keyboard_and_by_drop(
             browser,
             "return ['photo', 'map'].every((id) => document.getElementById(id).naturalWidth > 0)",
         )
-        assert "attention rollout" in browser.find_element("id", "about").text
+        assert "removal gradient" in browser.find_element("id", "about").text
 
         field.send_keys(str(tmp_path / "broken.png"))
         wait_for(browser, "return document.getElementById('status').className === 'warn'")

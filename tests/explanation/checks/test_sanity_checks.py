@@ -1,30 +1,28 @@
 """A map is supported where it should be, and hardly ever where it should not."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy.ndimage import gaussian_filter
 from scipy.stats import pearsonr, rankdata, spearmanr
-from torch import nn
 
-from tests.explanation.model_zoo import build_timm, prepare
-from vit.explanation.capture.forward import AttentionRecord, Forward, run_forward
-from vit.explanation.capture.reader import ModelReader
+import vit
+from vit.explanation.capture.forward import run_forward
 from vit.explanation.checks import sanity_checks
 from vit.explanation.checks.sanity_checks import (
     MAX_ALTERNATIVES,
-    MAX_GROUPS,
     MIN_ALTERNATIVES,
     Evidence,
+    Groups,
     SanityCheck,
-    _alternatives,
     check_map,
     check_maps,
-    choose_group_size,
     choose_groups,
-    occlusion_reference,
+    list_alternatives,
+    measure_evidence,
     randomise_weights,
     rank_correlation,
 )
@@ -62,7 +60,7 @@ def draw_smooth(count: int, *, seed: int, side: int = 8) -> torch.Tensor:
 
 def compare_all(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
     return check_map(
-        maps, Evidence("leave-one-out", drops.flatten(1), torch.eye(drops[0].numel()) > 0)
+        maps, Evidence(drops.flatten(1), Groups(torch.eye(drops[0].numel()) > 0, 1))
     ).to_list()
 
 
@@ -106,7 +104,7 @@ def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
     shift that does."""
     drops = torch.zeros(1, 5, 8)
     drops[0, 1, 2] = 1
-    chosen = Evidence("leave-one-out", drops.flatten(1)[:, :39], torch.eye(40)[:39] > 0)
+    chosen = Evidence(drops.flatten(1)[:, :39], Groups(torch.eye(40)[:39] > 0, 1))
     (check,) = check_map(2 * drops, chosen).to_list()
     assert check.alternatives == 160
     assert check.p_value == pytest.approx(4 / 160)
@@ -114,14 +112,44 @@ def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "count"), [((4, 4), 128), ((3, 5), 60), ((14, 14), 784), ((37, 37), 996)]
+    ("grid", "count"), [((4, 4), 128), ((3, 5), 60), ((14, 14), 523), ((20, 20), 640)]
 )
 def test_alternatives_are_rearrangements_of_the_map(grid: tuple[int, int], count: int) -> None:
-    places = _alternatives(grid)
+    places = list_alternatives(grid)
     assert len(places) == count <= MAX_ALTERNATIVES
     assert torch.equal(places[0], torch.arange(grid[0] * grid[1]))
     assert torch.equal(places.sort(dim=1).values, places[0].expand(count, -1))
     assert len(places.unique(dim=0)) == count
+    if count > 60:
+        # the next patch to the right and below, by orientation: each equally often
+        index = places.reshape(count, *grid)
+        y, x = index // grid[1], index % grid[1]
+        steps = [(side[:, 0, 1] - side[:, 0, 0]) % grid[0] for side in (y, x)]
+        below = [(side[:, 1, 0] - side[:, 0, 0]) % grid[0] for side in (y, x)]
+        _, numbers = torch.stack([*steps, *below]).unique(dim=1, return_counts=True)
+        assert len(numbers) == 8
+        assert numbers.max() - numbers.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("grid", "count", "side"),
+    [
+        ((5, 5), 25, 1),
+        ((6, 6), 36, 1),
+        ((7, 7), 16, 2),
+        ((8, 8), 16, 2),
+        ((14, 14), 25, 3),
+        ((16, 16), 16, 4),
+        ((37, 37), 25, 8),
+        ((4, 40), 28, 3),
+    ],
+)
+def test_groups_are_the_smallest_tiles_of_the_image(
+    grid: tuple[int, int], count: int, side: int
+) -> None:
+    groups = choose_groups(grid)
+    assert (len(groups.members), groups.side) == (count, side)
+    assert groups.members.sum(dim=0).eq(1).all()
 
 
 def test_what_cannot_be_checked_says_so() -> None:
@@ -137,88 +165,30 @@ def test_what_cannot_be_checked_says_so() -> None:
     assert (tiny[0].verdict, tiny[0].reason.split()[0]) == ("not tested", "with")
 
 
-def compare_groups(maps: torch.Tensor, drops: torch.Tensor, *, side: int) -> list[SanityCheck]:
+def compare_groups(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
     """Maps with what groups of patches lose, here the mean of `drops` over each."""
-    groups = choose_groups((maps.shape[1], maps.shape[2]), side)
-    means = drops.flatten(1) @ (groups / groups.sum(dim=1, keepdim=True)).T
-    evidence = Evidence("leave-one-out", means, groups)
-    return check_map(maps, evidence).to_list()
+    groups = choose_groups((maps.shape[1], maps.shape[2]))
+    shares = groups.members / groups.members.sum(dim=1, keepdim=True)
+    return check_map(maps, Evidence(drops.flatten(1) @ shares.T, groups)).to_list()
 
 
-@pytest.mark.parametrize(("side", "grid_side"), [(1, 14), (4, 16)])
-def test_groups_give_few_false_alarms_and_find_what_is_there(side: int, grid_side: int) -> None:
+@pytest.mark.parametrize("grid_side", [14, 16])
+def test_groups_give_few_false_alarms_and_find_what_is_there(grid_side: int) -> None:
     maps = draw_smooth(60, seed=0, side=grid_side)
     drops = draw_smooth(60, seed=1, side=grid_side)
-    assert count_agreeing(compare_groups(maps, drops, side=side)) <= 0.05
+    assert count_agreeing(compare_groups(maps, drops)) <= 0.05
     mixed = maps + 0.5 * drops * maps.std() / drops.std()
-    assert count_agreeing(compare_groups(mixed, maps, side=side)) > 0.8
+    assert count_agreeing(compare_groups(mixed, maps)) > 0.8
 
     line = torch.linspace(-1, 1, grid_side)
     distance = line[:, None] ** 2 + line**2
     centre = torch.exp(-2 * distance).expand(60, -1, -1)
-    assert count_agreeing(compare_groups(centre, 5 * drops - 2 * distance, side=side)) <= 0.05
-
-
-@pytest.mark.parametrize("grid", [(14, 14), (16, 16), (37, 37), (8, 8), (4, 40)])
-@pytest.mark.parametrize("side", [1, 2, 4])
-def test_groups_are_spread_over_the_image(grid: tuple[int, int], side: int) -> None:
-    groups = choose_groups(grid, side)
-    assert len(groups) <= MAX_GROUPS
-    assert groups.sum(dim=0).max() == 1
-    if grid[0] * grid[1] >= 16 * side**2:
-        assert len(groups) >= 16
-        quarters = groups.any(dim=0).reshape(grid).float()
-        rows, columns = (length // 2 for length in grid)
-        for down in (slice(rows), slice(rows, None)):
-            for across in (slice(columns), slice(columns, None)):
-                assert quarters[down, across].sum() >= 3 * side**2 / 2
-
-
-@pytest.mark.parametrize("reacts_to", [1, 2, 4, 5])
-def test_the_smallest_groups_that_two_ways_of_removal_rank_alike(
-    monkeypatch: pytest.MonkeyPatch, reacts_to: int
-) -> None:
-    """Smaller groups change nothing but noise."""
-    generator = torch.Generator().manual_seed(0)
-
-    def remove(
-        predict: object, *, batch: int, groups: torch.Tensor, device: torch.device
-    ) -> torch.Tensor:
-        noise = torch.randn(batch, len(groups), generator=generator)
-        signal = groups.float() @ torch.arange(256.0) ** 0.5
-        return noise + (signal if groups[0].sum() >= reacts_to**2 else 0)
-
-    monkeypatch.setattr(sanity_checks, "leave_one_out", remove)
-    monkeypatch.setattr(sanity_checks, "build_removal", lambda *args, **options: abs)
-    forward = Forward(
-        reader=ModelReader(nn.Identity()),
-        images=torch.zeros(4, 3, 8, 8),
-        logits=torch.eye(4),
-        record=AttentionRecord([]),
-        pool_weights=torch.zeros(4, 256),
-        num_prefix_tokens=0,
-        grid=(16, 16),
-        tokens=torch.zeros(4, 256, 8),
-        pooling={},
-    )
-    size = choose_group_size(forward)
-    assert size.side == {1: 1, 2: 2, 4: 4, 5: None}[reacts_to]
-    (check,) = check_map(
-        torch.rand(1, 16, 16),
-        Evidence("leave-one-out", torch.rand(1, 256), torch.eye(256) > 0, size),
-    ).to_list()
-    if size.side is None:
-        assert check.verdict == "not tested"
-        assert "rank them differently" in check.reason
-    else:
-        assert check.patches == ("single patches" if reacts_to == 1 else str(size))
-        assert check.patches in check.reason
+    assert count_agreeing(compare_groups(centre, 5 * drops - 2 * distance)) <= 0.05
 
 
 def test_leaving_patches_out_supports_itself_and_not_its_reverse(trained) -> None:
     forward = run_forward(trained.model, trained.images[:40], gradients=True)
-    evidence = occlusion_reference(forward, trained.classes[:40])
-    assert evidence.name == "leave-one-out"
+    (evidence,) = measure_evidence(forward, trained.classes[:40, None])
     drops = evidence.drops.reshape(40, 4, 4)
     assert count_agreeing(check_map(drops, evidence).to_list()) > 0.6
     assert count_agreeing(check_map(-drops, evidence).to_list()) == 0
@@ -229,7 +199,7 @@ def test_a_map_that_misses_planted_evidence_is_not_supported(trained) -> None:
     with_glyph = trained.glyph >= 0
     images, glyph = trained.images[with_glyph], trained.glyph[with_glyph]
     forward = run_forward(trained.model, images, gradients=True)
-    evidence = occlusion_reference(forward, trained.classes[with_glyph])
+    (evidence,) = measure_evidence(forward, trained.classes[with_glyph, None])
     hits = torch.rand(len(images), 16, generator=torch.Generator().manual_seed(0))
     hits = hits.scatter(1, glyph[:, None], 2.0).reshape(-1, 4, 4)
     p_hit, p_miss = (
@@ -252,67 +222,56 @@ def test_the_check_does_not_depend_on_the_batch(trained) -> None:
         assert together[4].agreement == pytest.approx(alone[0].agreement, abs=1e-5)
 
 
-def test_the_removal_gradient_is_not_checked_with_itself(build) -> None:
-    model, images = build("ours-registers-norms")
-    names = ["libra-fullgrad", "removal-gradient"]
-    forward, targets, maps = compute_maps(model, images, methods=names, keep="gradients")
-    libra, removal = check_maps(forward, targets, maps)
-    assert (libra[0].evidence, removal[0].evidence) == (
-        "leave-one-out",
-        "leave-one-out",
-    )  # 24 patches
-    larger = model
-    larger.set_input_size((64, 64))
-    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    forward, targets, maps = compute_maps(larger, images, methods=names, keep="gradients")
-    libra, removal = check_maps(forward, targets, maps)
-    assert (libra[0].evidence, removal[0].evidence) == ("removal-gradient", "leave-one-out")
-    assert (
-        16 <= len(occlusion_reference(forward, targets[:, 0], circular=True).groups) <= MAX_GROUPS
-    )
-    # the evidence is the model's own gradient, also where every map is of LibraGrad's
-    evidence = occlusion_reference(forward, targets[:, 0]).drops
-    assert torch.allclose(evidence, maps[1].values[:, 0].flatten(1), rtol=1e-4, atol=1e-7)
-    libra_only, _, _ = compute_maps(larger, images, methods=["libra-fullgrad"], keep="gradients")
-    assert torch.allclose(
-        occlusion_reference(libra_only, targets[:, 0]).drops, evidence, rtol=1e-4, atol=1e-7
-    )
+@pytest.mark.extended
+def test_a_photo_has_the_same_verdict_alone_in_a_folder_and_resumed(tmp_path: Path) -> None:
+    photos = sorted((Path(__file__).parents[3] / "docs" / "photos").glob("*.jpg"))
+    options = {"methods": ("rollout", "libra-removal"), "sanity_checks": True}
+
+    def find_checks(*paths: Path, **more: object) -> list[list[SanityCheck]]:
+        checks = vit.explain("imagenette", paths, **options, **more).sanity_checks
+        return [[image[0] for image in images] for images in zip(*checks.values(), strict=True)]
+
+    together = find_checks(*photos)
+    export = {"output": tmp_path / "maps", "formats": "npz"}
+    find_checks(photos[0], **export)
+    resumed = find_checks(*photos, resume=True, **export)
+    assert len(together) == len(resumed) + 1 == 3
+    alone = [check for photo in photos for check in find_checks(photo)]
+    for expected, found in [
+        *zip(together, alone, strict=True),
+        *zip(together[1:], resumed, strict=True),
+    ]:
+        for one, other in zip(expected, found, strict=True):
+            assert replace(one, agreement=0.0) == replace(other, agreement=0.0)
 
 
-@pytest.mark.parametrize(("side", "count"), [(1, 2), (2, 1)])
-def test_groups_are_left_out_once_for_all_methods(
-    build, monkeypatch, side: int, count: int
-) -> None:
-    """Of single patches, what the removal gradient is made of needs other evidence."""
+def test_every_class_and_method_is_tested_by_the_same_passes(build, monkeypatch) -> None:
+    """The evidence of several classes is what leaving each group out by hand loses."""
     model, _ = build("ours-registers-norms")
     model.set_input_size((64, 64))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    names = ["rollout", "libra-removal"]
-    forward, targets, maps = compute_maps(model, images, methods=names, keep="gradients")
-    asked = []
-
-    def watch(*args, **options) -> Evidence:
-        asked.append(options)
-        return occlusion_reference(*args, **options)
-
-    monkeypatch.setattr(sanity_checks, "occlusion_reference", watch)
-    size = sanity_checks.GroupSize(side)
-    checks = check_maps(forward, targets, maps, predicted_first=True, group_size=size)
-    assert len(asked) == count
-    assert checks[1][0].evidence == "leave-one-out"
-
-
-def test_a_pooling_without_a_removal_gradient_is_checked_by_leaving_patches_out() -> None:
-    model, images = prepare(
-        nn.Sequential(nn.Identity(), build_timm(global_pool="max", class_token=False)), (64, 96)
+    forward, _, maps = compute_maps(model, images, methods=["rollout", "libra-removal"])
+    classes = torch.tensor([[0, 1], [2, 0]])
+    passes = []
+    build_removal = sanity_checks.build_removal
+    monkeypatch.setattr(
+        sanity_checks,
+        "build_removal",
+        lambda *args, **options: passes.append(1) or build_removal(*args, **options),
     )
-    images = images.repeat(1, 1, 2, 2)
-    model[1].set_input_size((128, 192))
-    forward, targets, maps = compute_maps(model, images, methods=["rollout"], keep="gradients")
-    with pytest.raises(ValueError, match="pools by something other than a mean"):
-        compute_maps(model, images, methods=["removal-gradient"])
-    assert check_maps(forward, targets, maps)[0][0].evidence == "leave-one-out"
-    assert 16 <= len(occlusion_reference(forward, targets[:, 0]).groups) <= MAX_GROUPS
+    check_maps(forward, classes[:, :1], maps)
+    assert len(passes) == 1
+    for column, evidence in enumerate(measure_evidence(forward, classes)):
+        (alone,) = measure_evidence(forward, classes[:, column : column + 1])
+        assert torch.allclose(evidence.drops, alone.drops, atol=1e-6)
+        compute_kept = build_removal(forward.reader, images, grid=forward.grid)
+        members = evidence.groups.members
+        kept = (~members[3]).nonzero()[:, 0].expand(2, -1)
+        left = compute_kept(torch.arange(2), kept).softmax(dim=1)
+        before = forward.logits.softmax(dim=1)
+        row = torch.arange(2)
+        expected = (before - left)[row, classes[:, column]]
+        assert torch.allclose(evidence.drops[:, 3], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("methods", [["rollout"], ["gae", "libra-fullgrad"]])

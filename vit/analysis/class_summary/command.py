@@ -20,8 +20,8 @@ def write_summary(summarize: Call, *, output: Path, overwrite: bool) -> None:
         removal = cluster.removal
         echo(
             f"likely shortcut of {name}: patches {', '.join(cluster.suspicions)}; without them"
-            f" {removal.flips} of {removal.num_images} other predictions change, without random"
-            f" patches {removal.random_flips}",
+            f" {removal.flips} of {removal.num_images} other predictions change, without the"
+            f" same shape elsewhere {removal.random_flips}",
             color="yellow",
         )
     echo(

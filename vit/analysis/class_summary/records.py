@@ -7,7 +7,7 @@ from jaxtyping import UInt8
 
 from vit.explanation.capture.tokens import Grid
 
-# share of summaries that flag anything where no cluster matters more than random patches
+# share of summaries that flag anything where no cluster matters more than the same shape elsewhere
 FALSE_ALARM_RATE = 0.05
 
 
@@ -30,14 +30,14 @@ class RegionShare:
 @dataclass(frozen=True)
 class Removal:
     """Effect of leaving a cluster out of images that the clustering did not see and that are
-    predicted correctly, compared with leaving out equally many random patches.
+    predicted correctly, compared with leaving out a copy of its patches that is moved at random.
 
     Attributes:
         num_images: Images that were tested.
-        flips, random_flips: Images whose prediction changes.
-        fall, random_fall: Mean fall of the probability of the class.
+        flips, random_flips: Images whose prediction changes without the cluster, and without the copy.
+        fall, random_fall: Mean fall of the probability of the class without them.
         log_odds: Median difference between the falls of the log-odds of the class.
-        p_value: Sign test of whether the cluster matters more than random patches.
+        p_value: Sign test of whether the cluster matters more than the copy.
     """
 
     num_images: int

@@ -5,12 +5,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from numpy.typing import NDArray
 from scipy.special import bdtrc
 
 from vit.analysis.class_summary.passes import Passes, PatchMask
 from vit.analysis.class_summary.places import SAME_PICTURE
 from vit.analysis.class_summary.records import FALSE_ALARM_RATE, PatchCluster, Removal
+from vit.explanation.capture.forward import Grid
+from vit.explanation.checks.sanity_checks import list_alternatives
 from vit.prediction.probabilities import Ints
 
 # images of each cluster that are tested without it
@@ -22,7 +25,7 @@ _OFF_CENTRE = 0.1
 # a cluster is small where it has at most this share of the patches of an image
 _SMALL = 0.1
 # the model depends on a cluster where its removal takes a third of the odds of the class, more than
-# that of random patches does
+# that of a copy elsewhere does
 _MIN_LOG_ODDS = math.log(1.5)
 
 
@@ -55,14 +58,14 @@ def measure_removal(
     passes: Passes,
     random: np.random.Generator,
 ) -> Removal | None:
-    """Leave a cluster, and equally many random patches, out of correctly predicted images.
+    """Leave a cluster, and a copy of its patches elsewhere, out of correctly predicted images.
 
     Args:
         members: The patches of the cluster in each image.
         indices: The images.
         class_index: Their class.
         passes: The model.
-        random: Draws the random patches.
+        random: Draws the copies.
 
     Returns:
         None where the cluster occurs in no image that is predicted correctly.
@@ -75,11 +78,10 @@ def measure_removal(
     if not len(rows):
         return None
     removed = members[rows]
-    ranks = random.random(removed.shape).argsort(axis=1).argsort(axis=1)
-    at_random = ranks < num_members[rows, None]
+    elsewhere = np.stack([_move_at_random(mask, passes.grid, random) for mask in removed])
     nothing = np.zeros_like(removed)
     logits = passes.leave_out(
-        indices[np.tile(rows, 3)], np.concatenate([nothing, removed, at_random])
+        indices[np.tile(rows, 3)], np.concatenate([nothing, removed, elsewhere])
     )
     # log-odds, because the probability hardly falls where the model is nearly certain
     others = logits.clone()
@@ -87,7 +89,7 @@ def measure_removal(
     log_odds = logits[:, class_index] - others.logsumexp(dim=1)
     unchanged, without, without_random = log_odds.sigmoid().cpu().numpy().reshape(3, -1)
     _, odds, random_odds = log_odds.cpu().numpy().reshape(3, -1)
-    # how much more the odds fall than without random patches
+    # how much more the odds fall than without the copy
     differences = random_odds - odds
     _, answers, random_answers = logits.argmax(dim=1).cpu().numpy().reshape(3, -1)
     num_worse = int((differences > 0).sum())
@@ -100,6 +102,17 @@ def measure_removal(
         log_odds=float(np.median(differences)),
         p_value=float(bdtrc(num_worse - 1, len(rows), 0.5)),
     )
+
+
+def _move_at_random(
+    mask: Bool[np.ndarray, " P"], grid: Grid, random: np.random.Generator
+) -> Bool[np.ndarray, " P"]:
+    """Draw one of the shifted copies that a map is compared with, of those with other patches:
+    scattered patches would leave the object whole, which any patches together may not."""
+    copies = mask[list_alternatives(grid).numpy()]
+    moved = copies[(copies != mask).any(axis=1)]
+    chosen: Bool[np.ndarray, " P"] = moved[random.integers(len(moved))]
+    return chosen
 
 
 def flag_shortcuts(clusters: list[PatchCluster]) -> int:

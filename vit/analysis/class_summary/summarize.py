@@ -6,10 +6,11 @@ typical of one class.
 
 The images of a class are split in two. On the first half, patch tokens are clustered by k-means,
 weighted by their relevance, and clusters that look like a shortcut are picked. On the second half
-each cluster is left out of real forward passes, and so are equally many random patches. If the
-patches of a cluster matter no more than others, either is equally likely to matter more in an image:
-the number of images in which the cluster does is binomial (sign test). All tests of a summary
-together have the stated rate of false alarms (Bonferroni).
+each cluster is left out of real forward passes, and so is a copy of its patches that is moved at
+random, and mirrored. If the patches of a cluster matter no more than others of the same shape,
+either is equally likely to matter more in an image: the number of images in which the cluster does
+is binomial (sign test). All tests of a summary together have the stated rate of false alarms
+(Bonferroni).
 """
 
 import json
@@ -134,7 +135,7 @@ def summarize_images(
         images: At most `MAX_IMAGES_A_CLASS` of each class are used.
         method: Map method; of signed maps the evidence for the class.
         batch_size: Images at a time.
-        seed: Chooses the halves of the images, the random patches and the shifts of maps.
+        seed: Chooses the halves of the images, the copies of clusters and the shifts of maps.
 
     Raises:
         ValueError: No class has `MIN_IMAGES_A_CLASS` images, or the method is unknown.

@@ -14,6 +14,7 @@ from vit.analysis.faithfulness.benchmark import (
     Measurement,
 )
 from vit.analysis.faithfulness.map_metrics import (
+    PerImage,
     estimate,
     find_best,
     find_lower,
@@ -27,6 +28,12 @@ from vit.runtime.files import FileContent, Result, save_arrays, write_text
 SCHEMA_VERSION = 4
 # symmetric relevance gains: with tokens dropped, and with patches painted over
 GAINS = ("srg", *PAINTED.values())
+# the mean of the first two, by which the best method is chosen
+BOTH = "srg_both"
+# a method is as good as the best if the 95 % interval of its difference lies above this loss
+_AS_GOOD = 0.05
+# costs up to this factor are alike, because times vary
+_SAME_COST = 1.25
 # column of each metric; an arrow says which values are better
 COLUMNS = {
     "srg": "SRG ↑",
@@ -68,11 +75,26 @@ class FaithfulnessResult(Result):
                 candidates = {name: gain for name, gain in values.items() if name not in BASELINES}
                 metrics[metric]["best"] = find_best(candidates)
                 metrics[metric]["below_centre"] = find_lower(candidates, values["centre"])
+        both = self._gains_with_both
         return {
             "metrics": metrics,
-            "best_method": choose_best(metrics),
+            "best_method": choose_best(both, self.measurement.milliseconds),
+            BOTH: {
+                "methods": {name: asdict(mean) for name, mean in estimate(both).items()},
+                "best": find_best(both),
+            },
             "milliseconds_per_image": self.measurement.milliseconds,
             "notes": self.measurement.notes,
+        }
+
+    @property
+    def _gains_with_both(self) -> dict[str, PerImage]:
+        """Mean of the gains with both operators, on the images that have both."""
+        dropped, filled = (self.measurement.values[metric] for metric in ("srg", "srg_mean"))
+        return {
+            name: (dropped[name][: len(gain)] + gain) / 2
+            for name, gain in filled.items()
+            if name not in BASELINES
         }
 
     @property
@@ -140,6 +162,7 @@ def write_best_method(bundle: Bundle, result: FaithfulnessResult) -> str:
         return f"{bundle.name} is not a model file, so nothing is kept for --method best"
     best_method = result.summary["best_method"]
     gains = {metric: result.summary["metrics"][metric] for metric in GAINS}
+    gains[BOTH] = result.summary[BOTH]
     content = {
         "schema_version": 1,
         **result.conditions,
@@ -155,14 +178,19 @@ def write_best_method(bundle: Bundle, result: FaithfulnessResult) -> str:
     return f"--method best now uses {best_method}: {path}"
 
 
-def choose_best(metrics: Mapping[str, Any]) -> str:
-    """Choose among the methods that are statistically tied for best both with tokens dropped and with
-    the mean fill (or, if there are none, with tokens dropped). The one with the highest symmetric
-    relevance gain with tokens dropped is the best."""
-    # these lists begin with the highest gain
-    best_dropped: list[str] = metrics["srg"]["best"]
-    best_with_both = [name for name in best_dropped if name in metrics["srg_mean"]["best"]]
-    return (best_with_both or best_dropped)[0]
+def choose_best(both: Mapping[str, PerImage], milliseconds: Mapping[str, float]) -> str:
+    """Choose the cheapest method that is as good as the best; the better one where costs are alike.
+
+    Args:
+        both: Mean of the gains with tokens dropped and with the mean fill, of each image by method.
+        milliseconds: Cost by method.
+    """
+    best = max(both, key=lambda name: both[name].mean())
+    differences = estimate({name: gain - both[best] for name, gain in both.items()})
+    as_good = [name for name in both if differences[name].low >= -_AS_GOOD]
+    most = _SAME_COST * min(milliseconds[name] for name in as_good)
+    affordable = [name for name in as_good if milliseconds[name] <= most]
+    return max(affordable, key=lambda name: both[name].mean())
 
 
 def format_estimate(mean: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 
 from vit.bundle import Bundle
 from vit.data.images import read_image
-from vit.explanation.best_method import replace_best
+from vit.explanation.best_method import AUTO, choose_methods, replace_best
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.methods.registry import find_methods
@@ -89,7 +89,7 @@ class AnswerOptions(BaseModel):
 def build_app(
     bundle: Bundle,
     *,
-    method: str = "rollout",
+    method: str = AUTO,
     hosts: Sequence[str] = LOCAL_HOSTS,
     num_similar: int = NUM_SIMILAR,
 ) -> FastAPI:
@@ -97,7 +97,8 @@ def build_app(
 
     Args:
         bundle: The model. If its attention can't be read, answers have no map.
-        method: Map method; "best" is the one that `vit faithfulness` found.
+        method: Map method; "best" is the one that `vit faithfulness` found, and "auto" the first
+            one of `vit.explain`.
         hosts: Requests must name one of them, so that no other site can let its name point here.
         num_similar: Training photos that the page shows with a photo, if the model file names
             any. 0: no answer names a training photo.
@@ -125,11 +126,12 @@ class _Service:
 
     def __init__(self, bundle: Bundle, *, method: str, num_similar: int) -> None:
         self.bundle = bundle
-        methods = replace_best((method,), bundle)
         # an unknown method is an error, a model whose attention can't be read is none
-        find_methods(methods)
+        if method != AUTO:
+            find_methods(replace_best((method,), bundle))
         self.explainer: Explainer | None = None
         with suppress(ValueError):
+            methods = choose_methods((method,), bundle, num_images=1)[:1]
             self.explainer = Explainer(bundle, methods, batch_size=1, sanity_checks=True)
         self.training_photos = TrainingPhotos(bundle, side=_SIMILAR_SIDE)
         self.no_similar = self.training_photos.problem

@@ -12,7 +12,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     allow_host: list[str] | None = None,
-    method: str = "rollout",
+    method: str = "auto",
     similar: int = 4,
     device: str = "auto",
 ) -> None:
@@ -29,7 +29,8 @@ def serve(
             may ask.
         port: Port to listen on; 0 takes a free one.
         allow_host: Another name of this machine, such as that of a proxy; may be repeated.
-        method: Map method; best: the one that vit faithfulness found.
+        method: Map method; best: the one that vit faithfulness found; auto: the first of
+            vit explain.
         similar: Training photos that the page shows with a photo; 0: no answer names one.
         device: auto, cpu, cuda or cuda:N.
     """

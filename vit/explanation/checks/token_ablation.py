@@ -31,8 +31,9 @@ Fill = Literal["auto", "mean", "blur"]
 # fractions of the patches that deletion curves remove: 0 to 0.9
 FRACTIONS = tuple(step / 10 for step in range(10))
 
-# from kept patches to probabilities; row r is about image r modulo B, any number of rows for each
-Predict = Callable[[Int[Tensor, "R kept"]], Float[Tensor, " R"]]
+# from kept patches to probabilities, of one class or several; row r is about image r modulo B, any
+# number of rows for each
+Predict = Callable[[Int[Tensor, "R kept"]], Float[Tensor, "R ..."]]
 # from places among the B images, and the patches of each that are kept, to logits
 ComputeKept = Callable[[Int[Tensor, " R"], Int[Tensor, "R kept"]], Float[Tensor, "R C"]]
 
@@ -240,7 +241,7 @@ def tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
 
 def leave_one_out(
     predict: Predict, *, batch: int, groups: Bool[Tensor, "m P"], device: torch.device
-) -> Float[Tensor, "B m"]:
+) -> Float[Tensor, "B m ..."]:
     """Compute the drop in probability without each group of patches (leave-one-out occlusion).
 
     Args:

@@ -535,7 +535,7 @@ class Card {
     sinks.hidden = !sinks.textContent;
     const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
     const facts = numbers.map(([name, value]) => `${NUMBERS[name] || name} ${Number.isInteger(value) ? value : value.toFixed(3)}`);
-    if (check) facts.push(`evidence: ${check.evidence}, ${check.patches}`);
+    if (check) facts.push(`removed: ${check.patches}`);
     if (map) facts.unshift(`${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
     this.part("facts").textContent = facts.filter(Boolean).join(" · ");
     this.part("numbers").hidden = !facts.length;

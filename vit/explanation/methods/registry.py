@@ -38,8 +38,6 @@ class Method:
         models: Models that have such maps: those with "attention" that can be
             read, others with a "feature map", or "all".
         libra: True if gradients follow the rules of LibraGrad.
-        uses_removal: True if it is made of the removal gradient, which is then
-            no evidence for it.
         has_sinks: True if attention sinks are visible in its maps.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.
@@ -55,7 +53,6 @@ class Method:
     signed: bool = False
     models: Literal["attention", "feature map", "all"] = "attention"
     libra: bool = False
-    uses_removal: bool = False
     has_sinks: bool = False
     parts: tuple[str, ...] = ()
 
@@ -315,7 +312,6 @@ _OWN_METHODS = (
         title="removal gradient",
         compute=f"{_MODULES}.removal:compute_removal_map",
         signed=True,
-        uses_removal=True,
     ),
     # one part each for patches that are left out, patches that are painted over, and single patches
     Method(
@@ -323,7 +319,6 @@ _OWN_METHODS = (
         title="Libra FullGrad+, pixels and removal gradient",
         parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
         signed=True,
-        uses_removal=True,
     ),
 )
 for _method in _OWN_METHODS:
