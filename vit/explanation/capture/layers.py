@@ -120,7 +120,7 @@ class AttentionLayer:
     @property
     def chunk_elements(self) -> int:
         """Number of attention weights in memory at once."""
-        device = next(self.module.parameters()).device
+        device = next(self.block.parameters()).device
         if device.type == "cpu":
             return CHUNK_ELEMENTS
         num_elements = int(_CHUNK_FRACTION * count_total_bytes(device)) // 4  # in float32
