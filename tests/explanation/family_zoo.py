@@ -21,6 +21,7 @@ NUM_CLASSES = 5
 _SEES_ALL = ("levit_128s", "levit_conv_128s", "tiny_vit_5m_224", "mobilevit_xxs", "mobilevitv2_050")
 _SEES_ALL += ("swinv2_tiny_window8_256", "fastvit_t8", "MobileViTForImageClassification")
 _SEES_ALL += ("MobileViTV2ForImageClassification", "MobileNetV2ForImageClassification")
+_SEES_ALL += ("visformer_tiny", "mobilenetv3_small_050", "ResNetForImageClassification")
 
 
 @dataclass(frozen=True)
