@@ -61,7 +61,7 @@ def test_info_tells_accuracy_interval_and_limits(cli: Launcher) -> None:
     assert outcome.code == 0
     text = " ".join(outcome.out.split())
     for name in ("top1", "top1_low", "top1_high"):
-        assert f"{evaluation[name]:.1%}" in text
+        assert f"{100 * evaluation[name]:.1f}" in text
     assert f"of {evaluation['num_images']:,} images: val/ of Imagenette v2" in text
     assert "whatever a photo shows" in text
 

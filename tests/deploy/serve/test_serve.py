@@ -300,7 +300,7 @@ def test_one_photo_is_in_the_model_at_a_time_and_a_long_wait_is_given_up(
     assert (answers[0].status_code, most[0]) == (200, 1)
 
 
-def test_a_model_whose_attention_cannot_be_read_gives_classes_without_a_map(photo: bytes) -> None:
+def test_a_model_without_attention_has_a_map_of_another_method(photo: bytes) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
@@ -309,7 +309,7 @@ def test_a_model_whose_attention_cannot_be_read_gives_classes_without_a_map(phot
     plain = Bundle.from_model(model, class_names=["a", "b", "c", "d"], preprocess=size)
     client = TestClient(serve.build_app(plain), base_url="http://127.0.0.1")
     answer = client.post("/predict", files={"image": photo}).json()
-    assert (len(answer["classes"]), answer["map"]) == (4, None)
+    assert (len(answer["classes"]), answer["map"]["method"]) == (4, "input-x-gradient")
     with pytest.raises(ValueError, match="unknown method"):
         serve.build_app(plain, method="nonsense")
 

@@ -207,7 +207,7 @@ def test_a_model_of_ones_own_is_explained_by_one_call() -> None:
         class_names=["a", "b", "c", "d", "e"],
         preprocess=vit.Preprocess(image_size=(32, 32)),
     )
-    assert list(result.maps) == ["rollout", "libra-removal"]
+    assert list(result.maps) == ["libra-removal", "rollout"]
     assert result.maps["rollout"].shape == (1, 4, 4)
 
 

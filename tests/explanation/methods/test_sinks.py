@@ -13,7 +13,7 @@ from tests.explanation.conftest import Trained
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import AttentionRecord, Forward, run_forward
-from vit.explanation.capture.layers import AttentionLayer
+from vit.explanation.capture.layers import AttentionLayer, LayerPlace
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.methods import sinks
 from vit.explanation.methods.maps import compute_maps
@@ -34,8 +34,7 @@ class MadeLayer(AttentionLayer):
     """A layer whose attention is given, the softmax of its logarithm, and what it moves."""
 
     def __init__(self, attention: Tensor, norms: Tensor) -> None:
-        # a module that has as many heads
-        super().__init__("made", nn.MultiheadAttention(4, 2), nn.Identity())
+        super().__init__(LayerPlace(MadeLayer, "made", nn.Identity(), nn.Identity(), 2))
         self.made = attention  # [B, H, N, N]
         self.norms = norms  # [N]
         self.captured = True

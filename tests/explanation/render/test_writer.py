@@ -234,9 +234,9 @@ def test_class_targets_have_a_map_each_and_safe_names(
 
 
 @pytest.mark.parametrize(
-    ("classes", "count"), [("auto", 1), ("cat", 1), ("1", 1), ("3", 1), ("top3", 3), ("all", 5)]
+    ("classes", "count"), [("auto", 1), ("cat", 1), ("dog/wolf", 1), ("3", 1), ("top3", 3), ("all", 5)]
 )
-def test_classes_are_given_by_name_index_or_number(
+def test_classes_are_given_by_name_or_number(
     bundle: Bundle, photos: list[str], tmp_path: Path, classes: str, count: int
 ) -> None:
     manifest = export(
@@ -249,7 +249,7 @@ def test_classes_are_given_by_name_index_or_number(
     )
     for entry in manifest["images"]:
         assert len(entry["maps"]) == count
-        index = {"cat": 0, "1": 1, "3": 3}.get(classes, entry["predicted"]["index"])
+        index = {"cat": 0, "dog/wolf": 2, "3": 3}.get(classes, entry["predicted"]["index"])
         assert entry["maps"][0]["target"]["index"] == index
 
 

@@ -183,13 +183,14 @@ def choose_best(both: Mapping[str, PerImage], milliseconds: Mapping[str, float])
 
     Args:
         both: Mean of the gains with tokens dropped and with the mean fill, of each image by method.
-        milliseconds: Cost by method.
+        milliseconds: Cost by method; methods without one cost nothing.
     """
     best = max(both, key=lambda name: both[name].mean())
     differences = estimate({name: gain - both[best] for name, gain in both.items()})
     as_good = [name for name in both if differences[name].low >= -_AS_GOOD]
-    most = _SAME_COST * min(milliseconds[name] for name in as_good)
-    affordable = [name for name in as_good if milliseconds[name] <= most]
+    costs = {name: milliseconds.get(name, 0.0) for name in as_good}
+    most = _SAME_COST * min(costs.values())
+    affordable = [name for name in as_good if costs[name] <= most]
     return max(affordable, key=lambda name: both[name].mean())
 
 
