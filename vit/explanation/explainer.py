@@ -228,8 +228,8 @@ class Explainer:
     def _explain_batch(self, results: Sequence[ImageResult], token_bytes: int) -> None:
         """Explain a batch: on a CPU each thread takes a part; on a GPU one part after another runs
         if the batch doesn't fit its memory."""
-        if any(method.uses_libra for method in self._methods):
-            # the reader keeps what the first image shows
+        # once, because it is about the model and the target
+        if not self._is_verified and any(method.uses_libra for method in self._methods):
             self._completeness_error = self._measure_completeness(results[:1])
         # rounded up, so that there are at most as many parts as threads
         part_size = -(-len(results) // self._threads.count)
