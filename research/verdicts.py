@@ -109,8 +109,16 @@ def measure_rates(model, images: Tensor, *, draws: int) -> dict[str, dict[str, f
         others = sum(confirmed(maps.roll(shift, 0), evidence) for shift in range(1, draws + 1))
         nothing[f"{name} of other images"] = 100 * others / draws / count
         nothing[f"{name}, mirrored"] = 100 * confirmed(maps.flip(2), evidence) / count
-    rates = {name: 100 * confirmed(torch.cat(parts), evidence) / count for name, parts in right.items()}
+    rates = {
+        name: 100 * confirmed(torch.cat(parts), evidence) / count for name, parts in right.items()
+    }
     rates |= {name: 100 * number / count for name, number in own.items()}
+    tiles = evidence.groups.members[evidence.drops.argmax(dim=1)]
+    largest = {name: torch.cat(parts).flatten(1).argmax(dim=1) for name, parts in found.items()}
+    hits = {
+        name: 100 * tiles[torch.arange(count), patches].float().mean().item()
+        for name, patches in largest.items()
+    }
     return {
         "groups": str(evidence.groups),
         "num_groups": len(evidence.groups.members),
@@ -118,6 +126,7 @@ def measure_rates(model, images: Tensor, *, draws: int) -> dict[str, dict[str, f
         "draws": draws,
         "tell nothing": nothing,
         "right": rates,
+        "largest value in the tile of the largest loss": hits,
     }
 
 
@@ -138,9 +147,13 @@ def compare_neighbours(name: str, photos: list[Path]) -> dict[str, object]:
         resumed = find_verdicts(
             vit.explain(name, photos, output=folder, formats="npz", resume=True, **options)
         )
-    differ = sum(a != b for pair in zip(together, alone, strict=True) for a, b in zip(*pair, strict=True))
+    differ = sum(
+        a != b for pair in zip(together, alone, strict=True) for a, b in zip(*pair, strict=True)
+    )
     differ_resumed = sum(
-        a != b for pair in zip(together[half:], resumed, strict=True) for a, b in zip(*pair, strict=True)
+        a != b
+        for pair in zip(together[half:], resumed, strict=True)
+        for a, b in zip(*pair, strict=True)
     )
     return {
         "photos": len(photos),

@@ -42,7 +42,7 @@ MAX_P_PARTLY_CONFIRMED = 0.25
 MIN_ALTERNATIVES = 39
 MAX_ALTERNATIVES = 1000
 # tiles that are left out
-MAX_GROUPS = 25
+MAX_GROUPS = 49
 # fewer groups distinguish few maps; a quadratic takes 6 degrees of freedom
 MIN_GROUPS = 12
 CONFIRMED, PARTLY_CONFIRMED, NOT_CONFIRMED, NOT_TESTED = VERDICTS = (
@@ -60,7 +60,8 @@ class SanityCheck:
     Attributes:
         verdict: One of `VERDICTS`.
         reason: The reason in words.
-        agreement: Correlation of the patches' ranks in the map with the evidence, -1 to 1.
+        agreement: Correlation of the signed roots of the map's differences from its median with the
+            evidence, -1 to 1.
         p_value: Fraction of the alternatives, including the map, that agree as well as the map.
         alternatives: Number of alternatives.
         patches: The patches that were removed, such as "groups of 4 × 4 patches".
@@ -165,15 +166,18 @@ def check_map(maps: PatchMaps, evidence: Evidence) -> MapChecks:
     compared = _compare_groups(grid, group_members(evidence.groups.members), maps.device)
     # double precision, because p-values count ties
     drops = evidence.drops.double()
-    # ranks, because the scales of maps and losses differ
-    ranks = _centred_ranks(maps.flatten(1).float()).double()
-    correlations = [_correlate_alternatives(ranks, drops, compared)]
+    # Roots, because a few outliers would decide over the values themselves, and the mean of a tile's
+    # ranks hides a single patch.
+    values = maps.flatten(1).double()
+    values = values - values.median(dim=1, keepdim=True).values
+    values = values.sign() * values.abs().sqrt()
+    correlations = [_correlate_alternatives(values, drops, compared)]
     if len(evidence.groups.members) >= MIN_GROUPS:
         # once more without the trend, so that a map of the middle isn't confirmed as one of an object
         trend, inverse = _quadratic(grid, maps.device)
-        ranks = ranks - ranks @ trend @ inverse
+        values = values - values @ trend @ inverse
         drops = drops - drops @ compared.trend @ compared.inverse
-        correlations.append(_correlate_alternatives(ranks, drops, compared))
+        correlations.append(_correlate_alternatives(values, drops, compared))
 
     # the map itself is the first alternative; rounding must not rank it behind equal ones
     p_values = [
@@ -293,16 +297,16 @@ def _compare_groups(
 
 
 def _correlate_alternatives(
-    ranks: Float[Tensor, "B P"], drops: Float[Tensor, "B m"], compared: _ComparedGroups
+    values: Float[Tensor, "B P"], drops: Float[Tensor, "B m"], compared: _ComparedGroups
 ) -> Float[Tensor, "B K"]:
-    """Compute Pearson's correlation of the drops with the mean ranks of each alternative's groups;
+    """Compute Pearson's correlation of the drops with the mean values of each alternative's groups;
     0 if one of them is constant."""
     drops = drops - drops.mean(dim=1, keepdim=True)
     has_single_patches = compared.means.shape[0] == compared.means.shape[1]
     correlations = []
     # one image at a time, because each needs K × P numbers
-    for image_ranks, drop in zip(ranks, drops, strict=True):
-        moved = image_ranks[compared.places]
+    for image_values, drop in zip(values, drops, strict=True):
+        moved = image_values[compared.places]
         if not has_single_patches:
             moved = moved @ compared.means
         moved = moved - moved.mean(dim=1, keepdim=True)
