@@ -234,7 +234,8 @@ def test_class_targets_have_a_map_each_and_safe_names(
 
 
 @pytest.mark.parametrize(
-    ("classes", "count"), [("auto", 1), ("cat", 1), ("dog/wolf", 1), ("3", 1), ("top3", 3), ("all", 5)]
+    ("classes", "count"),
+    [("auto", 1), ("cat", 1), ("dog/wolf", 1), ("3", 1), ("top3", 3), ("all", 5)],
 )
 def test_classes_are_given_by_name_or_number(
     bundle: Bundle, photos: list[str], tmp_path: Path, classes: str, count: int
