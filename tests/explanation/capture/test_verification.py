@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor, nn
 
@@ -272,3 +273,37 @@ def test_a_convolutional_stem_is_read(seed: int) -> None:
     torch.manual_seed(seed)
     model = build_ours(img_size=64, patch_size=8, stem="conv", global_pool="avg").eval()
     assert run_forward(model, torch.randn(1, 3, 64, 64)).grid == (8, 8)
+
+
+class _FewTokens(nn.Module):
+    """A Hugging Face model whose attention has fewer tokens than the image has patches."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        sizes = {"hidden_sizes": [4, 4, 4, 8], "num_attention_heads": [1, 1, 1, 2]}
+        if name == "ViTMAE":
+            sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+            sizes["intermediate_size"] = 8
+        else:
+            sizes["depths"] = [1, 1, 1, 1]
+        config = getattr(transformers, f"{name}Config")(image_size=64, **sizes)
+        self.backbone = getattr(transformers, f"{name}Model")(config)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        torch.manual_seed(0)  # the same masks in each pass
+        tokens = self.backbone(images).last_hidden_state
+        return self.head(tokens.flatten(2).mean(2) if tokens.ndim == 4 else tokens.mean(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Pvt", "16×16 patches and attends between 5 tokens"),
+        ("ViTMAE", "4×4 patches and attends between 5 tokens"),
+    ],
+)
+def test_a_grid_of_two_by_two_tokens_is_no_map_of_more_patches(name: str, reason: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=reason):
+        run_forward(_FewTokens(name).eval(), torch.randn(1, 3, 64, 64))

@@ -501,6 +501,13 @@ def _find_places(
     for grid in patch_grids:
         if math.prod(grid) <= num_patches:
             return num_tokens - math.prod(grid), grid
+    if patch_grids:
+        rows, columns = min(patch_grids, key=math.prod)
+        raise ValueError(
+            f"{type(model).__name__} cuts images into {rows}×{columns} patches and attends between "
+            f"{num_tokens} tokens (are patches masked or merged?), so some patches have no place in "
+            "a map"
+        )
 
     height, width = images.shape[-2:]
     patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)

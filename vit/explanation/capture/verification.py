@@ -50,8 +50,8 @@ def check_places(
         grid: Rows and columns of patches.
 
     Raises:
-        ValueError: The token of a changed patch (with overlapping patches, it or a neighbour) isn't
-            the one that changes most, or a prefix token changes.
+        ValueError: The token of a changed patch (with overlapping patches on at least three rows or
+            columns, it or a neighbour) isn't the one that changes most, or a prefix token changes.
     """
     model = reader.model
     rows, columns = grid
@@ -109,9 +109,10 @@ def check_places(
                 f"map is exact; known: {SUPPORTED}"
             )
         most = int(token_change.argmax()) - num_prefix
-        # a convolutional stem spreads a change to the neighbours, which may change more
-        distance = max(abs(most // columns - row), abs(most % columns - column))
-        if distance > (0 if is_even else 1):
+        # a convolutional stem spreads a change to the neighbours, which may change more; of two
+        # rows or columns each is the other's neighbour, which would tell nothing
+        row_reach, column_reach = (0 if is_even or side < 3 else 1 for side in grid)
+        if abs(most // columns - row) > row_reach or abs(most % columns - column) > column_reach:
             raise ValueError(
                 f"{name} doesn't have {num_prefix} tokens and then {rows}×{columns} patches, row "
                 "by row, so where its tokens lie is unknown"
