@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "crop": (lambda: Wrapper(crop, build_timm()), "no token of Wrapper changes|doesn't have"),
     "an image that is not looked at": (
         lambda: Wrapper(lambda x, m: m(torch.ones_like(x)), build_timm()),
-        "no token of Wrapper changes with the pixels of row 0, column 0",
+        "no gradient leads from the logits of Wrapper to the pixels",
     ),
 }
 
