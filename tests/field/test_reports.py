@@ -1,5 +1,5 @@
 """Problems that people reported of programs of this kind, with the tests that show the right
-behaviour here. F49 to F64 are about models and their maps: tests/explanation has their tests."""
+behaviour here."""
 
 import ast
 from functools import cache
@@ -12,6 +12,10 @@ TABLES = "field/test_tables_and_folders.py"
 MACHINES = "field/test_machines.py"
 PYTHON = "field/test_python_data.py"
 DEPTH = "data/test_depth.py"
+OWN_MODELS = "explanation/capture/test_hand_written.py"
+FAMILIES = "explanation/test_families.py"
+MODELS = "explanation/capture/test_models.py"
+NO_ATTENTION = "explanation/test_without_attention.py"
 
 # report → what is right, and the tests that show it ("file::test" or "file::Class::test")
 REPORTS: dict[str, tuple[str, list[str]]] = {
@@ -232,6 +236,68 @@ REPORTS: dict[str, tuple[str, list[str]]] = {
     "F48": (
         "Loaders, dictionaries, streams, floats and channels first are taken from Python.",
         [f"{PYTHON}::test_every_form_is_the_same_set"],
+    ),
+    "F49": (
+        "Models written with torch's own encoder or attention are read.",
+        [
+            f"{OWN_MODELS}::test_attention_maps_and_heads_are_those_of_the_products_in_float64",
+            f"{OWN_MODELS}::test_an_encoder_that_adds_is_read_as_the_same_blocks_are",
+        ],
+    ),
+    "F50": (
+        "Attention that is followed by its addition outside of modules is read.",
+        [f"{OWN_MODELS}::test_attention_maps_and_heads_are_those_of_the_products_in_float64"],
+    ),
+    "F52": (
+        "A refusal names the methods that the model has.",
+        [f"{NO_ATTENTION}::test_methods_of_attention_are_refused_with_those_that_work"],
+    ),
+    "F53": (
+        "A module is explained with the names of its classes and its preprocessing.",
+        [f"{OWN_MODELS}::test_a_model_of_ones_own_is_explained_by_one_call"],
+    ),
+    "F54": (
+        "Models of hierarchical families have a map.",
+        [f"{FAMILIES}::test_maps_are_those_worked_out_by_hand"],
+    ),
+    "F55": (
+        "Models whose last stage sees the whole image are not called mirrored.",
+        [
+            f"{FAMILIES}::test_maps_are_those_worked_out_by_hand",
+            f"{NO_ATTENTION}::test_tokens_that_see_the_whole_image_are_no_feature_map",
+        ],
+    ),
+    "F56": (
+        "Hugging Face's hierarchical models have a map.",
+        [f"{FAMILIES}::test_maps_are_those_worked_out_by_hand"],
+    ),
+    "F57": (
+        "A subclass of timm's model that pools by itself is read as it pools.",
+        [f"{OWN_MODELS}::test_maes_own_pooling_is_read"],
+    ),
+    "F58": (
+        "Keys and values that several heads share are read.",
+        [f"{OWN_MODELS}::test_grouped_queries_of_timm_are_read"],
+    ),
+    "F60": (
+        "Attention sinks are named with what they hold of a map.",
+        ["explanation/methods/test_sinks.py::test_maps_say_what_their_sinks_hold"],
+    ),
+    "F61": (
+        "Images that aren't square are trained on, also from weights of a square.",
+        ["model/test_timm_weights.py::test_ours_equals_timm_at_native_other_and_non_square_size"],
+    ),
+    "F62": (
+        "Maps don't depend on the mode of gradients of the caller.",
+        [f"{MODELS}::test_checkpointing_and_inference_mode_change_no_map"],
+    ),
+    "F63": (
+        "A quantised model answers, and its maps are refused in a sentence.",
+        [f"{MODELS}::test_a_quantised_model_answers_and_its_maps_are_refused"],
+    ),
+    "F64": (
+        "timm's models in Hugging Face's wrapper are read.",
+        [f"{MODELS}::test_timms_model_in_hugging_faces_wrapper_has_its_maps"],
     ),
     "F66": (
         "Shards without .cls name the members that they hold.",

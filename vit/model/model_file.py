@@ -217,11 +217,24 @@ def write_model_file(path: Path, content: ModelFile) -> None:
 
 
 def hash_weights(weights: StateDict) -> str:
-    """Return the SHA-256 of names and values."""
+    """Return the SHA-256 of names and values. Quantised modules have tuples and types among their
+    values, and tensors of integers with a scale."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
+
+    def add(value: object) -> None:
+        if isinstance(value, tuple):
+            for part in value:
+                add(part)
+        elif not isinstance(value, Tensor):
+            digest.update(repr(value).encode())
+        elif value.is_quantized:
+            add(value.dequantize())
+        else:
+            digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    for name, value in sorted(weights.items()):
         digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        add(value)
     return digest.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -10,8 +11,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import vit
 from tests.explanation.keep_tokens import keep_tokens
 from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
+from vit.bundle import Bundle
 from vit.explanation.capture.forward import capture_attention, classify_token, run_forward
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.verification import check_places
@@ -173,6 +176,37 @@ def test_others_are_refused_in_a_sentence(name: str) -> None:
     size = model.pretrained_cfg["input_size"][1:] if hasattr(model, "pretrained_cfg") else (64, 64)
     with pytest.raises(ValueError, match=message):
         compute_maps(model, torch.randn(1, 3, *size), methods=["rollout", "gae"])
+
+
+def test_timms_model_in_hugging_faces_wrapper_has_its_maps() -> None:
+    config = transformers.TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224",
+        num_labels=5,
+        model_args={"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 2},
+    )
+    wrapped = transformers.TimmWrapperForImageClassification(config).eval()
+    images = torch.randn(2, 3, 32, 32)
+    for method in ("rollout", "gae"):
+        found = vit.attribute(wrapped, images, method=method, target=[1, 2])
+        expected = vit.attribute(wrapped.timm_model, images, method=method, target=[1, 2])
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch will move quantisation to another package
+def test_a_quantised_model_answers_and_its_maps_are_refused() -> None:
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**_HUGGING_FACE)).eval()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    names = [f"class {number}" for number in range(model.num_labels)]
+    preprocess = vit.Preprocess((64, 64))
+    bundle = Bundle.from_model(quantised, class_names=names, preprocess=preprocess)
+    assert (
+        bundle.sha256 != Bundle.from_model(model, class_names=names, preprocess=preprocess).sha256
+    )
+    photo = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    assert vit.predict(bundle, photo, precision="float32").predictions[0].classes
+    for methods in ("auto", "rollout", "input-x-gradient"):
+        with pytest.raises(ValueError, match="explain a quantised model before it is quantised"):
+            vit.explain(bundle, photo, methods=methods)
 
 
 @pytest.mark.parametrize("name", ["ours", "timm", "hugging-face-dinov2"])

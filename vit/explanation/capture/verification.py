@@ -267,8 +267,14 @@ def check_repeatable(model: nn.Module, image: OneImage, logits: Float[Tensor, "1
 @torch.enable_grad()
 def check_gradient(model: nn.Module, image: OneImage) -> None:
     """Raise ValueError if the logits have no gradient at the pixels."""
-    if not compute_logits(model, image.detach().requires_grad_()).requires_grad:
+    pixels = image.detach().requires_grad_()
+    logits = compute_logits(model, pixels)
+    gradient = None
+    if logits.requires_grad:
+        # the weights may have gradients where the pixels have none
+        (gradient,) = torch.autograd.grad(logits.sum(), pixels, allow_unused=True)
+    if gradient is None:
         raise ValueError(
-            f"no gradient leads from the logits of {type(model).__name__} to the pixels (a quantised "
-            "model?), and its maps need one"
+            f"no gradient leads from the logits of {type(model).__name__} to the pixels, and its maps"
+            " need one; explain a quantised model before it is quantised"
         )
