@@ -178,6 +178,56 @@ def test_others_are_refused_in_a_sentence(name: str) -> None:
         compute_maps(model, torch.randn(1, 3, *size), methods=["rollout", "gae"])
 
 
+class ZeroShot(nn.Module):
+    """CLIP's or SigLIP's model as a classifier of fixed texts, which run with each image or not."""
+
+    def __init__(self, model: nn.Module, *, runs_texts: bool) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.runs_texts = runs_texts
+        self.num_classes = 5
+        texts = torch.randint(3, 90, (5, 8), generator=torch.Generator().manual_seed(0))
+        self.register_buffer("texts", texts)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.runs_texts:
+            found = self.model(input_ids=self.texts, pixel_values=images)
+            logits: Tensor = found.logits_per_image
+            return logits
+        with torch.no_grad():
+            of_texts = self.model.get_text_features(input_ids=self.texts).pooler_output
+        features = self.model.get_image_features(pixel_values=images).pooler_output
+        features = features / features.norm(dim=-1, keepdim=True)
+        of_texts = of_texts / of_texts.norm(dim=-1, keepdim=True)
+        bias = getattr(self.model, "logit_bias", 0)
+        return features @ of_texts.T * self.model.logit_scale.exp() + bias
+
+
+@pytest.mark.parametrize("name", ["CLIP", "Siglip"])
+def test_layers_that_see_texts_are_left_out(name: str) -> None:
+    """The whole model has the maps of the same model whose texts don't run with the image."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    vision = sizes | {"hidden_size": 64, "image_size": 64, "patch_size": 16}
+    text = sizes | {"hidden_size": 64, "vocab_size": 100, "max_position_embeddings": 16}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    images = torch.randn(2, 3, 64, 64)
+    maps = [
+        {
+            method: vit.attribute(
+                ZeroShot(model, runs_texts=runs), images, method=method, target=[1, 2]
+            )
+            for method in ("rollout", "gae", "libra-fullgrad")
+        }
+        for runs in (True, False)
+    ]
+    for method, found in maps[0].items():
+        assert found.shape == (2, 4, 4)
+        assert found.std() > 0
+        torch.testing.assert_close(found, maps[1][method], rtol=1e-4, atol=1e-5)
+
+
 def test_timms_model_in_hugging_faces_wrapper_has_its_maps() -> None:
     config = transformers.TimmWrapperConfig(
         architecture="vit_tiny_patch16_224",

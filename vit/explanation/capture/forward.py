@@ -452,6 +452,8 @@ def settle_source(reader: ModelReader, images: Images) -> None:
             if source == "pixels":  # it isn't the reading that fails
                 reader.refused.clear()
                 raise
+            if source == "attention" and reader.leave_out_unseen(images[:1]):
+                continue
             is_sentence = isinstance(error, ValueError)
             reason = str(error) if is_sentence else f"reading it fails with {error!r}"
             reader.refused[source] = reason

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from vit.explanation.capture.layers import (
 from vit.model.logits import compute_logits
 from vit.model.model_info import find_preprocess, keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.tensors import Images
 
 # Sources of maps, the best first. Pixels need nothing but gradients.
 Source = Literal["attention", "feature map", "pixels"]
@@ -112,6 +113,43 @@ class ModelReader:
         if isinstance(self._places, ValueError):
             raise ValueError(str(self._places))
         return self._places
+
+    def leave_out_unseen(self, image: Images) -> bool:
+        """Leave out the layers that don't run, or read the same for two images, such as those of
+        the texts of CLIP.
+
+        Args:
+            image: A normalised image.
+
+        Returns:
+            True if some are left out and others stay.
+        """
+        passes: list[dict[int, Tensor]] = []
+        with ExitStack() as stack:
+            stack.enter_context(keep_mode(self.model))
+            self.model.eval()
+            for number, place in enumerate(self.places):
+
+                def keep_input(
+                    module: nn.Module, args: tuple[Any, ...], number: int = number
+                ) -> None:
+                    passes[-1][number] = args[0]
+
+                stack.callback(place.block.register_forward_pre_hook(keep_input).remove)
+            with torch.no_grad():
+                for pixels in (image, -image):
+                    passes.append({})
+                    compute_logits(self.model, pixels)
+        first, second = passes
+        seen = [
+            place
+            for number, place in enumerate(self.places)
+            if number in first and not torch.equal(first[number], second[number])
+        ]
+        if not 0 < len(seen) < len(self.places):
+            return False
+        self._found = seen
+        return True
 
     def build_layers(self) -> list[AttentionLayer]:
         """Build an object for each attention layer, in order, that records one forward pass."""
