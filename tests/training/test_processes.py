@@ -112,9 +112,8 @@ def test_a_process_that_hangs_or_ends_is_named_in_time(
         seconds < (3 if fate == signal.SIGSTOP else 0) + 5 + 5
     )  # to find it, to hear from the others, to end
     for rank in ("0", "2"):
-        (line,) = [
-            text for text in (tmp_path / f"{rank}.txt").read_text().splitlines() if "hangs" in text
-        ]
+        lines = (tmp_path / f"{rank}.txt").read_text().splitlines()
+        (line,) = [text for text in lines if "or hangs" in text]
         assert line.startswith(f"process 1 of 3 has ended or hangs (process {rank}: ")
         assert line.endswith("; continue with --resume")
 
