@@ -1,6 +1,7 @@
 """Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
 import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -249,8 +250,9 @@ def _decode_batches(
 ) -> Iterator[list[tuple[str, Pixels | str]]]:
     """Yield the images in batches, each with its path, and its pixels or why it can't be read."""
     numbered = enumerate(list_images(images))
-    # decoding a photo may take longer than its forward pass
-    with ThreadPoolExecutor() as pool:
+    # decoding a photo may take longer than its forward pass; more threads than cores would only keep
+    # more large photos in memory
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
         while batch := list(islice(numbered, batch_size)):
             decoded = pool.map(lambda pair: _decode(pair[1], preprocess), batch)
             paths = [

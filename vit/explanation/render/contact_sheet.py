@@ -13,17 +13,19 @@ from vit.explanation.render.text import MARGIN, draw_badge, draw_lines, wrap
 MAX_SHEET_IMAGES = 24
 _TILE = 232  # pixels, the longer side of a picture
 _MAX_TILES_ACROSS = 6
-# sign of each badge, and its colour, which is dark enough for white text
+# text of each badge, and its colour, which is dark enough for white text
 _BADGES = {
-    "confirmed": ("✓", "#15703a"),
-    "partly confirmed": ("~", "#8a5a00"),
-    "not confirmed": ("✗", "#a02020"),
-    "not tested": ("–", "#555555"),
-    "unusual": ("!", "#6a3fb5"),
+    "confirmed": ("✓ map confirmed", "#15703a"),
+    "partly confirmed": ("~ map partly confirmed", "#8a5a00"),
+    "not confirmed": ("✗ map not confirmed", "#a02020"),
+    "not tested": ("– map not tested", "#555555"),
+    "unusual": ("! unusual", "#6a3fb5"),
 }
 _LEGEND = (
     "On a map, the thin frame is around the part of the photo that the model saw, and the thick line"
-    " around the patches that hold half of the evidence."
+    " around the patches that hold half of what the map shows (blue doesn't count). Attention is"
+    " yellow where it is highest. A badge is about the map, not about the answer: does the class lose"
+    " probability without the patches that the map ranks first?"
 )
 
 
@@ -89,8 +91,7 @@ def _draw_text(tile: Tile) -> Image.Image:
     if tile.title:
         blocks.append(draw_lines(wrap(tile.title, _TILE, bold=True), width, bold=True))
     if tile.badge is not None:
-        sign, colour = _BADGES[tile.badge]
-        blocks.append(draw_badge(f"{sign} {tile.badge}", colour))
+        blocks.append(draw_badge(*_BADGES[tile.badge]))
     blocks.append(draw_lines([part for line in tile.lines for part in wrap(line, _TILE)], width))
     text = Image.new("RGB", (width, sum(block.height for block in blocks)), "white")
     top = 0
