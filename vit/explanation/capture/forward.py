@@ -429,7 +429,7 @@ def _choose_places(side: int) -> int:
     return next((number for number in range(16, 7, -1) if side % number == 0), min(14, side))
 
 
-def settle_source(reader: ModelReader, images: Images) -> None:
+def settle_source(reader: ModelReader, images: Images) -> bool:
     """Find the source of maps of a model: its attention, its feature map, or its pixels.
     The reader keeps the answer, and why the better ones are refused.
 
@@ -437,10 +437,14 @@ def settle_source(reader: ModelReader, images: Images) -> None:
         reader: The model.
         images: Normalised images, of which the first is tried.
 
+    Returns:
+        True if the first image was verified now; False if the source was settled before.
+
     Raises:
         ValueError: Not even maps of the pixels are right, because two passes differ.
     """
     read_model(reader, images)  # they may have another size than the model tells
+    is_settled_now = False
     # this project's own model is always read
     while not (reader.is_settled or reader.is_ours):
         source = reader.source
@@ -458,7 +462,8 @@ def settle_source(reader: ModelReader, images: Images) -> None:
             reason = str(error) if is_sentence else f"reading it fails with {error!r}"
             reader.refused[source] = reason
         else:
-            reader.is_settled = True
+            reader.is_settled = is_settled_now = True
+    return is_settled_now
 
 
 def open_reader(bundle: Bundle) -> ModelReader:

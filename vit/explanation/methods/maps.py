@@ -83,8 +83,8 @@ def compute_maps(
         ValueError: A method is unknown, an option is outside its range, or the model can't be read.
     """
     reader = read_model(model, images)
-    if verify:
-        settle_source(reader, images)
+    # settling has verified the first image already
+    verify_pass = verify and not settle_source(reader, images)
     chosen = find_methods(methods, reader)
     values = check_options(chosen, options or {})
     check_ranges(values, reader)
@@ -97,7 +97,7 @@ def compute_maps(
     # layers and heads are evaluated again after the pass, in the same mode
     with evaluation_mode(reader.model):
         run = partial(
-            run_forward, reader, images, block_tokens=keep == "block tokens", verify=verify
+            run_forward, reader, images, block_tokens=keep == "block tokens", verify=verify_pass
         )
         relevance: dict[str, Relevance] = {}
         forward = None
