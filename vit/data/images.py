@@ -20,6 +20,10 @@ from vit.runtime.drive import is_drive_error, wait_for_drive
 from vit.runtime.files import open_regular
 from vit.runtime.places import is_archive
 
+# Pillow warns about odd metadata and large images; neither changes the pixels. For the whole process:
+# `catch_warnings` in a thread that decodes would take the other threads' warnings, too.
+warnings.filterwarnings("ignore", module="PIL")
+
 IMAGE_SUFFIXES = (
     ".avif",
     ".bmp",
@@ -211,13 +215,12 @@ def read_image(
         return DeepImage(values, limits=limits, is_inverted=is_inverted)
 
     try:
-        # Pillow warns about odd metadata and large images; neither changes the pixels
         formats = (*IMAGE_FORMATS, "HEIF") if has_heif() else IMAGE_FORMATS
         max_pixels = _max_pixels()
         # Pillow has a limit of its own
         if max_pixels > _MAX_PIXELS:
             Image.MAX_IMAGE_PIXELS = max_pixels
-        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=formats) as image:
+        with Image.open(file, formats=formats) as image:
             check_size(image.size)
             is_large = image.width * image.height > _LARGE_PIXELS
             if draft_side is not None:
