@@ -1,4 +1,4 @@
-"""Write the tables of README.md, SECURITY.md, docs/benchmarks.md and benchmarks/results/README.md
+"""Write the tables of README.md, SECURITY.md, docs/results.md and benchmarks/results/README.md
 from the result files, and draw the learning curves.
 
     python benchmarks/tables.py            # print them
@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
     ROOT / "SECURITY.md",
-    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "results.md",
     RESULTS / "README.md",
 )
 CURVES = ROOT / "docs" / "images" / "learning-curves.png"
@@ -207,7 +207,7 @@ def build_training_speed(results: Results) -> str:
         "|---|---|---|---|",
     ]
     for result in results.values():
-        # docs/gpu.md has those of a GPU beside timm's model on resident batches
+        # docs/guides/gpu.md has those of a GPU beside timm's model on resident batches
         if "plain" not in result["variants"]:
             continue
         ours, theirs = (
@@ -239,7 +239,7 @@ def build_explanation_speed(results: Results) -> str:
     return "\n\n".join(blocks)
 
 
-# those of the table in docs/attention-maps.md that a user chooses among, and a reference
+# those of the table in docs/explanations/attention-maps.md that a user chooses among, and a reference
 SUMMARISED_METHODS = (
     "libra-removal",
     "libra-fullgrad",

@@ -104,7 +104,7 @@ def test_recipes_are_found_by_name_and_packaged() -> None:
 
 
 def test_the_page_of_the_api_names_every_public_name() -> None:
-    page = (ROOT / "docs" / "api.md").read_text()
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
     named = set(re.findall(r"^::: vit\.(\w+)$", page, flags=re.MULTILINE))
     assert named == set(vit.__all__) - {"__version__"}
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
-from generate import render_attention_maps, render_commands, render_configuration
+from generate import render_commands, render_configuration, render_supported_models
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -25,7 +25,10 @@ from vit.data.sources.registry import find_kind
 from vit.training.recipe import find_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# The pages whose commands are executed one after the other, on one model
+IN_ORDER = ("tutorials/your-photos.md", "tutorials/pretrained.md", "guides/evaluate.md")
 
 # Commands are parsed, and executed where their model is runs/digits*. These are not executed:
 NOT_EXECUTED = {
@@ -135,7 +138,8 @@ def test_commands_are_parsed(page: Path, command: list[str]) -> None:
 
 @pytest.mark.docs
 def test_commands_on_the_digits_and_on_photos_run(place: Path, cli: Any) -> None:
-    for command in read_commands(ROOT / "docs" / "quick-start.md"):
+    commands = [command for page in IN_ORDER for command in read_commands(ROOT / "docs" / page)]
+    for command in commands:
         is_known = any(
             argument.startswith("runs/digits") or argument in ("PHOTOS", "recipes")
             for argument in command
@@ -210,7 +214,9 @@ def test_error_messages_in_troubleshooting_are_those_of_the_code() -> None:
     code = " ".join(path.read_text() for path in sorted((ROOT / "vit").rglob("*.py")))
     code = re.sub(r"[\"']\s*f?[\"']", "", " ".join(code.split()))  # joined, as the compiler does
     messages = re.findall(
-        r"^\| `(.+?)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
+        r"^\| `(.+?)` \|",
+        (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(),
+        re.MULTILINE,
     )
     assert len(messages) > 20
     for message in messages:
@@ -224,9 +230,9 @@ def test_error_messages_in_troubleshooting_are_those_of_the_code() -> None:
 @pytest.mark.parametrize(
     ("page", "render"),
     [
-        ("configuration.md", render_configuration),
-        ("commands.md", render_commands),
-        ("attention-maps.md", render_attention_maps),
+        ("reference/configuration.md", render_configuration),
+        ("reference/commands.md", render_commands),
+        ("explanations/supported-models.md", render_supported_models),
     ],
 )
 def test_generated_pages_are_up_to_date(page: str, render: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""Models of many families have the maps that the table in docs/attention-maps.md says, and these are
+"""Models of many families have the maps that the table in docs/explanations/supported-models.md says, and these are
 the ones worked out by hand, in float64."""
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from vit.explanation.methods.gradients import compute_grad_cam, compute_input_x_
 from vit.model.logits import compute_logits
 
 CLASS = 3
-PAGE = Path(__file__).parents[2] / "docs" / "attention-maps.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanations" / "supported-models.md"
 _QUICK = ("levit_conv_128s", "cait_xxs24_224", "tnt_s_patch16_224", "swin_tiny_patch4_window7_224")
 _QUICK += ("SegformerForImageClassification",)
 PARAMETERS = [

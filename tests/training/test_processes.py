@@ -1,4 +1,4 @@
-"""1, 2, 4 and 8 processes train alike; they exchange what docs/processes.md says, and name who is
+"""1, 2, 4 and 8 processes train alike; they exchange what docs/guides/several-gpus.md says, and name who is
 lost."""
 
 import os

@@ -448,7 +448,7 @@ def test_the_documented_mlflow_callback_logs_to_a_folder(
     arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
-    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "tutorials" / "notebook.md").read_text()
     (block,) = (
         text
         for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL)

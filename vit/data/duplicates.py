@@ -54,7 +54,7 @@ def find_duplicates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find images that were in training, also mirrored.
 
-    Exact pairs are certain, near ones are suspects; docs/data.md says how many planted copies are
+    Exact pairs are certain, near ones are suspects; docs/guides/data.md says how many planted copies are
     found. Flat images, whose hashes are nearly all zeros or ones, are compared by pixels only.
 
     Args:

@@ -55,7 +55,7 @@ def open_dataset(
         name: Name of a registered source.
         root: Place where the data is or will be downloaded to.
         classes: Classes to keep, in the order of the set; None keeps all.
-        class_names: Names of the classes in words, see `data.class_names` in docs/data.md.
+        class_names: Names of the classes in words, see `data.class_names` in docs/guides/data.md.
         rule: How splits that the set doesn't have are drawn; None for the defaults.
         allow_outside: A table may name images outside its folder.
         download: A published set that isn't on this machine may be downloaded.

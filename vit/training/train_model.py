@@ -74,8 +74,8 @@ def train(
         output: Directory of the run.
         overrides: Changes of the configuration, such as ["train.epochs=20",
             "train.seed=1", "train.device=cpu"], or a dictionary such as
-            {"train.epochs": 20}. `vit.config.Config` and docs/configuration.md
-            list the keys.
+            {"train.epochs": 20}. `vit.config.Config` and
+            docs/reference/configuration.md list the keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
             Face, a file of weights, a model file, a run directory or a
             checkpoint in one. None: random weights, or those of `model.init`.

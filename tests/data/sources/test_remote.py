@@ -537,7 +537,7 @@ def test_commands_of_the_documentation_read_a_bucket(
 ) -> None:
     commands = [
         command
-        for command in read_commands(ROOT / "docs" / "data.md")
+        for command in read_commands(ROOT / "docs" / "guides" / "data.md")
         if "s3://" in " ".join(command)
     ]
     assert len(commands) == 2
