@@ -17,7 +17,7 @@ CLASSES = ("<b>red", '"blue",')
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Any:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Red and blue images; three of the red ones are blue."""
     root = tmp_path_factory.mktemp("audit") / "photos"
     random = np.random.default_rng(0)
@@ -28,7 +28,16 @@ def result(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> A
             is_blue = label == 1 or number < 3
             pixels[..., 2 if is_blue else 0] += 150
             Image.fromarray(pixels).save(root / class_name / f"{number:02d}, a.png")
-    weights = save_model(root.parent / "model.safetensors")
+    return root
+
+
+@pytest.fixture(scope="module")
+def weights(root: Path, save_model: SaveModel) -> Path:
+    return save_model(root.parent / "small.safetensors")
+
+
+@pytest.fixture(scope="module")
+def result(root: Path, weights: Path) -> Any:
     return vit.audit(root, init=weights, group_by="([0-9])9, a")
 
 
@@ -44,37 +53,77 @@ def page(result: Any, browser: Any, tmp_path_factory: pytest.TempPathFactory) ->
     return browser
 
 
-def test_the_first_suspects_have_a_map_and_their_neighbours(result: Any, tmp_path: Path) -> None:
-    result.save(tmp_path / "audit")
-    text = (tmp_path / "audit" / "audit.html").read_text()
-    num_suspects = len(result.audit.label_errors)
-    assert num_suspects >= 3
+def test_suspects_stand_between_the_nearest_images_of_both_classes(
+    result: Any, root: Path, weights: Path, tmp_path: Path
+) -> None:
+    audit = result.audit
     # 09 and 19 of both classes are two groups, the others are alone
     assert len(set(result.images.groups)) == 2 + 36
-    # the model knows other classes
-    assert text.count("attention rollout") == min(num_suspects, 24)
-    assert text.count('alt="map of ') == min(num_suspects, 24)
-    assert "Nearest images" in text
+    assert len(audit.label_errors) >= 3
+    paths = [f"{name}/{number:02d}, a.png" for name in CLASSES for number in range(20)]
+    features = vit.embed(weights, [root / path for path in paths], device="cpu")
+    units = features / np.linalg.norm(features, axis=1, keepdims=True)
+    cosines = units @ units.T
+    for error in audit.label_errors:
+        near = audit.neighbours[error.path]
+        assert near.keys() == {"given", "suggested"}
+        index = paths.index(error.path)
+        for side, class_name in (("given", error.given), ("suggested", error.suggested)):
+            found = [paths.index(path) for path, _ in near[side]]
+            others = [i for i in range(40) if i // 20 == CLASSES.index(class_name) and i != index]
+            expected = np.sort(cosines[index, others])[::-1][:5]
+            np.testing.assert_allclose(cosines[index, found], expected, atol=1e-5)
+            np.testing.assert_allclose([cosine for _, cosine in near[side]], expected, atol=1e-5)
+            assert set(found) <= set(others)
+
+    result.save(tmp_path / "audit")
+    text = (tmp_path / "audit" / "audit.html").read_text()
+    assert "Possible problems in photos" in text
+    assert f"features of {weights.name}" in text
+    assert text.count("Most similar images of the given class") == len(audit.label_errors)
 
 
 @pytest.mark.browser
 def test_accepted_suspects_are_saved(page: Any, result: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    body = page.find_element("tag name", "body")
-    # the first is accepted, the second rejected, the third accepted
-    for key in ("j", "a", "r", "a"):
-        body.send_keys(key)
-    assert page.find_element("id", "status").text.startswith("2 accepted, 1 rejected")
+    errors = result.audit.label_errors
+    assert len(errors) == 3
+
+    def press(*keys: str) -> None:
+        for key in keys:
+            page.find_element("tag name", "body").send_keys(key)
+
+    def read_progress() -> tuple[str, float]:
+        bar = page.find_element("id", "progress")
+        return page.find_element("id", "status").text, bar.get_property("position")
+
+    assert read_progress() == ("0 of 3 decided, 0 accepted", 0)
+    # the second is rejected, and left undecided after all
+    press("j", "a", "r", "k", "u", "a")
+    after_keys = ("2 of 3 decided, 2 accepted", pytest.approx(2 / 3))
+    assert read_progress() == after_keys
+    page.refresh()
+    assert read_progress() == after_keys
+    pressed = page.find_elements("css selector", ".suspect button[aria-pressed=true]")
+    assert [button.text for button in pressed] == ["Accept a", "Undecided u", "Accept a"]
+    # on to the first that is undecided
+    press("j")
+    current = page.find_element("class name", "current")
+    assert current.get_attribute("aria-label") == errors[1].path
+
     page.find_element("id", "save").send_keys(Keys.ENTER)
     file = page.folder / "corrections.csv"
     for _ in range(100):
         if file.exists():
             break
         time.sleep(0.05)
-    errors = result.audit.label_errors
     expected = {error.path: error.suggested for error in (errors[0], errors[2])}
     assert read_corrections(file) == expected
+
+    # by pointer, in a card that isn't the current one
+    page.find_elements("css selector", "button[data-choice=rejected]")[2].click()
+    assert read_progress()[0] == "2 of 3 decided, 1 accepted"
 
 
 @pytest.mark.browser

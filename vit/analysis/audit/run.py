@@ -33,18 +33,17 @@ _SAMPLE = 64
 
 @dataclass(frozen=True, repr=False)
 class AuditResult(Result):
-    """An `Audit`, the images that it describes, and the model whose features it used."""
+    """An `Audit`, and the images that it describes."""
 
     audit: Audit
     images: ImageDataset
-    bundle: Bundle
 
     def __repr__(self) -> str:
         return repr(self.audit)
 
     def build_files(self) -> dict[str, FileContent]:
         return {
-            "audit.html": build_audit_page(self.audit, self.images, self.bundle),
+            "audit.html": build_audit_page(self.audit, self.images),
             "audit.json": format_json(asdict(self.audit)),
         }
 
@@ -148,13 +147,14 @@ def audit(
     found = audit_images(
         images,
         values,
+        data=splits.title,
         model=bundle.name,
         model_sha256=bundle.sha256,
         convert=preprocess.to_rgb,
     )
     if survey.num_levels < MIN_LEVELS:
         found = replace(found, warnings=[describe_few_levels(survey.num_levels, value_range)])
-    return AuditResult(found, images, bundle)
+    return AuditResult(found, images)
 
 
 def _load_backbone(source: str, device: str) -> Bundle:

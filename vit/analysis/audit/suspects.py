@@ -115,7 +115,9 @@ class Audit:
         unreadable: Images that can't be read, with the reason.
         always_trained: Classes whose labels are not examined: their images are one group.
         model: Model that gave the features.
-        neighbours: For the page: the 5 nearest images of each likely label error, as (path, class).
+        data: Name of the data set: that of its folder for own images.
+        neighbours: For the page: the images that are nearest to each likely label error, at most 5
+            of its "given" and 5 of its "suggested" class, as (path, cosine of the features).
         warnings: Problems of all images together, a sentence each.
     """
 
@@ -133,7 +135,9 @@ class Audit:
     fingerprint: str
     model: str
     model_sha256: str
-    neighbours: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    neighbours: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]] = field(
+        default_factory=dict
+    )
     warnings: list[str] = field(default_factory=list)
     always_trained: tuple[str, ...] = ()
 
@@ -150,6 +154,7 @@ def audit_images(
     dataset: ImageDataset,
     features: NDArray[np.float32],
     *,
+    data: str,
     model: str,
     model_sha256: str,
     convert: Callable[[Image.Image], Image.Image] = lambda image: image,
@@ -159,6 +164,7 @@ def audit_images(
     Args:
         dataset: Decoded images, with their hashes.
         features: Features of these images, [n, D].
+        data: Name of the data set for readers.
         model: Model that gave the features.
         model_sha256: SHA-256 of its file.
         convert: Function that converts an image of the data set to RGB as the model sees it.
@@ -180,7 +186,7 @@ def audit_images(
     # the others are always trained on, so that nothing is known about their labels
     left_out = np.flatnonzero(~np.isnan(probabilities[:, 0])).tolist()
     probabilities, out_labels = probabilities[left_out], labels[left_out]
-    nearest, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, skip_self=True)
+    _, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, skip_self=True)
     distances = convert_to_distances(cosines[:, -1])
 
     correct = probabilities.argmax(axis=1) == out_labels
@@ -188,18 +194,29 @@ def audit_images(
     if dataset.groups is not None:
         out_groups = [dataset.groups[index] for index in left_out]
     is_known = find_known(correct, out_labels, out_groups)
-    label_errors = []
-    neighbours = {}
-    for place, suggested in zip(*find_suspects(probabilities, out_labels), strict=True):
-        if not is_known[place]:
-            continue
-        index = left_out[place]
-        path = paths[index]
-        score = 1 - float(probabilities[place, labels[index]])
-        name = dataset.class_names[suggested]
-        label_errors.append(LabelError(path, classes[index], name, score))
-        # a wrong label is seen best next to similar images
-        neighbours[path] = [(paths[other], classes[other]) for other in nearest[index]]
+    suspects = [
+        (left_out[place], suggested, 1 - float(probabilities[place, out_labels[place]]))
+        for place, suggested in zip(*find_suspects(probabilities, out_labels), strict=True)
+        if is_known[place]
+    ]
+    label_errors = [
+        LabelError(paths[index], classes[index], dataset.class_names[suggested], score)
+        for index, suggested, score in suspects
+    ]
+    indices = np.array([index for index, _, _ in suspects], dtype=np.int64)
+    suggestions = np.array([suggested for _, suggested, _ in suspects], dtype=np.int64)
+    # a wrong label is seen best between similar images of both classes
+    sides = {
+        side: _find_nearest_of_class(features, labels, indices, classes=side_classes)
+        for side, side_classes in (("given", labels[indices]), ("suggested", suggestions))
+    }
+    neighbours = {
+        error.path: {
+            side: [(paths[other], cosine) for other, cosine in found[number]]
+            for side, found in sides.items()
+        }
+        for number, error in enumerate(label_errors)
+    }
 
     near_duplicates = [
         NearDuplicate((paths[first], paths[second]), (classes[first], classes[second]), exact)
@@ -226,7 +243,7 @@ def audit_images(
         class_names=dataset.class_names,
         unreadable=[(printable(name), printable(text)) for name, text in dataset.unreadable],
         always_trained=tuple(np.array(dataset.class_names)[np.setdiff1d(labels, out_labels)]),
-        data=dataset.name,
+        data=data,
         fingerprint=dataset.fingerprint,
         model=model,
         model_sha256=model_sha256,
@@ -351,6 +368,31 @@ def find_confused(
             names = (class_names[first], class_names[second])
             found.append(ConfusedClasses(names, confused, count))
     return sorted(found, key=lambda pair: -pair.confused / pair.count)
+
+
+def _find_nearest_of_class(
+    features: NDArray[np.float32], labels: Ints, indices: Ints, *, classes: Ints
+) -> list[list[tuple[int, float]]]:
+    """Find for each of some images the nearest others of one class, with their cosines.
+
+    Args:
+        features: Features of all images, [n, D].
+        labels: Their labels, [n].
+        indices: The images, [m].
+        classes: The class for each of them, [m].
+    """
+    nearest: list[list[tuple[int, float]]] = [[] for _ in indices]
+    for label in np.unique(classes):
+        rows = np.flatnonzero(classes == label)
+        members = np.flatnonzero(labels == label)
+        # one more, because an image is the nearest of its own class
+        places, cosines = find_nearest(
+            features[indices[rows]], features[members], _NUM_NEIGHBOURS + 1
+        )
+        for row, others, similarities in zip(rows, members[places], cosines, strict=True):
+            found = zip(others.tolist(), similarities.tolist(), strict=True)
+            nearest[row] = [pair for pair in found if pair[0] != indices[row]][:_NUM_NEIGHBOURS]
+    return nearest
 
 
 def _find_odd(values: Floats) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
