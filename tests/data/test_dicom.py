@@ -129,7 +129,9 @@ def test_without_the_package_the_way_to_read_them_is_named(
     for module in (dicom, images):
         monkeypatch.setattr(module, "has_dicom", lambda: False)
     assert not is_image_name("a.dcm")
-    with pytest.raises(ValueError, match=r"it is DICOM; pip install 'vit-pipeline\[dicom\]'"):
+    with pytest.raises(
+        ValueError, match=r"it is DICOM; pip install '\.\[dicom\]' in the clone of vit"
+    ):
         read_image(path)
 
 

@@ -61,7 +61,7 @@ def test_every_file_is_counted(make_folder: MakeFolder) -> None:
         (root / name).touch()
     assert describe(root) == (
         "29 files: 16 images in 2 classes, 4 not images: .heic 2, .txt 1, hidden 1 (pip install "
-        "'vit-pipeline[heic]' reads .heic), 9 not used: images in extra/ 4, "
+        "'.[heic]' in the clone of vit reads .heic), 9 not used: images in extra/ 4, "
         "images in train itself 4, images in images itself 1".replace(" itself", "/ itself")
     )
 
@@ -202,7 +202,9 @@ def test_an_empty_file_and_heic_are_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"can't be read as an image: it is empty"):
         read_image(tmp_path / "empty.png")
     (tmp_path / "photo.jpg").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
-    with pytest.raises(ValueError, match=r"it is HEIC; pip install 'vit-pipeline\[heic\]'"):
+    with pytest.raises(
+        ValueError, match=r"it is HEIC; pip install '\.\[heic\]' in the clone of vit"
+    ):
         read_image(tmp_path / "photo.jpg")
 
 

@@ -14,7 +14,7 @@ from vit.runtime.drive import is_drive_error
 from vit.runtime.files import open_regular
 
 DICOM_SUFFIX = ".dcm"
-DICOM_HINT = "pip install 'vit-pipeline[dicom]' reads .dcm"
+DICOM_HINT = "pip install '.[dicom]' in the clone of vit reads .dcm"
 
 
 @cache

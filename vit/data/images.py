@@ -43,7 +43,7 @@ IMAGE_SUFFIXES = (
 UNREADABLE = " can't be read as an image: "
 # photos of telephones; the package pillow-heif reads them
 HEIF_SUFFIXES = (".heic", ".heif")
-HEIF_HINT = "pip install 'vit-pipeline[heic]' reads .heic"
+HEIF_HINT = "pip install '.[heic]' in the clone of vit reads .heic"
 # folders that NAS, file managers, operating systems and archives make; in small letters
 _SYSTEM_FOLDERS = frozenset(
     (

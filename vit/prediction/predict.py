@@ -300,6 +300,6 @@ def _check_embeddings_file(path: Path) -> None:
         raise ValueError(f"--embeddings {path} ends neither in .npz nor in .parquet")
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise ValueError(
-            "--embeddings FILE.parquet needs pyarrow: pip install 'vit-pipeline[datasets]';"
+            "--embeddings FILE.parquet needs pyarrow: pip install '.[datasets]' in the clone of vit;"
             " .npz needs nothing"
         )

@@ -136,4 +136,4 @@ def test_without_cleanlab_the_command_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr("vit.analysis.audit.run.find_spec", lambda name: None)
     message = cli.fail("audit", folder, "--init", weights, "--output", tmp_path / "out")
-    assert "pip install 'vit-pipeline[audit]'" in message
+    assert "pip install '.[audit]' in the clone of vit" in message

@@ -357,5 +357,7 @@ def test_without_the_library_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"datasets.*; pip install 'vit-pipeline\[datasets\]'"):
+    with pytest.raises(
+        ValueError, match=r"datasets.*; pip install '\.\[datasets\]' in the clone of vit"
+    ):
         open_dataset("huggingface", root=tmp_path)

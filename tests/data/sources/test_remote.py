@@ -469,7 +469,9 @@ def test_a_client_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    with pytest.raises(ValueError, match=r"aiohttp .*; pip install 'vit-pipeline\[remote\]'"):
+    with pytest.raises(
+        ValueError, match=r"aiohttp .*; pip install '\.\[remote\]' in the clone of vit"
+    ):
         open_all("https://host/a.tar")
 
 

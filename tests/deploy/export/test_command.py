@@ -258,9 +258,7 @@ def test_onnx_without_its_packages_says_what_to_install(
 ) -> None:
     path, _ = save()
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert "vit-pipeline[export]" in cli.fail(
-        "export", path, "--to", "onnx", "--output", tmp_path / "out"
-    )
+    assert "'.[export]'" in cli.fail("export", path, "--to", "onnx", "--output", tmp_path / "out")
 
 
 def test_an_earlier_export_is_replaced_only_when_asked(

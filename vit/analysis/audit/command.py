@@ -13,7 +13,7 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     Also says which classes can't be told apart. Writes audit.json and audit.html, a page on which
     each suspect is accepted or rejected. It saves corrections.csv, which vit train IMAGES
     data.corrections=corrections.csv applies. No image is changed, moved or deleted. It needs
-    cleanlab: pip install 'vit-pipeline[audit]'.
+    cleanlab: pip install '.[audit]' in the clone of vit.
 
     Args:
         output: Directory for the results.

@@ -111,7 +111,7 @@ def audit(
         raise ValueError("which images? name them as data, or pass them as dataset=…")
     # before minutes of work
     if find_spec("cleanlab") is None:
-        raise ValueError("vit audit needs cleanlab: pip install 'vit-pipeline[audit]'")
+        raise ValueError("vit audit needs cleanlab: pip install '.[audit]' in the clone of vit")
     labels = LabelRule(label_by, path_column, label_column)
     if dataset is None:
         splits = open_for_model(

@@ -218,7 +218,7 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
         # an extra, which takes seconds to import
         import datasets
     except ImportError as error:
-        hint = "pip install 'vit-pipeline[datasets]'"
+        hint = "pip install '.[datasets]' in the clone of vit"
         raise ValueError(
             f"data.root {root} is read by the library datasets, which is not installed; {hint}"
         ) from error

@@ -165,7 +165,7 @@ def request(url: str, ask: Callable[[Any], Result]) -> Result:
         try:
             return ask(_open_filesystem(scheme))
         except ImportError as error:
-            hint = "pip install 'vit-pipeline[remote]'"
+            hint = "pip install '.[remote]' in the clone of vit"
             raise ValueError(f"{_show(url)} can't be read: {error}; {hint}") from error
         except RemoteError:
             raise

@@ -98,7 +98,7 @@ def check_packages() -> None:
     if missing:
         raise ValueError(
             f"vit export --to onnx needs {' and '.join(missing)}: "
-            "pip install 'vit-pipeline[export]'"
+            "pip install '.[export]' in the clone of vit"
         )
 
 

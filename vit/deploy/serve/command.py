@@ -42,7 +42,7 @@ def serve(
         from vit.deploy.serve.app import LOCAL_HOSTS, build_app, list_addresses, run_server
     except ImportError as error:
         raise ValueError(
-            "vit serve needs FastAPI and uvicorn: pip install 'vit-pipeline[serve]'"
+            "vit serve needs FastAPI and uvicorn: pip install '.[serve]' in the clone of vit"
         ) from error
 
     bundle = load_bundle(model, device=choose_device(device))
