@@ -10,6 +10,7 @@ from PIL import Image
 import vit
 from tests.conftest import Launcher
 from vit.bundle import PRETRAINED_FOLDER, list_pretrained, load_bundle
+from vit.model.find_file import list_example_photos
 
 PHOTOS = Path(__file__).parent.parent / "docs" / "photos"
 FILE = PRETRAINED_FOLDER / "imagenette.safetensors"
@@ -29,14 +30,20 @@ def test_the_packaged_model_computes_in_float32() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_three_photos_are_predicted_and_explained_by_name(tmp_path: Path) -> None:
+def test_the_example_photos_get_their_classes_and_the_cat_a_doubt(tmp_path: Path) -> None:
     predictions = vit.predict("imagenette", PHOTOS, top_k=10).predictions
-    assert len(predictions) == 3
     for prediction in predictions:
         assert sum(probability for *_, probability in prediction.classes) == pytest.approx(1)
+    found = {Path(each.path).stem: (each.classes[0][1].lower(), each.note) for each in predictions}
+    assert found.pop("cat")[1] in ("unsure", "unusual")
+    assert found == {name: (name.replace("_", " "), "") for name in found}
+    assert sorted(found) == ["chain_saw", "church", "french_horn"]
+    assert [path.name for path in list_example_photos()] == [
+        Path(each.path).name for each in predictions
+    ]
 
     explanations = vit.explain("imagenette", PHOTOS, output=tmp_path / "maps")
-    assert explanations.maps["rollout"].shape[0] == 3
+    assert explanations.maps["rollout"].shape[0] == 4
     assert (tmp_path / "maps" / "index.png").is_file()
 
 

@@ -132,6 +132,7 @@ def test_lines_hold_what_was_predicted() -> None:
             {"index": 1, "name": "dog, the", "probability": 0.75},
             {"index": 0, "name": "cat", "probability": 0.25},
         ],
+        "note": "",
         "prediction_set": ["dog, the"],
         "p_value": 0.5,
     }
@@ -162,9 +163,16 @@ def test_a_reader_gets_a_line_for_each_image_with_its_doubt() -> None:
     file = io.StringIO()
     assert list(write_table(predictions, file=file)) == predictions
     assert file.getvalue().splitlines() == [
-        " 60.0 %  cat  unusual   a b.png",
-        " 60.0 %  cat  unsure    b.png",
-        " 60.0 %  cat            c.png",
-        " 60.0 %  cat            d.png",
+        " 60.0 %  cat               unusual  a b.png",
+        " 60.0 %  cat               unsure   b.png",
+        " 60.0 %  cat                        c.png",
+        " 60.0 %  cat                        d.png",
         "e.png: truncated",
     ]
+    # the other formats have the same words
+    lines = io.StringIO()
+    table = io.StringIO()
+    assert list(write_csv(write_jsonl(predictions[:4], file=lines), file=table)) == predictions[:4]
+    notes = ["unusual", "unsure", "", ""]
+    assert [json.loads(line)["note"] for line in lines.getvalue().splitlines()] == notes
+    assert [row["note"] for row in csv.DictReader(io.StringIO(table.getvalue()))] == notes

@@ -16,6 +16,14 @@ def list_pretrained() -> list[str]:
     return sorted(path.stem for path in PRETRAINED_FOLDER.glob("*.safetensors"))
 
 
+def list_example_photos() -> list[Path]:
+    """Return the photos that come with the package, to try its models with."""
+    folder = PRETRAINED_FOLDER / "photos"
+    if not folder.is_dir():
+        folder = PRETRAINED_FOLDER.parents[1] / "docs" / "photos"  # in a checkout
+    return sorted(folder.glob("*.jpg"))
+
+
 def find_model_file(source: str | Path) -> Path:
     """Return the model file that a user names: itself, that of a run, or one of the package.
 

@@ -51,10 +51,9 @@ def predict(
         coverage: How often a `prediction_set` should include the right class:
             0.9 or 0.95.
         sort_into: Folder to copy the photos into: one folder for each class,
-            "unsure" and "unknown". A photo goes to its class if its
-            `prediction_set` has one class, to "unknown" if its `p_value` is
-            at most 1 - coverage, and to "unsure" otherwise. No file is ever
-            overwritten.
+            "unsure" and "unusual". A photo goes to "unusual" if its `p_value`
+            is at most 0.05, to its class if its `prediction_set` has one
+            class, and to "unsure" otherwise. No file is ever overwritten.
         embeddings: File for the features that the head reads: FILE.npz or
             FILE.parquet. The .npz file holds `paths` [N] and `embeddings`
             [N, D] float32, the table the columns path and embedding.

@@ -43,6 +43,15 @@ class Prediction:
     features: Float32s | None = field(default=None, compare=False, repr=False)
     similar: list[Similar] | None = None
 
+    @property
+    def note(self) -> str:
+        """ "unusual" for an image unlike the training images, else "unsure" if the prediction set
+        doesn't have exactly one class; empty without a doubt or without thresholds."""
+        if is_unusual(self.p_value):
+            return "unusual"
+        chosen = self.prediction_set
+        return "unsure" if chosen is not None and len(chosen) != 1 else ""
+
 
 @dataclass(frozen=True, repr=False)
 class PredictionResult(Result):
@@ -90,6 +99,7 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
         record: dict[str, object] = {"path": prediction.path}
         if prediction.error is None:
             record["predictions"] = describe_classes(prediction.classes)
+            record["note"] = prediction.note
             record["prediction_set"] = prediction.prediction_set
             record["p_value"] = prediction.p_value
             if prediction.similar is not None:
@@ -109,7 +119,7 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
 def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write a line for each image, and yield the prediction once it is written.
 
-    The columns are the path, the note of `describe_doubt`, the classes of the prediction set with
+    The columns are the path, the note, the classes of the prediction set with
     bars between them, the p-value, the error, and class_1, probability_1 and so on for as many
     classes as the first image that can be read has. Names have � for control characters, and an
     apostrophe where a spreadsheet would see a formula.
@@ -130,7 +140,7 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
     for prediction in chain(waiting, predictions):
         chosen = "|".join(map(_format_cell, prediction.prediction_set or ()))
         p_value = "" if prediction.p_value is None else prediction.p_value
-        cells: list[object] = [_format_cell(prediction.path), describe_doubt(prediction), chosen]
+        cells: list[object] = [_format_cell(prediction.path), prediction.note, chosen]
         cells += [p_value, _format_cell(prediction.error or "")]
         for _, name, probability in prediction.classes:
             cells += [_format_cell(name), probability]
@@ -140,9 +150,8 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
 
 def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write a line for a reader for each image, and yield the prediction once it is written: the
-    most probable class, its probability, the note of `describe_doubt` and the path, whole, so that
-    it can be copied."""
-    width = 0
+    most probable class, its probability, the note and the path, whole, so that it can be copied."""
+    width = 16
     for prediction in predictions:
         path = replace_control_characters(prediction.path, keep_bytes=True)
         if prediction.error is not None:
@@ -150,20 +159,11 @@ def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
         else:
             _, name, probability = prediction.classes[0]
             name = replace_control_characters(name)
-            # the lines before it are printed already
+            # a longer name moves the columns; the lines before it are printed already
             width = max(width, len(name))
-            doubt = describe_doubt(prediction)
-            file.write(f"{100 * probability:5.1f} %  {name:{width}}  {doubt:8}  {path}\n")
+            note = prediction.note
+            file.write(f"{100 * probability:5.1f} %  {name:{width}}  {note:7}  {path}\n")
         yield prediction
-
-
-def describe_doubt(prediction: Prediction) -> str:
-    """Return "unusual" for an image unlike the training images, else "unsure" if the prediction set
-    doesn't have exactly one class; empty without a doubt or without thresholds."""
-    if is_unusual(prediction.p_value):
-        return "unusual"
-    chosen = prediction.prediction_set
-    return "unsure" if chosen is not None and len(chosen) != 1 else ""
 
 
 def _format_cell(text: str) -> str:

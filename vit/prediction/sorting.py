@@ -1,4 +1,4 @@
-"""Copies of photos in a folder for each class, by their prediction sets."""
+"""Copies of photos in a folder for each class, or for each note of a prediction."""
 
 import filecmp
 import os
@@ -13,10 +13,6 @@ from vit.prediction.conformal import explain_missing, read_threshold
 from vit.prediction.records import Prediction
 from vit.runtime.files import clean_name, open_regular
 
-# Folders for photos whose set has several classes or none, and for unusual photos.
-UNSURE = "unsure"
-UNKNOWN = "unknown"
-
 
 class PhotoSorter:
     """Copy photos into folders. No file is ever overwritten.
@@ -24,8 +20,7 @@ class PhotoSorter:
     Args:
         directory: Parent of the folders; each is made with its first photo.
         bundle: The model.
-        coverage: Coverage of the prediction sets. A photo whose p-value is at most 1 - coverage is
-            unknown.
+        coverage: Coverage of the prediction sets.
 
     Raises:
         ValueError: The model has no prediction sets.
@@ -35,7 +30,6 @@ class PhotoSorter:
         if read_threshold(bundle.metadata, coverage) is None:
             raise ValueError(f"photos can't be sorted: {explain_missing(bundle, coverage)}")
         self.directory = directory
-        self.max_p_value = 1 - coverage
         names = name_folders(bundle.class_names)
         self.folders = dict(zip(bundle.class_names, names, strict=True))
 
@@ -57,14 +51,11 @@ class PhotoSorter:
                 )
 
     def choose_folder(self, prediction: Prediction) -> str:
-        """Return the name of the folder for a photo."""
-        p_value = prediction.p_value
-        if p_value is not None and p_value <= self.max_p_value:
-            return UNKNOWN
-        classes = prediction.prediction_set
-        if classes is None or len(classes) != 1:
-            return UNSURE
-        return self.folders[classes[0]]
+        """Return the name of the folder for a photo: its note, or its class if it has none."""
+        if prediction.note:
+            return prediction.note
+        assert prediction.prediction_set is not None
+        return self.folders[prediction.prediction_set[0]]
 
     def copy(self, prediction: Prediction) -> Prediction:
         """Copy the photo of a prediction, unless it can't be read, and return the prediction.
@@ -90,7 +81,7 @@ class PhotoSorter:
 
 def name_folders(class_names: Sequence[str]) -> list[str]:
     """Return a valid folder name for each class; they differ even if case is ignored."""
-    taken = {UNSURE, UNKNOWN}
+    taken = {"unsure", "unusual"}  # the notes of `Prediction.note`
     names = []
     for class_name in class_names:
         clean = clean_name(class_name)

@@ -24,6 +24,7 @@ from vit.bundle import Bundle, Likeness
 from vit.data.images import list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.explainer import Explainer
+from vit.explanation.gallery.gallery import Gallery
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import METHODS
 from vit.explanation.records import ImageResult, build_photo_tile
@@ -557,6 +558,13 @@ def test_unusual_photos_are_called_so(bundle: Bundle, tmp_path: Path) -> None:
         for image in found.images
     ]
     assert [tile.badge for tile in tiles] == [None, "unusual", "unusual"]
+    gallery = Gallery(known, num_images=3)
+    items = items_from_images([Image.fromarray(image) for image in pixels])
+    explain_with(known, items, {"methods": ["rollout"], "sanity_checks": True}, gallery.add)
+    gallery.write(tmp_path / "gallery.html", title="three")
+    page = re.search(r'id="page">(.*?)</script>', (tmp_path / "gallery.html").read_text(), re.S)
+    assert page is not None
+    assert [each["unusual"] for each in json.loads(page[1])["images"]] == [False, True, True]
     untested = explain(known, pixels, methods="rollout", sanity_checks=False)
     assert [image.p_value for image in untested.images] == [None] * 3
 

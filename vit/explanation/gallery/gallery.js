@@ -357,6 +357,7 @@ class Card {
     this.part("path").textContent = this.image.title;
     const {name, percent} = this.image.predicted; // without a percentage, what the model gives
     this.part("predicted").textContent = percent === null ? name : `predicted: ${name} ${percent}\u00a0%`;
+    this.part("unusual").hidden = !this.image.unusual;
     this.part("neighbours").replaceChildren(...listNeighbours(this.image.neighbours));
     this.part("nearest").hidden = !this.image.neighbours.length;
     this.part("expand").addEventListener("click", () => this.expand());

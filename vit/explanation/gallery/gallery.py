@@ -22,6 +22,7 @@ from vit.explanation.render.scale import palette, quantise
 from vit.explanation.render.token_details import LogitLens, QuantisedRows, TokenDetails
 from vit.explanation.render.token_features import TokenFeatures
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
+from vit.prediction.conformal import is_unusual
 from vit.runtime.files import write_text
 
 _TEMPLATE = Path(__file__).with_name("gallery.html.jinja")
@@ -136,6 +137,7 @@ class Gallery:
                 image.describe_class(image.predicted, self._bundle.class_names)
             ),
             "output": image.output,
+            "unusual": is_unusual(image.p_value),
             "verdicts": verdicts,
             "targets": sorted(
                 {result.target for result in image.maps if result.target is not None}
