@@ -35,7 +35,7 @@ def measure(model: str, *, images: int) -> tuple[str, dict[str, Any]]:
     """The model's name, and what was measured of it."""
     path, _, data = model.partition("=")
     started = time.perf_counter()
-    result = vit.measure_faithfulness(path, data=data or None, count=images)
+    result = vit.measure_faithfulness(path, data=data or None, num_images=images)
     seconds = time.perf_counter() - started
     print(result.table, *result.measurement.notes, f"{seconds:.0f} s\n", sep="\n", flush=True)
     name = Path(path).parent.name if Path(path).is_file() else Path(path).name

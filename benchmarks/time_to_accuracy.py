@@ -67,7 +67,7 @@ def time_ours(
             "evaluate",
             str(run),
             *options,
-            "--pictures",
+            "--num-examples",
             "0",
             "--output",
             str(evaluation),

@@ -147,7 +147,7 @@ def count_all(config: Path) -> dict[str, Any]:
         evaluate = ["evaluate", trained, "--batch-size", 60, "--output", root / "evaluation"]
 
         def explain(method: str, count: int) -> list[object]:
-            options = ["--images", count, "--batch-size", 2, "--format", "png"]
+            options = ["--num-images", count, "--batch-size", 2, "--format", "png"]
             return [
                 "attention",
                 trained,
@@ -159,7 +159,7 @@ def count_all(config: Path) -> dict[str, Any]:
             ]
 
         def measure(count: int) -> list[object]:
-            options = ["--images", count, "--methods", "rollout,gae", "--batch-size", 8]
+            options = ["--num-images", count, "--methods", "rollout,gae", "--batch-size", 8]
             return ["faithfulness", trained, *options, "--output", root / f"faithfulness-{count}"]
 
         found = {

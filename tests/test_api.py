@@ -316,7 +316,7 @@ def test_images_of_any_kind_have_the_same_maps(
 
 
 def test_without_images_the_models_own_test_split_is_explained(tiny_run: Path) -> None:
-    found = vit.explain(tiny_run, count=3, methods="legrad")
+    found = vit.explain(tiny_run, num_images=3, methods="legrad")
     assert found.maps["legrad"].shape == (3, 4, 4)
     assert all(of_image.item.name.startswith("digits-") for of_image in found.images)
     assert all(len(checks) == 1 for checks in found.sanity_checks["legrad"])
@@ -416,14 +416,14 @@ def test_faithfulness_saves_what_the_command_writes(
     cli.succeed(
         "faithfulness",
         tiny_run,
-        "--methods",
+        "--method",
         "rollout",
-        "--images",
+        "--num-images",
         8,
         "--output",
         tmp_path / "command",
     )
-    result = vit.measure_faithfulness(tiny_run, methods=("rollout",), count=8)
+    result = vit.measure_faithfulness(tiny_run, methods=("rollout",), num_images=8)
     result.save(tmp_path / "saved")
     assert contents(tmp_path / "saved").keys() == contents(tmp_path / "command").keys()
     with (

@@ -33,7 +33,7 @@ IN_ORDER = ("tutorials/your-photos.md", "tutorials/pretrained.md", "guides/evalu
 # Commands are parsed, and executed where their model is runs/digits*. These are not executed:
 NOT_EXECUTED = {
     "vit train --output runs/digits --resume": "a run of this test has finished already",
-    "vit faithfulness runs/digits --images 64 --output runs/digits-faithfulness": "tests/cli/test_faithfulness.py does",
+    "vit faithfulness runs/digits --num-images 64 --output runs/digits-faithfulness": "tests of the command do",
 }
 SHORTER = {
     'output="runs/from-python")': 'output="runs/from-python", overrides=["train.epochs=2"])'

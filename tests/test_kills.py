@@ -163,9 +163,9 @@ def test_predictions_with_embeddings_and_sorted_photos(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["audit", "PHOTOS", "--init=WEIGHTS", "--device=cpu"],
-        ["export", "WEIGHTS", "--to=timm"],
-        ["export", "WEIGHTS", "--to=huggingface"],
+        ["audit", "PHOTOS", "--model=WEIGHTS", "--device=cpu"],
+        ["export", "WEIGHTS", "--format=timm"],
+        ["export", "WEIGHTS", "--format=huggingface"],
     ],
     ids=" ".join,
 )

@@ -81,8 +81,10 @@ def test_a_run_is_evaluated_and_explained_on_what_was_held_out(
     assert (result.evaluation.split, result.evaluation.num_images) == ("validation", 9)
     assert result.evaluation.top1 == run.best_top1
     assert any("chose the best epoch" in note for note in result.evaluation.notes)
-    assert vit.explain(run.bundle, count=2, sanity_checks=False).maps["rollout"].shape[0] == 2
-    faithfulness = vit.measure_faithfulness(run.bundle, split="train", methods="rollout", count=8)
+    assert vit.explain(run.bundle, num_images=2, sanity_checks=False).maps["rollout"].shape[0] == 2
+    faithfulness = vit.measure_faithfulness(
+        run.bundle, split="train", methods="rollout", num_images=8
+    )
     assert faithfulness.conditions["split"] == "train"
     # without the images in memory, they have to be passed again
     with pytest.raises(ValueError, match=r"passed from Python; pass them as dataset=…"):
@@ -119,7 +121,9 @@ def test_images_of_every_form_give_one_evaluation(run: TrainingResult, others: A
 
     pair = (others, (images[:12], labels[:12]))
     assert vit.evaluate(run.directory, dataset=pair).evaluation.num_images == 12
-    measured = vit.measure_faithfulness(run.directory, dataset=others, methods="rollout", count=8)
+    measured = vit.measure_faithfulness(
+        run.directory, dataset=others, methods="rollout", num_images=8
+    )
     assert measured.conditions["data"] == "from-python"
 
 
@@ -168,7 +172,7 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
         "batch_size 0 must be at least 1",
     ),
     "too few": (
-        lambda r, a, p: vit.measure_faithfulness(r.bundle, count=3),
+        lambda r, a, p: vit.measure_faithfulness(r.bundle, num_images=3),
         "count 3 must be at least 8",
     ),
     "images": (lambda r, a, p: vit.predict(r.bundle, 3), "images is an int, not a path"),

@@ -142,7 +142,7 @@ def test_the_card_of_an_export_shows_no_image_of_a_stranger(
 ) -> None:
     for bundle, has_picture in ((stranger, False), (own, True)):
         output = tmp_path / str(has_picture)
-        vit.export_model(bundle, output=output, to="timm")
+        vit.export_model(bundle, output=output, format="timm")
         assert (output / "map.png").exists() == has_picture
 
 

@@ -18,7 +18,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.find_file import PRETRAINED_FOLDER as PRETRAINED_FOLDER
-from vit.model.find_file import find_model_file
+from vit.model.find_file import find_model_file, is_timm_folder
 from vit.model.find_file import list_pretrained as list_pretrained
 from vit.model.logits import count_features, has_features
 from vit.model.model_file import (
@@ -236,8 +236,9 @@ def load_bundle(
     """Load a model with all metadata of its file.
 
     Args:
-        source: A `model.safetensors`, a run (its best model), `timm:NAME`, or
-            "imagenette", a small model that comes with the package.
+        source: A `model.safetensors`, a run (its best model), `timm:NAME`, a
+            folder of timm, or "imagenette", a small model that comes with the
+            package.
         model: A module for the weights. Needed if `vit.train` was given a
             module that neither this project nor timm can build by name.
         device: Device of the model, named as in torch.
@@ -258,6 +259,8 @@ def load_bundle(
     """
     check_kind(source, (str, Path), name="the model", expected="a path or timm:NAME")
     torch.manual_seed(0)
+    if is_timm_folder(source):
+        source = f"timm:{source}"
     if str(source).startswith("timm:"):
         from vit.model.timm_weights import create_timm  # timm takes a second to import
 

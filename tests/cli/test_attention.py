@@ -65,7 +65,7 @@ def test_images_of_every_kind_are_explained_and_the_broken_one_named(
 def test_without_images_it_takes_the_models_own_test_split(
     attention: Attention, model_file: Path, tmp_path: Path
 ) -> None:
-    attention(model_file, "--images", 3, "--output", tmp_path / "out", "--no-checks")
+    attention(model_file, "--num-images", 3, "--output", tmp_path / "out", "--no-checks")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert len(manifest["images"]) == 3
     assert all(entry["name"].startswith("digits-") for entry in manifest["images"])

@@ -8,12 +8,13 @@ from inspect import Parameter, signature
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import vit
 from tests.conftest import Launcher
 from vit.cli.build import CommandBuilder
 from vit.cli.main import COMMANDS, app
-from vit.runtime.arguments import check_arguments
+from vit.runtime.arguments import accept_old_names, check_arguments
 from vit.runtime.command import Command
 from vit.runtime.signatures import REQUIRED, Names, read_signature
 
@@ -91,7 +92,7 @@ def test_what_a_signature_says_of_the_command_line() -> None:
     assert explain.passed["batch_size"].bounds == (1, None)
     assert explain.passed["target"].kind is str
     compare = CommandBuilder(ALL["vit.analysis.compare.command"])
-    assert compare.own["examples"].bounds == (0, None)
+    assert compare.own["num_examples"].bounds == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_what_a_signature_says_of_the_command_line() -> None:
         (("--option", "wait"), "--option 'wait' is not NAME=VALUE with one of"),
         (("--option", "wait=1"), "wait is no option of the methods libra-removal, rollout"),
         (("--option", "residual=much"), "residual 'much': input should be a valid number"),
-        (("--images", "0"), "greater than or equal to 1"),
+        (("--num-images", "0"), "greater than or equal to 1"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(
@@ -119,6 +120,37 @@ def test_a_rare_option_has_the_type_of_its_parameter(
     option = ("--option", "random_weights=false")
     message = cli.fail("explain", "imagenette", "-o", tmp_path / "out", *option)
     assert message == "vit: error: random_weights is False"
+
+
+@pytest.mark.parametrize("command", [command for command in ALL.values() if command.old_flags])
+def test_an_earlier_name_of_an_option_works_and_is_not_listed(command: Command) -> None:
+    line = get_command(app)
+    line = line.commands[command.run.__name__]  # type: ignore[attr-defined]
+    context = line.context_class(line)
+    parser = {flag: each for each in line.get_params(context) for flag in each.opts}
+    for old, new in command.old_flags.items():
+        assert old not in parser
+        value = "onnx" if new == "--format" else "9"
+        words = [f"{old}={value}", "MODEL", "-o", "out"] if old != "--to" else [old, value, "MODEL"]
+        context = line.context_class(line)
+        line.parse_args(context, words)
+        assert str(context.params[str(parser[new].name)]) == value
+
+
+def test_an_option_has_one_meaning_in_all_commands() -> None:
+    """Options of one name have one kind of value; no command names the same thing otherwise."""
+    flags: dict[str, set[object]] = {}
+    for command in ALL.values():
+        builder = CommandBuilder(command)
+        for parameter in [*builder.passed.values(), *builder.own.values()]:
+            if parameter.is_keyword:
+                flag = builder._find_flag(parameter)
+                flags.setdefault(flag, set()).add(parameter.kind)
+    assert not {"--to", "--images", "--pictures", "--examples", "--methods"} & flags.keys()
+    for name in ("--num-images", "--num-examples"):
+        assert flags[name] == {int}
+    owners = [name for name, each in ALL.items() if "init" in CommandBuilder(each).passed]
+    assert owners == ["vit.training.command"]
 
 
 # --- arguments from Python
@@ -142,6 +174,25 @@ def test_arguments_are_checked_by_their_annotations() -> None:
         function([1], count=0)
     with pytest.raises(ValueError, match=r"^count 10 must be at most 9"):
         function([1], count=10)
+
+
+def test_an_earlier_name_of_a_keyword_works() -> None:
+    renamed = accept_old_names(number="count")(function)
+    assert renamed([1], number="3") == ([1], 3, None, None)  # type: ignore[call-arg]
+    assert list(signature(renamed).parameters) == ["images", "count", "name", "other"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'amount'"):
+        renamed([1], amount=3)  # type: ignore[call-arg]
+    for name, old, new in (
+        ("explain", "count", "num_images"),
+        ("measure_faithfulness", "count", "num_images"),
+        ("export_model", "to", "format"),
+        ("audit", "init", "model"),
+    ):
+        public = getattr(vit, name)
+        assert new in signature(public).parameters
+        with pytest.raises((ValueError, TypeError, OSError)) as raised:
+            public("nowhere", **{old: "nowhere"})
+        assert "unexpected keyword" not in str(raised.value)
 
 
 def test_a_checked_function_keeps_its_signature() -> None:

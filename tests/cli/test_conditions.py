@@ -38,8 +38,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "command",
     [
         ["evaluate"],
-        ["attention", "--images", "2", "--no-checks"],
-        ["export", "--to", "timm"],
+        ["attention", "--num-images", "2", "--no-checks"],
+        ["export", "--format", "timm"],
         ["train"],
     ],
     ids=" ".join,
@@ -263,7 +263,7 @@ def test_a_signal_leaves_no_temporary_file(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr("vit.deploy.export.python_formats.save_file", save)
-    outcome = cli.run("export", tiny_model_file, "--to", "timm", "--output", tmp_path / "out")
+    outcome = cli.run("export", tiny_model_file, "--format", "timm", "--output", tmp_path / "out")
     assert outcome.code == 128 + signal.SIGTERM
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".vit-output"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -307,7 +307,7 @@ def test_an_earlier_evaluation_is_replaced_only_when_told(
     )
     assert code == 2
     assert (out / "evaluation.json").read_bytes() == before
-    assert evaluate(model_file, "--output", out, "--overwrite", "--pictures", "0")[0] == 0
+    assert evaluate(model_file, "--output", out, "--overwrite", "--num-examples", "0")[0] == 0
     assert (out / "evaluation.json").read_bytes() != before
 
 

@@ -180,7 +180,7 @@ def test_options_are_keys_and_results_have_a_place(
     train = config["train"]
     assert [train[key] for key in ("epochs", "batch_size", "device", "seed")] == [1, 32, "cpu", 7]
     assert config["model"]["preset"] == "vit_nano_patch4_32"
-    cli.succeed("evaluate", run / "model.safetensors", "--pictures", "0")
+    cli.succeed("evaluate", run / "model.safetensors", "--num-examples", "0")
     assert (Path("runs") / f"{run.name}-evaluate-1" / "evaluation.json").is_file()
     second = cli.succeed("train", empty_yaml, *options, "--epochs", "1", "optimizer.lr=1e-9")
     assert f"next: vit evaluate {Path('runs') / empty_yaml.stem}-2" in second.err

@@ -111,7 +111,14 @@ def test_the_model_file_keeps_them_for_all_that_follows(
     assert "n02102040" not in page.replace(str(other), "").replace("n02102040/", "")
     assert "tench" in cli.succeed("predict", tmp_path / "run", other, "--device", "cpu").out
     cli.succeed(
-        "attention", tmp_path / "run", "--images", "2", "--device", "cpu", "-o", tmp_path / "maps"
+        "attention",
+        tmp_path / "run",
+        "--num-images",
+        "2",
+        "--device",
+        "cpu",
+        "-o",
+        tmp_path / "maps",
     )
 
 

@@ -1121,11 +1121,11 @@ def test_an_index_means_the_same_class_everywhere(
     pixels = np.stack([np.asarray(image) for image in images])
     (probabilities,) = session.run(["probabilities"], {"images": pixels})
     assert probabilities.argmax(axis=1).tolist() == expected
-    vit.export_model(path, output=tmp_path / "hf", to="huggingface")
+    vit.export_model(path, output=tmp_path / "hf", format="huggingface")
     classify = pipeline("image-classification", model=str(tmp_path / "hf"), trust_remote_code=True)
     assert [rows[0]["label"] for rows in classify(files)] == [name for _, name in best]
     assert tuple(classify.model.config.id2label.values()) == names
-    vit.export_model(path, output=tmp_path / "timm", to="timm")
+    vit.export_model(path, output=tmp_path / "timm", format="timm")
     model = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     with torch.no_grad():
         assert model(bundle.preprocess(images)).argmax(dim=1).tolist() == expected

@@ -385,7 +385,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         if earlier > 2:
             (output / "config.json").write_text("{}")
         overwrite = rng.random() < 0.5
-        command = ["export", source, "--to", kind, "--output", output]
+        command = ["export", source, "--format", kind, "--output", output]
         told = run_command(*command, *(["--overwrite"] if overwrite else []))
         if told is not None:
             assert not list(output.glob(".*.tmp"))

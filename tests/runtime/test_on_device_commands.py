@@ -129,7 +129,7 @@ def test_evaluate_and_compare(both: Both, cli: Launcher, model: Path, photos: Pa
         "--corruptions",
         "--precision",
         "float32",
-        "--pictures",
+        "--num-examples",
         2,
         "--batch-size",
         64,
@@ -155,7 +155,7 @@ def test_attention_with_pages(both: Both, tiny_run: Path) -> None:
         "rollout,libra-removal",
         "--format",
         "png,npz,html",
-        "--images",
+        "--num-images",
         4,
     )
     (_, found), (_, expected) = both("attention", tiny_run, *options)
@@ -173,7 +173,7 @@ def test_faithfulness_which_failed_at_87603b9(
     host tensor among device tensors`, as on CUDA."""
     # four patches, because each pass takes time
     model = save_model(tmp_path / "model.safetensors", img_size=8, depth=1)
-    options = ("--data", photos, "--methods", "gae", "--images", 8)
+    options = ("--data", photos, "--method", "gae", "--num-images", 8)
     (_, found), (_, expected) = both("faithfulness", model, *options)
     assert read_json(found / "faithfulness.json") == read_json(expected / "faithfulness.json")
     assert_same_arrays(found / "faithfulness.npz", expected / "faithfulness.npz")

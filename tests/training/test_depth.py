@@ -219,13 +219,13 @@ def test_exports_show_the_model_what_vit_does(tmp_path: Path, mode: str) -> None
 
     from transformers import pipeline
 
-    vit.export_model(run, output=tmp_path / "hf", to="huggingface")
+    vit.export_model(run, output=tmp_path / "hf", format="huggingface")
     classify = pipeline("image-classification", model=str(tmp_path / "hf"), trust_remote_code=True)
     for path in photos:
         answers = {row["label"]: row["score"] for row in classify(path)}
         assert answers == pytest.approx(expected[path], abs=1e-5)
 
-    vit.export_model(run, output=tmp_path / "timm", to="timm")
+    vit.export_model(run, output=tmp_path / "timm", format="timm")
     written = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]
     crop_mode = {"pad": "border", "stretch": "squash"}[mode]
     assert (written["crop_mode"], written["crop_pct"]) == (crop_mode, 1.0)
@@ -237,7 +237,7 @@ def test_an_audit_warns_of_few_levels(save_model: SaveModel, tmp_path: Path) -> 
         values = np.asarray(Image.open(path)).copy()
         values[0, 0] = 65535
         Image.fromarray(values).save(path)
-    found = vit.audit(folder, init=save_model(tmp_path / "weights.safetensors")).audit
+    found = vit.audit(folder, model=save_model(tmp_path / "weights.safetensors")).audit
     (sentence,) = found.warnings
     assert "18 of 256 grey levels, since 0 to 65535 become black to white" in sentence
     # the audit's own photos are those of the range

@@ -140,7 +140,7 @@ def test_the_model_file_gives_scikit_learns_probabilities(
 def test_the_hugging_face_folder_gives_scikit_learns_probabilities(
     reference: Reference, probe_alone: Path, cli: Launcher, tmp_path: Path
 ) -> None:
-    cli.succeed("export", probe_alone, "--to", "huggingface", "-o", tmp_path / "export")
+    cli.succeed("export", probe_alone, "--format", "huggingface", "-o", tmp_path / "export")
     exported = AutoModelForImageClassification.from_pretrained(
         tmp_path / "export", trust_remote_code=True
     )
@@ -160,7 +160,7 @@ def test_the_hugging_face_folder_gives_scikit_learns_probabilities(
 def test_the_onnx_file_gives_scikit_learns_probabilities(
     reference: Reference, probe_alone: Path, cli: Launcher, tmp_path: Path
 ) -> None:
-    cli.succeed("export", probe_alone, "--to", "onnx", "-o", tmp_path / "export")
+    cli.succeed("export", probe_alone, "--format", "onnx", "-o", tmp_path / "export")
     session = onnxruntime.InferenceSession(tmp_path / "export" / "model.onnx")
     pixels = np.array(reference.test.pixels)
     (probabilities,) = session.run(["probabilities"], {"images": pixels})
@@ -180,9 +180,9 @@ def test_the_probe_is_a_model_like_any_other(
     report = html.unescape((tmp_path / "evaluation" / "report.html").read_text())
     assert report.count(curve.describe()) == 2
     cli.succeed(
-        "attention", probe_alone, "-o", tmp_path / "maps", "--images", "2", "--device", "cpu"
+        "attention", probe_alone, "-o", tmp_path / "maps", "--num-images", "2", "--device", "cpu"
     )
-    cli.succeed("export", probe_alone, "--to", "huggingface", "-o", tmp_path / "export")
+    cli.succeed("export", probe_alone, "--format", "huggingface", "-o", tmp_path / "export")
     assert (tmp_path / "export" / "config.json").is_file()
     model_file = (probe_alone / "model.safetensors").read_bytes()
     resumed = cli.succeed("train", "-o", probe_alone, "--resume")

@@ -58,7 +58,8 @@ def add_command(app: typer.Typer, command: Command) -> None:
     rare = [(name, builder.describe(parameter)) for name, parameter in builder.rare.items()]
     # Typer makes the object from a class.
     sections = staticmethod(command.sections)
-    kind = type("VitCommand", (VitCommand,), {"rare": rare, "sections": sections})
+    attributes = {"rare": rare, "sections": sections, "old_flags": command.old_flags}
+    kind = type("VitCommand", (VitCommand,), attributes)
     title = (inspect.getdoc(command.run) or "").partition("\n")[0]
     app.command(command.run.__name__, cls=kind, short_help=title)(run)
     if command.alias:
@@ -70,11 +71,20 @@ class VitCommand(TyperCommand):
 
     Attributes:
         rare: Name and text of each rare option.
+        old_flags: See `Command`.
         sections: See `Command`.
     """
 
     rare: Sequence[tuple[str, str]] = ()
+    old_flags: Mapping[str, str] = {}
     sections: Callable[[], Mapping[str, Sequence[tuple[str, str]]]]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        def rename(argument: str) -> str:
+            flag, equals, value = argument.partition("=")
+            return self.old_flags.get(flag, flag) + equals + value
+
+        return super().parse_args(ctx, [rename(argument) for argument in args])
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         formatter.write_paragraph()

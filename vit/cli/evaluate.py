@@ -39,5 +39,5 @@ COMMAND = Command(
     run=evaluate,
     function="evaluate",
     python_only=("dataset", "class_names"),
-    flags={"num_examples": "--pictures"},
+    old_flags={"--pictures": "--num-examples"},
 )

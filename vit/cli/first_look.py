@@ -23,9 +23,9 @@ def check_paths(values: Mapping[str, Any]) -> None:
 
 def _check_model(model: str) -> None:
     from vit.data.images import is_image_name
-    from vit.model.find_file import find_model_file
+    from vit.model.find_file import find_model_file, is_timm_folder
 
-    if model.startswith("timm:"):
+    if model.startswith("timm:") or is_timm_folder(model):
         return
     path = find_model_file(model)
     if is_image_name(str(path)):

@@ -20,7 +20,7 @@ from vit.explanation.render.page import name_model
 from vit.explanation.render.scale import SCALES
 from vit.explanation.targets import TargetLike, check_count, describe_target
 from vit.explanation.writer import MapWriter
-from vit.runtime.arguments import as_tuple, check_arguments, check_choice
+from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments, check_choice
 from vit.runtime.files import prepare_output
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 @keeps_mode
 @torch.inference_mode(False)  # a model that is loaded in it can't be differentiated
-@check_arguments(count=(1, None), batch_size=(1, None), max_side=(0, None), dpi=(1, None))
+@accept_old_names(count="num_images")
+@check_arguments(num_images=(1, None), batch_size=(1, None), max_side=(0, None), dpi=(1, None))
 def explain(
     model: ModelLike,
     images: ImageInputs | None = None,
@@ -40,7 +41,7 @@ def explain(
     scale: str = "image",
     interpolation: str = "smooth",
     sanity_checks: bool | None = None,
-    count: int = 16,
+    num_images: int = 16,
     batch_size: int | None = None,
     device: str = "auto",
     precision: str = "float32",
@@ -60,7 +61,7 @@ def explain(
     Args:
         model: See `vit.evaluate`.
         images: Paths, folders, PIL images, uint8 arrays [H, W, 3], or one of
-            them. None: `count` images of the model's test split.
+            them. None: `num_images` images of the model's test split.
         methods: Names of methods; "best" is the one that `vit faithfulness`
             found. "auto" is, for up to 64 images, the best method if it is
             known and libra-removal if not, and then rollout; for more, rollout
@@ -82,7 +83,7 @@ def explain(
         interpolation: "smooth", or "patches" for one colour in each patch.
         sanity_checks: Test every map: are its patches important for the
             prediction? None: for up to 64 images.
-        count: Number of images if no `images` are given.
+        num_images: Number of images if no `images` are given.
         batch_size: Images at a time. None: 64 for images of up to 64 pixels a
             side, otherwise 16.
         device: See `vit.evaluate`.
@@ -134,15 +135,15 @@ def explain(
     )
     # listed once, because listing many images takes a while
     inputs = None if images is None else list(list_images(images))
-    num_images = count if inputs is None else len(inputs)
-    check_count(target, num_images)
+    expected = num_images if inputs is None else len(inputs)
+    check_count(target, expected)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
-        choose_methods(as_tuple(methods), bundle, num_images=num_images),
+        choose_methods(as_tuple(methods), bundle, num_images=expected),
         target=target,
         map_options=map_options,
-        sanity_checks=num_images <= MAX_CHECKED_IMAGES if sanity_checks is None else sanity_checks,
+        sanity_checks=expected <= MAX_CHECKED_IMAGES if sanity_checks is None else sanity_checks,
         batch_size=batch_size,
         precision=precision,
     )
@@ -168,7 +169,7 @@ def explain(
     items = find_items(
         inputs,
         recorded=bundle.recorded_images,
-        count=count,
+        count=num_images,
         # the images that an interrupted export has written
         written=map_writer.names if map_writer else {},
         passed_images=bundle.passed_images,

@@ -24,6 +24,11 @@ def list_example_photos() -> list[Path]:
     return sorted(folder.glob("*.jpg"))
 
 
+def is_timm_folder(source: str | Path) -> bool:
+    """Tell a folder of timm, or of Hugging Face, from a run."""
+    return (expand_home(source) / "config.json").is_file()
+
+
 def find_model_file(source: str | Path) -> Path:
     """Return the model file that a user names: itself, that of a run, or one of the package.
 
@@ -67,8 +72,8 @@ def find_initial_weights(init: str | Path, directory: Path | None = None) -> str
     if str(init).startswith("timm:"):
         return str(init)
     path = expand_home(init)
-    # A folder of timm has a config.json and is opened as a whole.
-    if path.is_dir() and not (path / "config.json").is_file():
+    # A folder of timm is opened as a whole.
+    if path.is_dir() and not is_timm_folder(path):
         path /= MODEL_FILE
     if not path.exists() and str(init) in list_pretrained():
         path = PRETRAINED_FOLDER / f"{init}.safetensors"

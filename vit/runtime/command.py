@@ -20,6 +20,7 @@ class Command:
         help: Parameter → a text that is shorter than its first sentence under `Args:`.
         rare: Parameters that share the option --option NAME=VALUE.
         alias: Another name of the command, which the list of commands doesn't show.
+        old_flags: Earlier name of an option, which still works and isn't listed → its name.
         rare_into: Parameter, a dictionary, that gets the values of --option with other names.
         sections: Function that returns more sections of the help, when it is shown: title → rows
             of a name and a text.
@@ -31,6 +32,7 @@ class Command:
     flags: Mapping[str, str] = field(default_factory=dict)
     help: Mapping[str, str] = field(default_factory=dict)
     rare: Collection[str] = ()
+    old_flags: Mapping[str, str] = field(default_factory=dict)
     alias: str = ""
     rare_into: str = ""
     sections: Callable[[], Mapping[str, Sequence[tuple[str, str]]]] = dict

@@ -50,7 +50,7 @@ def audited(
     folder: Path, weights: Path, tmp_path_factory: pytest.TempPathFactory, cli: Launcher
 ) -> Path:
     output = tmp_path_factory.mktemp("audit") / "out"
-    cli.succeed("audit", folder, "--init", weights, "--output", output, "--device", "cpu")
+    cli.succeed("audit", folder, "--model", weights, "--output", output, "--device", "cpu")
     return output
 
 
@@ -126,7 +126,7 @@ def test_corrections_that_do_not_fit_are_refused(
 
 def test_features_must_be_named(folder: Path, tmp_path: Path, cli: Launcher) -> None:
     message = cli.fail("audit", folder, "--output", tmp_path / "out")
-    assert "add --init WEIGHTS" in message
+    assert "add --model" in message
     message = cli.fail("audit", folder, "--group-by", "[0-9]", "--output", tmp_path / "out")
     assert "--group-by '[0-9]' has 0 groups in brackets" in message
 
@@ -135,5 +135,5 @@ def test_without_cleanlab_the_command_says_how_to_install_it(
     folder: Path, weights: Path, tmp_path: Path, cli: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vit.analysis.audit.run.find_spec", lambda name: None)
-    message = cli.fail("audit", folder, "--init", weights, "--output", tmp_path / "out")
+    message = cli.fail("audit", folder, "--model", weights, "--output", tmp_path / "out")
     assert "pip install '.[audit]' in the clone of vit" in message

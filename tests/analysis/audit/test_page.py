@@ -38,7 +38,7 @@ def weights(root: Path, save_model: SaveModel) -> Path:
 
 @pytest.fixture(scope="module")
 def result(root: Path, weights: Path) -> Any:
-    return vit.audit(root, init=weights, group_by="([0-9])9, a")
+    return vit.audit(root, model=weights, group_by="([0-9])9, a")
 
 
 @pytest.fixture(scope="module")

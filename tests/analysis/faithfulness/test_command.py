@@ -24,7 +24,7 @@ def measured(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
         return folder / "run", cli.succeed(
-            "faithfulness", folder / "run", "--images", 12, "--output", folder / "out"
+            "faithfulness", folder / "run", "--num-images", 12, "--output", folder / "out"
         )
 
 
@@ -33,7 +33,7 @@ def test_it_measures_the_methods_asked_for_on_the_models_own_data(
 ) -> None:
     output = tmp_path / "out"
     cli.succeed(
-        "faithfulness", tiny_run, "--methods", "rollout,gae", "--images", 16, "--output", output
+        "faithfulness", tiny_run, "--method", "rollout,gae", "--num-images", 16, "--output", output
     )
     metrics = json.loads((output / "faithfulness.json").read_text())
     assert metrics["num_images"] == 16
@@ -53,9 +53,9 @@ def test_the_same_seed_measures_the_same(cli: Launcher, tiny_run: Path, tmp_path
         cli.succeed(
             "faithfulness",
             tiny_run,
-            "--methods",
+            "--method",
             "rollout",
-            "--images",
+            "--num-images",
             8,
             "--output",
             tmp_path / name,
@@ -67,7 +67,7 @@ def test_the_same_seed_measures_the_same(cli: Launcher, tiny_run: Path, tmp_path
 
 def test_mistakes_get_a_sentence(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
     assert "unknown method 'lrp'" in cli.fail(
-        "faithfulness", tiny_run, "--methods", "lrp", "--output", tmp_path / "out"
+        "faithfulness", tiny_run, "--method", "lrp", "--output", tmp_path / "out"
     )
     assert "nowhere is not a data set" in cli.fail(
         "faithfulness", tiny_run, "--data", tmp_path / "nowhere", "--output", tmp_path / "out"
@@ -99,13 +99,20 @@ def test_the_best_method_is_kept_beside_the_model_and_taken(
     assert gain["mean"] == pytest.approx(np.mean(alone), abs=1e-6)
     assert kept["num_images"] == 12
     outcome = cli.succeed(
-        "attention", run, "--images", 2, "--method", "rollout,best", "--output", tmp_path / "maps"
+        "attention",
+        run,
+        "--num-images",
+        2,
+        "--method",
+        "rollout,best",
+        "--output",
+        tmp_path / "maps",
     )
     assert f"on 12 images: {best} (gain" in outcome.text
     assert json.loads((tmp_path / "maps" / "manifest.json").read_text())["parameters"][
         "methods"
     ] == ["rollout", best]
-    assert list(vit.explain(run, count=1, methods="best", sanity_checks=False).maps) == [best]
+    assert list(vit.explain(run, num_images=1, methods="best", sanity_checks=False).maps) == [best]
 
 
 def test_a_best_method_of_other_weights_is_refused(
@@ -114,7 +121,7 @@ def test_a_best_method_of_other_weights_is_refused(
     shutil.copytree(measured[0], run := tmp_path / "run")
     content = json.loads((run / "model.faithfulness.json").read_text())
     (run / "model.faithfulness.json").write_text(json.dumps(content | {"model_sha256": "0" * 64}))
-    arguments = ("attention", run, "--images", 1, "--no-checks", "--output")
+    arguments = ("attention", run, "--num-images", 1, "--no-checks", "--output")
     assert "was measured with other weights; run vit faithfulness" in cli.fail(
         *arguments, tmp_path / "maps", "--method", "best"
     )
@@ -136,7 +143,9 @@ def test_best_needs_a_measurement_of_a_model_file(
     assert f"no best method is known for {tiny_run}; run vit faithfulness {tiny_run} first" in error
     assert (
         "faithful"
-        not in cli.succeed("attention", tiny_run, "--images", 1, "--output", tmp_path / "out").text
+        not in cli.succeed(
+            "attention", tiny_run, "--num-images", 1, "--output", tmp_path / "out"
+        ).text
     )
     with pytest.raises(ValueError, match="VisionTransformer is not a model file"):
         vit.explain(vit.load_bundle(tiny_run).model, methods="best")
@@ -150,7 +159,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(result_module, "write_text", refuse)
-    result = vit.measure_faithfulness(tiny_run, count=8)
+    result = vit.measure_faithfulness(tiny_run, num_images=8)
     assert "nothing is kept for --method best" in result.measurement.notes[-1]
     assert "Read-only file system" in result.measurement.notes[-1]
     assert not (tiny_run / "model.faithfulness.json").exists()
@@ -162,9 +171,9 @@ def test_a_choice_of_methods_says_nothing_about_the_best(
     cli.succeed(
         "faithfulness",
         tiny_run,
-        "--methods",
+        "--method",
         "rollout",
-        "--images",
+        "--num-images",
         8,
         "--output",
         tmp_path / "out",

@@ -80,7 +80,7 @@ def save(save_model: SaveModel, tmp_path: Path) -> Save:
 @pytest.fixture
 def export(cli: Launcher) -> Export:
     return lambda model, to, output, *more: cli.succeed(
-        "export", model, "--to", to, "--output", output, *more
+        "export", model, "--format", to, "--output", output, *more
     )
 
 
@@ -258,7 +258,9 @@ def test_onnx_without_its_packages_says_what_to_install(
 ) -> None:
     path, _ = save()
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    assert "'.[export]'" in cli.fail("export", path, "--to", "onnx", "--output", tmp_path / "out")
+    assert "'.[export]'" in cli.fail(
+        "export", path, "--format", "onnx", "--output", tmp_path / "out"
+    )
 
 
 def test_an_earlier_export_is_replaced_only_when_asked(
@@ -266,5 +268,7 @@ def test_an_earlier_export_is_replaced_only_when_asked(
 ) -> None:
     path, _ = save()
     export(path, "timm", tmp_path / "out")
-    assert "--overwrite" in cli.fail("export", path, "--to", "timm", "--output", tmp_path / "out")
+    assert "--overwrite" in cli.fail(
+        "export", path, "--format", "timm", "--output", tmp_path / "out"
+    )
     export(path, "timm", tmp_path / "out", "--overwrite")

@@ -237,7 +237,7 @@ def test_int8_without_images_are_refused(
 
 
 def test_the_card_says_what_is_known(digits: Path, tmp_path: Path, cli: Launcher) -> None:
-    cli.succeed("export", digits, "--to", "timm", "--output", tmp_path / "out")
+    cli.succeed("export", digits, "--format", "timm", "--output", tmp_path / "out")
     card, bundle = (tmp_path / "out" / "README.md").read_text(), vit.load_bundle(digits)
     for fact in (
         "`digits`",
@@ -257,7 +257,7 @@ def test_the_card_of_a_model_without_data_and_of_strange_names(
     save_model: SaveModel, tmp_path: Path
 ) -> None:
     path = save_model(tmp_path / "model.safetensors", class_names=("a`b", "c\n# d", "{{ e }}"))
-    vit.export_model(path, to="timm", output=tmp_path / "out")
+    vit.export_model(path, format="timm", output=tmp_path / "out")
     lines = (tmp_path / "out" / "README.md").read_text().splitlines()
     assert "`a'b`, `c # d`, `{{ e }}`" in lines
     assert "The model file doesn't say what it was trained on." in lines
@@ -268,8 +268,8 @@ def test_the_card_of_a_model_without_data_and_of_strange_names(
 def test_options_of_onnx_are_refused_elsewhere(
     option: tuple[str, ...], model_file: Path, tmp_path: Path, cli: Launcher
 ) -> None:
-    assert "options of --to onnx" in cli.fail(
-        "export", model_file, "--to", "timm", "--output", tmp_path / "out", *option
+    assert "options of --format onnx" in cli.fail(
+        "export", model_file, "--format", "timm", "--output", tmp_path / "out", *option
     )
 
 
@@ -303,7 +303,7 @@ def test_text_of_a_model_file_is_no_markup_in_its_card(
     data = {"name": "photos", "notes": [markup], "splits": {}}
     path = save_model(tmp_path / "model.safetensors", data=data)
     update_metadata(path, {"versions": {markup: markup}})
-    vit.export_model(path, to="timm", output=tmp_path / "out")
+    vit.export_model(path, format="timm", output=tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.count(r"\<img src=x onerror=alert(1)\> \[x\](javascript:y)") == 3
     assert "<img" not in card.replace(r"\<img", "")

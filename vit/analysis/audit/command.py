@@ -55,5 +55,6 @@ COMMAND = Command(
     run=audit,
     function="audit",
     flags={"data": "images"},
+    old_flags={"--init": "--model"},
     python_only=("dataset", "class_names"),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
-from vit.bundle import Bundle, open_model
+from vit.bundle import Bundle, ModelLike, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset, LabelRule
 from vit.data.open import RecordedImages, open_for_model, open_passed
@@ -24,8 +24,8 @@ from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor
-from vit.runtime.arguments import check_arguments
-from vit.runtime.files import FileContent, Result, expand_home, format_json
+from vit.runtime.arguments import accept_old_names, check_arguments
+from vit.runtime.files import FileContent, Result, format_json
 
 # images whose grey levels are counted
 _SAMPLE = 64
@@ -48,14 +48,14 @@ class AuditResult(Result):
         }
 
 
+@accept_old_names(init="model")
 @check_arguments(batch_size=(1, None))
 def audit(
     data: str | Path | None = None,
     *,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
-    init: str | Path | None = None,
-    model: str | Path | None = None,
+    model: ModelLike | None = None,
     root: str | Path | None = None,
     group_by: str | int | None = None,
     label_by: str | None = None,
@@ -74,11 +74,9 @@ def audit(
             table holds: no image is judged by others of its group.
         dataset: Images instead of `data`, as `vit.train` takes them.
         class_names: Class names of `dataset`. None: its own.
-        init: Pretrained weights whose features are used: timm:NAME, a folder
-            of timm, or a model file.
-        model: A run, instead of `init`. Its features are used. It was trained
-            with these labels and may have memorised the wrong ones, so that
-            `init` finds more.
+        model: Model whose features are used: timm:NAME, a folder of timm, a
+            model file or a run. A model that was trained with these labels may
+            have memorised the wrong ones; pretrained weights find more.
         root: Folder of the data set that `data` names. None: its usual place.
         group_by: See `vit.train`.
         label_by: See `vit.train`.
@@ -93,18 +91,18 @@ def audit(
         what `vit audit` writes.
 
     Raises:
-        ValueError: Not exactly one of `init` and `model`, or of `data` and
-            `dataset`, is given; the data is unknown, it has fewer than two
+        ValueError: No model, or not exactly one of `data` and `dataset`,
+            is given; the data is unknown, it has fewer than two
             classes, or cleanlab isn't installed.
 
     Example:
-        >>> result = vit.audit("photos", init="timm:vit_small_patch14_dinov2")
+        >>> result = vit.audit("photos", model="timm:vit_small_patch14_dinov2")
         >>> result.audit.label_errors[:3]
     """
-    if (init is None) == (model is None):
+    if model is None:
         raise ValueError(
-            "vit audit compares images by features: add --init WEIGHTS (timm:NAME, a folder of timm"
-            " or a model file) or --model RUN, and not both"
+            "vit audit compares images by the features of a model: add --model timm:NAME, a folder of"
+            " timm, a model file or a run"
         )
     check_data(data, dataset)
     if data is None and dataset is None:
@@ -121,7 +119,7 @@ def audit(
         check_no_rule(labels, group_by)
         splits = open_passed(dataset, class_names=class_names, model_classes=())
     listed = splits.split("all")
-    bundle = _load_backbone(str(init or model), device)
+    bundle = _open_backbone(model, device)
     value_range = measure_value_range(listed)
     if value_range is not None:
         # other images than the model was trained on may have another range
@@ -157,12 +155,8 @@ def audit(
     return AuditResult(found, images)
 
 
-def _load_backbone(source: str, device: str) -> Bundle:
+def _open_backbone(source: ModelLike, device: str) -> Bundle:
     """Return the model whose features are used, as one of this project where that is possible."""
-    path = expand_home(source)
-    # a folder of timm
-    if path.is_dir() and (path / "config.json").is_file():
-        source = f"timm:local-dir:{path}"
     bundle = open_model(source, device=device)
     if not isinstance(bundle.model, VisionTransformer):
         # timm, which takes seconds to import

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from vit.analysis.compare.comparison import Pair
 
 
-@check_arguments(examples=(0, None))
+@check_arguments(num_examples=(0, None))
 def compare(
-    find: Call, *, output: Path | None = None, examples: int = 5, overwrite: bool = False
+    find: Call, *, output: Path | None = None, num_examples: int = 5, overwrite: bool = False
 ) -> None:
     """Compare evaluations of the same images.
 
@@ -28,7 +28,7 @@ def compare(
 
     Args:
         output: Directory for comparison.json, with all classes and images. None: it isn't written.
-        examples: Classes and images to show.
+        num_examples: Classes and images to show.
         overwrite: Replace an earlier result.
     """
     if output is None:
@@ -57,7 +57,7 @@ def compare(
     for note in comparison.notes:
         console.print(note, style="yellow")
     for pair in comparison.pairs:
-        _show_pair(console, pair, num_pairs=len(comparison.pairs), examples=examples)
+        _show_pair(console, pair, num_pairs=len(comparison.pairs), num_examples=num_examples)
     if output is not None:
         console.print(f"written to {output}")
 
@@ -65,11 +65,12 @@ def compare(
 COMMAND = Command(
     run=compare,
     function="compare",
+    old_flags={"--examples": "--num-examples"},
     help={"evaluations": "Two or more directories of vit evaluate."},
 )
 
 
-def _show_pair(console: "Console", pair: "Pair", *, num_pairs: int, examples: int) -> None:
+def _show_pair(console: "Console", pair: "Pair", *, num_pairs: int, num_examples: int) -> None:
     low, high = pair.interval
     correction = f" corrected for {num_pairs} comparisons" if num_pairs > 1 else ""
     verdict = "significant" if pair.is_significant else "not significant"
@@ -79,11 +80,11 @@ def _show_pair(console: "Console", pair: "Pair", *, num_pairs: int, examples: in
         f" ({pair.test}, p = {pair.corrected_p_value:.2g}{correction});"
         f" a true difference of {pair.detectable:.4f} or more would be found 8 times in 10"
     )
-    for change in pair.recall_changes[:examples]:
+    for change in pair.recall_changes[:num_examples]:
         recalls = f"{change.recall_a:.4f} → {change.recall_b:.4f}"
         console.print(f"  {change.name}: {recalls} of {change.support}")
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
-        shown = ", ".join(images[:examples])
-        if len(images) > examples:
+        shown = ", ".join(images[:num_examples])
+        if len(images) > num_examples:
             shown += ", …"
         console.print(f"  {len(images)} images that only {name} predicts correctly: {shown}")

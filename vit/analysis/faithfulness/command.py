@@ -19,7 +19,7 @@ def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> Non
     Patches are removed in the order of a map while the probability of the class is measured. Maps
     are also compared with leave-one-out occlusion, with maps of randomised weights and with
     baselines that don't depend on the model. Writes faithfulness.json, .md, .png and .npz (the
-    numbers of every image). After --methods all the best method is also written beside the model
+    numbers of every image). After --method all the best method is also written beside the model
     file, for vit explain --method best.
 
     Args:
@@ -63,7 +63,8 @@ COMMAND = Command(
     run=faithfulness,
     function="measure_faithfulness",
     python_only=("dataset", "class_names"),
-    flags={"target": "--class", "count": "--images"},
+    flags={"target": "--class", "methods": "--method"},
+    old_flags={"--images": "--num-images", "--methods": "--method"},
     help={
         "methods": "all, or names separated by commas.",
         "target": "Class to explain: auto (the true class of images predicted correctly), or one of"

@@ -28,13 +28,14 @@ from vit.explanation.targets import (
 )
 from vit.model.logits import compute_logits
 from vit.prediction.predictor import Pixels, Predictor, read_from
-from vit.runtime.arguments import as_tuple, check_arguments
+from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments
 from vit.runtime.device import describe_device
 from vit.runtime.progress import show_progress
 from vit.runtime.tensors import Images
 
 
-@check_arguments(count=(8, None), minutes=(0.1, None), batch_size=(1, None))
+@accept_old_names(count="num_images")
+@check_arguments(num_images=(8, None), minutes=(0.1, None), batch_size=(1, None))
 @keeps_mode
 def measure_faithfulness(
     model: ModelLike,
@@ -46,7 +47,7 @@ def measure_faithfulness(
     class_names: Sequence[str] | None = None,
     methods: str | Sequence[str] = "all",
     target: TargetLike = "auto",
-    count: int = 128,
+    num_images: int = 128,
     minutes: float | None = None,
     batch_size: int | None = None,
     seed: int = 0,
@@ -68,7 +69,7 @@ def measure_faithfulness(
             predicted correctly. Any other target of `vit.explain` for one
             class is measured on images whatever the model predicts for them:
             removing patches lowers its value, adding them raises it.
-        count: Images to measure on, at least 8.
+        num_images: Images to measure on, at least 8.
         minutes: Time limit, approximately. If not everything fits into it,
             leave-one-out leaves out larger groups, curves have fewer points,
             and fewer images are measured, at least 8; a note says so.
@@ -102,7 +103,7 @@ def measure_faithfulness(
         bundle.preprocess.image_size, bundle.device
     )
     images, classes, ids, measured = _choose_images(
-        bundle, source, target, count=count, batch_size=batch_size, seed=seed
+        bundle, source, target, count=num_images, batch_size=batch_size, seed=seed
     )
     benchmark = Benchmark(
         bundle, images, classes, names, measured, batch_size=batch_size, seed=seed

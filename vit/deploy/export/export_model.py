@@ -19,7 +19,7 @@ from vit.explanation.render.overlay import save_overlay
 from vit.model.timm_weights import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.conformal import describe_limits
-from vit.runtime.arguments import check_arguments
+from vit.runtime.arguments import accept_old_names, check_arguments
 from vit.runtime.documents import read_json
 from vit.runtime.files import expand_home, replace_output, write_text
 
@@ -27,13 +27,14 @@ from vit.runtime.files import expand_home, replace_output, write_text
 _MAX_CLASSES = 100
 
 
+@accept_old_names(to="format")
 @check_arguments()
 @keeps_mode
 def export_model(
     model: ModelLike,
     *,
     output: str | Path,
-    to: Literal["onnx", "timm", "huggingface"] = "onnx",
+    format: Literal["onnx", "timm", "huggingface"] = "onnx",
     precision: Literal["float32", "int8"] = "float32",
     attention: bool = False,
     data: str | Path | None = None,
@@ -46,7 +47,7 @@ def export_model(
     Args:
         model: See `vit.evaluate`; one of this project or of timm.
         output: Directory for the results.
-        to: Form of the model: "onnx", "timm" or "huggingface".
+        format: Format of what is written: "onnx", "timm" or "huggingface".
         precision: Weights of the ONNX file, "float32" or "int8". The accuracy
             of int8 is measured and compared with float32.
         attention: Add attention rollout to the ONNX file as a second output.
@@ -59,16 +60,18 @@ def export_model(
         The directory, or the path of model.onnx.
 
     Raises:
-        ValueError: The form can't hold this model, or an option of ONNX is
-            given with another form.
+        ValueError: The format can't hold this model, or an option of ONNX is
+            given with another format.
         FileExistsError: `output` holds files.
 
     Example:
         >>> path = vit.export_model("runs/digits", output="runs/digits-onnx")
         >>> path.name  # model.onnx
     """
-    if to != "onnx" and (precision != "float32" or attention):
-        raise ValueError(f"--precision and --attention are options of --to onnx, not of {to}")
+    if format != "onnx" and (precision != "float32" or attention):
+        raise ValueError(
+            f"--precision and --attention are options of --format onnx, not of {format}"
+        )
     bundle = open_model(model, device="cpu")
     # the exporters know the layers of this project alone
     if not isinstance(bundle.model, VisionTransformer):
@@ -81,17 +84,18 @@ def export_model(
         images = replace(decoded.dataset, labels=decoded.labels)
 
     # before the model is written
-    if to == "onnx":
+    if format == "onnx":
         check_packages()
     with replace_output(output, overwrite=overwrite) as directory:
-        if to == "onnx":
+        if format == "onnx":
             path = export_onnx(
                 bundle, directory, precision=precision, attention=attention, images=images
             )
         else:
-            path = {"timm": export_timm, "huggingface": export_huggingface}[to](bundle, directory)
+            writers = {"timm": export_timm, "huggingface": export_huggingface}
+            path = writers[format](bundle, directory)
         # after the other files, some of which the card describes
-        _write_card(directory, bundle, to)
+        _write_card(directory, bundle, format)
     return expand_home(output) / path.relative_to(directory)
 
 

@@ -97,7 +97,7 @@ def check_packages() -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"vit export --to onnx needs {' and '.join(missing)}: "
+            f"vit export --format onnx needs {' and '.join(missing)}: "
             "pip install '.[export]' in the clone of vit"
         )
 
