@@ -302,3 +302,21 @@ def test_commands_start_without_torch_s_compiler_and_other_slow_imports(
     slow_libraries = slow | {"timm", "torchvision", "sklearn", "scipy.stats", "scipy.optimize"}
     code += f"\nvit.evaluate, vit.predict, vit.explain\nassert not sys.modules.keys() & {slow_libraries}"
     cli.finish(cli.start(program=("-c", code)))
+
+
+def test_a_run_that_fails_leaves_no_new_directory(
+    cli: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cli.fail("train", "digits", "data.subset=[1]", "train.batch_size=0")
+    assert not list(tmp_path.iterdir())
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no data")
+
+    monkeypatch.setattr("vit.training.train_model.build_run", fail)
+    assert "no data" in cli.fail("train", "digits")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    assert "no data" in cli.fail("train", "digits", "-o", tmp_path / "mine" / "deep" / "run")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]

@@ -2,8 +2,13 @@
 
 import csv
 import io
+import itertools
 import json
+import logging
 import re
+import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +20,7 @@ from vit.prediction.records import Prediction, write_csv, write_jsonl
 from vit.runtime.arguments import is_control_character, replace_control_characters
 from vit.runtime.console import build_console, build_table, echo
 from vit.runtime.documents import escape_formula, read_table
+from vit.runtime.progress import LOGGER, show_progress
 
 ROOT = Path(__file__).parents[2]
 # ESC, the 8-bit CSI, DEL, right-to-left override and isolate, line separator
@@ -114,3 +120,27 @@ def test_predictions_of_an_evaluation_are_read_back(tmp_path: Path) -> None:
     assert columns["label"] == [classes[label] for label in labels]
     cells = [row[:3] for row in csv.reader(io.StringIO(path.read_text()))]
     assert not [cell for row in cells for cell in row if cell[:1] in tuple("=@\t\r")]
+
+
+def test_long_work_writes_lines_into_a_log_of_a_command_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vit.runtime.progress.FIRST_LINE", 0.01)
+    lines = logging.StreamHandler(sys.stderr)
+    for shown, own_lines, is_command in itertools.product((True, False), repeat=3):
+        if is_command:
+            LOGGER.addHandler(lines)
+        monkeypatch.setattr(LOGGER, "level", logging.INFO if is_command else logging.NOTSET)
+        LOGGER.manager._clear_cache()  # type: ignore[attr-defined]
+        # what an exporter does with the messages of its libraries
+        monkeypatch.setattr(logging.root.manager, "disable", 0)
+        with show_progress("eye\x1bs", 7, shown=shown, lines=not own_lines) as advance:
+            logging.disable(logging.ERROR)
+            advance(3)
+            time.sleep(0.05)
+        LOGGER.removeHandler(lines)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        expected = shown and not own_lines and is_command
+        assert captured.err == ("eye�s: 3 of 7, 0 s\n" if expected else "")
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]

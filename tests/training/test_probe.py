@@ -74,7 +74,7 @@ def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
             "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
             "--init", weights, "-o", folder,
         )  # fmt: skip
-        assert "the probe alone" in outcome.text
+        assert "linear probe only" in outcome.text
         assert "top-1 in cross-validation" in outcome.text
         assert "With twice as many photos (774)" in " ".join(outcome.text.split())
 
@@ -198,7 +198,7 @@ def test_fine_tuning_goes_on_from_it_and_never_ends_below(
     start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
     better = tmp_path / "better"
     outcome = cli.succeed(*start, "-o", better)
-    assert "the probe's top-1 on the validation images" in outcome.text
+    assert "linear probe: " in outcome.text
     # at such a rate each step spoils the model
     spoilt = tmp_path / "spoilt"
     cli.succeed(*start, "optimizer.lr=10", "schedule.warmup_epochs=0", "-o", spoilt)
@@ -423,7 +423,7 @@ def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
     assert choice.config.model.probe == 200
     assert choice.parts.probe is not None
     assert "(200 of 387 training images;" in choice.parts.probe.describe()
-    assert choice.reasons["length"] == "the probe alone (given)"
+    assert choice.reasons["length"] == "linear probe only (given)"
     # half of the minutes hold 287 images: √2 times 200 are taken
     monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 287 / 6)
     assert automatic.choose_config("digits", overrides, minutes=0.2).config.model.probe == 282

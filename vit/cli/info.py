@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vit.runtime.arguments import shorten
 from vit.runtime.command import Command
 from vit.runtime.console import build_console, build_table
+from vit.runtime.numbers import format_interval, format_percent
 
 if TYPE_CHECKING:
     from vit.bundle import Bundle
@@ -59,12 +60,13 @@ def _describe_model(source: str) -> dict[str, object]:
         "classes": f"{len(bundle.class_names)}: {shorten(', '.join(bundle.class_names))}",
     }
     if evaluation := metadata.get("evaluation"):
-        low, high = 100 * evaluation["top1_low"], 100 * evaluation["top1_high"]
+        count = evaluation["num_images"]
+        interval = format_interval((evaluation["top1_low"], evaluation["top1_high"]), count)
         shown["accuracy"] = (
-            f"{100 * evaluation['top1']:.1f} % ({low:.1f}–{high:.1f} %, 95 % confidence interval) of"
-            f" {evaluation['num_images']:,} images: {evaluation['images']}"
+            f"{format_percent(evaluation['top1'], count)} ({interval} with 95 % confidence) of"
+            f" {count:,} images: {evaluation['images']}"
         )
-    if not source.startswith("timm:"):
+    if not bundle.name.startswith("timm:"):
         shown |= _describe_run(source, metadata)
     shown |= _describe_answers(bundle)
     # the values of all keys, on one line for each section

@@ -1,6 +1,7 @@
 """The `vit` command: registers the subcommands, and reports a user's mistake in one line with exit
 code 2."""
 
+import logging
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from vit.runtime.arguments import first_line, hide_tokens, replace_control_chara
 from vit.runtime.console import echo
 from vit.runtime.drive import DriveError
 from vit.runtime.places import suggest_quotes
+from vit.runtime.progress import LOGGER
 
 # Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -96,6 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
     original_format = warnings.formatwarning
     warnings.formatwarning = _format_warning
     original_handler = _exit_on_sigterm()
+    lines = logging.StreamHandler(sys.stderr)
+    LOGGER.addHandler(lines)
+    LOGGER.setLevel(logging.INFO)
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
         # Python itself would report a full disk in several lines.
@@ -106,6 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = _report(error, arguments)
         _drop_unwritten_output()
     finally:
+        LOGGER.removeHandler(lines)
         threading.excepthook = original_hook
         warnings.formatwarning = original_format
         if original_handler is not None:

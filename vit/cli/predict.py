@@ -53,11 +53,11 @@ def predict(
     write = {"table": write_table, "jsonl": write_jsonl, "csv": write_csv}[output_format]
     count = 0
     num_unreadable = 0
-    with show_progress("images", None) as advance:
+    with show_progress("images") as advance:
         for prediction in write(predictions, file=sys.stdout):
             count += 1
             num_unreadable += prediction.error is not None
-            advance(1)
+            advance(1, f"{count:,} images")
     if count == 0:
         raise ValueError("there were no images to predict")
     if num_unreadable:

@@ -177,7 +177,7 @@ _ROWS = (
     _Row(
         "folder/finetune",
         lambda task: task.pretrained_size is not None,
-        "the size that its weights were trained at",
+        "the size of the images that its weights were trained on",
     ),
     _Row("digits", lambda task: task.is_small and task.side <= 16, _OWN_SIZE),
     _Row("cifar10/speedrun", lambda task: task.is_small and task.device.type == "cuda", _OWN_SIZE),
@@ -563,11 +563,11 @@ def _choose_fine_tuning(
     num_validation = len(data.validation or ())
     is_asked_for = task.has_length or "freeze" in task.user["model"]
     if is_probe_alone(config):
-        length = "the probe alone (given)"
+        length = "linear probe only (given)"
     elif 0 < num_validation < _MIN_VALIDATION_IMAGES and not is_asked_for:
         sections["model"]["freeze"] = "backbone"
         length = (
-            f"the probe alone; {num_validation} validation images can't tell whether fine-tuning it"
+            f"linear probe only; {num_validation} validation images can't tell whether fine-tuning it"
             " would help (--folds 5 fits it on all images)"
         )
     else:
@@ -654,7 +654,7 @@ def _plan_epochs(
         return data, tokens, length
     if epochs < _MIN_FINE_TUNING_EPOCHS:
         sections["model"]["freeze"] = "backbone"
-        length = f"the probe alone; {length} hold {epochs:.1f} epochs of fine-tuning"
+        length = f"linear probe only; {length} hold {epochs:.1f} epochs of fine-tuning"
         return images, None, length
     train["max_minutes"] = float(f"{seconds_left / 60:.3g}")
     if num_frozen:

@@ -11,6 +11,7 @@ import typer
 from vit.model.find_file import list_pretrained
 from vit.runtime.command import Command
 from vit.runtime.console import echo
+from vit.runtime.numbers import format_percent
 from vit.runtime.plugins import list_plugins
 
 # EX_TEMPFAIL: stopped by a signal, or another process was lost; a scheduler may start the run again
@@ -88,10 +89,16 @@ def train(
         echo(f"one batch as the model gets it: {output / 'dry_run.png'}", err=True)
     # Only the first of the processes that torchrun starts writes to the user.
     elif os.environ.get("RANK", "0") == "0":
-        message = f"{result.steps} steps in {result.seconds:.0f} s; model: {result.model_path}"
+        message = "linear probe only"
+        if result.steps:
+            message = f"{result.steps:,} steps in {result.seconds:.0f} s"
         if result.best_top1 is not None:
-            message += f", validation accuracy {100 * result.best_top1:.1f} %"
-        echo(message, err=True)
+            count = result.num_validation
+            message += (
+                f": {round(result.best_top1 * count):,} of {count:,} validation images correct"
+            )
+            message += f" ({format_percent(result.best_top1, count)})"
+        echo(f"{message}; model: {result.model_path}", err=True)
         if result.best_top1 is not None and result.best_top1 <= (result.guess_top1 or 0):
             echo(
                 "warning: that is no better than guessing; train longer, look at the labels"

@@ -3,6 +3,7 @@ nor another image of its group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from vit.evaluation.clusters import compute_clustered_interval, number_clusters
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.prediction.features import Features, compute_features
 from vit.prediction.probabilities import Ints
+from vit.runtime.numbers import format_interval, format_percent
 from vit.training.folds import (
     assign_folds,
     describe_always_trained,
@@ -65,13 +67,13 @@ class CrossValidation:
 
     def describe(self) -> str:
         """The result in a sentence."""
-        low, high = self.interval
+        percent = partial(format_percent, count=self.num_images)
         clusters = "" if self.num_groups is None else f", by {self.num_groups:,} groups"
         return (
             f"{self.num_folds}-fold cross-validation of {self.num_images:,} images: top-1"
-            f" {100 * self.top1:.1f} % ({100 * low:.1f}–{100 * high:.1f} % with 95 % confidence{clusters}), macro F1"
-            f" {100 * self.macro_f1:.1f} %; always the most frequent class: {100 * self.majority:.1f} %; chance:"
-            f" {100 * self.chance:.1f} %{describe_always_trained(self.always_trained)}"
+            f" {percent(self.top1)} ({format_interval(self.interval, self.num_images)} with 95 % confidence"
+            f"{clusters}), macro F1 {percent(self.macro_f1)}; always the most frequent class:"
+            f" {percent(self.majority)}; chance: {percent(self.chance)}{describe_always_trained(self.always_trained)}"
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from vit.runtime.arguments import replace_control_characters
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.metrics_file import METRICS_FILE, append_metrics
+from vit.runtime.numbers import format_percent
 from vit.runtime.progress import Advance, show_progress
 
 # Fixed, so that the curves of a resumed run have the same points.
@@ -88,9 +89,14 @@ class MetricsFile(Observer):
 
 class ProgressBar(Observer):
     """Shows a bar with loss, accuracy, images/s and time left, in a terminal only; and lines of
-    epochs: one in 10 seconds at most, and that of the last epoch."""
+    epochs: one in 10 seconds at most, and that of the last epoch.
 
-    def __init__(self) -> None:
+    Args:
+        num_validation: Number of validation images, which tells the digits of an accuracy.
+    """
+
+    def __init__(self, num_validation: int = 0) -> None:
+        self._percent = partial(format_percent, count=num_validation)
         self._context = ExitStack()
         self._advance: Advance  # set by `on_start`
         self._displayed_at = 0.0
@@ -99,7 +105,9 @@ class ProgressBar(Observer):
         self._line = ""
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
-        self._advance = self._context.enter_context(show_progress("epoch 1", total_steps))
+        self._advance = self._context.enter_context(
+            show_progress("epoch 1", total_steps, lines=False)
+        )
         self._advance(step)
 
     def on_step(self, metrics: dict[str, Any]) -> None:
@@ -108,7 +116,7 @@ class ProgressBar(Observer):
             self._displayed_at = time.perf_counter()
             title = (
                 f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}"
-                f"  top-1 {100 * metrics['top1']:.1f} %  {metrics['images_per_second']:,.0f} images/s"
+                f"  top-1 {100 * metrics['top1']:.0f} %  {metrics['images_per_second']:,.0f} images/s"
             )
         self._advance(1, title)
 
@@ -119,8 +127,8 @@ class ProgressBar(Observer):
             line += f" at {metrics['train_image_height']}×{metrics['train_image_width']} px"
         if metrics["val_loss"] is not None:
             line += (
-                f"  validation loss {metrics['val_loss']:.3f}  top-1 {100 * metrics['val_top1']:.1f} %"
-                f"  macro F1 {100 * metrics['val_macro_f1']:.1f} %"
+                f"  validation loss {metrics['val_loss']:.3f}  top-1 {self._percent(metrics['val_top1'])}"
+                f"  macro F1 {self._percent(metrics['val_macro_f1'])}"
             )
         line += f"  {metrics['images_per_second']:,.0f} images/s"
         self._line = f"{line}  {metrics['elapsed_seconds']:.0f} s"

@@ -80,9 +80,9 @@ def summarize_run(run: Run) -> dict[str, str]:
     length = f"{plan.epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images"
     length += f", {plan.total_steps:,} steps in all"
     if not plan.total_steps:
-        length = "the probe alone"
+        length = "linear probe only"
     facts = {
-        "data": f"{data.train.name}: {images}; {len(data.train.class_names)} classes",
+        "data": f"{data.splits.title}: {images}; {len(data.train.class_names)} classes",
         "files": data.splits.describe_files(num_unreadable),
         "read as": "; ".join(data.splits.source.guesses),
         "splits": "; ".join(data.splits.describe_splits()),

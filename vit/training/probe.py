@@ -20,8 +20,10 @@ from vit.model.weights import build_to_fit
 from vit.prediction.features import Features, are_features_cached, compute_features
 from vit.runtime.arguments import shorten
 from vit.runtime.console import build_console
+from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.products import find_product
+from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
 from vit.training.folds import assign_folds, describe_always_trained, list_always_trained
 from vit.training.linear_probe import Balance, LinearProbe, fit_probe
@@ -70,9 +72,11 @@ class FittedProbe:
     def describe(self) -> str:
         """The chosen readout, its accuracy and the time, for the user."""
         depth, pool = self.probe.readout
-        text = f"block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
+        text = f"features of block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
         if self.probe.top1 is not None:
-            text += f"; top-1 in cross-validation {100 * self.probe.top1:.1f} %"
+            text += (
+                f"; top-1 in cross-validation {format_percent(self.probe.top1, self.num_images)}"
+            )
             text += describe_always_trained(self.always_trained)
         elif self.always_trained:
             names = shorten(", ".join(self.always_trained))
@@ -138,14 +142,15 @@ def fit_to_data(
     folds = assign_folds(dataset.labels, dataset.groups)
     probe = None
     if process.is_main:
-        probe = fit_probe(
-            features,
-            dataset.labels,
-            num_classes=len(dataset.class_names),
-            balanced=balanced,
-            folds=folds,
-            groups=dataset.groups,
-        )
+        with show_progress("choosing a linear probe"):
+            probe = fit_probe(
+                features,
+                dataset.labels,
+                num_classes=len(dataset.class_names),
+                balanced=balanced,
+                folds=folds,
+                groups=dataset.groups,
+            )
     # Other processes take the main process's probe, because their libraries may round differently.
     probe = process.broadcast(probe)
     assert probe is not None
@@ -175,14 +180,15 @@ def _measure_curve(
     if measure is None:
         return None
     try:
-        curve: ProbeMeasurement = measure(
-            features,
-            dataset.labels,
-            probe,
-            class_names=dataset.class_names,
-            groups=dataset.groups,
-            balanced=balanced,
-        )
+        with show_progress("learning curve"):
+            curve: ProbeMeasurement = measure(
+                features,
+                dataset.labels,
+                probe,
+                class_names=dataset.class_names,
+                groups=dataset.groups,
+                balanced=balanced,
+            )
         return curve
     except Exception as error:  # it only informs, and must not cost the run
         message = f"warning: no learning curve: {type(error).__name__}: {error}"

@@ -24,6 +24,7 @@ class TrainingResult:
         steps: Number of steps.
         seconds: Seconds of training, over all resumptions.
         best_top1: Best accuracy on the validation images, 0 to 1; None without any.
+        num_validation: Number of validation images.
         guess_top1: Accuracy up to which a model is no better than guessing: that of always
             answering the most frequent class, or twice that of chance, at most a half.
         module: Model that was passed from Python, with the weights of the last step.
@@ -34,6 +35,7 @@ class TrainingResult:
     steps: int
     seconds: float
     best_top1: float | None
+    num_validation: int = 0
     guess_top1: float | None = None
     module: nn.Module | None = None
     passed_images: DatasetSplits | None = None

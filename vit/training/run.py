@@ -199,7 +199,11 @@ def build_run(
     writer = BackgroundWriter()
     if observers is None:
         tensorboard = TensorBoard(directory, image_loader, validator)
-        observers = [ProgressBar(), MetricsFile(directory, writer), tensorboard]
+        observers = [
+            ProgressBar(len(data.validation or ())),
+            MetricsFile(directory, writer),
+            tensorboard,
+        ]
 
     section = config.data.model_copy(update={"pipeline": data.pipeline})
     config = config.model_copy(update={"data": section})

@@ -48,6 +48,7 @@ def open_run_directory(
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     # Files that are there already are kept if the run fails.
     kept = {path, *path.iterdir()} if path.exists() else set()
+    kept.update(parent for parent in path.parents if parent.exists())
     path.mkdir(parents=True, exist_ok=True)
     refusal = f"another process is training into {path}; wait for it or choose another --output"
     with lock_file(path / _LOCK_FILE, refusal=refusal):
@@ -96,6 +97,8 @@ def _remove_new(path: Path, kept: Collection[Path]) -> None:
         return
     for file in {path / name for name in (*_RUN_FILES, _LOCK_FILE)}.difference(kept):
         remove(file)
-    # another program may have put a file there
-    if path not in kept and not any(path.iterdir()):
-        path.rmdir()
+    for folder in (path, *path.parents):
+        # another program may have put a file there
+        if folder in kept or any(folder.iterdir()):
+            break
+        folder.rmdir()

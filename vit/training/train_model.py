@@ -245,6 +245,7 @@ def train(
         steps=progress.step,
         seconds=progress.elapsed_seconds,
         best_top1=None if progress.best.top1 < 0 else progress.best.top1,
+        num_validation=len(run.data.decoded_validation) if run.data.validation else 0,
         guess_top1=_find_guess(run.data.validation),
         module=model,
         passed_images=None if dataset is None else run.data.splits,

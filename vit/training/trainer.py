@@ -27,6 +27,7 @@ from vit.model.checkpoint import Checkpoint, CheckpointStore, check_number
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import autocast
+from vit.runtime.numbers import format_percent
 from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
 from vit.training.model_writer import BundleWriter
@@ -79,6 +80,7 @@ class Trainer:
         self.progress = Progress()
         # `plan` and the step's schedule change if the time is too short for the full plan.
         self._full_plan = self.plan
+        self._is_shortened = False
         self._full_lr_factor = self.train_step.lr_factor
         # time at which this process began to train, and the run's step at that time
         self._speed_start = (0.0, 0)
@@ -149,9 +151,11 @@ class Trainer:
         if self.validator is not None:
             validation = self.validator.validate(model, warn=self._message)
             seconds = time.perf_counter() - self._started_at
+            count = len(self.validator.data.decoded_validation)
             self._message(
-                f"the probe's top-1 on the validation images is {100 * validation.top1:.1f} %, macro F1"
-                f" {100 * validation.macro_f1:.1f} %; kept until a better model is found  {seconds:.0f} s"
+                f"linear probe: {round(validation.top1 * count):,} of {count:,} validation images correct"
+                f" ({format_percent(validation.top1, count)}), macro F1"
+                f" {format_percent(validation.macro_f1, count)}  {seconds:.0f} s"
             )
         best = validation
         if best is not None and self.plan.settings.select_by != "loss":
@@ -224,10 +228,13 @@ class Trainer:
         change = abs(total_steps - self.plan.total_steps) / self.plan.total_steps
         if change > _MIN_LENGTH_CHANGE:
             self._set_length(total_steps)
-            self._message(
-                f"{total_steps} of {full_plan.total_steps} steps fit in the"
-                f" {max_minutes:.2g} minutes of train.max_minutes"
-            )
+            # a change of that is only another estimate
+            if not self._is_shortened:
+                self._message(
+                    f"shortened to about {total_steps:,} of {full_plan.total_steps:,} steps, which fit"
+                    f" into {max_minutes:.2g} minutes"
+                )
+            self._is_shortened = True
             self._save()
 
     def _set_length(self, total_steps: int) -> None:

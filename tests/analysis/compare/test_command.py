@@ -17,12 +17,12 @@ def test_two_recipes(cli: Launcher, tmp_path: Path) -> None:
     outcome = cli.succeed(
         "compare", write_evaluation(tmp_path, "a", RANKS), write_evaluation(tmp_path, "b", better)
     )
-    assert "b against a: top-1 +0.1250" in outcome.text
+    assert "b against a: top-1 +12 percentage points (95 % interval +9 to +16)" in outcome.text
     assert "difference significant (McNemar's exact test, p = 1.8e-15)" in outcome.text
-    assert "a true difference of 0.0510 or more would be found 8 times in 10" in outcome.text
+    assert "a true difference of 5 points or more would be found 8 times in 10" in outcome.text
     assert "50 images that only b predicts correctly: test/0003.png, test/0011.png" in outcome.text
     assert "0 images that only a predicts correctly" in outcome.text
-    assert "class 3: 0.5000 → 1.0000 of 100" in outcome.text
+    assert "class 3: 50 % → 100 % of 100 images correct" in outcome.text
 
 
 def test_seeds_are_folded_and_their_distance_shown(cli: Launcher, tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_seeds_are_folded_and_their_distance_shown(cli: Launcher, tmp_path: Path
     ]
     outcome = cli.succeed("compare", *seeds, "--output", tmp_path / "comparison")
     assert "s0 + s1" in outcome.text
-    assert "± 0.0035" in outcome.text  # |0.625 - 0.62| / √2
+    assert "± 0.35 %" in outcome.text  # |0.625 - 0.62| / √2
     assert "s1 against s0" in outcome.text
     assert "difference not significant (McNemar's exact test, p = 0.5)" in outcome.text
     saved = json.loads((tmp_path / "comparison" / "comparison.json").read_text())

@@ -5,6 +5,7 @@ from pathlib import Path
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 from vit.runtime.files import compute_and_save
+from vit.runtime.numbers import format_percent
 
 
 def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
@@ -23,7 +24,7 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     between = sum(pair.classes[0] != pair.classes[1] for pair in found.near_duplicates)
     echo(
         f"{found.num_images:,} images of {found.data}; a linear classifier on these features"
-        f" predicts {100 * found.top1:.1f} % of them correctly without having seen them"
+        f" predicts {format_percent(found.top1, found.num_images)} of them correctly without having seen them"
     )
     for sentence in found.warnings:
         echo(f"warning: {sentence}", color="yellow")

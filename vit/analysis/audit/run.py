@@ -26,6 +26,7 @@ from vit.prediction.features import compute_features
 from vit.prediction.predictor import Predictor
 from vit.runtime.arguments import accept_old_names, check_arguments
 from vit.runtime.files import FileContent, Result, format_json
+from vit.runtime.progress import show_progress
 
 # images whose grey levels are counted
 _SAMPLE = 64
@@ -142,14 +143,15 @@ def audit(
     if isinstance(bundle.model, VisionTransformer):
         readout = (len(bundle.model.blocks), bundle.model.global_pool)
     values = features[readout].numpy()
-    found = audit_images(
-        images,
-        values,
-        data=splits.title,
-        model=bundle.name,
-        model_sha256=bundle.sha256,
-        convert=preprocess.to_rgb,
-    )
+    with show_progress("comparing images"):
+        found = audit_images(
+            images,
+            values,
+            data=splits.title,
+            model=bundle.name,
+            model_sha256=bundle.sha256,
+            convert=preprocess.to_rgb,
+        )
     if survey.num_levels < MIN_LEVELS:
         found = replace(found, warnings=[describe_few_levels(survey.num_levels, value_range)])
     return AuditResult(found, images)

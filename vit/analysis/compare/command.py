@@ -8,6 +8,12 @@ from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
 from vit.runtime.files import compute_and_save
+from vit.runtime.numbers import (
+    format_difference,
+    format_interval,
+    format_number,
+    format_percent,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,18 +41,18 @@ def compare(
         comparison = find()
     else:
         comparison = compute_and_save(find, output, overwrite=overwrite)
+    evaluation = comparison.groups[0].evaluations[0].evaluation
     rows = []
     for group in comparison.groups:
         # With one seed the interval covers the choice of images, with several the seeds differ.
         if group.deviation is None:
-            low, high = group.evaluations[0].evaluation.intervals["top1"]
-            spread = f"{low:.4f} … {high:.4f}"
+            interval = group.evaluations[0].evaluation.intervals["top1"]
+            spread = format_interval(interval, evaluation.num_images)
         else:
-            spread = f"± {group.deviation:.4f}"
-        top1 = f"{group.top1.mean():.4f}"
-        loss = f"{group.loss:.4f}" if math.isfinite(group.loss) else "–"
+            spread = f"± {100 * group.deviation:.2g} %"
+        top1 = format_percent(group.top1.mean(), evaluation.num_images)
+        loss = format_number(group.loss) if math.isfinite(group.loss) else "–"
         rows.append((group.name, len(group.evaluations), top1, spread, loss))
-    evaluation = comparison.groups[0].evaluations[0].evaluation
     table = build_table(
         rows,
         ("evaluation", "seeds", "top-1", "± sd or 95 % interval", "loss"),
@@ -57,7 +63,13 @@ def compare(
     for note in comparison.notes:
         console.print(note, style="yellow")
     for pair in comparison.pairs:
-        _show_pair(console, pair, num_pairs=len(comparison.pairs), num_examples=num_examples)
+        _show_pair(
+            console,
+            pair,
+            num_images=evaluation.num_images,
+            num_pairs=len(comparison.pairs),
+            num_examples=num_examples,
+        )
     if output is not None:
         console.print(f"written to {output}")
 
@@ -70,21 +82,29 @@ COMMAND = Command(
 )
 
 
-def _show_pair(console: "Console", pair: "Pair", *, num_pairs: int, num_examples: int) -> None:
-    low, high = pair.interval
+def _show_pair(
+    console: "Console", pair: "Pair", *, num_images: int, num_pairs: int, num_examples: int
+) -> None:
+    difference, low, high = (
+        format_difference(value, num_images) for value in (pair.difference, *pair.interval)
+    )
+    detectable = format_percent(pair.detectable, num_images).removesuffix(" %")
     correction = f" corrected for {num_pairs} comparisons" if num_pairs > 1 else ""
     verdict = "significant" if pair.is_significant else "not significant"
     console.print(
-        f"\n{pair.b} against {pair.a}: top-1 {pair.difference:+.4f}"
-        f" (95 % {low:+.4f} … {high:+.4f}): difference {verdict}"
+        f"\n{pair.b} against {pair.a}: top-1 {difference} percentage points"
+        f" (95 % interval {low} to {high}): difference {verdict}"
         f" ({pair.test}, p = {pair.corrected_p_value:.2g}{correction});"
-        f" a true difference of {pair.detectable:.4f} or more would be found 8 times in 10"
+        f" a true difference of {detectable} points or more would be found 8 times in 10"
     )
     for change in pair.recall_changes[:num_examples]:
-        recalls = f"{change.recall_a:.4f} → {change.recall_b:.4f}"
-        console.print(f"  {change.name}: {recalls} of {change.support}")
+        before, after = (
+            format_percent(recall, change.support) for recall in (change.recall_a, change.recall_b)
+        )
+        console.print(f"  {change.name}: {before} → {after} of {change.support} images correct")
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
         shown = ", ".join(images[:num_examples])
-        if len(images) > num_examples:
+        if len(images) > num_examples > 0:
             shown += ", …"
-        console.print(f"  {len(images)} images that only {name} predicts correctly: {shown}")
+        colon = ": " if shown else ""
+        console.print(f"  {len(images)} images that only {name} predicts correctly{colon}{shown}")

@@ -208,12 +208,17 @@ def select_correct_images(
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
     images = _read_shuffled(bundle, dataset, seed)
     correct: dict[int, Pixels] = {}
-    while len(correct) < count and (batch := dict(islice(images, batch_size))):
-        read = read_from(list(batch.values()))
-        predicted = predictor.predict(read, count=len(batch)).argmax(axis=1)
-        for index, class_index in zip(batch, predicted, strict=True):
-            if class_index == labels[index]:
-                correct[index] = batch[index]
+    with show_progress("choosing images", count) as advance:
+        while len(correct) < count and (batch := dict(islice(images, batch_size))):
+            read = read_from(list(batch.values()))
+            predicted = predictor.predict(read, count=len(batch)).argmax(axis=1)
+            right = [
+                index
+                for index, answer in zip(batch, predicted, strict=True)
+                if answer == labels[index]
+            ]
+            correct |= {index: batch[index] for index in right}
+            advance(len(right))
 
     chosen = dict(islice(correct.items(), count))
     inputs, ids = _prepare(bundle, dataset, chosen, "are predicted correctly")

@@ -22,6 +22,7 @@ from vit.prediction.conformal import describe_limits
 from vit.runtime.arguments import accept_old_names, check_arguments
 from vit.runtime.documents import read_json
 from vit.runtime.files import expand_home, replace_output, write_text
+from vit.runtime.progress import show_progress
 
 # classes that the card lists
 _MAX_CLASSES = 100
@@ -86,7 +87,10 @@ def export_model(
     # before the model is written
     if format == "onnx":
         check_packages()
-    with replace_output(output, overwrite=overwrite) as directory:
+    with (
+        show_progress(f"writing {format}"),
+        replace_output(output, overwrite=overwrite) as directory,
+    ):
         if format == "onnx":
             path = export_onnx(
                 bundle, directory, precision=precision, attention=attention, images=images

@@ -3,6 +3,7 @@
 from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Command
 from vit.runtime.console import echo
+from vit.runtime.progress import show_progress
 
 
 @check_arguments(port=(0, 65535), similar=(0, 20))
@@ -45,11 +46,13 @@ def serve(
             "vit serve needs FastAPI and uvicorn: pip install '.[serve]' in the clone of vit"
         ) from error
 
-    bundle = load_bundle(model, device=choose_device(device))
     # the names under which this machine is reached: see `build_app`
     hosts = [*LOCAL_HOSTS, host, *list_addresses(host), *(allow_host or [])]
+    with show_progress(f"opening {model}"):
+        bundle = load_bundle(model, device=choose_device(device))
+        server = build_app(bundle, method=method, hosts=hosts, num_similar=similar)
     run_server(
-        build_app(bundle, method=method, hosts=hosts, num_similar=similar),
+        server,
         host=host,
         port=port,
         on_start=lambda address: echo(f"{address}  (Ctrl-C ends it)", err=True),
