@@ -204,18 +204,33 @@ FAMILIES = [
 ]
 
 
-def describe_family(family: Family) -> tuple[str, ...]:
-    """Return the cells of its row in the table of families: what grad-cam reads, and why there are
-    no methods of attention."""
+# How the refusal of attention maps reads, and the words of the table.
+_REASONS = {
+    "is hierarchical|attends within windows|attends between": (
+        "attends within windows or branches, or merges patches"
+    ),
+    "no attention layer of a known kind": "has no attention between all of its tokens",
+    "isn't of batches and heads|isn't part of a module": "arranges its tokens or heads differently",
+    "mixes tokens elsewhere": "mixes tokens outside its attention",
+    "computes something else than softmax": "computes something other than a softmax times values",
+}
+
+
+def describe_family(family: Family) -> str:
+    """Return the first cell of its row in the table of families: why there are no attention maps."""
     reader = ModelReader(family.make())
     generator = torch.Generator().manual_seed(0)
     settle_source(reader, torch.randn(1, 3, family.size, family.size, generator=generator))
-    reasons: dict[str, str] = {}
-    for source in ("feature map", "attention"):
-        if source != reader.source and (source == "attention" or source in reader.refused):
-            reasons[source] = re.split("[:;,(]", reader.explain_refusal(source))[0].strip()
-    layer = f"`{family.layer}`" if family.layer else f"no: {reasons['feature map']}"
     if reader.source == "attention":
-        return family.library, family.name, "not needed", "yes"
-    attention = f"no: {reasons['attention']}"
-    return family.library, family.name, layer, attention
+        return "has attention that can be read: all methods"
+    if reader.source == "pixels":
+        assert "reads something other" in reader.explain_refusal("feature map")
+        return "reads several feature maps: methods of pixels only"
+    refusal = reader.explain_refusal("attention")
+    (reason,) = (words for start, words in _REASONS.items() if re.search(start, refusal))
+    return reason
+
+
+def name_family(family: Family) -> str:
+    """Return the name of the model in the table."""
+    return f"`{family.name.removesuffix('ForImageClassification')}`"

@@ -126,21 +126,21 @@ def _hugging_face(
 
 MODELS: dict[str, TinyModel] = {
     "ours": _ours("VisionTransformer"),
-    "ours-avg": _ours('VisionTransformer, global_pool="avg"', _MEAN, global_pool="avg"),
-    "ours-distilled": _ours("VisionTransformer, distilled", _CLASSES, distilled=True),
+    "ours-avg": _ours('VisionTransformer (global_pool="avg")', _MEAN, global_pool="avg"),
+    "ours-distilled": _ours("VisionTransformer (distilled)", _CLASSES, distilled=True),
     "ours-registers-norms": _ours(
-        "VisionTransformer, registers", reg_tokens=4, qk_norm=True, attention_backend="auto"
+        "VisionTransformer (registers)", reg_tokens=4, qk_norm=True, attention_backend="auto"
     ),
     "timm": _timm("VisionTransformer", "class token"),
     "timm-avg": _timm(
-        'VisionTransformer, global_pool="avg"', _MEAN, global_pool="avg", class_token=False
+        'VisionTransformer (global_pool="avg")', _MEAN, global_pool="avg", class_token=False
     ),
-    "timm-max": _timm('VisionTransformer, global_pool="max"', _MAXIMUM, global_pool="max"),
+    "timm-max": _timm('VisionTransformer (global_pool="max")', _MAXIMUM, global_pool="max"),
     "timm-map": _timm(
-        'VisionTransformer, global_pool="map"', _ATTENTION, global_pool="map", class_token=False
+        'VisionTransformer (global_pool="map")', _ATTENTION, global_pool="map", class_token=False
     ),
-    "timm-registers": _timm("VisionTransformer, registers", _MEAN, global_pool="avg", reg_tokens=4),
-    "timm-qk-norm": _timm("VisionTransformer, qk_norm", "class token", qk_norm=True),
+    "timm-registers": _timm("VisionTransformer (registers)", _MEAN, global_pool="avg", reg_tokens=4),
+    "timm-qk-norm": _timm("VisionTransformer (qk_norm)", "class token", qk_norm=True),
     "timm-distilled": _timm(
         "VisionTransformerDistilled", _CLASSES, "deit_tiny_distilled_patch16_224"
     ),
@@ -160,7 +160,7 @@ MODELS: dict[str, TinyModel] = {
     ),
     "timm-beit": _timm("Beit", _MEAN, "beit_base_patch16_224", img_size=64),
     "timm-beit-shared": _timm(
-        "Beit, shared position bias", _MEAN, "beit_base_patch16_224", img_size=64, **_SHARED_BIAS
+        "Beit (shared position bias)", _MEAN, "beit_base_patch16_224", img_size=64, **_SHARED_BIAS
     ),
     "torchvision": TinyModel(build_torchvision, (64, 64), "torchvision", "VisionTransformer"),
     "hugging-face": _hugging_face("ViTForImageClassification", build_hugging_face),
@@ -187,7 +187,7 @@ MODELS: dict[str, TinyModel] = {
         _BOTH,
     ),
     "hugging-face-dinov3": _hugging_face(
-        "DINOv3ViTModel with a linear classifier",
+        "DINOv3ViTModel + linear",
         lambda: WithHead(build_hugging_face("DINOv3ViT", "Model", **_DINOV3)),
     ),
     "hugging-face-beit": _hugging_face(
@@ -196,7 +196,7 @@ MODELS: dict[str, TinyModel] = {
         _MEAN,
     ),
     "hugging-face-beit-shared": _hugging_face(
-        "BeitForImageClassification, shared position bias, class token",
+        "BeitForImageClassification (shared position bias, class token)",
         partial(
             build_hugging_face,
             "Beit",
@@ -208,7 +208,7 @@ MODELS: dict[str, TinyModel] = {
         "CLIPForImageClassification", partial(build_hugging_face_tower, "CLIP"), _MEAN
     ),
     "hugging-face-clip-tower": _hugging_face(
-        "CLIPVisionModel with a linear classifier",
+        "CLIPVisionModel + linear",
         lambda: WithHead(build_hugging_face("CLIPVision", "Model")),
     ),
     "hugging-face-metaclip2": _hugging_face(
@@ -218,7 +218,7 @@ MODELS: dict[str, TinyModel] = {
         "SiglipForImageClassification", partial(build_hugging_face_tower, "Siglip"), _ALL_MEAN
     ),
     "hugging-face-siglip-tower": _hugging_face(
-        "SiglipVisionModel with a linear classifier",
+        "SiglipVisionModel + linear",
         lambda: WithHead(build_hugging_face("SiglipVision", "Model")),
         _ATTENTION,
     ),
@@ -226,7 +226,7 @@ MODELS: dict[str, TinyModel] = {
         lambda: nn.Sequential(nn.Identity(), build_timm(global_pool="avg", class_token=False)),
         (64, 96),
         "any",
-        "nn.Sequential with one of the above",
+        "nn.Sequential of one of these",
         _MEAN,
     ),
 }
