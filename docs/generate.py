@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -39,22 +40,20 @@ def render_configuration() -> str:
     comments = _read_comments()
     text = _NOTE.format(source="vit/config.py") + (
         "# Configuration\n\n"
-        "A configuration is a YAML file of sections and keys, then `key.path=value` overrides on the command "
-        "line, which take precedence. A key that isn't given keeps its default. An unknown key is an error "
-        "that names the nearest known one.\n\n"
+        "A configuration is a YAML file of sections and keys; `key.path=value` on the command line "
+        "changes it. An unknown key is an error that names the nearest known one.\n\n"
         "```sh\n"
         "vit train digits train.epochs=20 model.depth=6 --output runs/digits\n"
         "```\n\n"
-        "`digits` is the name of a packaged recipe, `configs/digits.yaml`; the path of a file works too. The "
-        "resolved configuration of a run is written to `config.yaml` in its directory, and is stored in its "
-        "model file.\n"
+        "`digits` is a packaged recipe, `configs/digits.yaml`; the path of a file works too. The "
+        "run's `config.yaml` has all values. The tables show the defaults.\n"
     )
     for section, of_section in config.Config.model_fields.items():
         model = of_section.annotation
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
         text += f"\n## {section}\n\n{' '.join(inspect.getdoc(model).split())}\n\n"
-        text += "| key | default | description |\n|---|---|---|\n"
+        text += "| key and default | meaning |\n|---|---|\n"
         for name, field in model.model_fields.items():
             description = field.description or comments.get((model.__name__, name), "")
             description = description.replace("None:", "null:")  # YAML's word
@@ -65,7 +64,8 @@ def render_configuration() -> str:
             ):  # checked when the data is opened, against this table
                 names = describe_names(known_sources()).split(", ")
                 kind = ", ".join(map(_code, names))
-            text += _row((f"`{section}.{name}`<br>{kind}", _code(field.default), description))
+            default = _code(field.default).strip("`")
+            text += _row((f"`{section}.{name}: {default}`<br>{kind}", description))
     return text
 
 
@@ -88,14 +88,14 @@ def _read_comments() -> dict[tuple[str, str], str]:
 
 
 def _describe_type(field: FieldInfo) -> str:
-    bounds = {"gt": "above {}", "ge": "at least {}", "lt": "below {}", "le": "at most {}"}
+    bounds = {"gt": ">{}", "ge": "≥{}", "lt": "<{}", "le": "≤{}"}
     limits = [
         text.format(f"{getattr(item, name):g}")
         for item in field.metadata
         for name, text in bounds.items()
         if hasattr(item, name)
     ]
-    return ", ".join([_name_type(field.annotation), *limits])
+    return " ".join([_name_type(field.annotation), *limits])
 
 
 def _name_type(kind: Any) -> str:
@@ -112,7 +112,7 @@ def _name_type(kind: Any) -> str:
         return _name_type(arguments[0])
     if issubclass(kind, Enum):
         return ", ".join(_code(choice.value) for choice in kind)
-    return {"str": "text", "int": "int", "float": "float", "bool": "true or false", "Path": "path"}[
+    return {"str": "text", "int": "int", "float": "float", "bool": "true/false", "Path": "path"}[
         kind.__name__
     ]
 
@@ -127,19 +127,15 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def render_commands() -> str:
-    """The help of each command as tables."""
-    text = _NOTE.format(source="the commands in vit/cli") + (
-        "# Commands\n\n"
-        "`MODEL` is a `model.safetensors`, a run directory (its best model) or `timm:NAME`. A user's mistake "
-        "ends a command with one line and exit code 2; with `VIT_DEBUG=1` in the environment, the traceback "
-        "is shown.\n"
-    )
+    """The help of each command as tables. Options that several commands have are described once."""
+    rows: dict[str, dict[str, str]] = {}
+    texts = {}
     group: Any = typer.main.get_command(app)
     for (name, command), registered in zip(
         group.commands.items(), app.registered_commands, strict=True
     ):
         if registered.hidden:
-            text += f"\n`vit {name}` is another name of this command.\n"
+            texts[name] = f"\n`vit {name}` is another name of this command.\n"
             continue
         function: Any = registered.callback
         hints = get_type_hints(function, include_extras=True)
@@ -149,25 +145,51 @@ def render_commands() -> str:
         arguments = [_name(parameter) for parameter in parameters if _is_argument(parameter)]
         needed = [f"{p.opts[0]} …" for p in parameters if p.required and not _is_argument(p)]
         usage = " ".join(["vit", name, *arguments, *needed, "[options]"])
-        text += f"\n## vit {name}\n\n```text\n{usage}\n```\n\n"
-        text += "\n\n".join(
+        texts[name] = f"\n## vit {name}\n\n```text\n{usage}\n```\n\n"
+        texts[name] += "\n\n".join(
             " ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n")
         )
-        text += "\n\n| argument or option | default | description |\n|---|---|---|\n"
-        for parameter in parameters:
-            kind, info = get_args(hints[parameter.name])
-            minimum = "" if info.min is None else f", at least {info.min}"
-            value = "" if kind is bool else _name_type(kind) + minimum
-            text += _row(
-                (
-                    f"`{_name(parameter)}`<br>{value}".removesuffix("<br>"),
-                    _describe_default(parameter),
-                    " ".join((parameter.help or "").split()),
-                )
-            )
+        rows[name] = {
+            _name(parameter): _describe_parameter(parameter, *get_args(hints[parameter.name]))
+            for parameter in parameters
+        }
         for rare, description in getattr(command, "rare", ()):
-            text += _row((f"`--option {rare}=…`", "", description))
-    return text
+            option = f"--option {rare}=…"
+            rows[name][option] = _row((_code(option), description))
+
+    counts = Counter(cell for of_command in rows.values() for cell in of_command.items())
+    # of an option with several meanings, the most frequent
+    common = {name: row for (name, row), count in reversed(counts.most_common()) if count > 1}
+    page = _NOTE.format(source="the commands in vit/cli") + (
+        "# Commands\n\n"
+        "A user's mistake ends a command with one line and exit code 2; with `VIT_DEBUG=1` in the "
+        "environment, the traceback is shown.\n\n"
+        "## Common options\n\n"
+        "They mean the same in every command that lists them.\n\n"
+    )
+    page += "| option | meaning |\n|---|---|\n" + "".join(reversed(common.values()))
+    for name, text in texts.items():
+        page += text
+        of_command = rows.get(name, {})
+        shared = [option for option, row in of_command.items() if common.get(option) == row]
+        own = [row for option, row in of_command.items() if option not in shared]
+        if own:
+            page += "\n\n| argument or option | meaning |\n|---|---|\n" + "".join(own)
+        elif name in rows:
+            page += "\n"
+        if shared:
+            page += f"\n[Common options](#common-options): {', '.join(map(_code, shared))}.\n"
+    return page
+
+
+def _describe_parameter(parameter: Any, kind: Any, info: Any) -> str:
+    """Its row: name, type and bounds, then the help with the default."""
+    minimum = f" ≥{info.min}" if info.min else ""
+    value = "" if kind is bool else _name_type(kind) + minimum
+    text = " ".join((parameter.help or "").split())
+    default = _describe_default(parameter)
+    text += f" Default: {default}." if default else ""
+    return _row((f"`{_name(parameter)}`<br>{value}".removesuffix("<br>"), text))
 
 
 def _is_argument(parameter: Any) -> bool:
@@ -182,10 +204,8 @@ def _name(parameter: Any) -> str:
 
 
 def _describe_default(parameter: Any) -> str:
-    if parameter.required:
-        return "required"
-    hidden = parameter.default is None or parameter.default is False or callable(parameter.default)
-    return "" if hidden else _code(parameter.default)
+    hidden = parameter.required or parameter.default is None or parameter.default is False
+    return "" if hidden or callable(parameter.default) else _code(parameter.default)
 
 
 def render_supported_models() -> str:

@@ -44,53 +44,52 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     """Source of the images, their splits and their size."""
 
-    # kind of source: cifar10, folder, …
+    # kind of source
     name: str = "digits"
-    # folder of the images; for webdataset a shard pattern or address
+    # folder of the images; shard pattern or address of a webdataset
     root: str | None = None
-    # regular expression with one group, searched in the path of an image: the class is its text
+    # regular expression whose one group, in the path of an image, is the class
     label_by: str | None = None
-    # column of a table that names the images; null: recognised by its name or its values
+    # column of a table that names the images; null: recognised
     path_column: str | None = None
-    # column of a table that names the classes; null: recognised by its name
+    # column of a table that names the classes; null: recognised
     label_column: str | None = None
     # subset of the classes, by name or wnid
     classes: list[str] | None = None
     # {class: name}, or a text file of classes and names
     class_names: AbsolutePath | dict[str, str] | None = None
-    # {path: class}, or the corrections.csv of vit audit: labels that replace those of the files
+    # corrected labels: {path: class}, or the corrections.csv of vit audit
     corrections: AbsolutePath | dict[str, str] | None = None
     image_size: int | tuple[int, int] = 32
     # crop / resized side; None: the pretrained model's or 1
     crop_pct: float | None = Field(None, gt=0, le=1)
-    # crop: the centre; pad: the whole image with a border; stretch: the whole image, its shape changed;
+    # crop: the centre; pad: the whole image with a border; stretch: the whole image in another shape;
     # None: the pretrained model's or crop
     resize_mode: Literal["crop", "pad", "stretch"] | None = None
-    # values of 16-bit and floating-point images that become black and white; None: measured
+    # black and white of 16-bit and floating-point images; None: measured
     value_range: tuple[float, float] | None = None
-    # None: measured on the training images, or the pretrained model's
+    # None: the training images', or the pretrained model's
     mean: Triple | None = None
     # as mean
     std: Triple | None = None
-    # fraction of all images that is the test split, if the data has none
+    # fraction of the images for testing, if there is no test split
     test_fraction: float = Field(0.2, ge=0, lt=1)
-    # fraction of the other images that is the validation split, if the data has none
+    # fraction of the other images for validation, if there is no validation split
     validation_fraction: float = Field(0.1, ge=0, lt=1)
     split_seed: int = 0
-    # images of one group stay in one split. 1: images of one folder; 2: of the folder above it; or a
-    # regular expression with one group; null: the column "group" of a table
+    # groups that stay in one split. 1: images of one folder; 2: of the folder above it; or a regular
+    # expression with one group; null: the column "group" of a table
     group_by: Annotated[int, Field(ge=1)] | str | None = None
-    # true: copies of an image, and nearly equal images, stay in one split
+    # true: near-duplicates stay in one split
     group_duplicates: bool = False
-    # resident: decoded once, kept in memory; workers: decoded by processes during training; tokens:
-    # computed by the frozen blocks once (model.freeze: N), with no augmentation but flips
+    # resident: decoded once, kept in memory; workers: decoded during training; tokens: computed once
+    # by frozen blocks (model.freeze: N), without augmentation except flips
     pipeline: Literal["auto", "resident", "workers", "tokens"] = "auto"
-    # processes that decode images; None: one for each core, divided among the processes of the run on
-    # the machine, at most 16
+    # processes that decode images; None: one for each core, at most 16
     workers: int | None = Field(None, ge=0)
     # true: a table may name images outside its folder
     allow_outside: bool = False
-    # largest fraction of unreadable images; more are an error
+    # largest fraction of unreadable images
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)
     # folder of decoded images; None: $VIT_CACHE or ~/.cache/vit
     cache_dir: AbsolutePath | None = None
@@ -130,9 +129,9 @@ class DataConfig(_Section):
 class AugmentConfig(_Section):
     """Augmentation, drawn independently for each sample and epoch. All off by default."""
 
-    # pixels around the image, from which a random part is cut
+    # padding of random crops, pixels
     crop_padding: int = Field(0, ge=0)
-    # smallest and largest fraction of the area that a random crop has
+    # smallest and largest area of random crops, as a fraction
     resized_crop_scale: tuple[float, float] | None = None
     flip: Literal["none", "random", "alternating"] = "none"
     # side of the square, pixels
@@ -177,7 +176,7 @@ class ModelConfig(_Section):
     init: str | None = None
     # such as timm's vit_tiny_patch16_224, or the smaller vit_micro_patch4_32
     preset: str | None = None
-    # if it is given with init, the patches of the weights are resampled to this size
+    # with init, its patches are resampled to this size
     patch_size: int | tuple[int, int] = 4
     stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual", "conv_residual"] = "patch"
     embed_dim: int = Field(192, gt=0, le=65_536)
@@ -191,8 +190,8 @@ class ModelConfig(_Section):
     qkv_bias: bool = True
     qk_norm: bool = False
     drop_path_rate: float = Field(0.0, ge=0, lt=1)
-    # with init: a linear probe chooses the last block, the pooling and the head, on all training
-    # images (true) or on this number of them; with freeze=backbone nothing else is trained
+    # with init: a linear probe chooses the last block, pooling and head, on all training images
+    # (true) or this number of them
     probe: bool | Annotated[int, Field(gt=1)] = False
     # backbone: train the head only; N: freeze N blocks
     freeze: Literal["none", "backbone"] | int = "none"
@@ -223,9 +222,9 @@ class TrainConfig(_Section):
     """The training loop."""
 
     epochs: int = Field(10, gt=0)
-    # the run ends after this number of steps, if that is before the last epoch
+    # the run ends after this number of steps
     max_steps: int | None = Field(None, gt=0)
-    # time limit of the training loop, minutes: a run that is too slow gets fewer steps
+    # time limit in minutes: a slow run gets fewer steps
     max_minutes: float | None = Field(None, gt=0)
     # images in a step, of all processes together
     batch_size: int = Field(128, gt=0)
@@ -241,30 +240,28 @@ class TrainConfig(_Section):
     # largest L2 norm of the gradients
     clip_grad: float | None = Field(None, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    # list of [end, scale]: until `end` (fraction of the run) images have scale × data.image_size;
-    # [[0.6, 0.75], [1, 1]]: 3/4 of the side until 60 %
+    # scale of data.image_size until a fraction of the run: [[0.6, 0.75], [1, 1]] is 3/4 of the side
+    # until 60 %
     image_sizes: list[tuple[float, SizeFraction]] | None = None
-    # list of [end, rate]: until `end` (fraction of the run) this fraction of the patches is left
-    # out; [[0.8, 0.5], [1, 0]]: half of them until 80 %
+    # fraction of patches left out until a fraction of the run: [[0.8, 0.5], [1, 0]] is half of them
+    # until 80 %
     patch_drop_rates: list[tuple[float, DropRate]] | None = None
     grad_checkpointing: bool = False
-    # auto: weights if the largest class has more than 5 times the images of the smallest
+    # auto: weights if the largest class has over 5 times the images of the smallest
     class_balance: Literal["none", "weights", "sampler", "auto"] = "none"
-    # measure on the validation images by which the best model is chosen
+    # validation measure that chooses the best model
     select_by: Literal["top1", "macro_f1", "loss"] = "top1"
-    # the run ends after this number of evaluations without a better model
+    # evaluations without a better model after which the run ends
     early_stopping_patience: int | None = Field(None, gt=0)
     evaluate_every_epochs: int = Field(1, gt=0)
-    # steps between checkpoints, in addition to one after every evaluation
+    # steps between checkpoints; there is also one after every evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    # at the end, a temperature is fitted on the validation images by halves, and divides the logits
-    # where it helps the other half beyond noise
+    # fit a temperature on the validation images by halves, and keep it where it helps the other half
     calibrate: bool = True
-    # training images whose name and features the model file keeps, for p-values and the nearest
-    # training photos; 0: none
+    # training images whose features the model file keeps, for p-values and nearest training photos
     max_training_features: int = Field(2000, ge=0)
-    # seconds without an answer after which a process counts as lost, from the first step on
+    # seconds without an answer after which a process counts as lost
     timeout_seconds: float = Field(600, gt=0)
 
 

@@ -139,7 +139,9 @@ MODELS: dict[str, TinyModel] = {
     "timm-map": _timm(
         'VisionTransformer (global_pool="map")', _ATTENTION, global_pool="map", class_token=False
     ),
-    "timm-registers": _timm("VisionTransformer (registers)", _MEAN, global_pool="avg", reg_tokens=4),
+    "timm-registers": _timm(
+        "VisionTransformer (registers)", _MEAN, global_pool="avg", reg_tokens=4
+    ),
     "timm-qk-norm": _timm("VisionTransformer (qk_norm)", "class token", qk_norm=True),
     "timm-distilled": _timm(
         "VisionTransformerDistilled", _CLASSES, "deit_tiny_distilled_patch16_224"
