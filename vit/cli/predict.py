@@ -19,19 +19,16 @@ def predict(
 ) -> None:
     """Predict the most probable classes of images.
 
-    Prints one result for each image, in the order given: a line in a terminal, JSON into a file or
-    program. prediction_set names the classes that include the right one as often as --coverage
-    says; a photo for which it doesn't have exactly one class is called unsure. A small p_value
-    means that the photo looks unlike the training photos; up to 0.05 it is called unusual. Both are
-    null if the model file has no thresholds.
+    Prints one result for each image, in the order given. prediction_set names the classes that
+    include the right one as often as --coverage says; without exactly one class, the photo is
+    unsure. A small p_value means that the photo looks unlike the training photos; up to 0.05 it is
+    unusual. Both are null if the model file has no thresholds.
 
-    An image that can't be read gets a line with an error. If none can be read, the exit code is 1.
-    Progress goes to standard error.
+    An unreadable image gets a line with an error. If none can be read, the exit code is 1.
 
     Args:
         images: Files or folders, or - for a list of paths on standard input.
-        output_format: Format of standard output: table, jsonl, csv; auto is a table in a terminal
-            and jsonl elsewhere.
+        output_format: Format of standard output; auto is table in a terminal, otherwise jsonl.
     """
     # torch, which `vit --help` does without
     from vit.prediction.predict import iterate_predictions

@@ -77,18 +77,17 @@ def train(
             {"train.epochs": 20}. `vit.config.Config` and
             docs/reference/configuration.md list the keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
-            Face, a file of weights, a model file, a run directory or a
-            checkpoint in one. None: random weights, or those of `model.init`.
+            Face, a file of weights, a model file, a run or a checkpoint. None:
+            random weights, or those of `model.init`.
         minutes: Minutes of training, where `config` names images. None: 5 on a
             CPU, 20 on a GPU.
         group_by: Groups of images that stay in one split (one animal, site,
             patient): 1 for images in the same folder, 2 for the folder above
             it, or a regular expression on the path with one group, such as
-            (site[0-9]+). None: the column "group" of a table, if it has one.
-        label_by: Regular expression with one group, searched in the path of
-            each image in a folder; the class is the group's text, such as
-            ([a-z]+)[.] for cat.0.jpg. None: folders or a table name the
-            classes.
+            (site[0-9]+). None: the column "group" of a table.
+        label_by: Regular expression with one group, which is the class in the
+            path of an image, such as ([a-z]+)[.] for cat.0.jpg. None: folders
+            or a table name the classes.
         path_column: Column of a table that names the image files. None: it is
             recognised by its name or its values.
         label_column: Column of a table that names the classes. None: it is

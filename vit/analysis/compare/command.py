@@ -27,13 +27,12 @@ def compare(
 ) -> None:
     """Compare evaluations of the same images.
 
-    All are compared with the first, by McNemar's test; p-values are corrected for the number of
-    comparisons (Holm). Each has the smallest difference that it would have found with 80 %
-    probability. Runs of one recipe on the same training images with different seeds are shown as
-    mean ± standard deviation, and compared by Welch's t-test over seeds.
+    All are compared with the first, by McNemar's test with Holm's correction. Each comparison has
+    the smallest difference that it would have found with 80 % probability. Runs that differ in
+    their seeds are shown as mean ± standard deviation, and compared by Welch's t-test.
 
     Args:
-        output: Directory for comparison.json, with all classes and images. None: it isn't written.
+        output: Directory for comparison.json, with all images. None: it isn't written.
         num_examples: Classes and images to show.
         overwrite: Replace an earlier result.
     """

@@ -16,11 +16,9 @@ _GAINS = {
 def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure which map methods are most faithful to a model.
 
-    Patches are removed in the order of a map while the probability of the class is measured. Maps
-    are also compared with leave-one-out occlusion, with maps of randomised weights and with
-    baselines that don't depend on the model. Writes faithfulness.json, .md, .png and .npz (the
-    numbers of every image). After --method all the best method is also written beside the model
-    file, for vit explain --method best.
+    The class's probability is measured while patches are removed in the order of each map, and of
+    baselines. Writes faithfulness.json, .md, .png and .npz (every image). With --method all, also
+    stores the best method for vit explain --method best.
 
     Args:
         output: Directory for the results.

@@ -8,9 +8,9 @@ def export(write: Call) -> None:
     """Write a model for other programs, with a model card.
 
     onnx: model.onnx takes RGB pixels of any size to probabilities; python predict.py PHOTO prints
-    them, without vit and torch. timm: a folder that timm.create_model("local-dir:DIR",
-    pretrained=True) opens. huggingface: one for transformers, with trust_remote_code=True.
-    Preprocessing and class names are part of each.
+    them without vit and torch. timm: timm.create_model("local-dir:DIR", pretrained=True) opens it.
+    huggingface: transformers opens it with trust_remote_code=True. Each has the preprocessing and
+    class names.
     """
     path = write()
     folder = path if path.is_dir() else path.parent

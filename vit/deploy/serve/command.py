@@ -19,21 +19,20 @@ def serve(
 ) -> None:
     """Serve a page that explains photos, until Ctrl-C.
 
-    Programs send a photo as a form to POST /predict and get JSON with its classes. With map=png (the
-    default) the answer has the map over the photo as a data address, with map=array its values,
-    with map=none no map. top_k sets the number of classes. similar=N adds the training images that
-    are most similar to the photo, like vit predict --similar.
+    Programs send a photo as a form to POST /predict and get JSON. Fields of the form: map=png (the
+    default: the map over the photo, as a data address), array (its values) or none; top_k, the
+    number of classes; similar=N, like vit predict --similar.
 
     Args:
-        model: Model file, run, timm:NAME or imagenette.
+        model: See `vit.evaluate`.
         host: Address to listen on. 0.0.0.0: all addresses, so that anyone who reaches this machine
             may ask.
         port: Port to listen on; 0 takes a free one.
-        allow_host: Another name of this machine, such as that of a proxy; may be repeated.
-        method: Map method; best: the one that vit faithfulness found; auto: the first of
+        allow_host: Another name of this machine, such as a proxy's; may be repeated.
+        method: Map method. "best" is the one that vit faithfulness found, "auto" the first of
             vit explain.
-        similar: Training photos that the page shows with a photo; 0: no answer names one.
-        device: auto, cpu, cuda or cuda:N.
+        similar: Training photos to show with a photo; 0: answers name none.
+        device: See `vit.evaluate`.
     """
     # torch, which `vit --help` does without
     from vit.bundle import load_bundle
