@@ -85,7 +85,7 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     out = tmp_path / "out"
     code, screen, _ = evaluate(model_file.parent, "--output", out, "--corruptions")
     assert code == 0
-    assert "18 images of folder (test)" in screen
+    assert "18 images of set (test)" in screen
     metrics = json.loads((out / "evaluation.json").read_text())
     assert metrics["num_images"] == 18
     assert (metrics["split"], metrics["data"], metrics["seed"]) == ("test", "folder", 1)
@@ -111,10 +111,12 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert "Top-1 accuracy" in (out / "evaluation.md").read_text()
     report = (out / "report.html").read_text()
     assert "</html>" in report
-    # Each map is shown with the verdict of its sanity check.
-    num_maps = report.count('alt="attention map of')
-    verdicts = re.findall(r"<br>map (confirmed|partly confirmed|not confirmed|not tested)<", report)
-    assert len(verdicts) == num_maps > 0
+    # Each map is shown with the verdict of its patch-removal test.
+    verdicts = re.findall(r'class="badge \w+">. map [a-z ]+<', report)
+    assert len(verdicts) == report.count('alt="map of') > 0
+    # The folder has a name of its own.
+    assert "run on set: 18 images (test), 3 classes" in report
+    assert "18 images of set (test, " in (out / "evaluation.md").read_text()
 
 
 def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(

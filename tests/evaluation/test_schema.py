@@ -104,11 +104,13 @@ def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
         "num_images": count,
         "per_class": per_class,
     }
-    sentence = evaluation.model_copy(update=update).describe_accuracy()
-    assert sentence.startswith(SENTENCES[values])
-    assert re.search(
-        r"frequent class would give (40(\.0)?|38|39\.9) %, guessing 25(\.0)? %$", sentence
-    )
+    evaluation = evaluation.model_copy(update=update)
+    assert evaluation.describe_accuracy() == f"{SENTENCES[values]}."
+    comparison = evaluation.describe_guessing()
+    assert re.search(r"frequent class gives (40(\.0)?|38|39\.9) %", comparison)
+    start = "By comparison, " if low > 0.4 else "That may be no better than guessing: "
+    assert comparison.startswith(start if top1 > 0.4 else "That is no better than guessing: ")
+    assert evaluation.beats_guessing() == (low > 0.4)
     assert "top5" not in evaluation.list_metrics()
 
 

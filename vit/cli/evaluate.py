@@ -27,11 +27,12 @@ def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     if evaluation.mean_corruption_error is not None:
         error = format_percent(evaluation.mean_corruption_error, evaluation.num_images)
         rows.append(("Mean corruption error", error, ""))
-    title = f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})"
+    data = result.images.title or evaluation.data
+    title = f"{evaluation.num_images:,} images of {data} ({evaluation.split})"
     table = build_table(rows, ("metric", "value", "95 % interval"), title=title)
     console = build_console()
     console.print(table)
-    console.print(evaluation.describe_accuracy())
+    console.print(f"{evaluation.describe_accuracy()} {evaluation.describe_guessing()}")
     for sentence in evaluation.list_warnings():
         console.print(sentence, style="yellow")
     console.print(f"open {output / 'report.html'} in a browser")

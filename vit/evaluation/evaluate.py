@@ -38,6 +38,7 @@ from vit.prediction.predictor import TTA, Predictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import describe_device
+from vit.runtime.machine import read_work_clock
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.products import find_product
 from vit.runtime.progress import show_progress
@@ -130,6 +131,7 @@ def evaluate(
         raise ValueError(_CALIBRATION_HINT)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
+        start = read_work_clock(device_name)
         bundle = open_model(model, device=device_name)
         labels = LabelRule(label_by, path_column, label_column)
         data_splits = open_data(
@@ -161,7 +163,11 @@ def evaluate(
             corruptions=corruptions,
             notes=notes,
         )
-        return replace(result, has_new_temperature=calibrated is not bundle and not in_place)
+        return replace(
+            result,
+            has_new_temperature=calibrated is not bundle and not in_place,
+            seconds=read_work_clock(device_name) - start,
+        )
 
 
 def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:

@@ -8,6 +8,7 @@ key is removed or changes its meaning, not when a key is added. Fractions are 0 
 import csv
 import html
 import io
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -172,9 +173,10 @@ class Evaluation(BaseModel):
             redundant.add("macro_recall")
         return [name for name in self.intervals if name not in redundant]
 
-    def is_better_than_majority(self) -> bool:
-        """Return whether the model is better than always predicting the most frequent class."""
-        return self.top1 > self._majority
+    def beats_guessing(self) -> bool:
+        """Return whether the model is better than always predicting the most frequent class, beyond
+        what chance gives: the 95 % interval of its accuracy lies above."""
+        return self.intervals["top1"][0] > self._majority
 
     @property
     def _majority(self) -> float:
@@ -182,15 +184,26 @@ class Evaluation(BaseModel):
         return max(row.support for row in self.per_class) / self.num_images
 
     def describe_accuracy(self) -> str:
-        """Return the accuracy in a sentence, with the accuracy that needs no model."""
+        """Return the accuracy in a sentence."""
         count = self.num_images
         return (
             f"{round(self.top1 * count):,} of {count:,} images are classified correctly"
             f" ({format_percent(self.top1, count)}; 95 % interval"
-            f" {format_interval(self.intervals['top1'], count)}). Always predicting the most"
-            f" frequent class would give {format_percent(self._majority, count)}, guessing"
-            f" {format_percent(1 / len(self.per_class), count)}"
+            f" {format_interval(self.intervals['top1'], count)})."
         )
+
+    def describe_guessing(self) -> str:
+        """Compare the accuracy with that of always predicting the most frequent class."""
+        percent = format_percent(self._majority, self.num_images)
+        always = "always predicting the most frequent class"
+        if self.top1 <= self._majority:
+            return f"That is no better than guessing: {always} gives {percent}."
+        if not self.beats_guessing():
+            return (
+                f"That may be no better than guessing: {always} gives {percent}, and"
+                f" {self.num_images:,} images are too few to tell."
+            )
+        return f"By comparison, {always} gives {percent}."
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
@@ -229,6 +242,7 @@ class EvaluationResult(Result):
         bundle: The model, with its temperature.
         is_main: True in the process that writes files.
         has_new_temperature: True if no model file has the temperature yet; `save` writes one.
+        seconds: Work of the evaluation by `read_work_clock`; the maps of the report take no more.
     """
 
     evaluation: Evaluation
@@ -237,6 +251,7 @@ class EvaluationResult(Result):
     bundle: Bundle
     is_main: bool = True
     has_new_temperature: bool = False
+    seconds: float = math.inf
 
     def __repr__(self) -> str:
         return f"EvaluationResult{repr(self.evaluation).removeprefix('Evaluation')}"

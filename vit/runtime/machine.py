@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,9 @@ def measure_peak_memory() -> int:
         return int(psutil.Process().memory_info().peak_wset) if psutil is not None else 0
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def read_work_clock(device: str) -> float:
+    """Return seconds to compare the work of two steps: of the processor, which other programs don't
+    change, or of the clock where a GPU works."""
+    return time.process_time() if device == "cpu" else time.perf_counter()

@@ -1,5 +1,8 @@
 """The page of a summary: names are text, it fits a phone, and flags have a reason."""
 
+import base64
+import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.browser import find_low_contrast, find_unnamed, phone
 from vit.analysis.class_summary.images import SummaryImages
-from vit.analysis.class_summary.page import build_summary_page
+from vit.analysis.class_summary.page import _draw_in_context, build_summary_page
 from vit.analysis.class_summary.records import Removal, Summary
 from vit.analysis.class_summary.summarize import summarize_images
 from vit.bundle import Bundle
@@ -46,7 +50,7 @@ def summary() -> Summary:
             flips=3,
             random_flips=0,
             fall=0.4,
-            random_fall=0.01,
+            random_fall=-0.026,
             log_odds=2.0,
             p_value=0.03,
         ),
@@ -61,8 +65,36 @@ def test_names_are_text_and_the_page_needs_no_other_file(summary: Summary) -> No
     assert "http" not in page.replace("http-equiv", "")
     assert "1 likely shortcut:" in page
     assert 'class="cluster flagged"' in page
-    assert "Left out of 5 other images, with the 1 patch where all its images show the same" in page
+    text = (
+        "Without it in 5 other images, and without the 1 patch where all its images show the same"
+    )
+    assert f"{text}: 3 predictions change, and the probability falls by 40.0 points." in page
+    # a probability that rises doesn't fall by a negative number
+    assert "same shape elsewhere: 0 predictions change, and the probability rises by 2.6 po" in page
+    assert "-" not in "".join(re.findall(r"by (\S+) points", page))
     assert "inside the masks (12 images)" in page
+    # a line and one patch of each of six clusters; one cluster was left in the first class
+    for row, section in zip(summary.classes, page.split("<section")[1:], strict=True):
+        shown, statistics = section.split("<details")
+        assert shown.count("<img") == min(len(row.clusters), 6)
+        assert "mean map" not in shown
+        assert "mean map" in statistics
+
+
+def test_a_large_patch_is_framed_among_its_neighbours(summary: Summary) -> None:
+    """Patches of 4 pixels on a grid of 6 × 6, at the edge and inside."""
+    pixels = np.zeros((24, 24, 3), np.uint8)
+    pixels[8:12, 20:24, 0] = 255
+    encoded = _draw_in_context(pixels, 2 * 6 + 5, summary.grid)
+    with Image.open(io.BytesIO(base64.b64decode(encoded.partition(",")[2]))) as picture:
+        values = np.asarray(picture.convert("RGB")).astype(int)
+    assert values.shape == (144, 144, 3)
+    side = 144 / 5
+    # the last of five columns, the third of five rows
+    red = np.argwhere((values[..., 0] > 150) & (values[..., 1] < 100))
+    assert red.min(axis=0) == pytest.approx([2 * side, 4 * side], abs=7)
+    assert red.max(axis=0) == pytest.approx([3 * side, 5 * side], abs=7)
+    assert (values[72, 72] < 60).all()
 
 
 @pytest.mark.browser

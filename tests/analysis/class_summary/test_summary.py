@@ -1,6 +1,7 @@
 """A summary finds a planted mark, and its numbers are those of real forward passes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -245,6 +246,22 @@ def test_labels_and_masks_are_found_by_names(tiny_bundle: Bundle, tmp_path: Path
     Image.new("L", (3, 3)).save(tmp_path / "masks" / names[0] / "0.png")
     with pytest.raises(ValueError, match="a mask covers its image"):
         vit.summarize_classes(tiny_bundle, tmp_path / "photos", masks=tmp_path / "masks")
+
+
+def test_folders_of_wordnet_ids_are_the_labels_of_a_model_of_their_words(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    for number, folder in enumerate(("n02102040", "n01440764", "n01440764")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), "white").save(tmp_path / folder / f"{number}.png")
+    for names, labels in (
+        (("tench, Tinca tinca", "English springer", "church"), [0, 0, 1]),
+        (("n02102040", "n01440764"), [1, 1, 0]),
+        (("tench", "church"), None),
+    ):
+        bundle = replace(tiny_bundle, class_names=names)
+        classes = read_summary_images(bundle, tmp_path, None).classes
+        assert (None if classes is None else classes.tolist()) == labels
 
 
 def test_the_mask_of_one_of_two_images_of_a_name_describes_neither(

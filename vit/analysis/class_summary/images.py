@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from PIL import Image, ImageDraw
 
 from vit.analysis.class_summary.places import MAX_IMAGES_A_CLASS
 from vit.bundle import Bundle
+from vit.data.class_names import find_wordnet_names, number_labels
 from vit.data.dataset import printable
 from vit.data.images import (
     ImageInputs,
@@ -131,10 +133,16 @@ def _find_images(bundle: Bundle, images: ImageInputs | None) -> tuple[list[Image
 
     items = items_from_images(list_images(images))
     folders = [Path(item.path).parent.name for item in items]
-    # one folder of another name, and the folders are no labels
-    if not set(folders) <= set(names):
-        return items, None
-    return items, np.array([names.index(folder) for folder in folders], dtype=np.int64)
+    sources = sorted(set(folders))
+    numbers = number_labels(folders, sources)
+    # a model of folders that are WordNet ids has their words as class names
+    words = find_wordnet_names(sources)
+    for shown in (sources, [words.get(name, name) for name in sources]):
+        # one folder of another name, and the folders are no labels
+        with suppress(ValueError):
+            class_indices = match_classes(numbers, source_classes=shown, model_classes=names)
+            return items, class_indices[numbers]
+    return items, None
 
 
 def _sample(labels: Ints | None, count: int, *, max_images: int) -> list[int]:

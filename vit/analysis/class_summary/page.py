@@ -3,18 +3,25 @@
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from vit.analysis.class_summary.places import cut_patch
-from vit.analysis.class_summary.records import PatchCluster, Summary
+from vit.analysis.class_summary.records import ClassSummary, PatchCluster, Summary
+from vit.explanation.capture.tokens import Grid
 from vit.explanation.render.page import encode_map, encode_picture, name_model, render_page
 from vit.explanation.render.scale import ColourScale, fit_scale
+from vit.prediction.predictor import Pixels
 
 _TEMPLATE = Path(__file__).with_name("class_summary.html.jinja")
 # clusters that are shown for each class; flagged ones always are
 _MAX_CLUSTERS = 5
+# patches that are shown large for each class, one of each of its first clusters
+_MAX_PATCHES = 6
+# patches on each side of a large one, without which nobody could tell what it is
+_CONTEXT = 2
 # in pixels
 _PATCH_SIDE = 56
+_TILE_SIDE = 144
 _MAP_SIDE = 192
 
 
@@ -38,11 +45,46 @@ def build_summary_page(summary: Summary) -> str:
                 "summary": row,
                 "map": encode_map(mean_image, mean_map, scale=scale, side=_MAP_SIDE),
                 "null": encode_map(mean_image, null_map, scale=scale, side=_MAP_SIDE),
+                "patches": _draw_patches(row, summary),
                 "clusters": [(cluster, _draw_strip(cluster, summary)) for cluster in shown],
             }
         )
     context = {"summary": summary, "model": name_model(summary.model), "rows": rows}
     return render_page(_TEMPLATE, context)
+
+
+def _draw_patches(row: ClassSummary, summary: Summary) -> list[tuple[PatchCluster, str]]:
+    """Draw the most typical patch of the first clusters of a class, flagged clusters first."""
+    clusters = sorted(row.clusters, key=lambda cluster: not cluster.is_flagged)
+    return [
+        (cluster, _draw_in_context(summary.pictures[path], patch, summary.grid))
+        for cluster in clusters[:_MAX_PATCHES]
+        for path, patch in cluster.strip[:1]
+    ]
+
+
+def _draw_in_context(pixels: Pixels, patch: int, grid: Grid) -> str:
+    """Draw a patch in a frame, with the patches around it."""
+    height, width = pixels.shape[0] // grid[0], pixels.shape[1] // grid[1]
+    row, column = divmod(patch, grid[1])
+    first_row, first_column = (
+        min(max(place - _CONTEXT, 0), max(count - 2 * _CONTEXT - 1, 0))
+        for place, count in zip((row, column), grid, strict=True)
+    )
+    last_row, last_column = first_row + 2 * _CONTEXT + 1, first_column + 2 * _CONTEXT + 1
+    crop = pixels[
+        first_row * height : last_row * height, first_column * width : last_column * width
+    ]
+    scale = _TILE_SIDE / max(crop.shape[:2])
+    size = (round(crop.shape[1] * scale), round(crop.shape[0] * scale))
+    picture = Image.fromarray(crop).resize(size, Image.Resampling.BICUBIC)
+    left, top = (column - first_column) * width * scale, (row - first_row) * height * scale
+    box = (left, top, left + width * scale - 1, top + height * scale - 1)
+    draw = ImageDraw.Draw(picture)
+    # visible on light and dark photos
+    draw.rectangle(box, outline="black", width=4)
+    draw.rectangle(box, outline="white", width=2)
+    return encode_picture(picture, "WEBP")
 
 
 def _draw_strip(cluster: PatchCluster, summary: Summary) -> str:

@@ -39,8 +39,7 @@ def build_chart(curve: LearningCurve) -> Chart:
     if forecast := curve.forecast:
         shown.append((forecast.num_images, forecast.top1, forecast.interval))
     place_x, x_ticks = fit_axis([count for count, _, _ in shown], Chart.left, Chart.right)
-    ends = [end for _, _, interval in shown for end in interval]
-    place_y, y_ticks = fit_axis(ends, Chart.bottom, Chart.top)
+    place_y, y_ticks = fit_axis((0, 1), Chart.bottom, Chart.top)
 
     intervals = []
     marks = []
@@ -56,7 +55,10 @@ def build_chart(curve: LearningCurve) -> Chart:
     lines = [Line("measured, with 95 % interval", marks[:num_measured], style=0)]
     if forecast:
         sizes = np.geomspace(shown[0][0], forecast.num_images, _NUM_FITTED).tolist()
-        fitted = [Mark(place_x(size), place_y(forecast.compute_top1(size))) for size in sizes[:-1]]
+        # errors of more than 100 % are outside of the chart
+        fitted = [
+            Mark(place_x(size), place_y(max(forecast.compute_top1(size), 0))) for size in sizes[:-1]
+        ]
         lines.append(Line("inverse power law, and its forecast", [*fitted, marks[-1]], style=1))
     return Chart(
         "Learning curve", "training images", "accuracy", x_ticks, y_ticks, lines, intervals

@@ -55,12 +55,15 @@ class Chart:
     bottom = 208
 
 
-def build_history_chart(title: str, series: Mapping[str, Points], *, y_label: str) -> Chart:
-    """Draw one or more series of (epoch, value)."""
+def build_history_chart(
+    title: str, series: Mapping[str, Points], *, y_label: str, y_range: Sequence[float] = (0,)
+) -> Chart:
+    """Draw one or more series of (epoch, value). The vertical axis includes the values of
+    `y_range`."""
     epochs = [epoch for points in series.values() for epoch, _ in points]
     values = [value for points in series.values() for _, value in points]
     place_x, x_ticks = fit_axis(epochs, Chart.left, Chart.right, is_count=True)
-    place_y, y_ticks = fit_axis(values, Chart.bottom, Chart.top)
+    place_y, y_ticks = fit_axis([*values, *y_range], Chart.bottom, Chart.top)
     lines = []
     for style, (name, points) in enumerate(series.items()):
         marks = [
@@ -105,7 +108,7 @@ def build_selective_chart(confidence: Floats, correct: Bools) -> Chart:
     # more points would only make the page larger
     ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), _MAX_POINTS)).astype(int)]
     place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
-    place_y, y_ticks = fit_axis([*accuracy[ends].tolist(), 1.0], Chart.bottom, Chart.top)
+    place_y, y_ticks = fit_axis((0, 1), Chart.bottom, Chart.top)
     marks = []
     for end in ends.tolist():
         share = counts[end] / len(order)

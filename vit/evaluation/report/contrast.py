@@ -27,6 +27,7 @@ from vit.explanation.training_photos import TrainingPhotos
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
 from vit.runtime.device import copy_to_device
+from vit.runtime.machine import read_work_clock
 
 if TYPE_CHECKING:
     # A result writes its own report.
@@ -36,9 +37,6 @@ _MAX_PAIRS = 6
 _MAX_ERRORS = 3
 # p-value of a pair's errors if errors were spread evenly over the classes
 _CHANCE = 0.05
-# Seconds for all pairs together; an error takes about as long as forty forward passes.
-_MAX_SECONDS = 15.0
-_PASSES_AN_ERROR = 40
 _SIDE = 128
 
 # Both explain the difference of two logits: by what the model computes, and by removing patches.
@@ -72,44 +70,57 @@ ExplainedPair = tuple[ConfusedPair, list[dict[str, Any]]]
 
 
 def explain_confusions(
-    result: "EvaluationResult", training_photos: TrainingPhotos
+    result: "EvaluationResult", training_photos: TrainingPhotos, *, seconds: float
 ) -> list[ExplainedPair]:
-    """Return the explained pairs; none for a model whose attention can't be read."""
+    """Explain the pairs of classes that are confused most, in about so many seconds of work, see
+    `read_work_clock`.
+
+    Returns:
+        The explained pairs; none for a model whose attention can't be read.
+    """
+    device = result.bundle.device.type
+    deadline = read_work_clock(device) + seconds
     pairs = find_confused_pairs(result.scores)
-    num_affordable = int(_MAX_SECONDS * result.evaluation.cost.images_per_second / _PASSES_AN_ERROR)
-    errors_a_pair = min(_MAX_ERRORS, num_affordable // max(len(pairs), 1))
-    if not errors_a_pair:
-        # on a slow machine, one error of the most frequent pairs
-        errors_a_pair = 1
-        pairs = pairs[: max(num_affordable, 1)]
-    chosen = [
-        (pair, index)
-        for pair in pairs
-        for index in _choose_errors(result.scores, pair)[:errors_a_pair].tolist()
+    errors = [_choose_errors(result.scores, pair)[:_MAX_ERRORS].tolist() for pair in pairs]
+    # one error of each pair before the second of any
+    candidates = [
+        (pair, images[place])
+        for place in range(_MAX_ERRORS)
+        for pair, images in zip(pairs, errors, strict=True)
+        if place < len(images)
     ]
+    chosen: list[tuple[ConfusedPair, int, Pixels, Contrast]] = []
+    for pair, index in candidates:
+        start = read_work_clock(device)
+        pixels = result.images.read(index, index + 1)
+        labels, predicted = np.array([pair.label]), np.array([pair.predicted])
+        # the report does without them for a model whose attention can't be read
+        try:
+            (contrast,) = contrast_errors(
+                result.bundle, pixels, labels=labels, predicted=predicted, verify=not chosen
+            )
+        except ValueError:
+            return []
+        chosen.append((pair, index, pixels[0], contrast))
+        # no error is begun that would end too late
+        if 2 * read_work_clock(device) - start > deadline:
+            break
     if not chosen:
         return []
-    pixels = np.concatenate([result.images.read(index, index + 1) for _, index in chosen])
-    classes = [(pair.label, pair.predicted) for pair, _ in chosen]
-    labels, predicted = np.array(classes).T
-    # the report does without them for a model whose attention can't be read
-    try:
-        contrasts = contrast_errors(result.bundle, pixels, labels=labels, predicted=predicted)
-    except ValueError:
-        return []
-    neighbours = training_photos.find_of_classes(list(pixels), classes)
+    classes = [(pair.label, pair.predicted) for pair, *_ in chosen]
+    neighbours = training_photos.find_of_classes([pixels for *_, pixels, _ in chosen], classes)
     # a wrong label explains an error without any map
     suspects = {example.path for example in result.evaluation.examples.label_errors}
-    explained: dict[ConfusedPair, list[dict[str, Any]]] = {pair: [] for pair in pairs}
-    for row, (pair, index) in enumerate(chosen):
+    explained: dict[ConfusedPair, list[dict[str, Any]]] = {}
+    for (pair, index, pixels, contrast), nearest in zip(chosen, neighbours, strict=True):
         path = result.images.ids[index]
-        explained[pair].append(
+        explained.setdefault(pair, []).append(
             {
                 "path": path,
                 "probability": float(result.scores.confidence[index]),
                 "is_suspect": path in suspects,
-                "neighbours": neighbours[row],
-                **_draw_contrast(pixels[row], contrasts[row]),
+                "neighbours": nearest,
+                **_draw_contrast(pixels, contrast),
             }
         )
     return list(explained.items())
@@ -172,6 +183,7 @@ def contrast_errors(
     *,
     labels: Int[np.ndarray, " n"],
     predicted: Int[np.ndarray, " n"],
+    verify: bool = True,
 ) -> list[Contrast]:
     """Explain images with wrong predictions.
 
@@ -180,6 +192,7 @@ def contrast_errors(
         pixels: The images as the model sees them.
         labels: Their classes.
         predicted: The predicted classes.
+        verify: Check with the first batch that the model's attention can be read.
 
     Raises:
         ValueError: The model's attention can't be read.
@@ -196,8 +209,7 @@ def contrast_errors(
             images,
             methods=CONTRAST_METHODS,
             target=build_difference(bundle.class_names, wrong, right),
-            # a model whose attention can't be read is refused with the first batch
-            verify=start == 0,
+            verify=verify and start == 0,
         )
         # [M, B, rows, columns]
         values = torch.stack([method_maps.values[:, 0] for method_maps in maps]).cpu()

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import torch
 from PIL import Image
 
 from vit.bundle import Bundle
@@ -19,22 +20,35 @@ from vit.evaluation.report.charts import (
     build_selective_chart,
 )
 from vit.evaluation.report.confusion import describe_confusion
-from vit.evaluation.report.contrast import explain_confusions
+from vit.evaluation.report.contrast import explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
-from vit.explanation.explainer import Explainer
-from vit.explanation.items import items_from_images
-from vit.explanation.render.overlay import blend
-from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
+from vit.explanation.best_method import AUTO, choose_methods
+from vit.explanation.capture.forward import open_reader
+from vit.explanation.checks.sanity_checks import check_maps
+from vit.explanation.explainer import choose_explain_batch_size
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import METHODS, Method
+from vit.explanation.render.page import (
+    encode_map,
+    encode_picture,
+    name_model,
+    render_page,
+    resize_picture,
+)
+from vit.explanation.render.scale import PatchMap, fit_scale, relative_to_uniform
 from vit.explanation.training_photos import TrainingPhotos
 from vit.prediction.conformal import describe_low_coverage
 from vit.prediction.predictor import Pixels
+from vit.runtime.device import copy_to_device, copy_to_host
+from vit.runtime.machine import read_work_clock
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 from vit.runtime.numbers import format_interval, format_number, format_percent
 from vit.runtime.products import find_product
+from vit.runtime.progress import show_progress
 
 if TYPE_CHECKING:
     # A result writes its own report.
-    from vit.evaluation.result import Evaluation, EvaluationResult
+    from vit.evaluation.result import Evaluation, EvaluationResult, MetricRow
 
 _TEMPLATES = Path(__file__).parent
 # rows in the table of classes; 20,000 would make a page of 6 MB
@@ -42,6 +56,17 @@ _MAX_CLASSES = 1000
 # training photos next to an error
 _NUM_NEIGHBOURS = 3
 _NEIGHBOUR_SIDE = 128
+# seconds for explanations of confused classes
+_MAX_CONTRAST_SECONDS = 15.0
+# errors that are shown; the others are folded
+_NUM_SHOWN = 6
+# class and text of the badge of each verdict
+_BADGES = {
+    "confirmed": ("confirmed", "✓ map confirmed"),
+    "partly confirmed": ("partly", "~ map partly confirmed"),
+    "not confirmed": ("not", "✗ map not confirmed"),
+    "not tested": ("untested", "– map not tested"),
+}
 
 
 class Section(NamedTuple):
@@ -60,17 +85,42 @@ class Section(NamedTuple):
     sentence: str
 
 
+class DrawnMap(NamedTuple):
+    """A map over a picture.
+
+    Attributes:
+        picture: The overlay as a data address; None if the map is nearly even.
+        verdict: Result of the patch-removal test; None if there was no time for it.
+    """
+
+    picture: str | None
+    verdict: str | None
+
+
+class DrawnMaps(NamedTuple):
+    """Maps of one method over the first of several pictures."""
+
+    method: Method
+    maps: list[DrawnMap]
+
+
 def build_report(result: "EvaluationResult") -> str:
-    """Build the page: HTML that needs no other file."""
+    """Build the page: HTML that needs no other file. Its maps take about as much work as the
+    evaluation at most."""
+    deadline = read_work_clock(result.bundle.device.type) + result.seconds
     evaluation = result.evaluation
     class_names = [row.name for row in evaluation.per_class]
-    pictures, maps, maps_missing = _draw_examples(result)
     # listed and drawn once for both uses
     training_photos = TrainingPhotos(
         result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
     )
     errors = [example.path for example in evaluation.examples.most_confident_errors]
     nearest = training_photos.find(_read_images(result, errors), _NUM_NEIGHBOURS)
+    contrasts = explain_confusions(
+        result, training_photos, seconds=min(_MAX_CONTRAST_SECONDS, result.seconds / 3)
+    )
+    pictures, drawn, maps_missing = _draw_examples(result, deadline)
+    maps = dict(zip(pictures, drawn.maps if drawn else [], strict=False))
     sentences = describe_in_plain_words(result)
     build_section = find_product("report section")
     section: Section | None = build_section(result) if build_section else None
@@ -79,11 +129,12 @@ def build_report(result: "EvaluationResult") -> str:
     context = {
         "evaluation": evaluation,
         "run": name_model(evaluation.model),
-        "data": result.images.title or evaluation.data,
+        "data": _name_data(result),
         "sentences": sentences,
         "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
         "metrics": evaluation.list_rows(),
+        "cards": _choose_cards(result),
         "percent": partial(format_percent, count=evaluation.num_images),
         "interval_text": partial(format_interval, count=evaluation.num_images),
         "number": format_number,
@@ -91,14 +142,19 @@ def build_report(result: "EvaluationResult") -> str:
         "history": _chart_history(load_history(evaluation.model)),
         "section": section,
         "matrix": describe_confusion(result.scores, class_names, result.images),
-        "contrasts": explain_confusions(result, training_photos),
+        "contrasts": contrasts,
+        "num_pairs": len(find_confused_pairs(result.scores)),
         "class_names": class_names,
         "reliability": build_reliability_chart(evaluation.reliability),
         "selective": build_selective_chart(result.scores.confidence, result.scores.correct),
         "pictures": pictures,
         "maps": maps,
+        "about_maps": _describe_maps(drawn, len(pictures)) if drawn else "",
         "maps_missing": maps_missing,
+        "badges": _BADGES,
+        "num_shown": _NUM_SHOWN,
         "neighbours": dict(zip(errors, nearest, strict=True)),
+        "training": _describe_training(result.bundle),
     }
     return render_page(_TEMPLATES / "report.html.jinja", context)
 
@@ -107,7 +163,25 @@ def render_markdown(result: "EvaluationResult") -> str:
     """Return the metrics as a table in Markdown."""
     evaluation = result.evaluation
     percent = partial(format_percent, count=evaluation.num_images)
-    return render_page(_TEMPLATES / "evaluation.md.jinja", {"e": evaluation, "percent": percent})
+    context = {"e": evaluation, "data": _name_data(result), "percent": percent}
+    return render_page(_TEMPLATES / "evaluation.md.jinja", context)
+
+
+def _name_data(result: "EvaluationResult") -> str:
+    """Return the name of the data for readers: that of a folder instead of "folder"."""
+    return result.images.title or result.evaluation.data
+
+
+def _choose_cards(result: "EvaluationResult") -> list[tuple["MetricRow", str]]:
+    """Return the three metrics that most readers need, each with a remark: the accuracy, the mean
+    over the classes, and the calibration error."""
+    evaluation = result.evaluation
+    rows = dict(zip(evaluation.list_metrics(), evaluation.list_rows(), strict=True))
+    means = rows.get("macro_recall", rows["macro_f1"])
+    confidence = float(result.scores.confidence.mean())
+    percent = partial(format_percent, count=evaluation.num_images)
+    sure = f"mean confidence {percent(confidence)}, correct {percent(evaluation.top1)}"
+    return [(rows["top1"], ""), (means, "all classes count alike"), (rows["ece"], sure)]
 
 
 def find_run(model: str) -> Path | None:
@@ -126,28 +200,59 @@ def load_history(model: str) -> list[dict[str, Any]]:
     return []
 
 
-def draw_maps(bundle: Bundle, pictures: Sequence[Pixels]) -> list[tuple[str, str]]:
-    """Draw attention rollout over pictures as the model sees them, [H, W, 3].
+def draw_maps(bundle: Bundle, pictures: Sequence[Pixels], deadline: float) -> DrawnMaps:
+    """Draw maps of the predicted classes over pictures as the model sees them, [H, W, 3].
 
-    Returns:
-        For each picture the overlay as a data address, and the result of the map's sanity check.
+    Maps are drawn until the deadline, at least of the first pictures. They are tested as long as
+    there is time to draw the others afterwards.
+
+    Args:
+        bundle: The model.
+        pictures: The pictures, the most important ones first.
+        deadline: Time by `read_work_clock`.
+
+    Raises:
+        ValueError: The model has no map.
     """
-    if not pictures:
-        return []
-    # the pictures are already cut to the model's input
-    uncropped = replace(bundle, preprocess=replace(bundle.preprocess, crop_pct=1.0))
-    photos = [Image.fromarray(picture) for picture in pictures]
-    explainer = Explainer(uncropped, ["rollout"], sanity_checks=True, batch_size=16)
-    explanations = explainer.explain(items_from_images(photos))
-    drawn = []
-    for photo, explained in zip(photos, explanations.images, strict=True):
-        (map,) = explained.maps
-        assert map.scale is not None
-        assert map.sanity_check is not None
-        shown = resize_picture(photo)
-        overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
-        drawn.append((encode_picture(overlay), map.sanity_check.verdict))
-    return drawn
+    (method, *_) = choose_methods((AUTO,), bundle, num_images=len(pictures))
+    reader = open_reader(bundle)
+    num_at_once = choose_explain_batch_size(bundle.preprocess.image_size, bundle.device) // 16
+    drawn: list[DrawnMap] = []
+    clock = partial(read_work_clock, bundle.device.type)
+    # seconds for a picture
+    drawing = testing = 0.0
+    with show_progress("drawing maps", len(pictures)) as advance:
+        for first in range(0, len(pictures), num_at_once):
+            start = clock()
+            left = len(pictures) - first
+            if drawn and start + drawing * num_at_once > deadline:
+                break
+            pixels = np.stack(pictures[first : first + num_at_once])
+            batch = copy_to_device(torch.from_numpy(pixels), bundle.device)
+            forward, classes, (maps,) = compute_maps(
+                reader, bundle.preprocess.normalize(batch), methods=[method], verify=first == 0
+            )
+            values = maps.values[:, 0].cpu().numpy()
+            drawing = (clock() - start) / len(pixels)
+            verdicts: list[str | None] = [None] * len(pixels)
+            if start + drawing * left + testing * len(pixels) <= deadline:
+                ((check,),) = check_maps(forward, classes, [maps], predicted_first=True)
+                verdicts = [row.verdict for row in copy_to_host(check).to_list()]
+                testing = (clock() - start) / len(pixels) - drawing
+            for photo, map_values, verdict in zip(pixels, values, verdicts, strict=True):
+                drawn.append(DrawnMap(_draw_map(photo, map_values, maps.method), verdict))
+            advance(len(pixels))
+    return DrawnMaps(METHODS[method], drawn)
+
+
+def _draw_map(photo: Pixels, values: PatchMap, method: Method) -> str | None:
+    """Draw a map over a photo; None if it is nearly even."""
+    relative = relative_to_uniform(values)
+    scale = fit_scale([relative], signed=method.signed)
+    if scale.is_flat:
+        return None
+    picture = Image.fromarray(photo)
+    return encode_map(picture, relative, scale=scale, side=max(resize_picture(picture).size))
 
 
 def _choose_classes(evaluation: "Evaluation") -> list[ClassMetrics]:
@@ -170,7 +275,9 @@ def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
         charts.append(build_history_chart("Loss", loss, y_label="cross-entropy, nats"))
     top1 = _read_series(epochs, "val_top1")
     if top1:
-        charts.append(build_history_chart("Accuracy", {"validation": top1}, y_label="top-1"))
+        charts.append(
+            build_history_chart("Accuracy", {"validation": top1}, y_label="top-1", y_range=(0, 1))
+        )
     return charts
 
 
@@ -184,30 +291,66 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
 
 
 def _draw_examples(
-    result: "EvaluationResult",
-) -> tuple[dict[str, str], dict[str, tuple[str, str]], str | None]:
+    result: "EvaluationResult", deadline: float
+) -> tuple[dict[str, str], DrawnMaps | None, str]:
     """Draw the examples.
 
     Returns:
-        Pictures by path; attention maps with the results of their sanity checks, by path; and why
-        there are no maps.
+        Pictures by path; the maps of the first of them; and why there are none.
     """
     examples = result.evaluation.examples
     groups = (
         examples.most_confident_errors,
-        examples.least_confident_correct,
         examples.label_errors,
+        examples.least_confident_correct,
     )
     # an image may be in several groups
     paths = dict.fromkeys(example.path for group in groups for example in group)
     pixels = _read_images(result, paths)
     photos = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
     pictures = dict(zip(paths, photos, strict=True))
+    if not pixels:
+        return pictures, None, ""
     try:
-        maps = draw_maps(result.bundle, pixels)
+        return pictures, draw_maps(result.bundle, pixels, deadline), ""
     except ValueError as error:
-        return pictures, {}, str(error)
-    return pictures, dict(zip(paths, maps, strict=True)), None
+        return pictures, None, str(error)
+
+
+def _describe_maps(drawn: DrawnMaps, num_pictures: int) -> str:
+    """Describe what the maps show, which are not drawn, and that some are missing to save time."""
+    method = drawn.method
+    text = f"Next to a picture is its {method.title}, which is the same for every class."
+    if method.class_specific:
+        against = " and against it (blue)" if method.signed else ""
+        text = f"Next to a picture is the evidence for the predicted class (red){against}."
+    verdicts = [map.verdict for map in drawn.maps if map.verdict]
+    if verdicts:
+        text += " Its badge is the result of the patch-removal test: does the prediction change"
+        text += " without the patches that the map ranks first?"
+    num_even = sum(map.picture is None for map in drawn.maps)
+    if num_even:
+        text += f" Maps that are nearly even are not drawn ({num_even})."
+    if len(verdicts) < num_pictures:
+        text += (
+            f" {len(drawn.maps)} maps of {num_pictures} pictures were computed and {len(verdicts)}"
+            " tested, so that they take no longer than the evaluation; vit explain tests all."
+        )
+    return text
+
+
+def _describe_training(bundle: Bundle) -> str:
+    """Describe in words how the model was trained; empty if it isn't known."""
+    train, model = bundle.config.get("train"), bundle.config.get("model", {})
+    step = bundle.metadata.get("step")
+    if not train or step is None:
+        return ""
+    init = model.get("init")
+    start = f"from the weights {name_model(str(init))}" if init else "from random weights"
+    length = f"best model at step {step:,}, {train.get('batch_size')} images a step"
+    if step == 0 and model.get("probe"):
+        length = "linear probe only"
+    return f"{start}, {length}, seed {train.get('seed')}"
 
 
 def _read_images(result: "EvaluationResult", paths: Iterable[str]) -> list[Pixels]:
