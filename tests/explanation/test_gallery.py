@@ -31,6 +31,7 @@ from vit.explanation.capture.forward import run_forward
 from vit.explanation.gallery.gallery import Gallery, _fit_pictures
 from vit.explanation.heads import measure_heads
 from vit.explanation.items import ImageItem, items_from_images
+from vit.explanation.records import ImageResult
 from vit.explanation.render.scale import relative_to_uniform
 from vit.explanation.training_photos import Neighbour
 from vit.model.model_file import Likeness
@@ -289,6 +290,13 @@ def read(browser, name: str, image: int = 0) -> str:
     return browser.find_elements("class name", name)[image].text
 
 
+def find_most(browser) -> str:
+    """Where the first card's map is highest: below "Numbers", and for screen readers."""
+    spoken, shown = browser.find_elements("css selector", "figure:first-of-type .most")
+    assert spoken.get_property("textContent") == shown.get_property("textContent")
+    return shown.text
+
+
 def about(browser, image: int = 0) -> str:
     return read(browser, "about", image)
 
@@ -332,11 +340,11 @@ def test_it_opens_from_disk_without_errors_or_alerts(browser, page: tuple) -> No
     assert browser.find_elements("tag name", "strong")[1].text == NASTY
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     assert about(browser).startswith("attention rollout (the same for every class)")
-    assert read(browser, "verdict").split(":")[0].lower() in (
-        "confirmed",
-        "partly confirmed",
-        "not confirmed",
-    )
+    verdicts = [image["verdicts"]["rollout"] for image in page[1]["images"]]
+    badges = browser.find_elements("class name", "badge")
+    assert [badge.text[2:] for badge in badges] == [f"map {verdict}" for verdict in verdicts]
+    said = [badge.get_attribute("aria-label") for badge in badges]
+    assert said == [f"patch-removal test: {verdict}" for verdict in verdicts]
 
 
 @pytest.mark.browser
@@ -345,9 +353,7 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     rollout = browser.execute_script(PIXELS, first)
     choose(browser, "method", "cdam")
     choose(browser, "class", "</script><b>dog")
-    assert about(browser).startswith(
-        "class-discriminative attention map: evidence for </script><b>dog"
-    )
+    assert about(browser) == "evidence for </script><b>dog (red) and against </script><b>dog (blue)"
     dog = browser.execute_script(PIXELS, first)
     choose(browser, "class", "bird")
     assert browser.execute_script(PIXELS, first) != dog != rollout
@@ -356,6 +362,9 @@ def test_selectors_change_the_map_and_what_is_said_of_it(browser, page: tuple) -
     facts = read(browser, "facts")
     assert "correlation with the loss without each patch" in facts
     assert "in prefix tokens" in facts
+    assert "class-discriminative attention map" in facts
+    assert read(browser, "verdict").startswith(f"map {page[1]['images'][0]['verdicts']['cdam']}: ")
+    assert find_most(browser).startswith("highest: row ")
 
 
 @pytest.mark.browser
@@ -519,10 +528,7 @@ def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tupl
     choose(browser, "method", "cdam")
     choose(browser, "class", "bird")
     choose(browser, "minus", "cat")
-    assert (
-        about(browser)
-        == "class-discriminative attention map: evidence for bird (red) and for cat (blue)"
-    )
+    assert about(browser) == "evidence for bird (red) and for cat (blue)"
     bird, cat = (page[2][f"a.cdam.{name}"].ravel() for name in ("bird", "cat"))
     even = np.abs(bird).mean()
     view, tolerance = (
@@ -537,7 +543,7 @@ def test_the_difference_of_two_classes_is_that_of_their_maps(browser, page: tupl
         bird / bird.mean() - cat / cat.mean(), abs=0.05
     )
     choose(browser, "minus", "nothing")
-    assert about(browser).startswith("generic attention explanation: evidence for bird")
+    assert about(browser) == "evidence for bird"
 
 
 @pytest.mark.browser
@@ -557,13 +563,13 @@ def test_the_logit_lens_is_shown_for_each_token_and_layer(browser, page: tuple) 
     assert read_view(browser)["values"] == pytest.approx(of_targets[0, 0, 1:], abs=1e-4)
     row, column = divmod(int(of_targets[0, 0, 1:].argmax()), 4)
     highest = f"row {row} column {column} ({of_targets[0, 0, 1:].max():.0f} %)"
-    assert read(browser, "most").startswith(f"highest: {highest}, ")
+    browser.find_element("css selector", ".numbers summary").click()
+    assert find_most(browser).startswith(f"highest: {highest}, ")
     browser.find_element("css selector", "canvas.map").send_keys(
         "\ue014"
     )  # arrow right: the patch in the middle
-    assert read(browser, "most").startswith(
-        f"patch (row 2, column 2) alone: {CLASSES[classes[0, 11]]} "
-    )
+    expected = f"patch (row 2, column 2) alone: {CLASSES[classes[0, 11]]} "
+    assert about(browser).startswith(expected)
     browser.find_element("class name", "expand").click()
     layers = [row.text for row in browser.find_elements("css selector", ".lens tr")][:2]
     assert [CLASSES[classes[layer, 11]] in text for layer, text in enumerate(layers)] == [
@@ -605,8 +611,8 @@ def test_everything_can_be_done_by_keyboard(browser, page: tuple) -> None:
             break
     # selectors with a single choice are passed over
     assert "class" not in seen
-    # the views of tokens are behind "More"
-    assert seen[-3:] == ["sort", "summary", "canvas"]
+    # filters and views are behind "More"
+    assert seen[-3:] == ["method", "summary", "canvas"]
     press(browser, Keys.ARROW_RIGHT)
     assert about(browser) == "what patch (row 2, column 2) attends to: rollout"
     press(browser, Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ARROW_LEFT, Keys.ARROW_LEFT)
@@ -669,10 +675,13 @@ def test_methods_stand_side_by_side(browser, page: tuple) -> None:
         found["method"]: found["sanity_check"]["verdict"]
         for found in page[1]["images"][0]["maps"][::-1]
     }
-    verdicts = [
-        f"{method}: {of_image[method]}" for method in ("rollout", "gae", "cdam")
-    ]  # of the most probable class
-    assert [panel.text for panel in panels] == ["photo", *verdicts]
+    # of the most probable class
+    verdicts = [[method, f"map {of_image[method]}"] for method in ("rollout", "gae", "cdam")]
+    found = [panel.text.splitlines() for panel in panels]
+    assert [[name, *(text[2:] for text in badges)] for name, *badges in found] == [
+        ["photo"],
+        *verdicts,
+    ]
     canvases = browser.find_elements("css selector", "figure:first-of-type canvas.map")
     pictures = [browser.execute_script(PIXELS, canvas) for canvas in canvases]
     assert pictures[0] != pictures[1] != pictures[2]
@@ -748,9 +757,7 @@ def test_each_images_own_class_is_no_menu_of_classes(browser, many: tuple) -> No
     labels = browser.find_elements("css selector", "label[for=class], label[for=minus]")
     assert [label.is_displayed() for label in labels] == [False, False]
     for number, image in enumerate(many[1]["images"][:3]):
-        assert about(browser, number).startswith(
-            f"generic attention explanation: evidence for {image['predicted']['name']}"
-        )
+        assert about(browser, number) == f"evidence for {image['predicted']['name']}"
 
 
 @pytest.mark.browser
@@ -792,7 +799,11 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
     settings = {"methods": ("rollout", "gae", "cdam")}
     for best, first in (("gae", "gae"), ("libra-removal", "rollout"), (None, "rollout")):
         gallery = Gallery(bundle, num_images=1, best_method=best)
-        explain_with(bundle, items, settings, gallery.add, token_bytes=gallery.token_bytes)
+
+        def add(images: list[ImageResult], gallery: Gallery = gallery) -> None:
+            gallery.add([replace(image, p_value=0.012) for image in images])
+
+        explain_with(bundle, items, settings, add, token_bytes=gallery.token_bytes)
         gallery.write(tmp_path / "gallery.html", title="best")
         open_page(browser, tmp_path / "gallery.html")
         chosen = browser.execute_script(
@@ -800,9 +811,15 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
         )
         assert chosen == first + (" (best)" if best == first else "")
         if best:
-            assert f"measured {best} to be the best method for this model" in read(browser, "best")
-            assert ("it is not on this page" in read(browser, "best")) == (best != first)
-    assert read(browser, "verdict").lower().startswith("not tested: ")
+            said = browser.find_element("class name", "best").get_attribute("textContent")
+            assert f"measured {best} to be the best method for this model" in said
+            assert ("it is not on this page" in said) == (best != first)
+    (badge,) = browser.find_elements("class name", "badge")
+    assert badge.text == "! unusual"
+    assert badge.get_attribute("aria-label") == "unusual: unlike the training photos (p = 0.012)"
+    assert browser.find_element("id", "count").text == "1 image, 1 unusual."
+    browser.find_element("css selector", ".numbers summary").click()
+    assert read(browser, "verdict").startswith("map not tested: ")
 
 
 FIRST_PICTURE = """
@@ -865,6 +882,10 @@ def test_text_is_legible_and_a_phone_scrolls_down_only(browser, page: tuple) -> 
         assert browser.execute_script(
             "return [document.documentElement.scrollWidth, innerWidth]"
         ) == [390, 390]
+        # pictures come first, the rest is folded
+        begin = "return document.querySelector('.panels').getBoundingClientRect().top / innerHeight"
+        assert browser.execute_script(begin) < 1 / 3
+        assert not browser.find_element("id", "view").is_displayed()
 
 
 @pytest.mark.browser

@@ -141,8 +141,7 @@ def test_a_nearly_even_map_is_drawn_flat() -> None:
 
 
 def test_the_photo_can_be_read_below_any_map() -> None:
-    """Where nothing is relevant its brightness is kept, and in proportion to the value less of
-    it."""
+    """Where nothing is relevant its brightness is kept, and less of it the higher the value."""
     photo = np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8)
     geometry = Geometry(original_size=(60, 60), box=(0, 0, 60, 60))
     values = np.array([[0, 2, 4]] * 3, dtype=np.float32)
@@ -153,7 +152,8 @@ def test_the_photo_can_be_read_below_any_map() -> None:
     inside = [slice(2 + 20 * column, 18 + 20 * column) for column in range(3)]
     rows = slice(2, 18)
     slopes = [np.polyfit(before[rows, x].ravel(), after[rows, x].ravel(), 1)[0] for x in inside]
-    assert slopes == pytest.approx([1, 0.6, 0.2], abs=0.03)
+    # at half of the highest value 1 - 0.8 · 0.5^0.7
+    assert slopes == pytest.approx([1, 0.51, 0.2], abs=0.03)
     # each patch has one colour and visible edges
     assert (after[25:35, 20] > after[25:35, 22] - 200).all()
     edges = np.asarray(

@@ -179,7 +179,7 @@ class Explained {
     const values = first.shares.map((value, i) => value - factor * second.shares[i]);
     const end = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0) || 1;
     return {grid: this.grid, values, low: -end, high: end, unit: "×", signed: true, map: null,
-      about: `${first.title}: evidence for ${first.target.name} (red) and for ${second.target.name} (blue)`};
+      about: `evidence for ${first.target.name} (red) and for ${second.target.name} (blue)`};
   }
 
   /** What the settings ask for: {values, grid, low, high, unit, signed, about, map}, or null. */
@@ -196,7 +196,7 @@ class Explained {
     if (!map) return null;
     if (settings.minus !== "none" && other !== map) return other ? this.difference(map, other) : null;
     return {grid: this.grid, values: map.shares, low: map.ends[0], high: map.ends[1], unit: "×", signed: map.signed, flat: map.flat, map,
-      about: map.target ? `${map.title}: ${map.caption}` : map.caption};
+      about: map.caption};
   }
 }
 
@@ -227,12 +227,12 @@ function axis(pixels, start, stop, cells) {
   });
 }
 
-/** The colour and opacity of a fraction (0 to 1) of the scale, as of the overlay files: the opacity is in proportion to
-    the value. A signed map is clear at its zero, the middle. */
+/** The colour and opacity of a fraction (0 to 1) of the scale, as of the overlay files: the opacity grows with the value.
+    A signed map is clear at its zero, the middle. */
 function shade(fraction, signed) {
-  if (!signed) return [Math.round((.35 + .65 * fraction) * 255), fraction];
-  const strength = Math.abs(2 * fraction - 1), side = Math.sign(fraction - .5);
-  return [Math.round((.5 + side * (.25 + .15 * strength)) * 255), strength];
+  const strength = signed ? Math.abs(2 * fraction - 1) : fraction, side = Math.sign(fraction - .5);
+  const colour = signed ? .5 + side * (.25 + .15 * strength) : .35 + .65 * strength;
+  return [Math.round(colour * 255), strength ** .7];
 }
 
 /** Lay the map over the picture's pixels, as the overlay files do; what the model did not see turns grey and dark. */
@@ -258,7 +258,7 @@ function blend(picture, view, box, opacity) {
       }
       const upper = values[top * columns + left] * (1 - u) + values[top * columns + right] * u;
       const lower = values[bottom * columns + left] * (1 - u) + values[bottom * columns + right] * u;
-      const fraction = view.flat ? .25 : span > 0 ? Math.min(Math.max((upper * (1 - v) + lower * v - view.low) / span, 0), 1) : .5;
+      const fraction = view.flat ? .15 : span > 0 ? Math.min(Math.max((upper * (1 - v) + lower * v - view.low) / span, 0), 1) : .5;
       const [colour, strength] = shade(fraction, view.signed), alpha = opacity * strength;
       // the photo loses most of its colour, which would be taken for the map's
       const grey = .299 * pixels[at] + .587 * pixels[at + 1] + .114 * pixels[at + 2], fading = .75 * Math.min(opacity / .8, 1);
@@ -356,8 +356,7 @@ class Card {
     this.figure.addEventListener("keydown", event => event.key === "Escape" && this.keep(null));
     this.part("path").textContent = this.image.title;
     const {name, percent} = this.image.predicted; // without a percentage, what the model gives
-    this.part("predicted").textContent = percent === null ? name : `predicted: ${name} ${percent}\u00a0%`;
-    this.part("unusual").hidden = !this.image.unusual;
+    this.part("predicted").textContent = percent === null ? name : `predicted: ${name} ${percent.toFixed(1)}\u00a0%`;
     this.part("neighbours").replaceChildren(...listNeighbours(this.image.neighbours));
     this.part("nearest").hidden = !this.image.neighbours.length;
     this.part("expand").addEventListener("click", () => this.expand());
@@ -390,21 +389,32 @@ class Card {
     if (this.panels && this.panels.length === methods.length) {
       this.panels.forEach((panel, i) => panel.method = methods[i]);
     } else {
-      this.panels = methods.map(method => ({method, canvas: document.createElement("canvas"), name: document.createElement("span")}));
-      this.part("panels").replaceChildren(...this.panels.map(({canvas, name}) => {
+      this.panels = methods.map(method => ({method, canvas: document.createElement("canvas"), name: document.createElement("span"),
+        badges: document.createElement("div")}));
+      this.part("panels").replaceChildren(...this.panels.map(({canvas, name, badges}) => {
         const box = document.createElement("div");
-        box.append(canvas, name);
+        name.className = "name";
+        badges.className = "badges";
+        box.append(canvas, name, badges);
         return box;
       }));
       for (const panel of this.panels) if (panel.method) this.listen(panel.canvas);
     }
     for (const {method, canvas, name} of this.panels) {
-      const map = method && this.image.map(method, settings.target), check = map && map.sanity_check;
-      name.textContent = settings.view === "methods" ? (method || "photo") + (check ? `: ${check.verdict}` : "") : "";
+      name.textContent = settings.view === "methods" ? method || "photo" : "";
       canvas.className = method ? "map" : "photo";
       canvas.setAttribute("role", method ? "application" : "img");
       canvas.setAttribute("aria-label", method ? `${this.image.title}: ${method}; the arrow keys move between patches` : `${this.image.title}: the photo`);
     }
+  }
+
+  /** The badges of a picture: the photo's is on the first, the verdict on the map that was tested. */
+  mark(panel, view) {
+    const check = view && view.map && view.map.sanity_check, {unusual} = this.image, badges = [];
+    if (unusual !== null && panel === this.panels[0])
+      badges.push(badge("unusual", `unusual: unlike the training photos (p = ${unusual.toFixed(3)})`));
+    if (check) badges.push(badge(check.verdict, `patch-removal test: ${check.verdict}`));
+    panel.badges.replaceChildren(...badges);
   }
 
   listen(canvas) {
@@ -461,7 +471,7 @@ class Card {
     this.figure.classList.toggle("open", this.open);
     this.part("inside").hidden = !this.open;
     this.part("expand").setAttribute("aria-expanded", this.open);
-    this.part("expand").textContent = this.open ? "Make small again" : "Enlarge: layers, heads, logit lens";
+    this.part("expand").textContent = this.open ? "Make small again" : "Layers and heads";
     this.draw();
     if (this.open) this.figure.scrollIntoView({block: "nearest"});
   }
@@ -475,11 +485,13 @@ class Card {
       if (!this.near) canvas.width = canvas.height = 0;
     }
     if (!this.near || !this.photo.complete) return;
-    for (const {canvas, method} of this.panels) {
+    for (const panel of this.panels) {
+      const {canvas, method} = panel;
       [canvas.width, canvas.height] = frame.size;
       const context = canvas.getContext("2d", {willReadFrequently: true});
       drawPhoto(context, image, this.photo, settings);
       const view = method && image.view({...settings, method}, this.token);
+      this.mark(panel, view);
       if (!view) continue;
       const picture = context.getImageData(0, 0, canvas.width, canvas.height);
       blend(picture, view, frame.box, settings.opacity);
@@ -501,20 +513,21 @@ class Card {
     const {image, token} = this, view = this.view = image.view(settings, token), map = view && view.map;
     const focused = document.activeElement.closest("figure") || element("cards").firstElementChild; // one speaks, not all
     this.part("said").setAttribute("aria-live", focused === this.figure ? "polite" : "off");
-    this.part("about").textContent = view ? view.about
+    this.part("about").textContent = view ? this.sayToken(view, settings) || view.about
       : settings.method === SIMILARITY ? (image.features ? "point at a patch to see which others are like it" : "not in this page: explain fewer images at once")
       : "no map of this class was made for this image";
-    this.part("most").textContent = view ? this.sayMost(view, settings) : "";
+    const most = view ? this.sayMost(view) : "";
+    for (const place of this.figure.querySelectorAll(".most")) place.textContent = most;
     this.part("legend").hidden = !view || Boolean(view.colours);
     if (view) {
       const span = view.high - view.low, even = (1 - view.low) / span, zero = -view.low / span;
       this.part("low").textContent = show(view.low, view.unit);
-      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? view.of || " the average" : "") + (view.flat ? ", nearly even: drawn flat" : "");
+      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? view.of || " the average patch" : "") + (view.flat ? ", nearly even: drawn flat" : "");
       this.part("legend").querySelector("i").style.background = ramp(view.signed);
       const mark = this.part("legend").querySelector("b"), at = view.signed ? zero : even;
       mark.hidden = view.unit !== "×" || !(at > 0 && at < 1);
       mark.style.left = `${100 * at}%`;
-      mark.title = view.signed ? "0" : view.of ? "1×, the median" : "1×, the average";
+      mark.title = view.signed ? "0" : view.of ? "1×, the median" : "1×, the average patch";
     }
     [...this.part("tokens").children].forEach((button, number) => {
       const value = view && view.ofPrefix ? ` ${show(view.ofPrefix[number], view.unit)}` : "";
@@ -524,33 +537,33 @@ class Card {
     this.judge(map);
   }
 
-  /** The verdict in a sentence, and the numbers folded below. */
+  /** The reason of the verdict, and other numbers, folded below. */
   judge(map) {
-    const check = map && map.sanity_check, line = this.part("verdict"), word = document.createElement("b");
-    word.textContent = check ? check.verdict : "not tested";
-    line.className = check ? "verdict" : "verdict muted";
-    line.replaceChildren(word, `: ${check ? check.reason : "for more than 64 images, add --checks"}`);
-    line.hidden = !map;
-    const sinks = this.part("sinks");
+    const check = map && map.sanity_check, sinks = this.part("sinks");
+    this.part("verdict").textContent = !map ? "" : check ? `map ${check.verdict}: ${check.reason}`
+      : "map not tested: for more than 64 images, add --checks";
     sinks.textContent = map ? map.sinks : "";
     sinks.hidden = !sinks.textContent;
     const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
     const facts = numbers.map(([name, value]) => `${NUMBERS[name] || name} ${Number.isInteger(value) ? value : value.toFixed(3)}`);
     if (check) facts.push(`removed: ${check.patches}`);
-    if (map) facts.unshift(`${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
+    if (map) facts.unshift(map.title, `${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
     this.part("facts").textContent = facts.filter(Boolean).join(" · ");
-    this.part("numbers").hidden = !facts.length;
   }
 
-  /** Where the view is highest, or what the token has in it. */
-  sayMost(view, settings) {
+  /** The class that the chosen token alone would give, and its value in the view. */
+  sayToken(view, settings) {
     const {image, token} = this;
+    if (token === null || settings.method !== LENS) return "";
+    const {index, percent} = image.lensClass(Number(settings.layer), token);
+    const own = token < image.prefix ? view.ofPrefix[token] : view.values[token - image.prefix];
+    return `${image.name(token)} alone: ${page.classes[index]} ${percent.toFixed(0)} %; in the map ${show(own, view.unit)}`;
+  }
+
+  /** Where the view is highest. */
+  sayMost(view) {
+    const {image} = this;
     if (view.colours) return "";
-    if (token !== null && settings.method === LENS) {
-      const {index, percent} = image.lensClass(Number(settings.layer), token);
-      const own = token < image.prefix ? view.ofPrefix[token] : view.values[token - image.prefix];
-      return `${image.name(token)} alone: ${page.classes[index]} ${percent.toFixed(0)} %; in the map ${show(own, view.unit)}`;
-    }
     const columns = image.grid[1];
     const patches = [...view.values].map((value, i) => [value, `row ${Math.floor(i / columns)} column ${i % columns}`]);
     const said = patches.sort((a, b) => b[0] - a[0]).map(([value, where]) => `${where} (${show(value, view.unit)})`);
@@ -577,6 +590,7 @@ class Card {
     table.replaceChildren(line(["", ...kept].map(head => heading(head === "mean" ? "mean" : head === "" ? "" : `head ${head}`, "col"))),
       ...layers.map(layer => line([heading(`layer ${layer}`, "row"), ...kept.map(head => this.thumbnail(layer, head, settings))])));
     const buttons = [...table.querySelectorAll("button")];
+    table.style.setProperty("--cell", `${Math.min(5.5, 28 / (kept.length + 1))}rem`); // few heads are larger
     const current = buttons.find(button => button.dataset.at === focused) || buttons.find(button => button.ariaPressed === "true") || buttons[0];
     if (current) current.tabIndex = 0;
     if (focused !== null && current) current.focus();
@@ -623,6 +637,14 @@ class Card {
   }
 }
 
+/** A word on a picture, with its text for screen readers. */
+function badge(word, said) {
+  const mark = document.createElement("span"), [text, colour] = page.badges[word];
+  Object.assign(mark, {className: "badge", role: "img", ariaLabel: said, textContent: text});
+  mark.style.background = colour;
+  return mark;
+}
+
 function moveInTable(event, cell) {
   const {rowIndex} = cell.parentElement, {cellIndex} = cell, rows = cell.closest("table").rows;
   const steps = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
@@ -659,6 +681,13 @@ function listClasses() {
   return [...ranks, ...names.sort(byName)];
 }
 
+/** Say how many images there are, and what is to be known of all maps of the method. */
+function summarise() {
+  const all = page.images.length, unusual = page.images.filter(image => image.unusual !== null).length;
+  const lines = [`${left < all ? `${left} of ` : ""}${all} image${all === 1 ? "" : "s"}${unusual ? `, ${unusual} unusual` : ""}`, ...page.summary[element("method").value] || []];
+  element("count").textContent = lines.map(line => `${line}.`).join(" ");
+}
+
 /** The menus that depend on the method. */
 function update() {
   const method = element("method").value, specific = method === LENS || page.images.some(image => image.specific.includes(method));
@@ -671,6 +700,7 @@ function update() {
   fill("layer", LAYERED.includes(method) ? numbers(most("layers")) : [["0", "every layer"]]);
   if (before < 2 && element("layer").options.length > 1) element("layer").value = String(most("layers") - 1); // the last
   fill("head", method === ATTENTION ? [["mean", "mean"], ...numbers(most("heads"))] : [["mean", "every head"]]);
+  summarise();
   redraw();
 }
 
@@ -702,8 +732,8 @@ function list() {
     verdict: (a, b) => rank(b) - rank(a),
   };
   waiting = kept.sort(orders[order]);
-  const summary = page.summary.map(line => `${line}. `).join("");
-  element("count").textContent = summary + (kept.length === images.length ? `${images.length} images.` : `${kept.length} of ${images.length} images.`);
+  left = kept.length;
+  summarise();
   for (const card of shown()) near.unobserve(card.figure);
   element("cards").replaceChildren();
   more();
@@ -727,7 +757,7 @@ function more() {
   if (waiting.length) end.observe(element("end"));
 }
 
-let waiting = [];
+let waiting = [], left = page.images.length;
 const near = new IntersectionObserver(entries => {
   for (const {target, isIntersecting} of entries) {
     target.card.near = isIntersecting;

@@ -15,6 +15,7 @@ from vit.data.dataset import printable
 from vit.explanation.checks.sanity_checks import VERDICTS, count_confirmed
 from vit.explanation.methods.sinks import count_sinks
 from vit.explanation.records import ClassValues, ImageResult, MapResult
+from vit.explanation.render.contact_sheet import BADGES
 from vit.explanation.render.outline import find_outlined
 from vit.explanation.render.overlay import fit_size
 from vit.explanation.render.page import encode_picture, render_page
@@ -106,11 +107,12 @@ class Gallery:
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
             "classes": list(self._bundle.class_names),
             "verdicts": VERDICTS,
+            "badges": BADGES,
             # the sort is stable, so the others keep their order
             "methods": sorted(self._methods, key=lambda name: name != self._best_method),
             "best": self._best_method,
             "smooth": self._smooth,
-            "summary": count_confirmed(self._verdicts) + count_sinks(self._sink_fractions),
+            "summary": {name: self._count(name) for name in self._methods},
             "images": self._summaries,
         }
         context = {
@@ -120,6 +122,13 @@ class Gallery:
             "num_images": self._num_images,
         }
         write_text(path, render_page(_TEMPLATE, context))
+
+    def _count(self, method: str) -> list[str]:
+        """Return lines about all maps of a method."""
+        verdicts = self._verdicts.get(method, ())
+        return count_confirmed({method: verdicts}) + count_sinks(
+            {method: self._sink_fractions[method]}
+        )
 
     def _summarise(self, image: ImageResult) -> dict[str, Any]:
         """Return the values by which the page finds, sorts and names an image."""
@@ -136,8 +145,8 @@ class Gallery:
             "predicted": _use_percent(
                 image.describe_class(image.predicted, self._bundle.class_names)
             ),
-            "output": image.output,
-            "unusual": is_unusual(image.p_value),
+            # the p-value of an unusual image
+            "unusual": image.p_value if is_unusual(image.p_value) else None,
             "verdicts": verdicts,
             "targets": sorted(
                 {result.target for result in image.maps if result.target is not None}

@@ -13,8 +13,8 @@ from vit.explanation.render.text import MARGIN, draw_badge, draw_lines, wrap
 MAX_SHEET_IMAGES = 24
 _TILE = 232  # pixels, the longer side of a picture
 _MAX_TILES_ACROSS = 6
-# text of each badge, and its colour, which is dark enough for white text
-_BADGES = {
+# text of each badge, and its colour, which is dark enough for white text; the gallery has the same
+BADGES = {
     "confirmed": ("✓ map confirmed", "#15703a"),
     "partly confirmed": ("~ map partly confirmed", "#8a5a00"),
     "not confirmed": ("✗ map not confirmed", "#a02020"),
@@ -91,7 +91,7 @@ def _draw_text(tile: Tile) -> Image.Image:
     if tile.title:
         blocks.append(draw_lines(wrap(tile.title, _TILE, bold=True), width, bold=True))
     if tile.badge is not None:
-        blocks.append(draw_badge(*_BADGES[tile.badge]))
+        blocks.append(draw_badge(*BADGES[tile.badge]))
     blocks.append(draw_lines([part for line in tile.lines for part in wrap(line, _TILE)], width))
     text = Image.new("RGB", (width, sum(block.height for block in blocks)), "white")
     top = 0

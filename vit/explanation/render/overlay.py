@@ -2,7 +2,7 @@
 
 A map is drawn on the pixels that the model saw: `Preprocess.geometry` gives their box in the
 upright original. A thin frame is around that box, and the photo is dark and grey outside of it. The
-opacity of the colours is proportional to the value, so that photo and map are visible together. A
+opacity of the colours grows with the value, so that photo and map are visible together. A
 line is around the patches that hold half of the evidence.
 """
 
@@ -47,7 +47,9 @@ _FADING = 0.75
 _DIMMING = 0.5  # fraction of its brightness that the photo loses where the model didn't see it
 # the darkest colours of the sequential map would hide the photo instead of marking it
 _FIRST_COLOUR = 0.35
-_FLAT_STRENGTH = 0.25
+_FLAT_STRENGTH = 0.15
+# exponent of a value's opacity: in proportion (1), middle values couldn't be seen on small pictures
+_STRENGTH_EXPONENT = 0.7
 _MIN_CELL = 6  # smallest patch, in pixels, whose edges are drawn
 _EDGE_OPACITY = 0.35
 _MIN_SIDE = 224  # smaller photos are enlarged, because their captions would be cut
@@ -165,7 +167,7 @@ def blend(
         values: The map, in multiples of the average patch.
         geometry: Box of the model's input in the original.
         scale: Scale of the colours.
-        opacity: Opacity of the highest value, 0 to 1; that of others is proportional.
+        opacity: Opacity of the highest value, 0 to 1; that of others grows with the value.
         smooth: Interpolate between the patches' centres. Otherwise each patch has one colour, and
             its edges are drawn.
         lines: Draw the outline of half of the evidence and the frame of the model's input.
@@ -204,6 +206,7 @@ def _shade(
         fractions = 0.5 + np.sign(values) * (0.25 + 0.15 * strength)
     else:
         fractions = _FIRST_COLOUR + (1 - _FIRST_COLOUR) * strength
+    strength = strength**_STRENGTH_EXPONENT
     return draw_heat(fractions, ColourScale(0.0, 1.0, scale.signed)), strength
 
 
