@@ -31,6 +31,11 @@ PAGES = (
 RECIPE = "cifar10-cpu"  # how the names of those begin whose accuracy after minutes is shown
 # these recipes were measured on re-encoded images, so their accuracy compares with nothing published
 RECIPE_FOLDER = "cifar10/"
+README_RECIPES = {
+    "configs/fashion_mnist/cpu.yaml": "Fashion-MNIST, original pixels",
+    "configs/imagenette/cpu.yaml": "Imagenette, 128 px",
+    "configs/cifar10/cpu-20-minutes.yaml": "CIFAR-10, re-encoded JPEG copy",
+}
 MINUTES = (1, 3, 5, 10, 20)
 STEMS = {
     "patch": "patchify stem",
@@ -112,8 +117,8 @@ def choose_repeated(results: Results) -> Results:
 
 
 def build_summary(results: Results) -> str:
-    """The table of the recipes' accuracies; README has it of one machine each. Those whose accuracy
-    can be compared with other programs' are first."""
+    """The table of the recipes' accuracies. Those whose accuracy can be compared with other
+    programs' are first."""
     lines = [
         "| recipe | test top-1 | seeds | seconds, first seed | processor, 2 cores |",
         "|---|---|---|---|---|",
@@ -132,6 +137,23 @@ def build_summary(results: Results) -> str:
 def name_briefly(device: str) -> str:
     """'cpu (Intel(R) Xeon(R) Processor, Emerald Rapids, 2 cores)' → 'Xeon, Emerald Rapids'."""
     return re.sub(r"Intel\(R\) Xeon\(R\) Processor( @ \S+)?", "Xeon", name_processor(device))
+
+
+def build_readme(results: Results) -> str:
+    """The table of README.md: a result for each data set, with its file."""
+    lines = [
+        "| images | recipe | test top-1 | seeds | seconds, first seed |",
+        "|---|---|---|---|---|",
+    ]
+    for recipe, images in README_RECIPES.items():
+        name = next(name for name, result in results.items() if result["recipe"] == recipe)
+        result = results[name]
+        lines.append(
+            f"| {images} | {name_recipe(result).replace('.yaml', '')} | "
+            f"{format_accuracy(result['ours']['test_top1'])} | {result['ours']['seeds']} | "
+            f"[{mean_seconds(result['runs'], cold=True)}](benchmarks/results/{name}.json) |"
+        )
+    return "\n".join(lines)
 
 
 def build_recipes(results: Results) -> str:
@@ -362,8 +384,10 @@ def build_tables() -> dict[str, str]:
         *build_baseline_lines(recipes),
         build_minutes(choose_unchanged(recipes, RECIPE)),
     ]
+    one_machine = choose_repeated(choose_machines(choose_unchanged(recipes)))
     return {
-        "front": build_summary(choose_repeated(choose_machines(choose_unchanged(recipes)))),
+        "front": build_summary(one_machine),
+        "readme": build_readme(one_machine),
         "summary": build_summary(choose_unchanged(recipes)),
         "recipes": "\n\n".join(block for block in blocks if block),
         "attention-programs": join_tables(attention_programs.build_tables, attention_programs.NAME),

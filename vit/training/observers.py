@@ -136,7 +136,9 @@ class ProgressBar(Observer):
             self._print_line()
 
     def on_message(self, text: str) -> None:
-        print(replace_control_characters(text), file=sys.stderr)
+        # a notebook shows standard error in red
+        file = sys.stdout if "ipykernel" in sys.modules else sys.stderr
+        print(replace_control_characters(text), file=file)
 
     def on_end(self) -> None:
         self._print_line()
