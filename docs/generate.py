@@ -158,7 +158,7 @@ def render_commands() -> str:
             rows[name][option] = _row((_code(option), description))
 
     counts = Counter(cell for of_command in rows.values() for cell in of_command.items())
-    # of an option with several meanings, the most frequent
+    # the most frequent meaning, if an option has several
     common = {name: row for (name, row), count in reversed(counts.most_common()) if count > 1}
     page = _NOTE.format(source="the commands in vit/cli") + (
         "# Commands\n\n"
