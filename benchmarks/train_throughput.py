@@ -131,7 +131,7 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def build_table(result: dict[str, Any]) -> str:
-    """The table of docs/benchmark-record.md."""
+    """The table of research/record.md."""
     names = {"plain": "timm, plain loop", "compiled": "timm, compiled", "engine": "`vit train`"}
     names |= {
         "resident": "timm on resident batches",

@@ -400,7 +400,7 @@ def show_predictions(models: dict[str, Any]) -> str:
 
 
 def show(models: dict[str, Any]) -> str:
-    """The tables of docs/benchmark-record.md."""
+    """The tables of research/record.md."""
     tables = [
         show_false_alarms(models),
         show_verdicts(models, "leave_one_out_correlation"),
