@@ -198,7 +198,8 @@ def open_model(
         device: "cpu", "cuda" or "cuda:N", to which bundles and modules are moved, not copied. "auto"
             leaves them where they are, and takes a GPU for anything else if there is one.
         random_weights: See `load_bundle`.
-        class_names, preprocess: See `Bundle.from_model`; for a module alone.
+        class_names: See `Bundle.from_model`; for a module alone.
+        preprocess: See `Bundle.from_model`; for a module alone.
 
     Raises:
         FileNotFoundError, ValueError: See `load_bundle` and `Bundle.from_model`.
