@@ -2,6 +2,7 @@
 that shows them."""
 
 import asyncio
+import base64
 import io
 import logging
 import re
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from PIL import Image
 import vit
 from tests.browser import NASTY_CLASS, find_low_contrast, find_unnamed
 from tests.conftest import Launcher, SaveModel
-from vit.bundle import Bundle, load_bundle
+from vit.bundle import Bundle, Likeness, load_bundle
+from vit.model.find_file import list_example_photos
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 from fastapi import Request
@@ -87,6 +90,33 @@ def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
     assert len(answer["classes"]) == 3
     assert client.post("/predict?map=none", files={"image": photo}).json()["map"] is None
 
+    # 19 held-out images that are nearly the one training image, unlike the photo
+    features = vit.embed(bundle, Image.new("RGB", (60, 40), "red"))
+    likeness = Likeness(np.asarray(features), np.full(19, 1e-6, np.float32))
+    known = replace(bundle, likeness=likeness)
+    strict = TestClient(serve.build_app(known), base_url="http://127.0.0.1")
+    notes = [
+        each.post("/predict?map=none", files={"image": photo}).json()["note"]
+        for each in (client, strict)
+    ]
+    assert notes == ["", "unusual"]
+    assert vit.predict(known, picture).predictions[0].note == "unusual"
+
+
+def test_the_page_names_the_classes_and_has_the_example_photos_of_the_package(
+    client: TestClient,
+) -> None:
+    assert "<p>ant, &lt;b&gt;, cow</p>" in client.get("/").text
+    assert 'id="examples"' not in client.get("/").text
+    packaged = TestClient(serve.build_app(load_bundle("imagenette")), base_url="http://127.0.0.1")
+    page = packaged.get("/").text
+    pictures = re.findall(r'<button type="button"><img src="data:image/jpeg;base64,([^"]+)', page)
+    photos = list_example_photos()
+    assert [base64.b64decode(picture) for picture in pictures] == [
+        path.read_bytes() for path in photos
+    ]
+    assert "garbage truck, gas pump, golf ball, parachute" in page
+
 
 def test_the_nearest_training_photos_are_those_of_predict(
     named_bundle: Bundle, bundle: Bundle, photo: bytes
@@ -121,6 +151,9 @@ def test_the_nearest_training_photos_are_those_of_predict(
         assert reason in response.json()["error"]
         assert refusing.post("/predict?map=none", files={"image": photo}).status_code == 200
         assert "Nearest training photos" not in refusing.get("/").text
+        assert 'id="examples"' not in refusing.get("/").text
+    # an example of each class, as far as the model file names and knows it
+    assert client.get("/").text.count('<button type="button"><img src="data:image/jpeg') == 2
     assert "Nearest training photos" in client.get("/").text
 
 
@@ -366,7 +399,9 @@ def test_the_page_takes_photos_by_keyboard_and_by_drop(
             browser,
             "return ['photo', 'map'].every((id) => document.getElementById(id).naturalWidth > 0)",
         )
-        assert "removal gradient" in browser.find_element("id", "about").text
+        assert "evidence for" in browser.find_element("id", "about").text
+        assert "map " in browser.find_element("id", "verdict").text
+        assert browser.find_element("id", "answer").text.startswith(expected.classes[0][1])
 
         field.send_keys(str(tmp_path / "broken.png"))
         wait_for(browser, "return document.getElementById('status').className === 'warn'")
@@ -415,6 +450,8 @@ def test_the_page_shows_the_nearest_training_photos_and_runs_no_name(
         ]
         image = items[0].find_element("tag name", "img")
         assert image.get_attribute("alt") == f"training photo {name}"
+        browser.find_element("css selector", "#examples button").send_keys("\ue007")  # Enter
+        wait_for(browser, "return !document.getElementById('result').hidden")
         assert find_unnamed(browser) == []
         assert find_low_contrast(browser) == []
         assert browser.get_log("browser") == []

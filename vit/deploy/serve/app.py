@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import socket
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -34,7 +35,11 @@ from vit.explanation.items import items_from_images
 from vit.explanation.methods.registry import find_methods
 from vit.explanation.render.overlay import MAX_SIDE, blend
 from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
+from vit.explanation.render.scale import palette
 from vit.explanation.training_photos import TrainingPhotos
+from vit.model.find_file import list_example_photos, list_pretrained
+from vit.prediction.conformal import LEVELS
+from vit.prediction.neighbours import Similar
 from vit.prediction.predict import predict_images
 from vit.prediction.records import describe_classes, describe_similar
 from vit.runtime.documents import explain_error
@@ -59,7 +64,10 @@ _MIN_SIDE = 224
 NUM_SIMILAR = 4
 _MAX_SIMILAR = 20
 # pixels of a training photo's side
-_SIMILAR_SIDE = 160
+_SIMILAR_SIDE = 224
+_NUM_EXAMPLES = 4
+# how often the prediction sets should include the right class
+_COVERAGE = LEVELS[-1]
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -141,9 +149,13 @@ class _Service:
             )
         context = {
             "model": name_model(bundle.name),
-            "count": len(bundle.class_names),
+            "class_names": bundle.class_names,
+            "examples": self._choose_examples(),
             "max_bytes": MAX_BYTES,
             "has_map": self.explainer is not None,
+            "finds_unusual": bundle.likeness is not None,
+            "coverage": f"{100 * _COVERAGE:.0f} %",
+            "ramps": [_describe_ramp(signed=signed) for signed in (False, True)],
             "num_similar": 0 if self.no_similar else num_similar,
         }
         # it is the same for every request
@@ -152,6 +164,30 @@ class _Service:
         # requests are limited, not connections: one that asks for nothing costs next to nothing
         self.places = asyncio.Semaphore(_MAX_REQUESTS)
         self.uploads: set[Upload] = set()
+
+    def _choose_examples(self) -> list[dict[str, str]]:
+        """Choose photos to try the page with: those of the package for its model, or else training
+        photos of the first classes, as far as `TrainingPhotos` shows them."""
+        if self.bundle.name in list_pretrained():
+            return [
+                {
+                    "name": path.stem.replace("_", " "),
+                    "picture": f"data:image/jpeg;base64,{b64encode(path.read_bytes()).decode()}",
+                }
+                for path in list_example_photos()
+            ]
+        if self.no_similar:
+            return []
+        images = self.bundle.metadata["conformal"]["training_images"]
+        # the first image of each class
+        paths = {class_index: path for path, class_index in reversed(images)}
+        examples = []
+        for class_index in sorted(paths)[:_NUM_EXAMPLES]:
+            name = self.bundle.class_names[class_index]
+            picture = self.training_photos.draw(Similar(paths[class_index], name, 1.0)).picture
+            if picture is not None:
+                examples.append({"name": name, "picture": picture})
+        return examples
 
     def show_page(self) -> HTMLResponse:
         """Answer `GET /`."""
@@ -201,10 +237,16 @@ class _Service:
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         (prediction,) = predict_images(
-            self.bundle, photo, top_k=options.top_k, batch_size=1, similar=options.similar
+            self.bundle,
+            photo,
+            top_k=options.top_k,
+            coverage=_COVERAGE,
+            batch_size=1,
+            similar=options.similar,
         )
         facts: dict[str, object] = {
             "classes": describe_classes(prediction.classes),
+            "note": prediction.note,
             "prediction_set": prediction.prediction_set,
             "p_value": prediction.p_value,
         }
@@ -322,6 +364,8 @@ def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> J
     facts = {
         "method": map.method.name,
         "title": map.method.title,
+        "caption": map.describe(),
+        "signed": map.method.signed,
         "sanity_check": map.sanity_check and asdict(map.sanity_check),
     }
     if not as_picture:
@@ -329,6 +373,13 @@ def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> J
     shown = resize_picture(photo, min_side=_MIN_SIDE, max_side=MAX_SIDE)
     overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
     return {**facts, "png": encode_picture(overlay, "PNG")}
+
+
+def _describe_ramp(*, signed: bool) -> str:
+    """Return the colours of a map as those of a gradient in CSS; low values are transparent."""
+    colours = palette(signed=signed)[[0, 128, 255]].tolist()
+    low, middle, high = (f"rgb({red} {green} {blue})" for red, green, blue in colours)
+    return f"{low}, transparent, {high}" if signed else f"transparent, {middle}, {high}"
 
 
 def _refuse(request: Request, error: HTTPException) -> JSONResponse:
