@@ -1,4 +1,4 @@
-# make demo   installs, trains on real images, evaluates, writes attention-rollout pictures
+# make demo   installs, explains photos with the model of the package, then trains on digits, evaluates, explains
 # make test   installs, runs the test suite; `make chaos` runs the tests in which things fail
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,14 +8,17 @@ RUN ?= runs/digits
 .PHONY: demo test chaos extended oldest-torch lint docs notebooks results soak fuzz wheels clean
 
 demo: $(VENV)/.installed
-	$(BIN)/vit train configs/digits.yaml --output $(RUN) --overwrite
-	$(BIN)/vit evaluate $(RUN) --output $(RUN)-evaluation --overwrite
-	$(BIN)/vit explain $(RUN) --output $(RUN)-attention --overwrite
+	@echo "1. The model of the package answers for four photos. It knows no polar bears:"
+	$(BIN)/vit predict imagenette docs/photos --format table
 	$(BIN)/vit explain imagenette docs/photos --output $(RUN)-photos --overwrite
+	@echo "2. A model of your own, of 1,797 scanned digits:"
+	$(BIN)/vit train digits --output $(RUN) --overwrite
+	$(BIN)/vit evaluate $(RUN) --output $(RUN)-evaluation --overwrite
+	$(BIN)/vit explain $(RUN) --output $(RUN)-maps --overwrite
 	@echo
-	@echo "model:          $(RUN)/model.safetensors"
-	@echo "evaluation:     $(RUN)-evaluation/evaluation.json"
-	@echo "attention maps: $(RUN)-attention/index.png, of digits; $(RUN)-photos/index.png, of photos"
+	@echo "Look at: $(RUN)-photos/index.png      maps of the photos"
+	@echo "         $(RUN)-evaluation/report.html  how good the model of digits is"
+	@echo "         $(RUN)-maps/index.png        maps of the digits"
 
 # Tests of one file share their fixtures, so that one worker runs the whole file
 test: $(VENV)/.installed-dev

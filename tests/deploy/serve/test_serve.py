@@ -422,7 +422,8 @@ def test_the_page_takes_photos_by_keyboard_and_by_drop(
                 "return [document.documentElement.scrollWidth, innerWidth]"
             )
             browser.save_screenshot(str(tmp_path / f"{width}.png"))
-            assert widths == [width, width]
+            # a screen of this width, on which nothing is wider; a scroll bar may take some of it
+            assert widths[0] <= width == widths[1]
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         log = [entry for entry in browser.get_log("browser") if "422" not in entry["message"]]
     assert log == []

@@ -18,7 +18,7 @@ from vit.explanation.capture import layers
 from vit.explanation.methods.registry import METHODS, list_methods
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
-PHOTO = Path(__file__).parents[3] / "docs" / "photos" / "cat.jpg"
+PHOTO = Path(__file__).parents[3] / "docs" / "photos" / "church.jpg"
 # the help and the list before anything is explained, in one process: torch takes seconds to import
 SCRIPT = """
 import sys
