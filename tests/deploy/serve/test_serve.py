@@ -357,8 +357,9 @@ def serving(cli: Launcher, *arguments: object) -> Iterator[str]:
     process = cli.start("serve", *arguments, "--port", 0, "--device", "cpu")
     try:
         assert process.stderr is not None
-        line = process.stderr.readline()
-        yield re.match(r"http://127\.0\.0\.1:\d+", line)[0]  # type: ignore[index]
+        # on a busy machine a line says before it how long the model takes to open
+        lines = (re.match(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
+        yield next(address[0] for address in lines if address)
     finally:
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=60)[1]
