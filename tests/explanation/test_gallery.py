@@ -814,8 +814,8 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
             said = browser.find_element("class name", "best").get_attribute("textContent")
             assert f"measured {best} to be the best method for this model" in said
             assert ("it is not on this page" in said) == (best != first)
-    (badge,) = browser.find_elements("class name", "badge")
-    assert badge.text == "! unusual"
+    badge, tested = browser.find_elements("class name", "badge")
+    assert (badge.text, tested.text) == ("! unusual", "– map not tested")
     assert badge.get_attribute("aria-label") == "unusual: unlike the training photos (p = 0.012)"
     assert browser.find_element("id", "count").text == "1 image, 1 unusual."
     browser.find_element("css selector", ".numbers summary").click()

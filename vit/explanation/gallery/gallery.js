@@ -410,10 +410,13 @@ class Card {
 
   /** The badges of a picture: the photo's is on the first, the verdict on the map that was tested. */
   mark(panel, view) {
-    const check = view && view.map && view.map.sanity_check, {unusual} = this.image, badges = [];
+    const {unusual} = this.image, badges = [];
     if (unusual !== null && panel === this.panels[0])
       badges.push(badge("unusual", `unusual: unlike the training photos (p = ${unusual.toFixed(3)})`));
-    if (check) badges.push(badge(check.verdict, `patch-removal test: ${check.verdict}`));
+    if (view && view.map) {
+      const {verdict} = view.map.sanity_check || {verdict: page.verdicts.at(-1)};
+      badges.push(badge(verdict, `patch-removal test: ${verdict}`));
+    }
     panel.badges.replaceChildren(...badges);
   }
 
