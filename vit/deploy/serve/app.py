@@ -33,6 +33,7 @@ from vit.explanation.best_method import AUTO, choose_methods, replace_best
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.methods.registry import find_methods
+from vit.explanation.render.contact_sheet import BADGES
 from vit.explanation.render.overlay import MAX_SIDE, blend
 from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
 from vit.explanation.render.scale import palette
@@ -155,6 +156,7 @@ class _Service:
             "has_map": self.explainer is not None,
             "finds_unusual": bundle.likeness is not None,
             "coverage": f"{100 * _COVERAGE:.0f} %",
+            "badges": BADGES,
             "ramps": [_describe_ramp(signed=signed) for signed in (False, True)],
             "num_similar": 0 if self.no_similar else num_similar,
         }

@@ -20,6 +20,7 @@ BADGES = {
     "not confirmed": ("✗ map not confirmed", "#a02020"),
     "not tested": ("– map not tested", "#555555"),
     "unusual": ("! unusual", "#6a3fb5"),
+    "unsure": ("? unsure", "#8a5a00"),
 }
 _LEGEND = (
     "On a map, the thin frame is around the part of the photo that the model saw, and the thick line"
