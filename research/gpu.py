@@ -72,7 +72,7 @@ class Part:
 
 def list_parts(options: argparse.Namespace, images: Path) -> list[Part]:
     """In the order of what one wants to know first. The limits are the sums of what each step takes
-    at most, by docs/guides/gpu.md's estimates, with the start of each process."""
+    at most, by research/gpu.md's estimates, with the start of each process."""
     builders = (
         _build_tests,
         _build_parity,

@@ -21,11 +21,11 @@ import webdataset
 from huggingface_hub.hf_file_system import HfFileSystemResolvedRepositoryPath
 from PIL import Image
 
-from tests.conftest import ROOT, TINY_RUN, Launcher
+from tests.conftest import TINY_RUN, Launcher
 from tests.data.augments import build_loader
 from tests.data.sources.test_shards import greys, write_shard
 from tests.object_storage import Bucket, ObjectServer, serve_files, serve_s3
-from tests.test_docs import read_commands
+from tests.test_docs import COMMANDS
 from tests.training.conftest import read_metrics
 from tests.training.test_kill import done_steps
 from tests.training.test_resume import assert_equal_runs
@@ -539,8 +539,8 @@ def test_commands_of_the_documentation_read_a_bucket(
 ) -> None:
     commands = [
         command
-        for command in read_commands(ROOT / "docs" / "guides" / "data.md")
-        if "s3://" in " ".join(command)
+        for page, command in COMMANDS
+        if page.name == "data.md" and "s3://" in " ".join(command)
     ]
     assert len(commands) == 2
     for command in commands:
