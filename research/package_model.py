@@ -28,13 +28,13 @@ from vit.training.data import build_data, build_dataset
 from vit.training.model_answers import compute_likeness
 
 NAME = "imagenette"
-MAX_BYTES = 5_000_000
+MAX_BYTES = 6_000_000
 NUM_TRAINING_FEATURES = 700
 LIMITS = "Ten classes: whatever a photo shows, one of them is predicted. For trying things out, not for use."
 CARD = """# imagenette
 
-A vision transformer of {parameters:.2f} million parameters, trained from scratch on the 9,469 training photos of
-Imagenette v2 (ten classes of ImageNet; fastai, Apache-2.0), at 128×128 pixels. It comes with the package, so that
+A vision transformer of {parameters:.2f} million parameters, trained on the 9,469 training photos of
+Imagenette v2 (ten classes of ImageNet; fastai, Apache-2.0), at {height}×{width} pixels{taught}. It comes with the package, so that
 `vit predict imagenette PHOTO`, `vit explain imagenette PHOTOS` and `vit serve imagenette` answer before anything was
 trained. MIT licence, as the code.
 
@@ -46,6 +46,9 @@ trained. MIT licence, as the code.
 | trained | `{command}`, {seconds:.0f} s{note} |
 | machine | {machine} |
 | commit | {commit} |
+{teacher_row}| calibration error | {ece:.1%} (expected calibration error of the temperature in the file, {temperature:.2f}) |
+| photos of other classes that are called unusual | {unusual} |
+| known photos that are called unusual | {false_alarm:.1%} |
 | precision | half: the right class's probability differs by at most {difference:.4f} from float32 |
 | limits | {limits} |
 

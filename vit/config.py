@@ -237,6 +237,9 @@ class TrainConfig(_Section):
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    # timm:NAME, a run or a model file, from whose features and predictions of the training images the
+    # model learns besides the labels
+    teacher: str | None = None
     # largest L2 norm of the gradients
     clip_grad: float | None = Field(None, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)

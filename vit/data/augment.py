@@ -66,11 +66,21 @@ class Mixing:
 
 
 def mix_batch(
-    images: Images, labels: Int64[Tensor, " B"], params: MixParams, *, num_classes: int
-) -> tuple[Images, Float[Tensor, "B C"]]:
-    """Mix each sample with its neighbour; return the images and their class weights.
+    images: Images,
+    targets: Int64[Tensor, " B"] | Float[Tensor, "B T"],
+    params: MixParams,
+    *,
+    num_classes: int,
+) -> tuple[Images, Float[Tensor, "B T"]]:
+    """Mix each sample with its neighbour; return the images and their targets.
 
     The last sample of an odd batch stays as it is.
+
+    Args:
+        images: Normalised images.
+        targets: Labels, which become class weights [B, num_classes]; or rows, which are mixed.
+        params: See `Mixing.sample`.
+        num_classes: Number of classes of labels.
     """
     count, _, height, width = images.shape
     # 0 ↔ 1, 2 ↔ 3, …
@@ -80,11 +90,13 @@ def mix_batch(
     pixel_weight = params.own_weight[:, None, None, None] * is_own  # [B, 1, H, W]
     mixed = torch.lerp(images[partner], images, pixel_weight)
 
-    # `F.one_hot` would look at the labels on the host
-    classes = torch.zeros(count, num_classes, device=labels.device).scatter_(1, labels[:, None], 1)
+    if targets.ndim == 1:
+        # `F.one_hot` would look at the labels on the host
+        classes = torch.zeros(count, num_classes, device=targets.device)
+        targets = classes.scatter_(1, targets[:, None], 1)
     # for cutmix the fraction of its own pixels, for mixup the weight itself
     weight = pixel_weight.mean(dim=(1, 2, 3))[:, None]
-    return mixed, weight * classes + (1 - weight) * classes[partner]
+    return mixed, weight * targets + (1 - weight) * targets[partner]
 
 
 def sample_beta(rng: StatelessRandom, stream: str, alpha: float) -> Float[Tensor, " B"]:

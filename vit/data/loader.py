@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
     # normalised, or their tokens
     images: Float[Tensor, "B 3 H W"] | Float[Tensor, "B N D"]
-    # int64 [B], or float32 [B, C] when samples are mixed
+    # int64 [B]; float32 [B, C] if samples are mixed, or the rows of `TrainLoader.targets`
     targets: Tensor
     labels: Int64[Tensor, " B"]
     # index in the dataset
@@ -119,6 +119,7 @@ class TrainLoader:
         preprocess: Preprocessing of the model.
         augmentation: Augmentation, by default none.
         decoding: How images are decoded as training goes, and the user's transform.
+        targets: Targets of each image instead of its label.
 
     Raises:
         ValueError: The batch size doesn't fit the dataset, the processes or mixup's pairs.
@@ -130,6 +131,7 @@ class TrainLoader:
     preprocess: Preprocess
     augmentation: Augmentation = field(default_factory=Augmentation)
     decoding: Decoding = field(default_factory=Decoding)
+    targets: Float[Tensor, "n T"] | None = None
 
     def __post_init__(self) -> None:
         # mixup and cutmix pair samples
@@ -140,6 +142,8 @@ class TrainLoader:
             raise ValueError(f"batch_size {self.batch_size} must be {text}{reason}")
 
         self._labels = torch.from_numpy(self.dataset.labels)
+        if self.targets is not None:
+            self.targets = self.targets.to(self.device)
         self._resident_pixels: Tensor | None = None
         if self.dataset.pixels is not None:
             assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size
@@ -230,10 +234,10 @@ class TrainLoader:
         crop_size = self.preprocess.image_size if params.crop.boxes is None else size
         cropped = crop_and_flip(stored, rows, params.crop, size=crop_size)
         images = color_and_normalize(cropped, params, preprocess=self.preprocess, size=size)
-        if params.mix is None:
-            return Batch(images, labels, labels, index)
-        num_classes = len(self.dataset.class_names)
-        images, targets = mix_batch(images, labels, params.mix, num_classes=num_classes)
+        targets = labels if self.targets is None else self.targets[index]
+        if params.mix is not None:
+            num_classes = len(self.dataset.class_names)
+            images, targets = mix_batch(images, targets, params.mix, num_classes=num_classes)
         return Batch(images, targets, labels, index)
 
     def _read_resident(self, batches: Iterator[SampleIds], epoch: int) -> Steps:
@@ -283,7 +287,8 @@ class TokenLoader(TrainLoader):
         index, view, labels = copy_to_device(
             (index, is_flipped.long(), labels), torch.device(self.device)
         )
-        return Batch(self.tokens[index, view].float(), labels, labels, index)
+        targets = labels if self.targets is None else self.targets[index]
+        return Batch(self.tokens[index, view].float(), targets, labels, index)
 
 
 def choose_pipeline(

@@ -85,9 +85,16 @@ def are_features_cached(
 ) -> bool:
     """Return true if `compute_features` was called with these arguments earlier, and its results
     are in the cache. The images are decoded."""
+    return find_features_path(predictor, dataset, cache_dir=cache_dir).exists()
+
+
+def find_features_path(
+    predictor: Predictor, dataset: ImageDataset, *, cache_dir: Path | None = None
+) -> Path:
+    """Return the path in the cache at which `compute_features` keeps its results."""
     weights, shape = _describe_features(predictor.model)
     key = _cache_key(predictor, dataset, weights, shape)
-    return _find_place("features", dataset, key, cache_dir).exists()
+    return _find_place("features", dataset, key, cache_dir)
 
 
 def _describe_features(model: nn.Module) -> tuple[dict[str, Tensor], tuple[int, int]]:

@@ -273,6 +273,7 @@ def build_train_loader(
     process: Process,
     transform: Transform | None = None,
     tokens: Float[Tensor, "n V N D"] | None = None,
+    targets: Float[Tensor, "n T"] | None = None,
 ) -> TrainLoader:
     """Build the loader of augmented training batches.
 
@@ -282,6 +283,7 @@ def build_train_loader(
         process: This process, which loads its part of each batch.
         transform: Function of one image, passed from Python. It is tried on one image at once.
         tokens: Tokens of the images, which the batches hold instead of the images.
+        targets: Targets of each image instead of its label.
     """
     config = data.config
     train = data.train
@@ -322,4 +324,5 @@ def build_train_loader(
             workers=config.data.workers,
             max_unreadable_fraction=config.data.max_unreadable_fraction,
         ),
+        targets=targets,
     )

@@ -36,6 +36,7 @@ _LATER_KEYS = {
     "data.path_column",
     "data.resize_mode",
     "data.value_range",
+    "train.teacher",
 }
 
 
@@ -66,6 +67,7 @@ class RunIdentity:
         model: nn.Module | None = None,
         loss: Loss | None = None,
         class_weights: Mapping[str, float] | None = None,
+        teacher: str | None = None,
     ) -> Self:
         """Return the identity of a run.
 
@@ -75,6 +77,7 @@ class RunIdentity:
             conditions: Conditions under which the run computes.
             transform, model, loss, class_weights: Objects passed from Python, which tell a run from
                 others. Images have a fingerprint of their own.
+            teacher: Hash of the teacher's weights.
         """
         settings = {
             f"{section}.{key}": value
@@ -91,6 +94,8 @@ class RunIdentity:
         if class_weights is not None:
             weights = {name: float(weight) for name, weight in class_weights.items()}
             settings["the argument class_weights"] = weights
+        if teacher is not None:
+            settings["the teacher's weights"] = teacher
         return cls(settings, data_fingerprint, conditions)
 
     @cached_property

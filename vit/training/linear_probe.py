@@ -34,7 +34,7 @@ _PENALTIES = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
 _MAX_VALUES = 8_000_000
 _MIN_IMAGES_A_CLASS = 10
 # Bias of a class without training images, which makes its probability negligible.
-_ABSENT_BIAS = -30.0
+ABSENT_BIAS = -30.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def fit_probe(
         )
     weight = np.zeros((num_classes, values.shape[1]))
     weight[classes] = fitted_weight
-    bias = np.full(num_classes, fitted_bias.min() + _ABSENT_BIAS)
+    bias = np.full(num_classes, fitted_bias.min() + ABSENT_BIAS)
     bias[classes] = fitted_bias
     return LinearProbe(readout, strength, weight, bias, top1)
 

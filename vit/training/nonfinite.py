@@ -14,7 +14,7 @@ def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor) -> str | N
 
     Args:
         images: [B, 3, H, W].
-        targets: Classes [B] or class probabilities [B, C].
+        targets: Classes [B] or class probabilities [B, C]; a teacher's logits may follow.
 
     Returns:
         The first module whose output is not finite, or else the first parameter, from the head
@@ -37,6 +37,8 @@ def find_nonfinite(model: nn.Module, images: Tensor, targets: Tensor) -> str | N
     if modules:
         return modules[0]
 
+    if targets.ndim == 2:
+        targets = targets[:, : logits.shape[1]]
     loss = F.cross_entropy(logits.float(), targets)
     trainable = [item for item in model.named_parameters() if item[1].requires_grad]
     gradients = torch.autograd.grad(

@@ -99,6 +99,8 @@ def summarize_run(run: Run) -> dict[str, str]:
         facts["probe"] = run.probe.describe()
         if run.probe.curve is not None:
             facts["more photos"] = run.probe.curve.describe()
+    if run.teacher is not None:
+        facts["teacher"] = run.teacher.describe()
     # Other data sets have no files, most need no guesses, and images of 8 bits need no range.
     optional = ("files", "read as", "values")
     return {name: text for name, text in facts.items() if text or name not in optional}

@@ -48,6 +48,7 @@ from vit.training.probe import (
     rebuild_probed_model,
     uses_probe,
 )
+from vit.training.teacher import Teacher, ask_teacher
 from vit.training.tensorboard import TensorBoard
 from vit.training.threaded_step import choose_threads
 from vit.training.tokens import keep_tokens
@@ -102,6 +103,7 @@ class Run:
         image_loader: Loader of pictures, where the batches of the trainer hold tokens.
         probe: Probe that the model starts from, if it was fitted for this run now.
         uncut_model: See `RunParts`.
+        teacher: Teacher of the run.
     """
 
     config: Config
@@ -110,6 +112,7 @@ class Run:
     image_loader: TrainLoader
     probe: FittedProbe | None
     uncut_model: nn.Module | None
+    teacher: Teacher | None = None
 
 
 def build_run(
@@ -162,8 +165,21 @@ def build_run(
     if tokens is None:
         data, tokens = keep_tokens(model, data, device=device, transform=parts.transform)
 
+    teacher = None
+    if config.train.teacher is not None:
+        if parts.loss is not None or is_probe_alone(config):
+            raise ValueError(
+                "train.teacher is for training steps with the loss of vit.train; leave it out for a"
+                " linear probe alone, or with loss="
+            )
+        teacher = ask_teacher(config, data, device=device)
     build_loader = partial(
-        build_train_loader, data, device=device, process=process, transform=parts.transform
+        build_train_loader,
+        data,
+        device=device,
+        process=process,
+        transform=parts.transform,
+        targets=None if teacher is None else teacher.build_targets(data.train.labels),
     )
     image_loader = build_loader()
     train_loader = image_loader if tokens is None else build_loader(tokens=tokens)
@@ -189,6 +205,7 @@ def build_run(
         process=process,
         device=device,
         loss=parts.loss,
+        has_teacher=teacher is not None,
         class_weights=class_weights,
         compile=choose_compile(config, model, plan, device),
     )
@@ -219,6 +236,7 @@ def build_run(
         model=parts.user_model,
         loss=parts.loss,
         class_weights=parts.class_weights,
+        teacher=None if teacher is None else teacher.weights_hash,
     )
     trainer = Trainer(
         train_step=train_step,
@@ -233,7 +251,7 @@ def build_run(
         writer=writer,
         keeps_first_model=uses_probe(config),
     )
-    return Run(config, data, trainer, image_loader, probe, uncut_model)
+    return Run(config, data, trainer, image_loader, probe, uncut_model, teacher)
 
 
 def _build_model_and_data(
@@ -309,6 +327,7 @@ def build_train_step(
     process: Process,
     device: torch.device,
     loss: Loss | None = None,
+    has_teacher: bool = False,
     class_weights: Float[Tensor, " C"] | None = None,
     compile: bool = False,
 ) -> TrainStep:
@@ -322,6 +341,7 @@ def build_train_step(
         process: This process's place in the run.
         device: Device of this process.
         loss: Loss instead of the cross-entropy.
+        has_teacher: See `TrainStep`.
         class_weights: Weights of the classes in the loss; None for equal ones.
         compile: Compile the forward pass.
     """
@@ -368,6 +388,7 @@ def build_train_step(
         lr_factor,
         precision=precision,
         loss=loss,
+        has_teacher=has_teacher,
         label_smoothing=train.label_smoothing,
         class_weights=class_weights,
         clip_grad=train.clip_grad,

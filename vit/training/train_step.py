@@ -27,6 +27,8 @@ from vit.training.threaded_step import forward_backward_on_threads
 
 # (logits [B, C], classes [B] or class probabilities [B, C]) → the loss of each image [B], or the mean
 Loss = Callable[[Tensor, Tensor], Tensor]
+# Temperature at which a student's predictions are compared with its teacher's.
+TEACHER_TEMPERATURE = 3.0
 
 
 class StepResult(NamedTuple):
@@ -62,6 +64,8 @@ class TrainStep:
         precision: Precision of the forward pass; weights and gradients are float32. In float16 the
             loss is scaled, see `vit.training.loss_scale`.
         loss: Loss instead of the cross-entropy.
+        has_teacher: A teacher's logits follow the class probabilities in the targets. See
+            `vit.training.teacher`.
         label_smoothing: Label smoothing of `torch.nn.functional.cross_entropy`, from 0 to 1.
         class_weights: Factor of a sample's loss for each class; their mean over the training images
             is 1. None: all classes have the same weight.
@@ -81,6 +85,7 @@ class TrainStep:
     _: KW_ONLY
     precision: Precision = "bfloat16"
     loss: Loss | None = None
+    has_teacher: bool = False
     label_smoothing: float = 0.0
     class_weights: Float[Tensor, " C"] | None = None
     clip_grad: float | None = None
@@ -146,7 +151,7 @@ class TrainStep:
 
         Args:
             images: Batch of this process.
-            targets: Classes [B] or class probabilities [B, C].
+            targets: Classes [B] or class probabilities [B, C]; with a teacher, its logits follow.
         """
         self.set_schedule_values()
         if self.graphs is None:
@@ -359,6 +364,8 @@ class TrainStep:
         """Return the mean loss and the number of correct images of a batch or a part of one."""
         with autocast(self.device, self.precision):
             logits = self.model(images)
+        if self.has_teacher:
+            targets, teacher_logits = targets.chunk(2, dim=1)
 
         if self.loss is not None:
             loss = self.loss(logits.float(), targets)
@@ -380,6 +387,8 @@ class TrainStep:
         # micro-batches and processes add up to the batch.
         if self.class_weights is not None and self.loss is None:
             loss = loss.mean()
+        if self.has_teacher:
+            loss = loss + compute_teacher_loss(logits.float(), teacher_logits)
 
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
         return loss, (logits.detach().argmax(dim=1) == labels).sum()
@@ -392,6 +401,19 @@ class TrainStep:
         change = torch._foreach_sub(self._values, self._average_values)
         torch._foreach_mul_(change, self._average_weight * updates)
         torch._foreach_add_(self._average_values, change)
+
+
+def compute_teacher_loss(
+    logits: Float[Tensor, "B C"], teacher_logits: Float[Tensor, "B C"]
+) -> Float[Tensor, ""]:
+    """Compute the mean divergence of the student's predictions from the teacher's, both softened by
+    the temperature T, times T² (Hinton, Vinyals & Dean 2015, "Distilling the knowledge in a neural
+    network")."""
+    student, teacher = (
+        F.log_softmax(values / TEACHER_TEMPERATURE, dim=1) for values in (logits, teacher_logits)
+    )
+    divergence = F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    return TEACHER_TEMPERATURE**2 * divergence
 
 
 def _floating_values(model: nn.Module) -> list[Tensor]:
