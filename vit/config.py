@@ -35,6 +35,15 @@ DropRate = Annotated[float, Field(ge=0, lt=1)]
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: expand_home(path).absolute())]
 
 
+def _find_absolute(name: str) -> str:
+    """Make the path of a file or folder absolute, so that it is the same from every directory."""
+    path = expand_home(name).absolute()
+    return str(path) if path.exists() else name
+
+
+Weights = Annotated[str, AfterValidator(_find_absolute)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
@@ -237,9 +246,8 @@ class TrainConfig(_Section):
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    # timm:NAME, a run or a model file, from whose features and predictions of the training images the
-    # model learns besides the labels
-    teacher: str | None = None
+    # weights, as for model.init, from whose predictions the model learns besides the labels
+    teacher: Weights | None = None
     # largest L2 norm of the gradients
     clip_grad: float | None = Field(None, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)

@@ -84,6 +84,8 @@ def _describe_model(source: str) -> dict[str, object]:
         ]
         shown["data"] = f"{data.get('name', '–')}: {', '.join(counts)}"
         shown["fingerprint"] = data.get("fingerprint", "–")
+    if teacher := bundle.config.get("train", {}).get("teacher"):
+        shown["teacher"] = teacher
     if limits := metadata.get("limits"):
         shown["limits"] = limits
     shown["sha256"] = bundle.sha256

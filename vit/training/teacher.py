@@ -151,15 +151,15 @@ def compute_answers(
         balanced, groups: See `fit_probe`.
 
     Returns:
-        Logits [n, C], by probes that were fitted without the image. For an image that is never left
-        out, 1 at its label and 0 elsewhere.
+        Logits [n, C], by probes that were fitted without the image. An image that is never left out
+        gets its label, for certain.
     """
     folds = assign_folds(labels, groups)
     probe = fit_probe(
         features, labels, num_classes=num_classes, balanced=balanced, folds=folds, groups=groups
     )
     values = as_array(features, probe.readout)
-    logits = np.eye(num_classes)[labels]
+    logits = -ABSENT_BIAS * np.eye(num_classes)[labels]
     # several threads would wait for one another
     with threadpool_limits(1):
         for fold in range(folds.max() + 1):
