@@ -17,7 +17,7 @@ import vit
 
 PICTURES = Path(__file__).parent / "images"
 PHOTOS = Path(__file__).parent / "photos"
-SIZE = (720, 480)  # of the three pictures of README.md, in pixels
+SIZE = (720, 480)  # pixels of each picture at the top of README.md
 NUM_WRONG = 12
 
 
