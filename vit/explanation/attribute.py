@@ -56,14 +56,15 @@ def attribute(
         >>> maps.shape  # [B, rows, columns]
     """
     if isinstance(model, nn.Module):
-        reader = read_model(model)
+        _check_images(images, model)
+        reader = read_model(model, images)
         class_names = find_class_names(reader.model)
     else:
         device = str(images.device) if isinstance(model, str | Path) else "auto"
         bundle = open_model(model, device=device)
+        _check_images(images, bundle.model)
         reader = read_bundle(bundle)
         class_names = bundle.class_names
-    _check_images(images, reader.model)
     kind = find_output_kind(reader.model, class_names)
     check_count(target, len(images))
     built = build_target(target, class_names, kind)

@@ -1,6 +1,11 @@
 """Models whose map would be plausible and wrong are refused, with what was seen."""
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,10 +15,12 @@ import transformers
 from PIL import Image
 from torch import Tensor, nn
 
+import vit
 from tests.explanation.model_zoo import build, build_ours, build_timm, prepare
 from vit.bundle import Bundle
 from vit.data.open import RecordedImages
 from vit.explanation.capture.forward import capture_attention, run_forward
+from vit.explanation.capture.reader import read_model
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import find_items
 from vit.explanation.methods.maps import compute_maps
@@ -307,3 +314,93 @@ def test_a_grid_of_two_by_two_tokens_is_no_map_of_more_patches(name: str, reason
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=reason):
         run_forward(_FewTokens(name).eval(), torch.randn(1, 3, 64, 64))
+
+
+# --- what is kept for a module that is passed again
+
+
+def count_passes(module: nn.Module, images: Tensor) -> int:
+    """Number of images that pass through the model while its maps are computed."""
+    counted = []
+    handle = next(module.children()).register_forward_hook(lambda *_: counted.append(1))
+    compute_maps(module, images)  # the hook is new: it is settled anew
+    counted.clear()
+    compute_maps(module, images)
+    handle.remove()
+    return len(counted)
+
+
+def test_a_module_that_is_passed_again_is_not_searched_again_until_it_changes() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2).eval()
+    images = torch.randn(2, 3, 32, 32)
+    first = compute_maps(model, images)[2][0].values
+    assert count_passes(model, images) == 1
+    assert torch.equal(compute_maps(model, images)[2][0].values, first)
+    # in training, weights change and the maps with them
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight.mul_(-3)
+    changed = compute_maps(model, images)[2][0].values
+    fresh = copy.deepcopy(model)
+    assert torch.equal(changed, compute_maps(fresh, images)[2][0].values)
+    assert not torch.allclose(changed, first, rtol=1e-2)
+
+    # each change is noticed: another attention, a setting, a method, a hook
+    attention = model.blocks[0].attn
+    rolled = type("Rolled", (type(attention),), {})
+    rolled.forward = lambda self, x, **options: super(rolled, self).forward(x, **options).roll(1, 1)
+    for change, undo in (
+        (
+            lambda: setattr(attention, "__class__", rolled),
+            lambda: setattr(attention, "__class__", rolled.__base__),
+        ),
+        (lambda: setattr(attention, "scale", 1.0), lambda: setattr(attention, "scale", 64**-0.5)),
+        (
+            lambda: setattr(attention, "forward", lambda x, **_: 2 * x),
+            lambda: attention.__dict__.pop("forward"),
+        ),
+    ):
+        before = read_model(model, images)
+        assert before.is_recalled
+        change()
+        assert not read_model(model, images).is_recalled
+        undo()
+        assert read_model(model, images).is_recalled
+    assert not read_model(model, images[:, :, :16]).is_recalled
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not read_model(model, images).is_recalled
+    handle = attention.register_forward_hook(lambda *_: _[2].roll(1, 1))
+    with pytest.raises(ValueError, match="rollout needs attention"):
+        compute_maps(model, images)
+    assert not read_model(model, images).has_attention
+    handle.remove()
+    assert torch.equal(compute_maps(model, images)[2][0].values, changed)
+
+
+def test_what_is_kept_neither_keeps_a_module_alive_nor_is_pickled_with_it() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1).eval()
+    images = torch.randn(1, 3, 32, 32)
+    size = len(pickle.dumps(model))
+    compute_maps(model, images)
+    vit.attribute(model, images, target=3)
+    assert len(pickle.dumps(model)) == size
+    assert not [name for name in vars(model) if "vit" in name]
+    gone = weakref.ref(model)
+    with ThreadPoolExecutor(4) as pool:
+        readers = list(pool.map(read_model, [model] * 64, [images] * 64))
+    assert all(reader.is_recalled for reader in readers)
+    del model, readers
+    gc.collect()
+    assert gone() is None
+
+
+def test_completeness_is_measured_once_for_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(
+        "vit.explanation.methods.completeness._measure", lambda *_: measured.append(1)
+    )
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1).eval()
+    images = torch.randn(2, 3, 32, 32)
+    for target in ("auto", 3, [1, 2], "auto"):
+        vit.attribute(model, images, method="libra-input-x-gradient", target=target)
+    assert len(measured) == 1

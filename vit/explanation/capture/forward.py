@@ -463,6 +463,7 @@ def settle_source(reader: ModelReader, images: Images) -> bool:
             reader.refused[source] = reason
         else:
             reader.is_settled = is_settled_now = True
+            reader.keep(images)
     return is_settled_now
 
 

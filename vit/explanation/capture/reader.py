@@ -1,10 +1,12 @@
 """The parts of a model that maps are read from, found once and kept."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,7 @@ class ModelReader:
             error.
         refused: Sources that a check has refused for this model, with the reason.
         is_settled: True if the source has passed its checks.
+        is_recalled: True if an earlier reader of the same module has settled it.
         feature_map: Number of the output that is its feature map, see `find_feature_map`. None:
             not searched for yet.
     """
@@ -50,12 +53,44 @@ class ModelReader:
         self.completeness_error: tuple[Callable[..., Any], float | None] | None = None
         self.refused: dict[Source, str] = {}
         self.is_settled = False
+        self.is_recalled = False
         self.feature_map: int | None = None
         self.image_size: tuple[int, int] | None = None
         self._found: list[LayerPlace] | ValueError | None = None
         # the layers of other models are found when the model runs
         self._is_discovered = False
         self._stream: Stream | None = None
+
+    def keep(self, images: Images) -> None:
+        """Keep what was found for images of this size until the model changes: `read_model` gives it
+        to the next reader of the module."""
+        values = dict(self.__dict__)
+        del values["model"]
+        # the module must not be kept alive: an error knows the calls that it went through
+        if isinstance(self._found, ValueError):
+            values["_found"] = ValueError(str(self._found))
+        elif self._found is not None:
+            values["_found"] = [
+                place._replace(module=ref(place.module), block=ref(place.block))  # type: ignore[arg-type]
+                for place in self._found
+            ]
+        # a model with an equality of its own can't be a key
+        with _KEPT_LOCK, suppress(TypeError):
+            _KEPT[self.model] = (_describe(self.model, images), values)
+
+    def _recall(self, images: Images) -> None:
+        """Take over what an earlier reader has kept, if the model is as it was."""
+        with _KEPT_LOCK, suppress(TypeError):
+            description, values = _KEPT.get(self.model, (None, {}))
+            if description != _describe(self.model, images):
+                return
+            self.__dict__.update(values, refused=dict(values["refused"]))
+            self.is_recalled = self.is_settled
+            if isinstance(self._found, list):
+                self._found = [
+                    place._replace(module=place.module(), block=place.block())
+                    for place in self._found
+                ]
 
     @property
     def _places(self) -> list[LayerPlace] | ValueError:
@@ -238,6 +273,37 @@ class ModelReader:
             handle.remove()
 
 
+# What was found for a module, with a description of the module and its images. See `ModelReader.keep`.
+_KEPT: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Mapping[str, Any]]] = WeakKeyDictionary()
+_KEPT_LOCK = threading.Lock()
+
+
+def _describe(model: nn.Module, images: Images) -> tuple[Any, ...]:
+    """Return what changes when modules, their methods, hooks, settings or parameters are replaced:
+    all that a check depends on but the values of the weights and of the images."""
+    modules = [
+        (
+            name,
+            ref(module),
+            type(module).forward,
+            id(module.__dict__.get("forward")),
+            # numbers that torch gives out once
+            *module._forward_hooks,
+            *module._forward_pre_hooks,
+            *(part for part in module._parameters.items() if part[1] is None),
+            *(
+                setting
+                for setting in module.__dict__.items()
+                if setting[0] != "training" and isinstance(setting[1], bool | int | float | str)
+            ),
+        )
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    kind = images.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return modules, images.shape[1:], images.dtype, images.device, autocast
+
+
 def _keep_half(tokens: Tensor) -> Tensor:
     """Leave out every other token of the second half, where no prefix tokens are."""
     first, second = tokens.tensor_split(2, dim=1)
@@ -263,7 +329,12 @@ def read_model(model: nn.Module | ModelReader, images: Tensor | None = None) -> 
         model: The model.
         images: Images for it, whose size it may not tell.
     """
-    reader = model if isinstance(model, ModelReader) else ModelReader(model)
+    if isinstance(model, ModelReader):
+        reader = model
+    else:
+        reader = ModelReader(model)
+        if images is not None:
+            reader._recall(images)
     if images is not None and reader.image_size is None:
         height, width = images.shape[-2:]
         reader.image_size = (height, width)

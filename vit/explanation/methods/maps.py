@@ -83,8 +83,8 @@ def compute_maps(
         ValueError: A method is unknown, an option is outside its range, or the model can't be read.
     """
     reader = read_model(model, images)
-    # settling has verified the first image already
-    verify_pass = verify and not settle_source(reader, images)
+    # settling has verified the first image already, or an earlier image of the same module
+    verify_pass = verify and not (settle_source(reader, images) or reader.is_recalled)
     chosen = find_methods(methods, reader)
     values = check_options(chosen, options or {})
     check_ranges(values, reader)
