@@ -13,6 +13,7 @@ from PIL import Image
 from tests.conftest import TINY_RUN, Launcher
 from vit.data.images import read_image
 from vit.data.open import open_dataset
+from vit.evaluation.report.report import find_run
 
 MakeFolder = Callable[..., Path]
 
@@ -226,3 +227,28 @@ def test_an_output_among_the_classes_is_refused_before_it_is_made(
         message = cli.fail("train", *arguments, "--output", root / "run")
         assert "would be taken for a class; choose another --output" in message
     assert sorted(entry.name for entry in root.iterdir()) == ["a", "b"]
+
+
+def test_folders_that_differ_in_case_alone_are_named(make_folder: MakeFolder) -> None:
+    root = make_folder(*grid("Cat", "cat", "dog", "7", "07"))
+    notes = open_dataset("folder", root=root).split("train").notes
+    alike = [note for note in notes if "case or zeros alone" in note]
+    assert [note.partition(": ")[2] for note in alike] == ["'07' and '7'", "'Cat' and 'cat'"]
+
+
+def test_a_detection_file_is_named_as_that(tmp_path: Path, cli: Launcher) -> None:
+    path = tmp_path / "instances.json"
+    path.write_text('{"images": [], "categories": [], "annotations": []}')
+    assert "instances.json is a detection file (COCO)" in cli.fail("train", path)
+    path.write_text('{"train": {"epochs": 0}}')
+    assert "detection" not in cli.fail("train", path)
+
+
+def test_the_packaged_model_has_no_run_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1}\n')
+    assert find_run("imagenette") != Path()
+    assert find_run("timm:vit_tiny_patch16_224") is None
+    assert find_run("VisionTransformer") is None

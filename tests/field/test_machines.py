@@ -365,6 +365,33 @@ def test_processes_of_a_machine_share_its_cores(
     assert machine.count_workers() == workers
 
 
+def test_a_cache_that_others_can_write_to_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("VIT_CACHE")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr("vit.runtime.files.tempfile.gettempdir", lambda: str(tmp_path))
+    folder = default_cache_dir()
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert default_cache_dir() == folder
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="others can't write to; set VIT_CACHE"):
+        default_cache_dir()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(PermissionError, match="is not a folder of yours"):
+        default_cache_dir()
+    folder.unlink()
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid)
+    assert default_cache_dir() == folder
+    os.rename(folder, tmp_path / "vit-12345")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="vit-12345 is not a folder of yours"):
+        default_cache_dir()
+
+
 def test_a_user_without_a_name_or_a_home_has_a_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

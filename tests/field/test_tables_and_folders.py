@@ -403,7 +403,10 @@ ROWS = "".join(f"{path},{label}\n" for path, label in TRUTH.items())
             "path,label\nimages/000.png,Füchse\n".encode() + b"images/001.png,F\xfcchse\n",
             ("is UTF-8 with lines of another encoding, or damaged; save it as UTF-8",),
         ),
-        (b"PK\x03\x04rest of an archive", ("is a workbook or an archive; save its sheet as",)),
+        (
+            b"PK\x03\x04rest of an archive",
+            ("is a spreadsheet or an archive; save the table as CSV",),
+        ),
         (b"path,label\n\0\0\0\0", ("is not a text",)),
         (b"path,label\n\x81\x8d,x", ("is not a text", "save it as UTF-8")),
         ("path,label,split\n" + ROWS.replace("\n", ",dev\n"), ("unknown split 'dev'; known: tr",)),

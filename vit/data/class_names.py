@@ -30,6 +30,15 @@ def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(class_names), key=find_place))
 
 
+def find_alike(class_names: Iterable[str]) -> list[list[str]]:
+    """Find classes whose names differ in small and large letters alone, or as numbers in zeros alone."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(class_names):
+        key = str(int(name)) if re.fullmatch(r"[0-9]{1,18}", name) else name.casefold()
+        alike.setdefault(key, []).append(name)
+    return [names for names in alike.values() if len(names) > 1]
+
+
 def number_labels(labels: Iterable[str], class_names: Iterable[str]) -> np.ndarray:
     """Return the place of each label in `class_names`, int64 [n]."""
     number_of = {name: number for number, name in enumerate(class_names)}

@@ -20,7 +20,7 @@ import warnings
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -304,8 +304,24 @@ def default_cache_dir() -> Path:
     if home.is_absolute() and os.access(cache if cache.exists() else home, os.W_OK):
         return cache / "vit"
     # Windows has no such number, and a directory of temporary files for each user.
-    user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
-    return Path(tempfile.gettempdir()) / f"vit{user}"
+    if not hasattr(os, "getuid"):
+        return Path(tempfile.gettempdir()) / "vit"
+    user = os.getuid()
+    folder = Path(tempfile.gettempdir()) / f"vit-{user}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700)
+    # others may have made it before, and could replace what is read from it
+    with suppress(FileNotFoundError):
+        status = folder.lstat()
+        if (
+            not stat.S_ISDIR(status.st_mode)
+            or status.st_uid != user
+            or status.st_mode & stat.S_IWOTH
+        ):
+            raise PermissionError(
+                f"{folder} is not a folder of yours that others can't write to; set VIT_CACHE to one that is"
+            )
+    return folder
 
 
 def expand_home(path: str | Path) -> Path:

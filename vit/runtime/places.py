@@ -14,6 +14,8 @@ _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 _DOCUMENTS = (".pdf", ".docx", ".doc", ".odt", ".pptx", ".ppt", ".odp")
 # Entries of a folder that are compared with a misspelled name.
 _MAX_ENTRIES = 10_000
+# Bytes of a JSON file, at each end, in which its keys are looked for.
+_READ_BYTES = 2**20
 # Words of a command that may be one path with spaces.
 _MAX_WORDS = 6
 
@@ -65,7 +67,21 @@ def explain_file(path: str | Path) -> str:
         return f"{path} is a spreadsheet; save the table as CSV and name that file"
     if name.endswith(_DOCUMENTS):
         return f"{path} is a document; save its pictures as image files and name their folder"
+    if name.endswith(".json") and is_detection_file(path):
+        return (
+            f"{path} is a detection file (COCO), with boxes and not one class for each image; write a"
+            " table with the columns path and label (CSV), or a folder of images for each class"
+        )
     return ""
+
+
+def is_detection_file(path: str | Path) -> bool:
+    """Return true for a JSON file with the keys of COCO. Its beginning and its end are read."""
+    with open(path, "rb") as file:
+        text = file.read(_READ_BYTES)
+        file.seek(max(os.path.getsize(path) - _READ_BYTES, 0))
+        text += file.read()
+    return all(f'"{key}"'.encode() in text for key in ("images", "annotations"))
 
 
 def suggest_quotes(words: Sequence[str]) -> str:

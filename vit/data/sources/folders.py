@@ -15,6 +15,7 @@ from vit.data.class_names import (
     ClassChoice,
     check_classes,
     choose_classes,
+    find_alike,
     find_wordnet_names,
     sort_class_names,
 )
@@ -174,6 +175,9 @@ def find_class_folders(
     )
     class_names = tuple((aliases or {}).get(folder, folder) for folder in class_folders)
     notes = _note_unread(root, first, class_folders, tables=tables, flat=flat.values())
+    for names in find_alike(class_folders):
+        text = " and ".join(map(repr, names))
+        notes.append(f"folders whose names differ in case or zeros alone are classes: {text}")
 
     def load(split: str) -> ImageDataset:
         split_notes = [*notes, *flat_notes]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from vit.data.class_names import find_alike
 from vit.runtime.arguments import shorten
 
 _MISSING = ("nan", "none", "null", "n/a", "na", "#n/a", "#na", "nil", "?", "-", "--", "missing")
@@ -84,12 +85,7 @@ def find_oddities(labels: Sequence[str]) -> list[str]:
     if missing:
         text = ", ".join(f"{label!r} {count:,}" for label, count in missing.items())
         notes.append(f"labels that look missing are classes: {text}; remove their rows if they are")
-    alike: dict[str, list[str]] = {}
-    for label in counts:
-        key = str(int(label)) if re.fullmatch(r"[0-9]{1,18}", label) else label.casefold()
-        alike.setdefault(key, []).append(label)
-    for names in alike.values():
-        if len(names) > 1:
-            text = ", ".join(f"{name!r} {counts[name]:,}" for name in sorted(names))
-            notes.append(f"classes that differ in case or zeros alone: {text}; write them alike")
+    for names in find_alike(counts):
+        text = ", ".join(f"{name!r} {counts[name]:,}" for name in names)
+        notes.append(f"classes that differ in case or zeros alone: {text}; write them alike")
     return notes

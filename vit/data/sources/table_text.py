@@ -15,6 +15,7 @@ from vit.data.images import is_image_name
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import parse_json
 from vit.runtime.files import read_bytes
+from vit.runtime.places import explain_file
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 # refused with what to do
@@ -115,7 +116,7 @@ def read_table_file(path: Path, *, has_header: bool = True) -> Table:
         OSError: It can't be read.
     """
     if path.suffix.lower() in WORKBOOK_SUFFIXES:
-        raise ValueError(f"{path} is a workbook; save its sheet as a CSV file")
+        raise ValueError(explain_file(path))
     text, guesses = _decode(path)
     if path.suffix.lower() == ".jsonl":
         return _read_json_lines(path, text, guesses)
@@ -157,7 +158,9 @@ def _decode(path: Path) -> tuple[str, list[str]]:
     """Return the text of a file, and its encoding if that isn't UTF-8."""
     content = read_bytes(path)
     if content.startswith((b"PK\x03\x04", b"\xd0\xcf\x11\xe0")):
-        raise ValueError(f"{path} is a workbook or an archive; save its sheet as a CSV file")
+        raise ValueError(
+            f"{path} is a spreadsheet or an archive; save the table as CSV and name that file"
+        )
     encoding = next((name for mark, name in _MARKS if content.startswith(mark)), "")
     if not encoding:
         # every other byte of UTF-16 is zero, in most languages of the West

@@ -37,6 +37,7 @@ from vit.explanation.render.page import (
 )
 from vit.explanation.render.scale import PatchMap, fit_scale, relative_to_uniform
 from vit.explanation.training_photos import TrainingPhotos
+from vit.model.find_file import find_model_file
 from vit.prediction.conformal import describe_low_coverage
 from vit.prediction.predictor import Pixels
 from vit.runtime.device import copy_to_device, copy_to_host
@@ -186,9 +187,9 @@ def _choose_cards(result: "EvaluationResult") -> list[tuple["MetricRow", str]]:
 
 def find_run(model: str) -> Path | None:
     """Return the run that a model file lies in; None for a model without a file."""
-    if model.startswith("timm:"):
-        return None
-    return Path(model) if Path(model).is_dir() else Path(model).parent
+    with suppress(OSError, ValueError):
+        return find_model_file(model).parent
+    return None
 
 
 def load_history(model: str) -> list[dict[str, Any]]:
