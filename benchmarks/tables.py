@@ -260,10 +260,10 @@ def build_explanation_speed(results: Results) -> str:
     """Images a second of `vit explain` and of other programs, on the first model of each machine."""
     columns = []
     for result in results.values():
-        title, model = next(iter(result["programs"].items()))
+        model = next(iter(result["programs"].values()))
         device = result["machine"]["device"]
         device = "2 cores" if device.startswith("cpu") else device.removeprefix("NVIDIA ")
-        columns.append((f"{title}, {device}", model["images_per_second"]))
+        columns.append((device, model["images_per_second"]))
     left_out = "pictures of|bfloat16|libra-removal, without"
     names = [name for name in columns[0][1] if not re.search(left_out, name)]
     lines = [

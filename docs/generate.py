@@ -41,12 +41,12 @@ def render_configuration() -> str:
     text = _NOTE.format(source="vit/config.py") + (
         "# Configuration\n\n"
         "A configuration is a YAML file of sections and keys; `key.path=value` on the command line "
-        "changes it. An unknown key is an error that names the nearest known one.\n\n"
+        "changes it.\n\n"
         "```sh\n"
         "vit train digits train.epochs=20 model.depth=6 --output runs/digits\n"
         "```\n\n"
         "`digits` is a packaged recipe, `configs/digits.yaml`; the path of a file works too. The "
-        "run's `config.yaml` has all values. The tables show the defaults.\n"
+        "run's `config.yaml` has all values.\n"
     )
     for section, of_section in config.Config.model_fields.items():
         model = of_section.annotation
@@ -165,7 +165,7 @@ def render_commands() -> str:
         "A user's mistake ends a command with one line and exit code 2; with `VIT_DEBUG=1` in the "
         "environment, the traceback is shown.\n\n"
         "## Common options\n\n"
-        "They mean the same in every command that lists them.\n\n"
+        "They mean the same in every command.\n\n"
     )
     page += "| option | meaning |\n|---|---|\n" + "".join(reversed(common.values()))
     for name, text in texts.items():

@@ -115,11 +115,30 @@ def make_map() -> None:
         save(Image.open(Path(folder) / "church.libra-removal.png").convert("RGB"), "map")
 
 
+def make_gallery() -> None:
+    """Make the picture of the gallery's first view."""
+    width, height = 1000, 800
+    with TemporaryDirectory() as folder:
+        vit.explain("imagenette", PHOTOS, output=folder, formats="html")
+        browser = open_browser(SIZE[0])
+        try:
+            browser.set_window_size(width, height)
+            browser.get((Path(folder) / "gallery.html").resolve().as_uri())
+            # the window has a frame, whose height depends on the browser
+            frame = height - browser.execute_script("return innerHeight")
+            browser.set_window_size(width, height + frame)
+            png = browser.get_screenshot_as_png()
+        finally:
+            browser.quit()
+    Image.open(BytesIO(png)).convert("RGB").save(PICTURES / "gallery.jpg", quality=85)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("imagenette", type=Path, help="folder with train/ and val/")
     imagenette = parser.parse_args().imagenette
     make_map()
+    make_gallery()
     for make in (make_audit, make_report):
         with TemporaryDirectory() as folder:
             make(imagenette, Path(folder))

@@ -38,7 +38,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 WITH_MARKS = [
     page
     for page in PAGES
-    if re.match("docs/(index|install|tutorials|guides)", page.relative_to(ROOT).as_posix())
+    if re.match(
+        "docs/(index|install|tutorials|guides|explanations|results)",
+        page.relative_to(ROOT).as_posix(),
+    )
 ]
 
 # Commands are parsed, and executed but for these: a pattern, and why
@@ -270,7 +273,7 @@ MARK = r"<!-- ([\w.-]+\.json) (\S.*?) -->"
 MARKED = r"(\d[\d,]*(?:\.\d+)?)( %)?[^\d|<>]*" + MARK
 TABLE = re.compile(r"<!-- \w+: .*?-->.*?<!-- end -->", re.DOTALL)  # it is generated
 # Percentages that the code states: intervals, default fractions and thresholds
-STATED = {"5 %", "10 %", "20 %", "40 %", "80 %", "90 %", "95 %", "100 %"}
+STATED = {"1 %", "5 %", "10 %", "20 %", "25 %", "40 %", "80 %", "90 %", "95 %", "100 %"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
