@@ -82,7 +82,8 @@ def read_commands(block: Block) -> list[list[str]]:
     """The `vit …` commands of a shell block, as arguments."""
     if block.language != "sh":
         return []
-    commands = [shlex.split(line, comments=True) for line in block.text.splitlines()]
+    text = block.text.replace("$PHOTOS", "PHOTOS")
+    commands = [shlex.split(line, comments=True) for line in text.splitlines()]
     # without what the shell does with their output
     commands = [list(takewhile(lambda word: word not in (">", "|"), words)) for words in commands]
     commands = [
