@@ -44,6 +44,8 @@ from vit.runtime.files import compute_sha256
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.version import __version__
 
+# value of "task" in the data of a model file
+MULTILABEL = "multilabel"
 Values = Mapping[str, Any]  # values that JSON can hold
 Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -160,7 +162,14 @@ class Bundle:
             fingerprint=self.data.get("fingerprint"),
             listing=self.data.get("listing"),
             preprocess=self.preprocess,
+            task=self.data.get("task"),
         )
+
+    @property
+    def is_multilabel(self) -> bool:
+        """True if an image may have several labels: each has a probability of its own, the sigmoid
+        of its logit."""
+        return self.data.get("task") == MULTILABEL
 
     @property
     def temperature(self) -> float:
@@ -169,6 +178,20 @@ class Bundle:
 
 
 ModelLike = str | Path | Bundle | nn.Module
+
+
+def require_classes(bundle: Bundle, what: str) -> None:
+    """Raise ValueError for a model of several labels an image.
+
+    Args:
+        bundle: The model.
+        what: What can't be done with it, such as "vit audit".
+    """
+    if bundle.is_multilabel:
+        raise ValueError(
+            f"{what} is for models of one class an image, and this one predicts several labels; use"
+            " vit evaluate or vit predict"
+        )
 
 
 def keeps_mode(function: Function) -> Function:

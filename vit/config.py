@@ -63,6 +63,8 @@ class DataConfig(_Section):
     path_column: str | None = None
     # column of a table that names the classes; null: recognised
     label_column: str | None = None
+    # classes: one class an image; multilabel: any number of labels; null: as the labels look
+    task: Literal["classes", "multilabel"] | None = None
     # subset of the classes, by name or wnid
     classes: list[str] | None = None
     # {class: name}, or a text file of classes and names
@@ -260,8 +262,9 @@ class TrainConfig(_Section):
     grad_checkpointing: bool = False
     # auto: weights if the largest class has over 5 times the images of the smallest
     class_balance: Literal["none", "weights", "sampler", "auto"] = "none"
-    # validation measure that chooses the best model
-    select_by: Literal["top1", "macro_f1", "loss"] = "top1"
+    # validation measure that chooses the best model; with several labels an image map (mean average
+    # precision) takes the place of top1
+    select_by: Literal["top1", "macro_f1", "loss", "map"] = "top1"
     # evaluations without a better model after which the run ends
     early_stopping_patience: int | None = Field(None, gt=0)
     evaluate_every_epochs: int = Field(1, gt=0)

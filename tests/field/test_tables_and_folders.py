@@ -286,7 +286,6 @@ ANSWERED: dict[str, tuple[str, str, dict[str, str], str]] = {
     ),
     "GBIF": ("identifier\tspecies\tclass", "{p}\t{l}\tAves{g}", {}, "both 'class' and 'species'"),
     "Zooniverse": ("image,annotations", '{f},"[{{""value"":""{l}""}}]"', {}, "keep one label"),
-    "two boxes": ("filename,class", "{f},{l}\n{f},{l}2", {}, "keep one label for each image"),
     "Label Studio, server": ("image,choice", "/data/upload/1/4f-{f},{l}", {}, "correct the path"),
     "empty classes": ("path,label", "{p},", {}, "give each image one class"),
     "formulas": ("path,label", '"=""{p}""",{l}', {}, "correct the path"),
@@ -542,9 +541,11 @@ def test_labels_that_look_wrong_are_said(tmp_path: Path) -> None:
     assert "labels that look missing are classes: 'NaN' 1, 'N/A' 1" in notes
     assert "classes that differ in case or zeros alone: 'Cat' 1, 'cat' 2" in notes
     # joined labels without a class of their own
-    rows = [f"a/{n}.png,{label}" for n, label in enumerate(["a|b", "b|c", "a|c", "a|b", "d", "e"])]
+    rows = [f"a/{n}.png,{label}" for n, label in enumerate(["a+b", "b+c", "a+c", "a+b", "d", "e"])]
     notes = list_notes(write(tmp_path / "t.csv", "\n".join(["path,label", *rows])))
-    assert "3 classes hold '|', such as 'a|b': if these are several labels" in notes
+    assert (
+        "3 classes hold '+', such as 'a+b': if these are several labels, data.task=multi" in notes
+    )
 
 
 def test_tags_between_spaces_are_said(tmp_path: Path) -> None:

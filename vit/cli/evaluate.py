@@ -35,7 +35,9 @@ def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     console.print(f"{evaluation.describe_accuracy()} {evaluation.describe_guessing()}")
     for sentence in evaluation.list_warnings():
         console.print(sentence, style="yellow")
-    console.print(f"open {output / 'report.html'} in a browser")
+    # there is no page of several labels an image
+    if (output / "report.html").is_file():
+        console.print(f"open {output / 'report.html'} in a browser")
 
 
 COMMAND = Command(

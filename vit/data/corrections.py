@@ -48,8 +48,13 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
     """Replace the labels of the images whose ids are in `corrections`.
 
     Raises:
-        ValueError: A label is not one of the classes.
+        ValueError: A label is not one of the classes, or images have several labels.
     """
+    if dataset.is_multilabel:
+        raise ValueError(
+            "data.corrections replaces the class of an image, and these images have several labels;"
+            " correct the table"
+        )
     label_of = {name: label for label, name in enumerate(dataset.class_names)}
     labels = dataset.labels.copy()
     for index, image_id in enumerate(dataset.ids):

@@ -16,6 +16,7 @@ from PIL import Image
 
 from vit.data.class_names import ClassChoice, choose_classes
 from vit.data.images import UNREADABLE
+from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.sources.base import ImageReader, Root
 from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
@@ -36,7 +37,8 @@ class ImageDataset:
     name: str
     split: str = "all"
     class_names: tuple[str, ...]
-    labels: np.ndarray  # int64 [n]
+    # class of each image, int64 [n]; or which labels it has, bool [n, C], where it may have several
+    labels: np.ndarray
     # path below the root, or a name such as "test/00012"
     ids: Sequence[str]
     # decodes the original images in full size
@@ -57,6 +59,27 @@ class ImageDataset:
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def is_multilabel(self) -> bool:
+        """True if an image may have several labels, or none."""
+        return self.labels.ndim == 2
+
+    @property
+    def class_word(self) -> str:
+        """What `class_names` are called in a sentence."""
+        return "labels" if self.is_multilabel else "classes"
+
+    @property
+    def strata(self) -> np.ndarray:
+        """The part of the data that each image stands for when splits and folds are drawn, int64
+        [n]: its class, or its set of labels."""
+        return number_label_sets(self.labels) if self.is_multilabel else self.labels
+
+    @property
+    def class_counts(self) -> np.ndarray:
+        """Number of images of each class, or with each label, int64 [C]."""
+        return count_labels(self.labels, len(self.class_names))
+
     def image(self, index: int) -> Image.Image:
         """Decode the image at `index` to RGB in full size.
 
@@ -64,6 +87,13 @@ class ImageDataset:
             ValueError, OSError: It can't be decoded; the message names it.
         """
         return self.reader.image(index)
+
+    def describe_labels(self, index: int) -> str:
+        """Return the class of an image, or the names of its labels."""
+        if not self.is_multilabel:
+            return self.class_names[int(self.labels[index])]
+        places = np.flatnonzero(self.labels[index]).tolist()
+        return ", ".join(self.class_names[place] for place in places) or "no label"
 
     def read_sample(self, indices: Iterable[int]) -> Iterator[Image.Image]:
         """Read the images at `indices` that can be read. Raises ValueError if none can."""
@@ -97,17 +127,20 @@ class ImageDataset:
         """
         if self.hashes is not None:
             # sorted, so that names and order of the files don't count
-            pairs = np.stack([self.labels.astype(np.uint64), self.digests], axis=1)
+            labels = self.labels if self.is_multilabel else self.labels[:, None]
+            pairs = np.concatenate([labels.astype(np.uint64), self.digests[:, None]], axis=1)
             ordered = pairs[np.lexsort(pairs.T)].astype("<u8")
             names = json.dumps([self.split, *self.class_names])
+            names += "several labels" * self.is_multilabel
             return hashlib.sha256(names.encode() + ordered.tobytes()).hexdigest()
 
         # sizes instead of times, which differ on another machine
         names = json.dumps(["listed", self.split, *self.class_names, *self.ids])
         sizes = self.reader.sizes()
         contents = self.reader.cache_key() if sizes is None else sizes.astype("<i8").tobytes()
-        labels = self.labels.astype("<i8").tobytes()
-        return hashlib.sha256(names.encode() + labels + contents).hexdigest()
+        names += "several labels" * self.is_multilabel
+        facts = self.labels.astype("<i8").tobytes() + contents
+        return hashlib.sha256(names.encode() + facts).hexdigest()
 
     def cache_key(self) -> str:
         """Hexadecimal sha256 that changes with the files (name, size, times, inode), labels, class
@@ -119,7 +152,8 @@ class ImageDataset:
 
     def count_groups(self, label: int) -> int:
         """Count the groups of a class; the images, if each is its own group."""
-        indices = np.flatnonzero(self.labels == label).tolist()
+        has_label = self.labels[:, label] if self.is_multilabel else self.labels == label
+        indices = np.flatnonzero(has_label).tolist()
         return len(indices if self.groups is None else {self.groups[index] for index in indices})
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageDataset:
@@ -136,9 +170,13 @@ class ImageDataset:
         )
 
     def keep_classes(self, classes: ClassChoice) -> ImageDataset:
-        """Keep the images of `classes` (None: all), with labels in the order of `class_names`.
-        Raises the errors of `choose_classes`."""
+        """Keep the images of `classes` (None: all), with labels in the order of `class_names`. Where
+        images have several labels, all images and these labels. Raises the errors of
+        `choose_classes`."""
         class_names = choose_classes(self.class_names, classes)
+        if self.is_multilabel:
+            places = [self.class_names.index(name) for name in class_names]
+            return replace(self, labels=self.labels[:, places], class_names=class_names)
         # label before → label after, -1 for classes that are left out
         label_of = {name: label for label, name in enumerate(class_names)}
         new_labels = np.array([label_of.get(name, -1) for name in self.class_names])
@@ -288,11 +326,14 @@ class LabelRule(NamedTuple):
             class is the group's text.
         path_column: Column of a table that names the image files.
         label_column: Column of a table that names the classes.
+        task: "classes" for one class an image, "multilabel" for any number of labels; None: as the
+            labels look.
     """
 
     label_by: str | None = None
     path_column: str | None = None
     label_column: str | None = None
+    task: str | None = None
 
 
 class Request(NamedTuple):

@@ -54,12 +54,14 @@ def find_groups(
         raise ValueError(f"{origin} finds no group in paths such as {path!r}; try another one")
 
     groups = [name or image_id for name, image_id in zip(names, dataset.ids, strict=True)]
-    pairs = set(zip(dataset.labels.tolist(), groups, strict=True))
+    strata = dataset.strata
+    pairs = set(zip(strata.tolist(), groups, strict=True))
     counts = Counter(label for label, _ in pairs)
     if is_divided and len(pairs) < len(dataset) and max(counts.values()) == 1:
         label, group = min(pairs)
+        shown = dataset.describe_labels(int(np.argmax(strata == label)))
         raise ValueError(
-            f"{origin} puts all images of {shorten(dataset.class_names[label])!r} into one group,"
+            f"{origin} puts all images of {shorten(shown)!r} into one group,"
             f" {shorten(group)!r}, and those of each other class, which can't be split; try another"
             " one"
         )

@@ -37,9 +37,11 @@ class Batch(NamedTuple):
 
     # normalised, or their tokens
     images: Float[Tensor, "B 3 H W"] | Float[Tensor, "B N D"]
-    # int64 [B]; float32 [B, C] if samples are mixed, or the rows of `TrainLoader.targets`
+    # int64 [B]; float32 [B, C] if samples are mixed or may have several labels, or the rows of
+    # `TrainLoader.targets`
     targets: Tensor
-    labels: Int64[Tensor, " B"]
+    # int64 [B], or float32 [B, C] if samples may have several labels
+    labels: Tensor
     # index in the dataset
     sample_ids: Int64[Tensor, " B"]
 
@@ -64,13 +66,11 @@ class BatchOrder:
     balanced: bool = False
     process: Process = field(default_factory=Process)
 
-    def list_batches(
-        self, labels: Int64[Tensor, " n"], epoch: int, start_step: int
-    ) -> Iterator[SampleIds]:
+    def list_batches(self, labels: Tensor, epoch: int, start_step: int) -> Iterator[SampleIds]:
         """The sample ids of this process in each batch of an epoch.
 
         Args:
-            labels: Class of each image.
+            labels: Class of each image, [n]; or its labels, [n, C], if they aren't balanced.
             epoch: Number of the epoch, from 0.
             start_step: Number of the first batch.
         """
@@ -80,7 +80,7 @@ class BatchOrder:
         parts = order.view(num_steps, self.process.world_size, -1)
         return iter(parts[start_step:, self.process.rank])
 
-    def _draw(self, labels: Int64[Tensor, " n"], epoch: int) -> SampleIds:
+    def _draw(self, labels: Tensor, epoch: int) -> SampleIds:
         """The ids of an epoch's samples, of all processes, in order."""
         count = len(labels)
         order = StatelessRandom(self.seed, epoch, torch.arange(count)).permutation()
@@ -144,6 +144,8 @@ class TrainLoader:
         self._labels = torch.from_numpy(self.dataset.labels)
         if self.targets is not None:
             self.targets = self.targets.to(self.device)
+        if self.dataset.is_multilabel:
+            self._labels = self._labels.float()
         self._resident_pixels: Tensor | None = None
         if self.dataset.pixels is not None:
             assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size

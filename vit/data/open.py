@@ -74,7 +74,7 @@ def open_dataset(
     if root is None and kind.needs_root:
         raise ValueError(f"data.name={name} needs data.root, where the images are")
 
-    if labels != LabelRule() and name != "folder":
+    if labels._replace(task=None) != LabelRule() and name != "folder":
         text = "label_by, path_column and label_column are for folders and tables"
         raise ValueError(f"{text}, not for data.name={name}; leave them out")
 
@@ -136,6 +136,7 @@ class RecordedImages(NamedTuple):
         fingerprint: Fingerprint of the training images, see `ImageDataset`.
         listing: Fingerprint of the list of all images, if a table names some outside its folder.
         preprocess: Preprocessing of the model, which scales images of more than 8 bits.
+        task: "multilabel" if an image may have several labels.
     """
 
     config: Mapping[str, Any] = MappingProxyType({})
@@ -143,6 +144,7 @@ class RecordedImages(NamedTuple):
     fingerprint: str | None = None
     listing: str | None = None
     preprocess: Preprocess = Preprocess((1, 1))
+    task: str | None = None
 
 
 def open_for_model(
@@ -207,7 +209,7 @@ def open_for_model(
             root=root,
             classes=config.get("classes"),
             rule=SplitRule(**{key: config[key] for key in rule_keys}),
-            labels=read_label_rule(config),
+            labels=read_label_rule(config)._replace(task=recorded.task or config.get("task")),
             allow_outside=allow_outside,
             download=data is not None,
         )
@@ -227,7 +229,7 @@ def open_for_model(
     kind = require_kind(data)
     rule = SplitRule(group_by=group_by)
     if kind in list_named_sets():
-        return open_named(kind, root=root, rule=rule, labels=labels)
+        return open_named(kind, root=root, rule=rule, labels=labels._replace(task=recorded.task))
 
     # own images are named by their place, and their classes are found as those of the training were
     place = expand_home(str(data))
@@ -237,6 +239,7 @@ def open_for_model(
             labels = read_label_rule(config)
         if has_table:
             labels = labels._replace(label_by=None)
+    labels = labels._replace(task=recorded.task)
     splits = open_named(kind, root=data, rule=rule, labels=labels)
     default_split = "test" if "test" in splits.source.origins else "all"
     return replace(splits, default_split=default_split)
@@ -280,7 +283,11 @@ def _check_images(train: ImageDataset, recorded: RecordedImages, root: Root) -> 
 
 
 def open_passed(
-    dataset: Any, *, class_names: Sequence[str] | None, model_classes: Sequence[str]
+    dataset: Any,
+    *,
+    class_names: Sequence[str] | None,
+    model_classes: Sequence[str],
+    task: str | None = None,
 ) -> DatasetSplits:
     """Open images that are passed from Python to a trained model.
 
@@ -290,11 +297,14 @@ def open_passed(
         dataset: See `find_python_objects`.
         class_names: Names of its classes, if it doesn't name them itself.
         model_classes: Classes of the model. Integer labels index them if there are no other names.
+        task: "multilabel" if the model predicts several labels an image.
 
     Raises:
         ValueError: See `find_python_objects`.
     """
-    source = find_python_objects(dataset, class_names, split="test", numbered_classes=model_classes)
+    source = find_python_objects(
+        dataset, class_names, split="test", numbered_classes=model_classes, task=task
+    )
     default_split = "test" if "test" in source.origins else "validation"
     return DatasetSplits(
         FROM_PYTHON,

@@ -165,9 +165,7 @@ class DatasetSplits:
         ]
         datasets = [self.split(name) for name in names]
         class_names = datasets[0].class_names
-        counts = np.array(
-            [np.bincount(dataset.labels, minlength=len(class_names)) for dataset in datasets]
-        )
+        counts = np.array([dataset.class_counts for dataset in datasets])
         order = list(range(len(class_names)))
         if len(order) > _MAX_CLASSES:
             by_size = np.argsort(counts.sum(axis=0), kind="stable").tolist()
@@ -203,7 +201,11 @@ class DatasetSplits:
 
         # names without a space are suffixes; the others are descriptions
         others = {name: count for name, count in unused.items() if " " not in name}
-        parts = [f"{num_images:,} images in {len(datasets[0].class_names):,} classes"]
+        first = datasets[0]
+        preposition = "with" if first.is_multilabel else "in"
+        parts = [
+            f"{num_images:,} images {preposition} {len(first.class_names):,} {first.class_word}"
+        ]
         if num_unreadable:
             parts.append(f"{num_unreadable:,} unreadable")
         if others:
@@ -249,14 +251,12 @@ class DatasetSplits:
         # the test split first: it doesn't depend on the fraction for validation
         rest = self._load("train")
         num_splits = 1 + sum(fraction > 0 for fraction in self._held_out.values())
-        counts = dict(zip(rest.class_names, np.bincount(rest.labels).tolist(), strict=False))
+        counts = dict(zip(rest.class_names, rest.class_counts.tolist(), strict=True))
         few = {name: count for name, count in counts.items() if count < num_splits}
         notes = list(rest.notes)
         groups = self._group_images(rest, num_splits, notes)
         if few and groups is None:
-            text = (
-                f"{len(few)} of {len(counts)} classes have too few images for {num_splits} splits"
-            )
+            text = f"{len(few)} of {len(counts)} {rest.class_word} have too few images for {num_splits} splits"
             notes.append(f"{text}: {shorten(describe_counts(few))}")
         rest = everything = replace(rest, groups=groups)
         drawn: dict[str, ImageDataset] = {}
@@ -266,7 +266,7 @@ class DatasetSplits:
                 mask = _choose_stratified(rest, fraction, salt=salt)
             else:
                 mask = choose_whole_groups(
-                    rest.groups, rest.labels, fraction=fraction, salt=salt, num_splits=num_splits
+                    rest.groups, rest.strata, fraction=fraction, salt=salt, num_splits=num_splits
                 )
                 num_splits -= fraction > 0
             if mask.any():
@@ -287,12 +287,14 @@ class DatasetSplits:
         if not self.rule.group_duplicates or len(dataset) > MAX_COMPARED:
             return groups
         hashes = hash_quickly(dataset)
-        if num_images := count_contradictions(dataset.labels, hashes[0]):
+        if num_images := count_contradictions(dataset.strata, hashes[0]):
             text = f"{num_images:,} images are in two classes, with the same pixels"
+            if dataset.is_multilabel:
+                text = f"{num_images:,} images have other labels than their copies"
             notes.append(f"{text}; keep each image in one (vit audit names them)")
         joined, num_copies = join_duplicates(
             groups or dataset.ids,
-            dataset.labels,
+            dataset.strata,
             hashes,
             # images that aren't split here may be divided into folds
             num_splits=max(num_splits, 2),
@@ -308,13 +310,11 @@ class DatasetSplits:
 
 def _describe_missing(everything: ImageDataset, drawn: ImageDataset, split: str) -> str:
     """Name the classes of which a split has no image in a sentence; empty if there are none."""
-    assert everything.groups is not None
-    missing = np.setdiff1d(everything.labels, drawn.labels)
-    pairs = set(zip(everything.labels.tolist(), everything.groups, strict=True))
-    counts = Counter(label for label, _ in pairs)
+    missing = np.flatnonzero((everything.class_counts > 0) & (drawn.class_counts == 0)).tolist()
+    counts = {label: everything.count_groups(label) for label in missing}
     names = [
-        f"{everything.class_names[label]} ({counts[label]} group{'s' * (counts[label] != 1)})"
-        for label in missing.tolist()
+        f"{everything.class_names[label]} ({count} group{'s' * (count != 1)})"
+        for label, count in counts.items()
     ]
     return f"the {split} split has no image of {shorten(', '.join(names))}" if names else ""
 
@@ -330,13 +330,14 @@ def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> 
     ranks = np.array([int.from_bytes(digest[:8], "big") for digest in digests], dtype=np.uint64)
 
     # at least one image, but never all of a class
-    class_sizes = np.bincount(dataset.labels)
+    strata = dataset.strata
+    class_sizes = np.bincount(strata)
     num_chosen = np.maximum(np.rint(fraction * class_sizes), fraction > 0)
     num_chosen = np.minimum(num_chosen, class_sizes - 1)
 
     # sorted by class, then by rank
-    order = np.lexsort((ranks, dataset.labels))
-    labels = dataset.labels[order]
+    order = np.lexsort((ranks, strata))
+    labels = strata[order]
     class_starts = np.cumsum(class_sizes) - class_sizes
     rank_in_class = np.arange(len(dataset)) - class_starts[labels]
 

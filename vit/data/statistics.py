@@ -12,6 +12,7 @@ from PIL import Image
 
 from vit.data.dataset import ImageDataset, choose_evenly
 from vit.data.images import DeepImage, find_extremes
+from vit.data.label_sets import count_labels
 from vit.data.preprocess import Preprocess
 
 # pixels that are decoded for a sample, in a few seconds
@@ -267,28 +268,51 @@ def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
 
 
 def compute_class_ratio(labels: np.ndarray) -> float:
-    """Compute the ratio of the largest class to the smallest that has images."""
-    counts = np.unique(labels, return_counts=True)[1]
+    """Compute the ratio of the largest class to the smallest that has images.
+
+    Args:
+        labels: Class of each image, int64 [n], or which labels it has, bool [n, C].
+    """
+    counts = count_labels(labels, 0)
+    counts = counts[counts > 0]
     return float(counts.max() / counts.min())
 
 
 def choose_class_balance(
     labels: np.ndarray, *, wanted: ClassBalance | Literal["auto"]
 ) -> tuple[ClassBalance, str]:
-    """Choose how classes of different sizes are balanced; return it with the reason in words."""
+    """Choose how classes of different sizes are balanced; return it with the reason in words.
+    Raises ValueError for the sampler where images have several labels."""
     ratio = compute_class_ratio(labels)
-    sizes = f"{ratio:.1f} images of the largest class for one of the smallest"
+    what = "label" if labels.ndim == 2 else "class"
+    sizes = f"{ratio:.1f} images of the largest {what} for one of the smallest"
+    if wanted == "sampler" and labels.ndim == 2:
+        raise ValueError(
+            "train.class_balance=sampler draws classes, and these images have several labels;"
+            " take weights"
+        )
     if wanted != "auto":
         return wanted, f"train.class_balance says so; {sizes}"
     return ("weights" if ratio > MAX_RATIO else "none"), sizes
 
 
 def compute_class_weights(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Compute weights of the classes as scikit-learn's "balanced" does, float32 [C].
+    """Compute the weights that balance the classes, float32 [C].
 
-    They are inversely proportional to the number of images of a class; their mean over the images
-    is 1. A class without images has 0.
+    Of classes they are inversely proportional to the number of images, as scikit-learn's "balanced";
+    their mean over the images is 1, and a class without images has 0. Of labels they are the number
+    of images without the label for one that has it, which is the weight of the latter in the binary
+    cross-entropy; a label that no image has, or all have, has 1.
+
+    Args:
+        labels: Class of each image, int64 [n], or which labels it has, bool [n, C].
+        num_classes: C.
     """
-    counts = np.bincount(labels, minlength=num_classes)
-    weights: np.ndarray = len(labels) / np.maximum(counts, 1) / (counts > 0).sum() * (counts > 0)
+    counts = count_labels(labels, num_classes)
+    weights: np.ndarray
+    if labels.ndim == 2:
+        others = len(labels) - counts
+        weights = np.where((counts > 0) & (others > 0), others / np.maximum(counts, 1), 1.0)
+    else:
+        weights = len(labels) / np.maximum(counts, 1) / (counts > 0).sum() * (counts > 0)
     return weights.astype(np.float32)

@@ -26,6 +26,8 @@ from vit.evaluation.cost import measure_cost
 from vit.evaluation.examples import choose_examples
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.label_metrics import score_label_logits
+from vit.evaluation.label_result import LabelEvaluationResult, measure_labels
 from vit.evaluation.metrics import (
     compute_metrics,
     compute_per_class,
@@ -74,7 +76,7 @@ def evaluate(
     batch_size: int | None = None,
     device: str = "auto",
     precision: str = "auto",
-) -> EvaluationResult:
+) -> EvaluationResult | LabelEvaluationResult:
     """Measure a model on images that were held out of its training.
 
     Args:
@@ -114,7 +116,9 @@ def evaluate(
 
     Returns:
         The result: `.evaluation` holds the metrics, from 0 to 1, with their
-        95 % intervals. `.save(directory)` writes what `vit evaluate` writes.
+        95 % intervals. `.save(directory)` writes what `vit evaluate` writes. Of
+        a model of several labels an image these are average precision, ROC AUC
+        and F1.
 
     Raises:
         ValueError: The data is unknown, it has classes that the model doesn't
@@ -133,6 +137,11 @@ def evaluate(
     with join_processes(device) as (_, device_name):
         start = read_work_clock(device_name)
         bundle = open_model(model, device=device_name)
+        if bundle.is_multilabel and (calibrate or corruptions):
+            raise ValueError(
+                f"{'calibrate' if calibrate else 'corruptions'} is for models of one class an image,"
+                " and this one predicts several labels; leave it out"
+            )
         labels = LabelRule(label_by, path_column, label_column)
         data_splits = open_data(
             bundle, data, root, dataset, class_names, labels=labels, group_by=group_by
@@ -163,6 +172,8 @@ def evaluate(
             corruptions=corruptions,
             notes=notes,
         )
+        if isinstance(result, LabelEvaluationResult):
+            return result
         return replace(
             result,
             has_new_temperature=calibrated is not bundle and not in_place,
@@ -217,7 +228,7 @@ def measure_model(
     num_examples: int,
     corruptions: bool,
     notes: Sequence[str],
-) -> EvaluationResult:
+) -> EvaluationResult | LabelEvaluationResult:
     """Measure a model. In a process group all processes share the images, and each gets the result.
 
     Args:
@@ -249,6 +260,22 @@ def measure_model(
     cost = process.broadcast(cost)
     assert cost is not None
 
+    if bundle.is_multilabel:
+        label_scores = score_label_logits(
+            logits, images.labels.astype(bool), temperature=bundle.temperature
+        )
+        measured = measure_labels(
+            bundle,
+            images,
+            label_scores,
+            cost=cost,
+            notes=notes,
+            recipe=_hash_recipe(bundle.config),
+            conditions=_describe_conditions(predictor),
+        )
+        return LabelEvaluationResult(
+            measured, label_scores, images, bundle, is_main=process.is_main
+        )
     scores = score_logits(logits, images.labels, temperature=bundle.temperature)
     dataset = images.dataset
     evaluation = Evaluation(

@@ -33,7 +33,7 @@ class EvaluationSet:
     Attributes:
         dataset: The images.
         ids: Their names, as text that any file can hold.
-        labels: Indices of the model's classes, [n].
+        labels: Indices of the model's classes, [n]; or which labels each image has, bool [n, C].
         preprocess: The model's preprocessing.
         title: Name of the data set for readers.
         splits: The data that the model was trained on, if the images are from it. The report shows
@@ -42,7 +42,7 @@ class EvaluationSet:
 
     dataset: ImageDataset
     ids: tuple[str, ...]
-    labels: Ints
+    labels: NDArray[Any]
     preprocess: Preprocess
     title: str = ""
     splits: DatasetSplits | None = None
@@ -73,9 +73,19 @@ def load_images(bundle: Bundle, dataset: DatasetSplits, split: str | None) -> Ev
         ValueError: A class of the data is not one of the model's.
     """
     source = dataset.split(split)
+    if source.is_multilabel != bundle.is_multilabel:
+        ours, theirs = "one class", "several labels"
+        if bundle.is_multilabel:
+            ours, theirs = theirs, ours
+        raise ValueError(
+            f"the model predicts {ours} an image, and the images of {dataset.title or dataset.name}"
+            f" have {theirs}; name others with --data"
+        )
     # Unknown classes are refused before the decoding, which may take minutes.
     class_indices = match_classes(
-        source.labels, source_classes=source.class_names, model_classes=bundle.class_names
+        np.flatnonzero(source.class_counts),
+        source_classes=source.class_names,
+        model_classes=bundle.class_names,
     )
     preprocess = bundle.preprocess
     decoded = decode_dataset(
@@ -88,10 +98,27 @@ def load_images(bundle: Bundle, dataset: DatasetSplits, split: str | None) -> Ev
     return EvaluationSet(
         dataset=decoded,
         ids=tuple(printable(name) for name in decoded.ids),
-        labels=class_indices[decoded.labels],
+        labels=_renumber(decoded, class_indices, len(bundle.class_names)),
         preprocess=preprocess,
         title=printable(dataset.title),
     )
+
+
+def _renumber(dataset: ImageDataset, class_indices: Ints, num_classes: int) -> Ints | Bools:
+    """Return the labels of images as classes of the model.
+
+    Args:
+        dataset: The images.
+        class_indices: Index of the model's class for each class of the images, or -1.
+        num_classes: Classes of the model.
+    """
+    if not dataset.is_multilabel:
+        indices: Ints = class_indices[dataset.labels]
+        return indices
+    labels = np.zeros((len(dataset), num_classes), dtype=bool)
+    known = class_indices >= 0
+    labels[:, class_indices[known]] = dataset.labels[:, known]
+    return labels
 
 
 def match_classes(
@@ -137,7 +164,7 @@ def check_data(data: str | Path | None, dataset: Any) -> None:
 def check_no_rule(labels: LabelRule, group_by: int | str | None) -> None:
     """Raise ValueError for options that images from Python don't have."""
     if labels != LabelRule() or group_by is not None:
-        names = ", ".join(("group_by", *LabelRule._fields))
+        names = "group_by, label_by, path_column and label_column"
         raise ValueError(f"{names} are for folders and tables, not for dataset=…; leave them out")
 
 
@@ -154,7 +181,12 @@ def open_data(
     """Open the images that a user names or passes; by default those of the model's training."""
     if dataset is not None:
         check_no_rule(labels, group_by)
-        return open_passed(dataset, class_names=class_names, model_classes=bundle.class_names)
+        return open_passed(
+            dataset,
+            class_names=class_names,
+            model_classes=bundle.class_names,
+            task=bundle.recorded_images.task,
+        )
     if data is None and bundle.passed_images is not None:
         return bundle.passed_images
     return open_for_model(

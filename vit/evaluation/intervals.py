@@ -62,7 +62,7 @@ def compute_intervals(
         deviations = losses - losses.mean()
         # the unbiased variance of the mean
         variance = count / max(count - 1, 1) * float((deviations**2).sum()) / count**2
-        intervals[name] = _bound_sum(
+        intervals[name] = bound_sum(
             metrics[name],
             variance=variance * compute_design_effect(deviations, clusters, scores.correct),
             step=group_size * max(float(losses.max()), typical) / count,
@@ -86,7 +86,7 @@ def compute_intervals(
     }
 
 
-def _bound_sum(total: float, *, variance: float, step: float) -> tuple[float, float]:
+def bound_sum(total: float, *, variance: float, step: float) -> tuple[float, float]:
     """Compute the gamma interval of a sum over images (Fay & Feuer 1997, equations 3 and 4).
 
     Args:
@@ -134,7 +134,7 @@ def _bound_macro_error(
         num_unknown = np.sum(occurs & (np.bincount(column, minlength=num_classes) == 0))
         variance += float(num_unknown) / occurs.sum() ** 2
     step = _compute_group_size(clusters) * float((weights**2).sum() / (weights.sum() or 1))
-    return _bound_sum(error, variance=variance, step=step)
+    return bound_sum(error, variance=variance, step=step)
 
 
 def _compute_group_size(clusters: Ints) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vit.bundle import ModelLike, keeps_mode, open_model
+from vit.bundle import ModelLike, keeps_mode, open_model, require_classes
 from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.best_method import MAX_CHECKED_IMAGES, choose_methods, read_best_method
@@ -133,6 +133,7 @@ def explain(
         class_names=class_names,
         preprocess=preprocess,
     )
+    require_classes(bundle, "vit explain")
     # listed once, because listing many images takes a while
     inputs = None if images is None else list(list_images(images))
     expected = num_images if inputs is None else len(inputs)

@@ -332,7 +332,8 @@ class _Conformal(BaseModel):
     num_training_features: int = Field(0, ge=0)
     num_distances: int = Field(0, ge=0)
     # name of the image and index of the class, for each training feature
-    training_images: list[tuple[str, Annotated[int, Field(ge=0)]]] = []
+    # -1: the image may have several labels
+    training_images: list[tuple[str, Annotated[int, Field(ge=-1)]]] = []
     # why there are none of these; empty where there are
     no_likeness: str = ""
 

@@ -21,7 +21,7 @@ class Similar:
 
     Attributes:
         path: Its name within the data set.
-        class_name: Its label.
+        class_name: Its class; empty if images may have several labels.
         similarity: Cosine of the two images' features, -1 to 1.
     """
 
@@ -124,11 +124,16 @@ def find_similar(
     indices, cosines = find_nearest(features, training_features, count)
     return [
         [
-            Similar(images[index][0], bundle.class_names[images[index][1]], cosine)
+            _name_similar(bundle, images[index], cosine)
             for index, cosine in zip(*neighbours, strict=True)
         ]
         for neighbours in zip(indices.tolist(), cosines.tolist(), strict=True)
     ]
+
+
+def _name_similar(bundle: Bundle, image: tuple[str, int], cosine: float) -> Similar:
+    path, label = image
+    return Similar(path, bundle.class_names[label] if label >= 0 else "", cosine)
 
 
 def check_similar(bundle: Bundle) -> None:

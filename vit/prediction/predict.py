@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from scipy.special import softmax
 
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.dataset import printable
@@ -17,6 +16,7 @@ from vit.data.images import ImageInputs, list_images, read_image
 from vit.data.preprocess import Preprocess
 from vit.model.logits import count_features
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
+from vit.prediction.labels import compute_probabilities, find_labels
 from vit.prediction.neighbours import check_similar, find_similar
 from vit.prediction.predictor import Pixels, Predictor, read_from
 from vit.prediction.probabilities import Float32s
@@ -66,7 +66,8 @@ def predict(
 
     Returns:
         The result: `.predictions` in the order of the images. An image that
-        can't be read has an `error` instead of classes.
+        can't be read has an `error` instead of classes. Where an image may
+        have several labels, `.labels` has those it is predicted to have.
 
     Raises:
         ValueError: The model can't be opened, an input is not an image, or
@@ -214,7 +215,7 @@ def predict_images(
         else:
             logits, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
         # the temperature changes probabilities, but neither the order of classes nor the sets
-        probabilities = softmax(logits.astype(np.float64) / bundle.temperature, axis=1)
+        probabilities = compute_probabilities(bundle, logits)
         sets = predict_sets(bundle, logits, coverage=coverage)
         p_values = predict_p_values(bundle, features)
         neighbours = None
@@ -226,6 +227,7 @@ def predict_images(
             yield Prediction(
                 path,
                 [(index, names[index], float(probabilities[row, index])) for index in best],
+                labels=find_labels(bundle, probabilities[row]),
                 prediction_set=None if sets is None else [names[index] for index in sets[row]],
                 p_value=None if p_values is None else p_values[row],
                 features=features[row] if with_features and features is not None else None,

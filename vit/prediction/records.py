@@ -33,6 +33,8 @@ class Prediction:
             far from the training images. None if the model file can't tell.
         features: Pooled features that the head reads, float32 [D]; None unless asked for.
         similar: The most similar training images; None unless asked for.
+        labels: Names of the labels that the image is predicted to have, the most probable first;
+            None for a model of one class an image.
     """
 
     path: str
@@ -42,6 +44,7 @@ class Prediction:
     p_value: float | None = None
     features: Float32s | None = field(default=None, compare=False, repr=False)
     similar: list[Similar] | None = None
+    labels: list[str] | None = None
 
     @property
     def note(self) -> str:
@@ -98,6 +101,8 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
     for prediction in predictions:
         record: dict[str, object] = {"path": prediction.path}
         if prediction.error is None:
+            if prediction.labels is not None:
+                record["labels"] = prediction.labels
             record["predictions"] = describe_classes(prediction.classes)
             record["note"] = prediction.note
             record["prediction_set"] = prediction.prediction_set
@@ -121,7 +126,8 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
 
     The columns are the path, the note, the classes of the prediction set with
     bars between them, the p-value, the error, and class_1, probability_1 and so on for as many
-    classes as the first image that can be read has. Names have � for control characters, and an
+    classes as the first image that can be read has. For a model of several labels an image the set
+    is that of its labels. Names have � for control characters, and an
     apostrophe where a spreadsheet would see a formula.
     """
     # without carriage returns, so that command-line tools can read the last column
@@ -138,7 +144,8 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
     columns = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
     writer.writerow(("path", "note", "prediction_set", "p_value", "error", *columns))
     for prediction in chain(waiting, predictions):
-        chosen = "|".join(map(_format_cell, prediction.prediction_set or ()))
+        names = prediction.prediction_set if prediction.labels is None else prediction.labels
+        chosen = "|".join(map(_format_cell, names or ()))
         p_value = "" if prediction.p_value is None else prediction.p_value
         cells: list[object] = [_format_cell(prediction.path), prediction.note, chosen]
         cells += [p_value, _format_cell(prediction.error or "")]
@@ -158,6 +165,8 @@ def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
             file.write(f"{path}: {replace_control_characters(prediction.error)}\n")
         else:
             _, name, probability = prediction.classes[0]
+            if prediction.labels is not None:
+                name = ", ".join(prediction.labels) or "no label"
             name = replace_control_characters(name)
             # a longer name moves the columns; the lines before it are printed already
             width = max(width, len(name))

@@ -97,6 +97,9 @@ def train(
                 f": {round(result.best_top1 * count):,} of {count:,} validation images correct"
             )
             message += f" ({format_percent(result.best_top1, count)})"
+        if result.best_map is not None:
+            average = format_percent(result.best_map, result.num_validation)
+            message += f": mean average precision {average} on {result.num_validation:,} images"
         echo(f"{message}; model: {result.model_path}", err=True)
         if result.best_top1 is not None and result.best_top1 <= (result.guess_top1 or 0):
             echo(
@@ -125,7 +128,7 @@ def _check(
     values = start.keywords
     names = ("init", "minutes", "group_by", "folds", "resume", "overwrite")
     options = {name: values[name] for name in names}
-    labels = LabelRule(*(values[name] for name in LabelRule._fields))
+    labels = LabelRule(*(values.get(name) for name in LabelRule._fields))
     _, all_overrides, resolved = resolve_arguments(
         config, output=output, overrides=overrides, labels=labels, **options
     )

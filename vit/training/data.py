@@ -111,7 +111,7 @@ def build_dataset(
                 group_duplicates=data.group_duplicates,
             ),
             allow_outside=data.allow_outside,
-            labels=LabelRule(data.label_by, data.path_column, data.label_column),
+            labels=LabelRule(data.label_by, data.path_column, data.label_column, data.task),
             cache_dir=data.cache_dir,
         )
         corrections = read_corrections(data.corrections)
@@ -123,7 +123,7 @@ def build_dataset(
     # are held out for validation.
     return DatasetSplits(
         FROM_PYTHON,
-        find_python_objects(user_dataset, class_names),
+        find_python_objects(user_dataset, class_names, task=data.task),
         SplitRule(
             validation_fraction=data.validation_fraction,
             test_fraction=0.0,
@@ -247,8 +247,9 @@ def _normalize(config: Config, preprocess: Preprocess, images: Iterable[np.ndarr
 def _list_class_weights(
     config: Config, dataset: ImageDataset, class_weights: Mapping[str, float]
 ) -> Float[np.ndarray, " C"]:
-    """Return the weight of each class, with a mean of 1 over the images. Raise ValueError for
-    unknown classes, or for values that are no weights."""
+    """Return the weight of each class, with a mean of 1 over the images; where images have several
+    labels, the weight of having the label as it is given. Raise ValueError for unknown classes, or
+    for values that are no weights."""
     if config.train.class_balance == "sampler":
         raise ValueError(
             "train.class_balance=sampler and class_weights both balance the classes; use one"
@@ -259,6 +260,8 @@ def _list_class_weights(
         if not (isinstance(weight, Real) and 0 <= weight < math.inf):
             raise ValueError(f"class_weights: {name} has {weight!r}, not a number of at least 0")
     weights = np.array([float(class_weights.get(name, 1.0)) for name in dataset.class_names])
+    if dataset.is_multilabel:
+        return weights.astype(np.float32)
     mean = weights[dataset.labels].mean()
     if mean == 0:
         raise ValueError("class_weights give every image the weight 0; raise one")

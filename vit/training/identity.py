@@ -35,6 +35,7 @@ _LATER_KEYS = {
     "data.label_column",
     "data.path_column",
     "data.resize_mode",
+    "data.task",
     "data.value_range",
     "train.teacher",
 }

@@ -111,11 +111,17 @@ def check_loss(
     num_classes: int,
     device: torch.device,
     has_class_weights: bool,
+    multilabel: bool = False,
 ) -> None:
     """Move a loss from Python to the device, and try it. Raise ValueError where it doesn't map
     logits and the targets of this run to a loss."""
     if config.train.label_smoothing:
         raise ValueError("loss takes the place of label smoothing; leave train.label_smoothing out")
+    if multilabel and has_class_weights:
+        raise ValueError(
+            "loss computes the loss of all labels of an image, which class weights can't weigh; leave"
+            " them out, or set train.class_balance=none"
+        )
     name = type(loss).__name__
     if isinstance(loss, nn.Module):
         loss.to(device)
@@ -130,6 +136,8 @@ def check_loss(
     if config.augment.mixup or config.augment.cutmix:
         probabilities = torch.eye(num_classes, device=device)[labels]
         targets[f"class probabilities [4, {num_classes}] of mixup and cutmix"] = probabilities
+    if multilabel:
+        targets = {f"labels [4, {num_classes}]": torch.eye(num_classes, device=device)[labels]}
     for described, values in targets.items():
         call = f"loss: {name} of logits [4, {num_classes}] and {described}"
         try:

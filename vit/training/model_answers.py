@@ -152,7 +152,7 @@ def compute_likeness(
         raise ValueError("the training images are in object storage")
 
     # Evenly spaced among the images by class, so that each class has its share.
-    by_class = np.argsort(data.train.labels, kind="stable")
+    by_class = np.argsort(data.train.strata, kind="stable")
     chosen = by_class[choose_evenly(len(by_class), max_training_features)]
     chosen.sort()
     training = data.train.subset(chosen)
@@ -169,4 +169,7 @@ def compute_likeness(
     likeness = Likeness(units, compute_distances(features, units).astype(np.float32))
     check_likeness(likeness)
     names = [printable(training.ids[index]) for index in readable]
+    if training.is_multilabel:
+        # an image has no class of its own
+        return likeness, [(name, -1) for name in names]
     return likeness, list(zip(names, training.labels[readable].tolist(), strict=True))

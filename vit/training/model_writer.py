@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from vit.bundle import MODEL_FILE, save_bundle
+from vit.bundle import MODEL_FILE, MULTILABEL, save_bundle
 from vit.config import Config, values_to_save
 from vit.model.model_file import ModelFile, read_model_file
 from vit.runtime.background_writer import BackgroundWriter
@@ -76,6 +76,8 @@ class BundleWriter:
         config["data"]["class_names"] = data.splits.renamed_classes or None
         config["data"]["corrections"] = dict(data.splits.corrections) or None
         listing = {"listing": data.listing} if data.listing else {}
+        if data.train.is_multilabel:
+            listing["task"] = MULTILABEL
         datasets = {"train": data.train}
         if data.validation is not None:
             datasets["validation"] = data.decoded_validation

@@ -64,6 +64,15 @@ class Observer:
         """The run has ended or was stopped, also by an error."""
 
 
+def find_accuracy(metrics: Mapping[str, Any], prefix: str = "") -> tuple[str, float]:
+    """Return the title and the value, 0 to 1, of the accuracy among the metrics whose names begin
+    with `prefix`. Where images have several labels, it is the mean average precision if that was
+    measured."""
+    titles = {"map": "mAP", "top1": "top-1", "exact_match": "exact match"}
+    name = next(name for name in titles if prefix + name in metrics)
+    return titles[name], float(metrics[prefix + name])
+
+
 class MetricsFile(Observer):
     """Writes `metrics.jsonl`, with one object for each epoch.
 
@@ -114,9 +123,10 @@ class ProgressBar(Observer):
         title = None
         if time.perf_counter() - self._displayed_at > _DISPLAY_SECONDS:
             self._displayed_at = time.perf_counter()
+            name, accuracy = find_accuracy(metrics)
             title = (
                 f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}"
-                f"  top-1 {100 * metrics['top1']:.0f} %  {metrics['images_per_second']:,.0f} images/s"
+                f"  {name} {100 * accuracy:.0f} %  {metrics['images_per_second']:,.0f} images/s"
             )
         self._advance(1, title)
 
@@ -126,8 +136,9 @@ class ProgressBar(Observer):
         if "train_image_height" in metrics:
             line += f" at {metrics['train_image_height']}×{metrics['train_image_width']} px"
         if metrics["val_loss"] is not None:
+            name, accuracy = find_accuracy(metrics, "val_")
             line += (
-                f"  validation loss {metrics['val_loss']:.3f}  top-1 {self._percent(metrics['val_top1'])}"
+                f"  validation loss {metrics['val_loss']:.3f}  {name} {self._percent(accuracy)}"
                 f"  macro F1 {self._percent(metrics['val_macro_f1'])}"
             )
         line += f"  {metrics['images_per_second']:,.0f} images/s"

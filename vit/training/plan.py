@@ -13,7 +13,7 @@ from torch import Tensor
 from vit.config import TrainConfig
 from vit.model.checkpoint import check_number
 
-SelectBy = Literal["top1", "macro_f1", "loss"]
+SelectBy = Literal["top1", "macro_f1", "loss", "map"]
 # accuracy or F1; -1 before the first validation
 Share = Annotated[float, Field(ge=-1, le=1)]
 # The longest time of a run that is believed is about 30 years.
@@ -78,11 +78,14 @@ class TrainingPlan:
 
 
 class Validation(NamedTuple):
-    """The measures on the validation images: mean cross-entropy; accuracy and F1 from 0 to 1."""
+    """The measures on the validation images: mean cross-entropy; accuracy, F1 and mean average
+    precision from 0 to 1. Where images have several labels, the accuracy is the fraction of the
+    images of which all labels are right. Of single classes there is no average precision."""
 
     loss: float
     top1: Share
     macro_f1: Share
+    map: Share = -1.0
 
     def rank(self, select_by: SelectBy) -> tuple[float, float]:
         """Return a value that is larger for a better model by the measure `select_by`. The smaller

@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from vit.data.dataset import ImageDataset
+from vit.data.label_sets import describe_label_sets
 from vit.data.statistics import (
     MAX_CUT,
     MAX_RATIO,
@@ -82,7 +84,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     if not plan.total_steps:
         length = "linear probe only"
     facts = {
-        "data": f"{data.splits.title}: {images}; {len(data.train.class_names)} classes",
+        "data": f"{data.splits.title}: {images}; {_describe_classes(data.train)}",
         "files": data.splits.describe_files(num_unreadable),
         "read as": "; ".join(data.splits.source.guesses),
         "splits": "; ".join(data.splits.describe_splits()),
@@ -106,6 +108,12 @@ def summarize_run(run: Run) -> dict[str, str]:
     return {name: text for name, text in facts.items() if text or name not in optional}
 
 
+def _describe_classes(dataset: ImageDataset) -> str:
+    if dataset.is_multilabel:
+        return describe_label_sets(dataset.labels)
+    return f"{len(dataset.class_names)} classes"
+
+
 def _describe_range(value_range: tuple[float, float] | None) -> str:
     if value_range is None:
         return ""
@@ -127,10 +135,10 @@ def list_warnings(run: Run) -> list[str]:
         )
 
     if compute_class_ratio(data.train.labels) > MAX_RATIO and data.class_balance == "none":
-        counts = np.bincount(data.train.labels)
+        counts = data.train.class_counts
         names = data.train.class_names
         warnings.append(
-            f"classes of more than {MAX_RATIO}:1: {names[counts.argmax()]} has {counts.max():,} "
+            f"{data.train.class_word} of more than {MAX_RATIO}:1: {names[counts.argmax()]} has {counts.max():,} "
             f"training images and {names[counts.argmin()]} has {counts.min():,}; "
             "train.class_balance=auto balances them"
         )

@@ -23,8 +23,10 @@ class TrainingResult:
         directory: Directory of the run.
         steps: Number of steps.
         seconds: Seconds of training, over all resumptions.
-        best_top1: Best accuracy on the validation images, 0 to 1; None without any.
+        best_top1: Best accuracy on the validation images, 0 to 1; None without any, and where images
+            have several labels.
         num_validation: Number of validation images.
+        best_map: Best mean average precision on them, where images have several labels.
         guess_top1: Accuracy up to which a model is no better than guessing: that of always
             answering the most frequent class, or twice that of chance, at most a half.
         module: Model that was passed from Python, with the weights of the last step.
@@ -36,6 +38,7 @@ class TrainingResult:
     seconds: float
     best_top1: float | None
     num_validation: int = 0
+    best_map: float | None = None
     guess_top1: float | None = None
     module: nn.Module | None = None
     passed_images: DatasetSplits | None = None

@@ -144,6 +144,11 @@ def build_run(
     keep_freed_memory()
 
     model, data = _build_model_and_data(config, parts, device)
+    if data.train.is_multilabel and uses_probe(config):
+        raise ValueError(
+            "a linear probe is for one class an image, and these images have several labels; set"
+            " model.probe=false and model.freeze=none"
+        )
     probe = parts.probe
     uncut_model = parts.uncut_model
     checkpoints = CheckpointStore(directory / "checkpoints")
@@ -172,6 +177,11 @@ def build_run(
                 "train.teacher is for training steps with the loss of vit.train; leave it out for a"
                 " linear probe alone, or with loss="
             )
+        if data.train.is_multilabel:
+            raise ValueError(
+                "train.teacher is for one class an image, and these images have several labels; leave"
+                " it out"
+            )
         teacher = ask_teacher(config, data, device=device)
     build_loader = partial(
         build_train_loader,
@@ -183,8 +193,13 @@ def build_run(
     )
     image_loader = build_loader()
     train_loader = image_loader if tokens is None else build_loader(tokens=tokens)
+    multilabel = data.train.is_multilabel
     plan = build_plan(
-        config, model, steps_per_epoch=len(train_loader), batch_size=train_loader.batch_size
+        config,
+        model,
+        steps_per_epoch=len(train_loader),
+        batch_size=train_loader.batch_size,
+        multilabel=multilabel,
     )
     weights = data.class_weights
     if weights is None and data.class_balance == "weights":
@@ -197,6 +212,7 @@ def build_run(
             num_classes=len(data.train.class_names),
             device=device,
             has_class_weights=class_weights is not None,
+            multilabel=multilabel,
         )
     train_step = build_train_step(
         config,
@@ -206,6 +222,7 @@ def build_run(
         device=device,
         loss=parts.loss,
         has_teacher=teacher is not None,
+        multilabel=multilabel,
         class_weights=class_weights,
         compile=choose_compile(config, model, plan, device),
     )
@@ -289,7 +306,12 @@ def _read_left_model(checkpoints: CheckpointStore, directory: Path) -> ModelFile
 
 
 def build_plan(
-    config: Config, model: nn.Module, *, steps_per_epoch: int, batch_size: int
+    config: Config,
+    model: nn.Module,
+    *,
+    steps_per_epoch: int,
+    batch_size: int,
+    multilabel: bool = False,
 ) -> TrainingPlan:
     """Plan how long a run is, and what happens when.
 
@@ -298,8 +320,16 @@ def build_plan(
         model: Model to be trained. Image sizes are multiples of its patches.
         steps_per_epoch: Batches of an epoch.
         batch_size: Images of a step, over all processes.
+        multilabel: An image may have several labels.
+
+    Raises:
+        ValueError: `train.select_by` is a measure of several labels, and an image has one.
     """
     train = config.train
+    if multilabel and train.select_by == "top1":
+        train = train.model_copy(update={"select_by": "map"})
+    if not multilabel and train.select_by == "map":
+        raise ValueError("train.select_by=map is for several labels an image; take macro_f1")
     total_steps = min(train.epochs * steps_per_epoch, train.max_steps or sys.maxsize)
     if is_probe_alone(config):
         total_steps = 0
@@ -328,6 +358,7 @@ def build_train_step(
     device: torch.device,
     loss: Loss | None = None,
     has_teacher: bool = False,
+    multilabel: bool = False,
     class_weights: Float[Tensor, " C"] | None = None,
     compile: bool = False,
 ) -> TrainStep:
@@ -342,6 +373,7 @@ def build_train_step(
         device: Device of this process.
         loss: Loss instead of the cross-entropy.
         has_teacher: See `TrainStep`.
+        multilabel: An image may have several labels.
         class_weights: Weights of the classes in the loss; None for equal ones.
         compile: Compile the forward pass.
     """
@@ -389,6 +421,7 @@ def build_train_step(
         precision=precision,
         loss=loss,
         has_teacher=has_teacher,
+        multilabel=multilabel,
         label_smoothing=train.label_smoothing,
         class_weights=class_weights,
         clip_grad=train.clip_grad,

@@ -239,11 +239,13 @@ def train(
                 write_json(directory / CROSS_VALIDATION_FILE, asdict(cross_validation))
                 build_console(stderr=True).print(cross_validation.describe(), soft_wrap=True)
 
+    multilabel = run.data.train.is_multilabel
     return TrainingResult(
         directory,
         steps=progress.step,
         seconds=progress.elapsed_seconds,
-        best_top1=None if progress.best.top1 < 0 else progress.best.top1,
+        best_top1=None if progress.best.top1 < 0 or multilabel else progress.best.top1,
+        best_map=progress.best.map if multilabel and progress.best.map >= 0 else None,
         num_validation=len(run.data.decoded_validation) if run.data.validation else 0,
         guess_top1=_find_guess(run.data.validation),
         module=model,
@@ -292,7 +294,7 @@ def _check_arguments(
 
 def _find_guess(validation: ImageDataset | None) -> float | None:
     """Find the accuracy up to which a model is no better than guessing."""
-    if validation is None:
+    if validation is None or validation.is_multilabel:
         return None
     counts = np.bincount(validation.labels)
     return max(float(counts.max() / counts.sum()), min(2 / len(validation.class_names), 0.5))

@@ -36,7 +36,8 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: Mean over the global batch, before the update.
-        correct: Number of images of the global batch whose largest logit is the label's.
+        correct: Number of images of the global batch whose largest logit is the label's, or of
+            which all labels are right.
         grad_norm: Norm of the gradients before clipping.
         finite: False if the loss or a gradient was not finite and nothing was updated. A step in
             float16 whose gradients may become finite with a smaller loss scale counts as finite; it
@@ -66,9 +67,11 @@ class TrainStep:
         loss: Loss instead of the cross-entropy.
         has_teacher: A teacher's logits follow the class probabilities in the targets. See
             `vit.training.teacher`.
+        multilabel: An image may have several labels: the loss is the mean binary cross-entropy.
         label_smoothing: Label smoothing of `torch.nn.functional.cross_entropy`, from 0 to 1.
         class_weights: Factor of a sample's loss for each class; their mean over the training images
-            is 1. None: all classes have the same weight.
+            is 1. None: all classes have the same weight. With several labels an image it is the
+            factor of the loss where an image has the label.
         clip_grad: Largest L2 norm of all gradients together; None doesn't clip.
         grad_accum_steps: Micro-batches of near-equal size that a batch is divided into. Their
             gradients add up to those of the whole batch.
@@ -86,6 +89,7 @@ class TrainStep:
     precision: Precision = "bfloat16"
     loss: Loss | None = None
     has_teacher: bool = False
+    multilabel: bool = False
     label_smoothing: float = 0.0
     class_weights: Float[Tensor, " C"] | None = None
     clip_grad: float | None = None
@@ -151,7 +155,8 @@ class TrainStep:
 
         Args:
             images: Batch of this process.
-            targets: Classes [B] or class probabilities [B, C]; with a teacher, its logits follow.
+            targets: Classes [B], class probabilities [B, C], or which labels an image has [B, C]; with a
+                teacher, its logits follow.
         """
         self.set_schedule_values()
         if self.graphs is None:
@@ -375,6 +380,11 @@ class TrainStep:
                     self.class_weights[targets] if is_label else targets @ self.class_weights
                 )
             loss = loss.mean()
+        elif self.multilabel:
+            smoothed = targets + self.label_smoothing * (0.5 - targets)
+            loss = F.binary_cross_entropy_with_logits(
+                logits.float(), smoothed, pos_weight=self.class_weights
+            )
         else:
             loss = F.cross_entropy(
                 logits.float(),
@@ -385,11 +395,14 @@ class TrainStep:
             )
         # torch's own mean would divide by the sum of the weights. Divided by the number of samples,
         # micro-batches and processes add up to the batch.
-        if self.class_weights is not None and self.loss is None:
+        if self.class_weights is not None and self.loss is None and not self.multilabel:
             loss = loss.mean()
         if self.has_teacher:
             loss = loss + compute_teacher_loss(logits.float(), teacher_logits)
 
+        if self.multilabel:
+            is_right = (logits.detach() > 0) == (targets > 0.5)
+            return loss, is_right.all(dim=1).sum()
         labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
         return loss, (logits.detach().argmax(dim=1) == labels).sum()
 

@@ -33,7 +33,7 @@ from vit.training.identity import RunIdentity
 from vit.training.model_writer import BundleWriter
 from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import LOG_EVERY_STEPS, Observer
-from vit.training.plan import Progress, TrainingPlan, Validation
+from vit.training.plan import Progress, TrainingPlan
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
 from vit.training.validation import ImageValidator
@@ -138,6 +138,11 @@ class Trainer:
                 self.train_batches.close()
                 self._notify(lambda observer: observer.on_end())
         return self.progress
+
+    @property
+    def _accuracy(self) -> str:
+        """Name of the fraction of images that are classified correctly."""
+        return "exact_match" if self.train_step.multilabel else "top1"
 
     def _has_model(self) -> bool:
         """Return whether a model was kept already. With validation images, a model of step 0 has
@@ -260,12 +265,15 @@ class Trainer:
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
+        fields = {"loss": "loss", self._accuracy: "top1", "macro_f1": "macro_f1"}
+        if self.train_step.multilabel:
+            fields["map"] = "map"
         metrics = {
             "epoch": progress.epoch + 1,
             "step": progress.step,
             "train_loss": loss_sum / max(num_finite, 1),
-            "train_top1": num_correct / (progress.step_in_epoch * plan.batch_size),
-            **{f"val_{name}": getattr(validation, name, None) for name in Validation._fields},
+            f"train_{self._accuracy}": num_correct / (progress.step_in_epoch * plan.batch_size),
+            **{f"val_{name}": getattr(validation, field, None) for name, field in fields.items()},
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.train_step.nonfinite_steps),
@@ -422,7 +430,7 @@ class Trainer:
             "epoch": self.progress.epoch + 1,
             "step": step,
             "loss": result.loss,
-            "top1": result.correct / self.plan.batch_size,
+            self._accuracy: result.correct / self.plan.batch_size,
             "gradient_norm": result.grad_norm,
             **self._measure_speed(),
         }

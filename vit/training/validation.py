@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vit.data.dataset import choose_evenly
+from vit.evaluation.label_metrics import LabelScores, compute_label_metrics, score_label_logits
 from vit.evaluation.metrics import Scores, compute_metrics, score_logits
 from vit.prediction.predictor import Predictor, choose_batch_size
 from vit.prediction.probabilities import Float32s, Floats
@@ -118,6 +119,17 @@ def measure(scores: Scores) -> Validation:
     )
 
 
+def measure_labels(scores: LabelScores) -> Validation:
+    """Return the measures by which an epoch is chosen where images have several labels."""
+    metrics = compute_label_metrics(scores)
+    return Validation(
+        loss=metrics["loss"],
+        top1=metrics["exact_match"],
+        macro_f1=metrics["macro_f1"],
+        map=metrics["map"],
+    )
+
+
 def build_predictor(data: TrainingData, model: nn.Module, *, device: torch.device) -> Predictor:
     """Return a predictor of a run's model, under the conditions of the run."""
     return Predictor(
@@ -137,7 +149,7 @@ class ImageValidator:
     Args:
         data: Images of the run, with validation images.
         device: The model's device.
-        held_aside: Logits that outlast the epochs.
+        held_aside: Logits that outlast the epochs; of single classes only.
         last_scores: Scores of the last evaluation.
     """
 
@@ -162,6 +174,8 @@ class ImageValidator:
         logits = predictor.predict(
             lambda start, stop: preprocess.crop(images[start:stop]), count=len(dataset.labels)
         )
+        if dataset.is_multilabel:
+            return measure_labels(score_label_logits(logits, dataset.labels))
         self.last_scores = score_logits(logits, dataset.labels)
         self.held_aside.update(self.last_scores, logits, dataset.digests)
         return measure(self.last_scores)

@@ -37,7 +37,7 @@ from vit.analysis.class_summary.places import (
 )
 from vit.analysis.class_summary.records import ClassSummary, MaskSummary, PatchCluster, Summary
 from vit.analysis.class_summary.shortcuts import find_suspicions, flag_shortcuts, measure_removal
-from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model, require_classes
 from vit.data.images import ImageInputs
 from vit.explanation.best_method import replace_best
 from vit.explanation.explainer import choose_explain_batch_size
@@ -112,6 +112,7 @@ def summarize_classes(
         >>> vit.summarize_classes("runs/photos", "photos/test").summary.flagged
     """
     bundle = open_model(model, device=device)
+    require_classes(bundle, "the class summary")
     if not bundle.class_names:
         raise ValueError("a model without classes has nothing to summarise by class")
     (chosen,) = replace_best(("libra-removal" if method == "auto" else method,), bundle)

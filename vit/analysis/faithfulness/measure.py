@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark
 from vit.analysis.faithfulness.result import FaithfulnessResult, write_best_method
-from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
+from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model, require_classes
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, match_classes, open_data
 from vit.explanation.explainer import choose_explain_batch_size
@@ -98,6 +98,7 @@ def measure_faithfulness(
     # a wrong name is reported before the model is loaded
     find_methods(names)
     bundle = open_model(model, device=device, random_weights=random_weights)
+    require_classes(bundle, "the faithfulness benchmark")
     source = open_data(bundle, data, root, dataset, class_names).split(split)
     batch_size = batch_size or choose_explain_batch_size(
         bundle.preprocess.image_size, bundle.device

@@ -82,7 +82,7 @@ def find_folder(request: Request) -> SourceSplits:
 
     # a table counts where the folders don't say which classes there are
     others = list_other_tables(path)
-    is_named = request.labels != LabelRule()
+    is_named = request.labels._replace(task=None) != LabelRule()
     if others and (is_named or not has_classes(path)):
         tables, reasons = guess_tables(path, request.labels)
         if tables:

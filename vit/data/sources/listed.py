@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vit.data.class_names import check_labels, number_labels, sort_class_names
+import numpy as np
+
+from vit.data.class_names import check_classes, check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, SourceSplits
+from vit.data.label_sets import describe_untrained, mark_labels
 from vit.data.sources.base import FileReader, count_suffixes
 
 
@@ -16,13 +19,13 @@ class ListedImage(NamedTuple):
 
     Attributes:
         path: Path of the file, relative to the root.
-        label: Name of its class.
+        label: Name of its class; or the names of its labels, if an image may have several.
         split: "train", "validation" or "test".
         group: Images of one group stay in one split; None: the image is a group of its own.
     """
 
     path: str
-    label: str
+    label: str | tuple[str, ...]
     split: str = "train"
     group: str | None = None
 
@@ -58,9 +61,23 @@ def find_listed(
     by_split: dict[str, list[ListedImage]] = {}
     for image in images:
         by_split.setdefault(image.split, []).append(image)
-    labels = {split: [image.label for image in listed] for split, listed in by_split.items()}
-    class_names = sort_class_names(image.label for image in images)
-    check_labels(labels, class_names, request.classes, origin=origin)
+    notes = list(notes)
+    label_of = [image.label for image in images]
+    numbers: dict[str, np.ndarray] = {}
+    if any(isinstance(label, tuple) for label in label_of):
+        class_names = sort_class_names(name for label in label_of for name in label)
+        check_classes(class_names, origin=origin)
+        for split, listed in by_split.items():
+            numbers[split] = mark_labels((image.label for image in listed), class_names)
+        notes += describe_untrained(numbers, class_names)
+    else:
+        names = {
+            split: [str(image.label) for image in listed] for split, listed in by_split.items()
+        }
+        class_names = sort_class_names(map(str, label_of))
+        check_labels(names, class_names, request.classes, origin=origin)
+        for split, own_names in names.items():
+            numbers[split] = number_labels(own_names, class_names)
     has_groups = any(image.group is not None for image in images)
 
     def load(split: str) -> ImageDataset:
@@ -69,7 +86,7 @@ def find_listed(
         dataset = ImageDataset(
             name=name,
             class_names=class_names,
-            labels=number_labels(labels[split], class_names),
+            labels=numbers[split],
             ids=paths,
             groups=groups,
             reader=FileReader(root, paths),

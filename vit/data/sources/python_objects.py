@@ -15,7 +15,9 @@ from vit.data.class_names import check_classes, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, SourceSplits
 from vit.data.duplicates import hash_pixels
 from vit.data.images import DeepImage, list_images
+from vit.data.label_sets import read_label_sets
 from vit.data.python_images import (
+    as_list,
     convert_pixels,
     find_class_names,
     is_pixels,
@@ -57,6 +59,7 @@ def find_python_objects(
     *,
     split: str = "train",
     numbered_classes: Sequence[str] | None = None,
+    task: str | None = None,
 ) -> SourceSplits:
     """Find the splits of images passed from Python.
 
@@ -69,6 +72,7 @@ def find_python_objects(
         split: Name of the split of a data set that isn't a pair.
         numbered_classes: Names for integer labels if there are no other names; None for "class 0"
             and so on.
+        task: See `LabelRule`.
 
     Raises:
         ValueError: The images or labels are of another type, or the validation images have other
@@ -90,7 +94,11 @@ def find_python_objects(
         names = class_names or find_class_names(part)
         if "train" in datasets:
             names = names or datasets["train"].class_names
-        datasets[name] = read_map_style(part, name, names, numbered_classes=numbered_classes)
+        datasets[name] = read_map_style(
+            part, name, names, numbered_classes=numbered_classes, task=task
+        )
+        if "train" in datasets and task is None:
+            task = "multilabel" if datasets["train"].is_multilabel else "classes"
         # a model that is evaluated knows its classes already
         if name == "train" and numbered_classes is None:
             datasets[name] = _check_training_images(datasets[name])
@@ -113,6 +121,7 @@ def read_map_style(
     class_names: Sequence[str] | None,
     *,
     numbered_classes: Sequence[str] | None = None,
+    task: str | None = None,
 ) -> ImageDataset:
     """Read each image and label of one split once, see `find_python_objects`."""
     if isinstance(dataset, tuple) and len(dataset) == 2:
@@ -136,6 +145,23 @@ def read_map_style(
         _check_scale(dataset)
     if not labels:
         raise ValueError("dataset holds no images; pass at least one")
+    several = read_label_sets(
+        [as_list(label) for label in labels],
+        class_names=class_names or numbered_classes,
+        task=task,
+    )
+    reader = DatasetReader(dataset, np.arange(len(labels)), digests)
+    ids = [f"{split}/{index:06d}" for index in range(len(labels))]
+    if several is not None:
+        marks, own_names = several
+        return ImageDataset(
+            name=FROM_PYTHON,
+            split=split,
+            class_names=own_names,
+            labels=marks,
+            ids=ids,
+            reader=reader,
+        )
     plain_labels, num_classes = read_labels(labels)
     if num_classes is not None:
         known = class_names or numbered_classes
@@ -152,20 +178,21 @@ def read_map_style(
         split=split,
         class_names=names,
         labels=numbers,
-        ids=[f"{split}/{index:06d}" for index in range(len(numbers))],
-        reader=DatasetReader(dataset, np.arange(len(numbers)), digests),
+        ids=ids,
+        reader=reader,
     )
 
 
 def _check_training_images(images: ImageDataset) -> ImageDataset:
     """Note the classes without a training image. Raises ValueError for fewer than two classes."""
-    counts = np.bincount(images.labels, minlength=len(images.class_names))
+    counts = images.class_counts.tolist()
     used = [name for name, count in zip(images.class_names, counts, strict=True) if count]
     check_classes(used, origin="dataset")
     unused = [name for name in images.class_names if name not in used]
     if not unused:
         return images
-    note = f"no training image has the class {shorten(', '.join(unused))}; leave it out"
+    word = "label" if images.is_multilabel else "class"
+    note = f"no training image has the {word} {shorten(', '.join(unused))}; leave it out"
     return replace(images, notes=(*images.notes, f"{note} of class_names"))
 
 

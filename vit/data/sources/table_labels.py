@@ -1,17 +1,118 @@
-"""Labels of a table's rows: those that are missing, spelled in two ways or several in one are
-found before a model is trained on them."""
+"""Labels of a table's rows: one class or several labels, and those that are missing or spelled in
+two ways."""
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from vit.data.class_names import find_alike
+from vit.data.label_sets import are_several
 from vit.runtime.arguments import shorten
 
 _MISSING = ("nan", "none", "null", "n/a", "na", "#n/a", "#na", "nil", "?", "-", "--", "missing")
-# characters between several labels in one value; refused where each of them is a class
+# characters between several labels in one value
 _SEPARATORS = "|;,+&/"
+# those of them that the names of classes rarely hold
+_SURE_SEPARATORS = "|;,"
+_TASK_HINT = "data.task=multilabel takes them as several labels"
+
+
+class Cells(NamedTuple):
+    """The labels of a table's rows as they are written.
+
+    Attributes:
+        paths: The image of each row, as it is written.
+        values: A value of the column of labels; or a tuple, the columns that are 1.
+    """
+
+    paths: Sequence[str]
+    values: Sequence[Any]
+
+
+def finds_several(cells: Cells, task: str | None, guesses: list[str]) -> bool:
+    """Decide whether an image may have several labels, and add the reason to the guesses.
+
+    Args:
+        cells: The rows of all tables of a data set.
+        task: "classes" or "multilabel" if the user says so; None: by the labels themselves. Then a
+            tenth of the images must have several labels, or none where there is a column for each;
+            a few are taken for mistakes.
+        guesses: Gets a phrase.
+    """
+    if task is not None:
+        return task == "multilabel"
+    values = cells.values
+    texts = [value for value in values if isinstance(value, str)]
+    counts = Counter(texts)
+    reason = ""
+    if any(isinstance(value, tuple) for value in values):
+        num_others = sum(len(value) != 1 for value in values)
+        reason = "several or none of the columns are 1 in {} rows"
+    elif num_others := sum(_parse_list(value) is not None for value in values):
+        reason = "lists of labels in {} rows"
+    elif separator := _find_separator(counts):
+        num_others = sum(separator in text for text in texts)
+        reason = f"labels with {separator!r} between them in {{}} rows"
+    else:
+        pairs = {(path, str(value)) for path, value in zip(cells.paths, values, strict=True)}
+        images = Counter(path for path, _ in pairs)
+        num_others = sum(count > 1 for count in images.values())
+        reason = "rows with different labels for {} images"
+        values = list(images)
+    if not are_several(num_others, len(values)):
+        return False
+    guesses.append(f"several labels an image ({reason.format(f'{num_others:,}')})")
+    return True
+
+
+def _find_separator(counts: Counter[str]) -> str:
+    """Find the separator of several labels in one value; empty if there is none for sure.
+
+    The labels between them are classes of other images, or are common to several values.
+    """
+    for separator in _SURE_SEPARATORS:
+        joined = [label for label in counts if separator in label]
+        parts_of = [[part.strip() for part in label.split(separator)] for label in joined]
+        are_classes = any(all(part in counts for part in parts) for parts in parts_of)
+        common = Counter(part for parts in parts_of for part in set(parts))
+        is_shared = separator != "," and len(joined) > 2 and max(common.values()) > 1
+        if are_classes or is_shared:
+            return separator
+    return ""
+
+
+def _parse_list(value: Any) -> list[Any] | None:
+    """Read a list of labels, also from the text of one: "['cat', 'dog']"; None for anything else."""
+    if isinstance(value, str) and re.fullmatch(r"[\[({].*[\])}]", value):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval(value)
+        if isinstance(value, str):
+            value = [part.strip(" '\"") for part in value[1:-1].split(",")]
+    if isinstance(value, list | tuple | set) and all(isinstance(each, str | int) for each in value):
+        return list(value)
+    return None
+
+
+def split_labels(values: Sequence[Any]) -> list[tuple[str, ...] | None]:
+    """Return the labels in each value, without repetitions; None for a value that holds no labels.
+
+    Args:
+        values: See `Cells`.
+    """
+    texts = [value for value in values if isinstance(value, str) and _parse_list(value) is None]
+    separator = next((each for each in _SEPARATORS if any(each in text for text in texts)), None)
+    found: list[tuple[str, ...] | None] = []
+    for value in values:
+        parts = _parse_list(value)
+        if parts is None and (value is None or isinstance(value, str | int)):
+            text = "" if value is None else str(value)
+            parts = [part.strip() for part in text.split(separator)] if separator else [text]
+        names = None if parts is None else [str(part) for part in parts if part not in ("", None)]
+        found.append(None if names is None else tuple(dict.fromkeys(names)))
+    return found
 
 
 def tidy_numbers(labels: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
@@ -55,7 +156,7 @@ def check_several(labels: Sequence[str], *, origin: str) -> list[str]:
         total = sum(counts[label] for label in several)
         raise ValueError(
             f"{origin}: {total:,} images have several labels, such as {shorten(several[0], 60)!r}; "
-            "an image has one class: keep one label, or leave these images out"
+            f"keep one label, leave these images out, or {_TASK_HINT}"
         )
     notes = []
     doubtful = [label for label in counts if is_joined(label, (" ", " and "))]
@@ -72,7 +173,7 @@ def check_several(labels: Sequence[str], *, origin: str) -> list[str]:
         is_common &= separator != " " or len(parts_of) < len(joined)
         if is_common and sum(count > 1 for count in parts_of.values()) > 1:
             text = f"{len(joined)} classes hold {separator!r}, such as {shorten(joined[0], 60)!r}"
-            notes.append(f"{text}: if these are several labels, keep one of them for each image")
+            notes.append(f"{text}: if these are several labels, {_TASK_HINT}")
     return notes
 
 

@@ -22,7 +22,14 @@ from vit.data.sources.base import (
 )
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
 from vit.data.sources.table_columns import choose_columns, is_true
-from vit.data.sources.table_labels import check_several, find_oddities, tidy_numbers
+from vit.data.sources.table_labels import (
+    Cells,
+    check_several,
+    find_oddities,
+    finds_several,
+    split_labels,
+    tidy_numbers,
+)
 from vit.data.sources.table_paths import FileFinder, find_table_split
 from vit.data.sources.table_text import (
     TEXT_SUFFIXES,
@@ -30,7 +37,7 @@ from vit.data.sources.table_text import (
     count_known,
     read_table_file,
 )
-from vit.runtime.arguments import shorten
+from vit.runtime.arguments import as_tuple, shorten
 
 # files that are the table of their folder, whatever else is there
 _METADATA = ("metadata.csv", "metadata.jsonl", "_classes.csv")
@@ -134,8 +141,19 @@ def find_tables(
     if len(tables) > 1:
         for reader in readers:
             reader.find_split()
-    rows = [row for reader in readers for row in reader.read_rows(root, request.allow_outside)]
-    images, num_doubled = _leave_out_doubles(rows, problems)
+    for reader in readers:
+        reader.read_cells()
+    cells = Cells(
+        [path for reader in readers for path in reader.list_paths()],
+        [value for reader in readers for value in reader.values],
+    )
+    several = finds_several(cells, request.labels.task, readers[0].table.guesses)
+    rows = [
+        row
+        for reader in readers
+        for row in reader.read_rows(root, request.allow_outside, several=several)
+    ]
+    images, num_doubled = _join_doubles(rows, problems)
     origin = str(tables[0])
     ways = [
         f"{os.path.relpath(reader.table.path, root)}: {', '.join(reader.table.guesses)}"
@@ -144,10 +162,12 @@ def find_tables(
     ]
     problems.report(ways)
 
-    labels = [image.label for image in images]
     notes = [note for reader in readers for note in reader.table.notes]
-    notes += check_several(labels, origin=origin) + find_oddities(labels)
-    if num_doubled:
+    labels = [name for image in images for name in as_tuple(image.label)]
+    if not several and request.labels.task is None:
+        notes += check_several(labels, origin=origin)
+    notes += find_oddities(labels)
+    if num_doubled and not several:
         ways.append(f"{num_doubled:,} rows listed an image again, with the same label")
     unused = count_unlisted(root, (image.path for image in images), lists=tables)
     others = _count_other_splits(root, images)
@@ -193,8 +213,8 @@ class _Row(NamedTuple):
     place: str
 
 
-def _leave_out_doubles(rows: Sequence[_Row], problems: _Problems) -> tuple[list[ListedImage], int]:
-    """Leave out rows that list an image again.
+def _join_doubles(rows: Sequence[_Row], problems: _Problems) -> tuple[list[ListedImage], int]:
+    """Leave out rows that list an image again. Several labels of an image may be in several rows.
 
     Returns:
         The images, and the number of rows that were left out.
@@ -203,16 +223,23 @@ def _leave_out_doubles(rows: Sequence[_Row], problems: _Problems) -> tuple[list[
     seen: dict[str, _Row] = {}
     for row in rows:
         image = row.image
-        first, table, line, _ = seen.setdefault(image.path, row)
+        first, table, line, _ = known = seen.setdefault(image.path, row)
         name = f"{shorten(image.path, 60)} was already listed in {table.name} line {line}"
-        if first.label != image.label:
-            labels = f"{shorten(image.label, 30)!r} here, {shorten(first.label, 30)!r} there"
-            text = f"{name} ({labels})"
-            problems.add(row.table, row.line, text, "keep one label for each image")
-        elif first.split != image.split:
+        if first.split != image.split:
             text = f"{name} ({image.split} here, {first.split} there)"
             problems.add(row.table, row.line, text, "keep each image in one split")
+        elif isinstance(first.label, tuple):
+            names = tuple(dict.fromkeys((*first.label, *image.label)))
+            seen[image.path] = known._replace(image=first._replace(label=names))
+        elif first.label != image.label:
+            labels = f"{_quote(image.label)} here, {_quote(first.label)} there"
+            remedy = "keep one label for each image, or set data.task=multilabel"
+            problems.add(row.table, row.line, f"{name} ({labels})", remedy)
     return [row.image for row in seen.values()], len(rows) - len(seen)
+
+
+def _quote(label: object) -> str:
+    return repr(shorten(str(label), 30))
 
 
 class _Problems:
@@ -266,6 +293,8 @@ class _TableReader:
         # true if the table says which split an image is in
         self.names_splits = self._columns.split is not None
         self._split = "train"
+        # labels of each row as they are written, see `Cells`; empty before `read_cells`
+        self.values: Sequence[Any] = ()
 
     def list_paths(self) -> list[str]:
         """List the values of the column of paths."""
@@ -278,8 +307,9 @@ class _TableReader:
             self.names_splits = True
             self._split = split
 
-    def read_rows(self, root: Path, allow_outside: bool) -> list[_Row]:
-        """Read the rows. Wrong ones are left out and added to the problems."""
+    def read_rows(self, root: Path, allow_outside: bool, *, several: bool) -> list[_Row]:
+        """Read the rows, each with one class or `several` labels. Wrong ones are left out and added
+        to the problems."""
         table, columns = self.table, self._columns
         self.finder.learn(self.list_paths())
         self.finder.guesses.clear()
@@ -289,7 +319,7 @@ class _TableReader:
             self._add(line, f"{text} ({shorten(','.join(fields), 60)})", f"write {header}")
 
         rows = []
-        labels = self._read_labels()
+        labels = self._read_sets() if several else self._read_classes()
         for (line, fields), label in zip(table.rows, labels, strict=True):
             own_split = self._read_split(line, fields)
             value = fields[columns.path]
@@ -349,24 +379,40 @@ class _TableReader:
         self._add(line, text, remedy)
         return None
 
-    def _read_labels(self) -> list[str | None]:
-        """Read the class of each row, None for a wrong one."""
+    def read_cells(self) -> None:
+        """Read the labels as they are written into `values`."""
         table, places = self.table, self._columns.classes
-        if len(places) > 1:
-            return [self._read_flags(line, fields) for line, fields in table.rows]
-        values, phrase = tidy_numbers(table.values(places[0]))
-        table.guesses += phrase
-        for (line, _), value in zip(table.rows, values, strict=True):
-            if not is_label(value):
-                text = f"label {shorten(repr(value), 60)} is neither a text nor a whole number"
-                self._add(line, text, "give each image one class")
-        return [str(value) if is_label(value) else None for value in values]
+        if len(places) == 1:
+            self.values, phrase = tidy_numbers(table.values(places[0]))
+            table.guesses += phrase
+        else:
+            self.values = [
+                tuple(table.columns[place] for place in places if is_true(fields[place]))
+                for _, fields in table.rows
+            ]
 
-    def _read_flags(self, line: int, fields: Sequence[Any]) -> str | None:
-        places = self._columns.classes
-        classes = [self.table.columns[place] for place in places if is_true(fields[place])]
-        if len(classes) == 1:
-            return classes[0]
-        text = f"{shorten(' and '.join(classes), 60)} are 1" if classes else "no class is 1"
-        self._add(line, text, "an image has one class: keep one, or leave the image out")
-        return None
+    def _read_sets(self) -> list[tuple[str, ...] | None]:
+        """Read the labels of each row, None for a wrong one."""
+        labels = split_labels(self.values)
+        for (line, _), value, found in zip(self.table.rows, self.values, labels, strict=True):
+            if found is None:
+                text = f"{shorten(repr(value), 60)} is not a list of labels"
+                self._add(line, text, "write names, with | between them")
+        return labels
+
+    def _read_classes(self) -> list[str | None]:
+        """Read the class of each row, None for a wrong one."""
+        labels: list[str | None] = []
+        for (line, _), value in zip(self.table.rows, self.values, strict=True):
+            if isinstance(value, tuple) and len(value) != 1:
+                text = f"{shorten(' and '.join(value), 60)} are 1" if value else "no class is 1"
+                remedy = "an image has one class: keep one, leave the image out, or set"
+                self._add(line, text, f"{remedy} data.task=multilabel")
+                labels.append(None)
+                continue
+            label = value[0] if isinstance(value, tuple) else value
+            if not is_label(label):
+                text = f"label {shorten(repr(label), 60)} is neither a text nor a whole number"
+                self._add(line, text, "give each image one class")
+            labels.append(str(label) if is_label(label) else None)
+        return labels

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model, require_classes
 from vit.data.open import open_for_model
 from vit.deploy.export.onnx_file import check_packages, export_onnx
 from vit.deploy.export.python_formats import export_huggingface, export_timm
@@ -74,6 +74,7 @@ def export_model(
             f"--precision and --attention are options of --format onnx, not of {format}"
         )
     bundle = open_model(model, device="cpu")
+    require_classes(bundle, "the export")
     # the exporters know the layers of this project alone
     if not isinstance(bundle.model, VisionTransformer):
         bundle = replace(bundle, model=load_timm(bundle.model))

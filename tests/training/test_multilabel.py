@@ -1,0 +1,140 @@
+"""Training with several labels an image: the loss, exact resume, evaluation and prediction."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vit
+from vit.evaluation.label_result import LabelEvaluationResult
+from vit.training.result import TrainingResult
+from vit.training.train_step import TrainStep
+
+NAMES = ("bird", "cat", "dog")
+NUM_IMAGES = 48
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (NUM_IMAGES, 8, 8, 3), dtype=np.uint8)
+MARKS = RNG.random((NUM_IMAGES, 3)) < (0.2, 0.5, 0.7)
+# the label "cat" is a red image, so that there is something to learn
+PIXELS[MARKS[:, 1], :, :, 0] //= 4
+CONFIG: dict[str, Any] = {
+    "data": {"image_size": 8},
+    "augment": {"mixup": 0.2, "cutmix": 1.0},
+    "model": {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2},
+    "optimizer": {"lr": 0.01},
+    "train": {
+        "epochs": 4, "batch_size": 8, "device": "cpu", "label_smoothing": 0.1, "ema_decay": 0.9,
+        "class_balance": "weights",
+    },
+}  # fmt: skip
+
+
+def build_step(**options: Any) -> TrainStep:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    return TrainStep(
+        model, optimizer, lambda step: 1.0, precision="float32", multilabel=True, **options
+    )
+
+
+def test_the_loss_is_the_weighted_binary_cross_entropy_of_smoothed_labels() -> None:
+    images = torch.randn(6, 3, 2, 2, generator=torch.manual_seed(1))
+    targets = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0.3, 0, 0.7], [0, 0, 1]])
+    weights = torch.tensor([4.0, 1.0, 0.5])
+    losses = []
+    for num_parts in (1, 3):
+        step = build_step(label_smoothing=0.1, class_weights=weights, grad_accum_steps=num_parts)
+        result = step(images, targets)
+        logits = step.model(images).double()
+        smoothed = (0.9 * targets + 0.05).double()
+        expected = -(
+            weights * smoothed * F.logsigmoid(logits) + (1 - smoothed) * F.logsigmoid(-logits)
+        ).mean()
+        assert float(result.loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+        is_right = ((logits > 0) == (targets > 0.5)).all(dim=1)
+        assert int(result.correct) == int(is_right.sum())
+        losses.append(float(result.loss))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    return vit.train(
+        CONFIG,
+        dataset=(PIXELS, MARKS),
+        class_names=NAMES,
+        output=tmp_path_factory.mktemp("run") / "r",
+    )
+
+
+def test_a_run_is_measured_by_average_precision(run: Any) -> None:
+    last = run.metrics[-1]
+    assert {"train_exact_match", "val_exact_match", "val_map", "val_macro_f1"} <= last.keys()
+    assert "val_top1" not in last
+    assert run.best_map == max(epoch["val_map"] for epoch in run.metrics)
+    assert run.best_top1 is None
+    assert run.bundle.is_multilabel
+    with pytest.raises(ValueError, match="select_by=map is for several labels"):
+        vit.train(
+            {**CONFIG, "train": {**CONFIG["train"], "select_by": "map"}},
+            dataset=(PIXELS, MARKS.argmax(axis=1)),
+            output=run.directory.parent / "classes",
+        )
+
+
+def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
+    result = vit.evaluate(run.bundle, dataset=(PIXELS, MARKS))
+    assert isinstance(result, LabelEvaluationResult)
+    result.save(tmp_path / "evaluation")
+    values = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert values["task"] == "multilabel"
+    assert [row["support"] for row in values["per_label"]] == MARKS.sum(axis=0).tolist()
+    rows = (tmp_path / "evaluation" / "predictions.csv").read_text().splitlines()
+    assert rows[0].endswith("probability of bird,probability of cat,probability of dog")
+    assert len(rows) == NUM_IMAGES + 1
+    written = np.array([row.split(",")[-3:] for row in rows[1:]], dtype=float)
+    assert (written == result.scores.probabilities).all()
+    assert "| cat |" in (tmp_path / "evaluation" / "evaluation.md").read_text()
+    # the probabilities of `vit.predict` are those of the evaluation
+    predicted = vit.predict(run.bundle, list(PIXELS[:4])).predictions
+    for index, prediction in enumerate(predicted):
+        by_name = {name: probability for _, name, probability in prediction.classes}
+        expected = dict(zip(NAMES, written[index], strict=True))
+        assert by_name == pytest.approx(expected, abs=1e-6)
+        assert set(prediction.labels or ()) == {name for name in NAMES if expected[name] >= 0.5}
+    with pytest.raises(ValueError, match="are not several an image: pass rows of 0 and 1, or"):
+        vit.evaluate(run.bundle, dataset=(PIXELS, [NAMES[i % 3] for i in range(NUM_IMAGES)]))
+
+
+@pytest.mark.parametrize("function", ["explain", "export_model", "summarize_classes"])
+def test_other_commands_say_what_they_cannot_do(run: Any, tmp_path: Path, function: str) -> None:
+    options: dict[str, Any] = {"images": PIXELS[:2]} if function == "explain" else {}
+    if function == "export_model":
+        options = {"output": tmp_path / "model.onnx"}
+    call = getattr(vit, function, None)
+    if call is None:
+        pytest.skip(f"there is no vit.{function}")
+    with pytest.raises(ValueError, match="for models of one class an image, and this one predicts"):
+        call(run.bundle, **options)
+
+
+def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> None:
+    class Stop(vit.Observer):
+        def on_step(self, metrics: dict[str, Any]) -> bool:
+            return bool(metrics["step"] == 7)
+
+    arguments: dict[str, Any] = {
+        "dataset": (PIXELS, MARKS),
+        "class_names": NAMES,
+        "output": tmp_path / "r",
+    }
+    vit.train(CONFIG, callbacks=[Stop()], **arguments)
+    resumed = vit.train(CONFIG, resume=True, **arguments)
+    assert resumed.steps == run.steps
+    assert resumed.model_path.read_bytes() == run.model_path.read_bytes()

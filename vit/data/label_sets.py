@@ -1,0 +1,166 @@
+"""Several labels an image: their sets, and how splits are stratified over them."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vit.runtime.arguments import shorten
+
+# Images with several labels, or none, from which a set isn't one of classes with a few mistakes: a
+# fraction of all, and a number.
+_MIN_SEVERAL = 0.1
+_MIN_IMAGES = 3
+# images below which a set of labels is put together with others that have its rarest label
+_FEW = 10
+
+
+def count_labels(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """Count the images of each class, or with each label, int64 [C].
+
+    Args:
+        labels: Class of each image, int64 [n], or which labels it has, bool [n, C].
+        num_classes: C.
+    """
+    if labels.ndim == 2:
+        counts: np.ndarray = labels.sum(axis=0)
+        return counts
+    return np.bincount(labels, minlength=num_classes)
+
+
+def mark_labels(label_sets: Iterable[Iterable[str]], class_names: Sequence[str]) -> np.ndarray:
+    """Return which labels each image has, bool [n, C].
+
+    Args:
+        label_sets: Names of the labels of each image.
+        class_names: All labels, in the order of the columns.
+    """
+    places = {name: place for place, name in enumerate(class_names)}
+    rows = [[places[label] for label in labels] for labels in label_sets]
+    marks = np.zeros((len(rows), len(class_names)), dtype=bool)
+    for mark, row in zip(marks, rows, strict=True):
+        mark[row] = True
+    return marks
+
+
+def number_label_sets(labels: np.ndarray) -> np.ndarray:
+    """Number the sets of labels, so that splits are stratified over them.
+
+    A set that few images have counts as its rarest label: otherwise no split but training would get
+    any of the many rare combinations.
+
+    Args:
+        labels: Which labels each image has, bool [n, C].
+
+    Returns:
+        int64 [n], numbers from 0 without gaps.
+    """
+    _, numbers, counts = np.unique(labels, axis=0, return_inverse=True, return_counts=True)
+    numbers = numbers.reshape(-1)
+    # the rarest label of each image; an image without labels has C
+    totals = np.where(labels, labels.sum(axis=0), len(labels) + 1)
+    rarest = np.where(labels.any(axis=1), totals.argmin(axis=1), labels.shape[1])
+    is_rare = counts[numbers] < _FEW
+    numbers[is_rare] = len(counts) + rarest[is_rare]
+    strata: np.ndarray = np.unique(numbers, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return strata
+
+
+def describe_label_sets(labels: np.ndarray) -> str:
+    """Describe how many labels the images have: "3 labels, 1.4 an image, 12 % with none"."""
+    without = 1 - labels.any(axis=1).mean()
+    return (
+        f"several labels an image: {labels.shape[1]} labels, {labels.sum(axis=1).mean():.1f} an image,"
+        f" {100 * without:.0f} % with none"
+    )
+
+
+def describe_untrained(labels: Mapping[str, np.ndarray], class_names: Sequence[str]) -> list[str]:
+    """Write a sentence about labels that are in a split and not in training.
+
+    Args:
+        labels: Split → which labels each image has, bool [n, C].
+        class_names: Name of each label.
+    """
+    if "train" not in labels:
+        return []
+    untrained = np.flatnonzero(~labels["train"].any(axis=0)).tolist()
+    lacking = [class_names[place] for place in untrained]
+    if not lacking:
+        return []
+    text = f"no training image has the label {shorten(', '.join(lacking))}"
+    return [f"{text}; add some, or leave it out with data.classes"]
+
+
+def are_several(num_others: int, count: int) -> bool:
+    """Decide whether images have several labels, or one class with a few mistakes.
+
+    Args:
+        num_others: Images that have several labels, or none where a class would be marked.
+        count: All images.
+    """
+    return num_others >= max(_MIN_SEVERAL * count, _MIN_IMAGES)
+
+
+def read_label_sets(
+    values: Sequence[Any], *, class_names: Sequence[str] | None, task: str | None
+) -> tuple[np.ndarray, tuple[str, ...]] | None:
+    """Read labels from Python where an image may have several.
+
+    Args:
+        values: For each image a row of 0 and 1 with a number for each label, or a list of names or
+            of whole numbers from 0.
+        class_names: Names of the labels; None for "class 0" and so on, or the names in the lists.
+        task: See `vit.data.dataset.LabelRule`.
+
+    Returns:
+        Which labels each image has, bool [n, C], and their names; None if each image has one class.
+
+    Raises:
+        ValueError: `task` is "multilabel", and the labels are neither; or a label has no name.
+    """
+    if task == "classes":
+        return None
+    lists = [list(value) for value in values if isinstance(value, Collection | np.ndarray)]
+    are_names = all(isinstance(value, str) for each in lists for value in each)
+    if len(lists) < len(values) or any(isinstance(value, str | bytes) for value in values):
+        lists = []
+    lengths = {len(each) for each in lists}
+    is_row = lists and len(lengths) == 1 and not are_names
+    is_row = is_row and all(value in (0, 1) for each in lists for value in each)
+    if is_row and lengths != {1}:
+        num_others = sum(sum(each) != 1 for each in lists)
+        names = tuple(class_names or (f"class {place}" for place in range(*lengths)))
+        if len(names) != lengths.pop():
+            return None
+        if task is None and not are_several(num_others, len(lists)):
+            return None
+        return np.array(lists, dtype=bool), names
+    is_list = lists and (are_names or all(_is_index(value) for each in lists for value in each))
+    if not is_list or (task is None and lengths == {1}):
+        if task == "multilabel":
+            raise ValueError(
+                "the labels of dataset are not several an image: pass rows of 0 and 1, or lists of"
+                f" names, instead of {shorten(repr(values[0]))}"
+            )
+        return None
+    if not are_names:
+        num_classes = 1 + max((int(value) for each in lists for value in each), default=0)
+        known = tuple(class_names or (f"class {place}" for place in range(num_classes)))
+        if num_classes > len(known):
+            text = f"the label {num_classes - 1} of dataset is not one of {len(known)} names"
+            raise ValueError(f"{text}; name each label")
+        lists = [[known[int(value)] for value in each] for each in lists]
+        return mark_labels(lists, known), known
+    used = {name for each in lists for name in each}
+    # the model's order, if it knows all labels
+    names = tuple(class_names or sorted(used))
+    if unknown := used - set(names):
+        text = f"the label {min(unknown)!r} of dataset is not one of {shorten(', '.join(names))}"
+        raise ValueError(f"{text}; name each label")
+    return mark_labels(lists, names), names
+
+
+def _is_index(value: Any) -> bool:
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_number and int(value) >= 0

@@ -1,0 +1,338 @@
+"""Metrics of a model whose images may have several labels: average precision, area under the ROC
+curve and F1 of each label, and their averages, with 95 % intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit, stdtrit
+
+from vit.evaluation.clusters import TAIL, compute_clustered_interval, number_clusters
+from vit.evaluation.intervals import bound_sum
+from vit.evaluation.metrics import NUM_BINS, find_bins
+from vit.prediction.labels import THRESHOLD
+from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
+
+# Parts of the images, of whole groups, that are left out in turn for the variance of a metric.
+_NUM_PARTS = 50
+# metrics whose errors add up over the images
+_RATES = ("map", "map_micro", "roc_auc", "macro_f1", "micro_f1", "image_f1")
+
+
+@dataclass(frozen=True, eq=False)
+class LabelScores:
+    """What each of n images contributes to the metrics of C labels.
+
+    Attributes:
+        labels: Which labels each image has, [n, C].
+        probabilities: Probability of each label, [n, C].
+        loss: Binary cross-entropy, mean over the labels, nats, [n].
+    """
+
+    labels: Bools
+    probabilities: Floats
+    loss: Floats
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def predicted(self) -> Bools:
+        """The labels that are predicted, [n, C]."""
+        return self.probabilities >= THRESHOLD
+
+    @property
+    def correct(self) -> Bools:
+        """True for an image of which all labels are right, [n]."""
+        correct: Bools = (self.predicted == self.labels).all(axis=1)
+        return correct
+
+    def subset(self, chosen: Bools | Ints) -> LabelScores:
+        """Return the scores of some images."""
+        return replace(
+            self,
+            labels=self.labels[chosen],
+            probabilities=self.probabilities[chosen],
+            loss=self.loss[chosen],
+        )
+
+
+def score_label_logits(logits: Float32s, labels: Bools, *, temperature: float = 1.0) -> LabelScores:
+    """Score logits against labels.
+
+    Args:
+        logits: [n, C].
+        labels: Which labels each image has, [n, C].
+        temperature: Probabilities are sigmoid(logits / temperature).
+
+    Raises:
+        ValueError: The logits hold NaN.
+    """
+    scaled = logits.astype(np.float64) / temperature
+    num_wrong = int(np.isnan(scaled).any(axis=1).sum())
+    if num_wrong:
+        raise ValueError(
+            f"{num_wrong:,} of {len(logits):,} images have NaN among their logits; leave them out, or"
+            " compute the logits in float32"
+        )
+    # log(1 + exp(−z)) where the label is there, log(1 + exp(z)) where it isn't
+    losses = np.logaddexp(0, np.where(labels, -scaled, scaled))
+    return LabelScores(labels, expit(scaled), losses.mean(axis=1))
+
+
+def compute_label_metrics(scores: LabelScores) -> dict[str, float]:
+    """Compute the metrics by name.
+
+    Macro averages are over the labels that some image has; of the area under the ROC curve, over
+    those that some image has and another one lacks. An image without a label that gets none counts
+    as right. Metrics without such labels are NaN.
+    """
+    rates = _compute_rates(scores, np.ones((1, len(scores))))
+    return {
+        **{name: float(values[0]) for name, values in rates.items()},
+        "exact_match": float(scores.correct.mean()),
+        "loss": float(scores.loss.mean()),
+        "ece": _compute_ece(scores),
+    }
+
+
+def _compute_ece(scores: LabelScores) -> float:
+    """Compute the calibration error of all labels together: |mean probability − frequency| in 15
+    bins of equal width, weighted by their numbers of pairs of image and label."""
+    bins = find_bins(scores.probabilities.ravel())
+    gaps = (scores.probabilities - scores.labels).ravel()
+    sums = np.bincount(bins, gaps, minlength=NUM_BINS)
+    return float(np.abs(sums).sum() / gaps.size)
+
+
+def _compute_rates(scores: LabelScores, weights: Floats) -> dict[str, Floats]:
+    """Compute the metrics of `_RATES` for several weights of the images.
+
+    Args:
+        scores: Scores of n images.
+        weights: Weights of the images, [k, n].
+
+    Returns:
+        Name → [k].
+    """
+    labels, predicted = scores.labels, scores.predicted
+    num_labels = labels.shape[1]
+    precisions, areas = (np.full((len(weights), num_labels), np.nan) for _ in range(2))
+    for place in range(num_labels):
+        precisions[:, place], areas[:, place] = _rank(
+            labels[:, place], scores.probabilities[:, place], weights
+        )
+    # numbers of images with the label, with the prediction, and with both, [k, C]
+    support, guessed, hits = (
+        weights @ columns.astype(np.float64) for columns in (labels, predicted, labels & predicted)
+    )
+    f1 = np.where(support > 0, 2 * hits / np.maximum(support + guessed, 1e-12), np.nan)
+    total = support.sum(axis=1) + guessed.sum(axis=1)
+    # of each image, [n]
+    num_both = labels.sum(axis=1) + predicted.sum(axis=1)
+    num_hits = (labels & predicted).sum(axis=1)
+    image_f1 = np.where(num_both > 0, 2 * num_hits / np.maximum(num_both, 1), 1.0)
+    return {
+        "map": _average(precisions),
+        "map_micro": np.concatenate([_rank_all(scores, row) for row in weights]),
+        "roc_auc": _average(areas),
+        "macro_f1": _average(f1),
+        "micro_f1": np.where(total > 0, 2 * hits.sum(axis=1) / np.maximum(total, 1e-12), np.nan),
+        "image_f1": weights @ image_f1 / weights.sum(axis=1),
+    }
+
+
+def _rank_all(scores: LabelScores, weights: Floats) -> Floats:
+    """Compute the average precision of all pairs of image and label together, [1], for weights of
+    the images, [n]."""
+    pairs = np.repeat(weights, scores.labels.shape[1])[None]
+    precision, _ = _rank(scores.labels.ravel(), scores.probabilities.ravel(), pairs)
+    return precision
+
+
+def _average(values: Floats) -> Floats:
+    """Return the mean of each row without NaN; NaN for a row of nothing else."""
+    known = ~np.isnan(values)
+    count = known.sum(axis=1)
+    sums = np.where(known, values, 0.0).sum(axis=1)
+    return np.where(count > 0, sums / np.maximum(count, 1), np.nan)
+
+
+def _rank(labels: Bools, probabilities: Floats, weights: Floats) -> tuple[Floats, Floats]:
+    """Compute the average precision and the area under the ROC curve of one label, as scikit-learn
+    does, for several weights of the images.
+
+    Args:
+        labels: Which images have the label, [n].
+        probabilities: [n].
+        weights: [k, n].
+
+    Returns:
+        Both [k]; NaN where no image has the label, and for the area where every image has it.
+    """
+    order = np.argsort(-probabilities, kind="stable")
+    ranked = probabilities[order]
+    # the last place of each run of equal probabilities, which have no order among them
+    ends = np.flatnonzero(np.append(np.diff(ranked) != 0, True))
+    sorted_weights = weights[:, order]
+    hits = np.cumsum(sorted_weights * labels[order], axis=1)[:, ends]
+    others = np.cumsum(sorted_weights * ~labels[order], axis=1)[:, ends]
+    gained = np.diff(hits, axis=1, prepend=0.0)
+    total, total_others = hits[:, -1], others[:, -1]
+    precision = hits / np.maximum(hits + others, 1e-300)
+    # trapezes: each image without the label, times the fraction of labels that rank above it
+    heights = (hits + np.pad(hits, ((0, 0), (1, 0)))[:, :-1]) / 2
+    area = (heights * np.diff(others, axis=1, prepend=0.0)).sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        average_precision = (gained * precision).sum(axis=1) / total
+        roc_area = area / (total * total_others)
+    return average_precision, np.where(total_others > 0, roc_area, np.nan)
+
+
+@dataclass(frozen=True)
+class LabelMetrics:
+    """Metrics of one label, 0 to 1. Those that need an image with the label are None without one.
+
+    Attributes:
+        average_precision: Average precision.
+        roc_auc: Area under the ROC curve; None also if every image has the label.
+        precision, recall, f1: At the threshold of the probability.
+        support: Number of images that have the label.
+        predicted: Number of images that are predicted to have it.
+        average_precision_interval, roc_auc_interval, precision_interval, recall_interval: 95 %
+            intervals.
+    """
+
+    name: str
+    average_precision: float | None
+    roc_auc: float | None
+    precision: float | None
+    recall: float | None
+    f1: float | None
+    support: int
+    predicted: int
+    average_precision_interval: tuple[float, float]
+    roc_auc_interval: tuple[float, float]
+    precision_interval: tuple[float, float]
+    recall_interval: tuple[float, float]
+
+
+def compute_per_label(
+    scores: LabelScores, class_names: Sequence[str], groups: Sequence[str] | None = None
+) -> list[LabelMetrics]:
+    """Compute the metrics of every label.
+
+    Args:
+        scores: Scores of the images.
+        class_names: Name of each label.
+        groups: Group of each image, which widens the intervals. None: each is its own group.
+    """
+    clusters = number_clusters(groups, len(scores))
+    whole = np.ones((1, len(scores)))
+    parts = _leave_out_parts(clusters)
+    rows = []
+    for place, name in enumerate(class_names):
+        has_label, guessed = scores.labels[:, place], scores.predicted[:, place]
+        is_hit = has_label & guessed
+        support, predicted, hits = (int(mask.sum()) for mask in (has_label, guessed, is_hit))
+        ranked = _rank(has_label, scores.probabilities[:, place], whole)
+        left_out = _rank(has_label, scores.probabilities[:, place], parts)
+        # one more image at the wrong place
+        step = 1 / max(min(support, len(scores) - support), 1)
+        values = [None if np.isnan(value[0]) else float(value[0]) for value in ranked]
+        rows.append(
+            LabelMetrics(
+                name,
+                values[0],
+                values[1],
+                precision=hits / predicted if predicted and support else 0.0 if support else None,
+                recall=hits / support if support else None,
+                f1=2 * hits / (support + predicted) if support else None,
+                support=support,
+                predicted=predicted,
+                average_precision_interval=_bound_rate(values[0], left_out[0], step),
+                roc_auc_interval=_bound_rate(values[1], left_out[1], step),
+                precision_interval=compute_clustered_interval(is_hit[guessed], clusters[guessed]),
+                recall_interval=compute_clustered_interval(is_hit[has_label], clusters[has_label]),
+            )
+        )
+    return rows
+
+
+def compute_label_intervals(
+    scores: LabelScores, groups: Sequence[str] | None = None
+) -> dict[str, tuple[float, float]]:
+    """Compute the 95 % interval of each metric but the calibration error.
+
+    The variance is the jackknife's, over parts of the images that are left out in turn; a part has
+    whole groups. One minus the metric then has a gamma interval, as other sums of errors have, see
+    `vit.evaluation.intervals`.
+
+    Args:
+        scores: Scores of the images.
+        groups: Group of each image. None: each is its own group.
+    """
+    clusters = number_clusters(groups, len(scores))
+    metrics = compute_label_metrics(scores)
+    left_out = _compute_rates(scores, _leave_out_parts(clusters))
+    counts = scores.labels.sum(axis=0)
+    counts = np.minimum(counts, len(scores) - counts)
+    counts = counts[counts > 0]
+    # one more error in the label where it counts most, of all labels
+    step = float((1 / counts).mean() / len(counts)) if len(counts) else 1.0
+    intervals = {
+        name: _bound_rate(metrics[name], left_out[name], max(step, 1 / len(scores)))
+        for name in _RATES
+    }
+    intervals["exact_match"] = compute_clustered_interval(scores.correct, clusters)
+    parts = _leave_out_parts(clusters)
+    losses = parts @ scores.loss / parts.sum(axis=1)
+    largest = max(float(scores.loss.max()), 1e-12) / len(scores)
+    intervals["loss"] = _bound_total(metrics["loss"], losses, largest)
+    return intervals
+
+
+def _leave_out_parts(clusters: Ints) -> NDArray[np.float64]:
+    """Return weights that leave out parts of the images in turn, [k, n]. A part has whole groups, at
+    random."""
+    numbers = np.unique(clusters, return_inverse=True)[1].reshape(-1)
+    num_clusters = int(numbers.max()) + 1
+    num_parts = min(num_clusters, _NUM_PARTS)
+    part_of = np.random.default_rng(0).permutation(num_clusters) % num_parts
+    weights: NDArray[np.float64] = (np.arange(num_parts)[:, None] != part_of[numbers][None]).astype(
+        np.float64
+    )
+    return weights
+
+
+def _bound_rate(value: float | None, left_out: Floats, step: float) -> tuple[float, float]:
+    """Compute the interval of a metric from 0 to 1, whose errors add up.
+
+    Args:
+        value: The metric; None or NaN: nothing is known.
+        left_out: The metric without each part of the images; NaN where it isn't defined.
+        step: What one more error takes from it.
+    """
+    if value is None or np.isnan(value):
+        return 0.0, 1.0
+    # without any success, the jackknife knows nothing about the errors
+    if value == 0:
+        return 0.0, min(_bound_total(0.0, left_out, step)[1], 1.0)
+    low, high = _bound_total(1 - value, 1 - left_out, step)
+    return max(1 - high, 0.0), 1 - low
+
+
+def _bound_total(value: float, left_out: Floats, step: float) -> tuple[float, float]:
+    """Compute the interval of a sum of errors. See `_bound_rate`."""
+    known = left_out[~np.isnan(left_out)]
+    count = len(known)
+    if count < 2:
+        return 0.0, float("inf")
+    variance = (count - 1) / count * float(((known - known.mean()) ** 2).sum())
+    # the variance of few parts is itself uncertain
+    factor = float(stdtrit(count - 1, 1 - TAIL) / stdtrit(1e6, 1 - TAIL))
+    low, high = bound_sum(value, variance=variance * factor**2, step=step)
+    return min(low, value), max(high, value)

@@ -1,0 +1,303 @@
+"""The result of an evaluation on images with several labels, and its files: `evaluation.json`,
+`evaluation.md` and `predictions.csv`."""
+
+import csv
+import html
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from vit.bundle import Bundle
+from vit.data.dataset import printable
+from vit.evaluation.cost import Cost
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap, find_overlap
+from vit.evaluation.label_metrics import (
+    LabelMetrics,
+    LabelScores,
+    compute_label_intervals,
+    compute_label_metrics,
+    compute_per_label,
+)
+from vit.evaluation.result import EVALUATION_FILE, PREDICTIONS_FILE, MetricRow
+from vit.runtime.documents import escape_formula
+from vit.runtime.files import FileContent, Result
+from vit.runtime.numbers import format_interval, format_number, format_percent
+
+# separates the labels of an image in a table
+SEPARATOR = "|"
+
+
+class LabelEvaluation(BaseModel):
+    """The metrics of one model on one set of images with several labels, and the conditions of the
+    measurement. A metric is null where no image has a label that it needs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = 1
+    task: str = "multilabel"
+    map: float | None = Field(
+        title="Mean average precision",
+        description="average precision (area under the precision-recall curve), mean of the labels",
+    )
+    map_micro: float | None = Field(
+        title="Micro average precision",
+        description="average precision of all pairs of image and label together",
+    )
+    roc_auc: float | None = Field(
+        title="ROC AUC", description="area under the ROC curve, mean of the labels"
+    )
+    macro_f1: float | None = Field(title="Macro F1", description="mean F1 of the labels")
+    micro_f1: float | None = Field(
+        title="Micro F1", description="F1 of all pairs of image and label together"
+    )
+    image_f1: float | None = Field(title="F1 by image", description="mean F1 of the images")
+    exact_match: float = Field(
+        title="Exact match", description="fraction of images of which all labels are right"
+    )
+    loss: float = Field(title="Loss", description="mean binary cross-entropy, nats")
+    ece: float = Field(
+        title="Calibration error",
+        description="expected calibration error of all labels over 15 bins of equal width",
+    )
+    # 95 % confidence interval of each metric above but the calibration error
+    intervals: dict[str, tuple[float, float]]
+    # every label of the model, in its order
+    per_label: list[LabelMetrics]
+    # number of evaluated images
+    num_images: int
+    # images that were left out, each with the reason
+    unreadable: list[tuple[str, str]]
+    # null if it isn't known which images were in training
+    duplicates_of_training: TrainTestOverlap | None
+    cost: Cost
+    # name of the data set
+    data: str
+    split: str
+    # facts about these images that a reader should know, in sentences
+    notes: list[str]
+    # hash of the decoded pixels, labels, label names and split
+    fingerprint: str
+    # path or name that the model was loaded from
+    model: str
+    model_sha256: str
+    run_id: str | None = None
+    # hash of the training images
+    training_fingerprint: str | None = None
+    # hash of the training configuration without seed and machine
+    recipe: str | None
+    # seed of the training run
+    seed: int | None
+    # device, precision, batch size, tta (hflip or null), command, time, versions
+    conditions: dict[str, str | None]
+    # not measured for several labels
+    mean_corruption_error: None = None
+
+    def __repr__(self) -> str:
+        """One line, because notebooks show a result that ends a cell."""
+        value = "–" if self.map is None else f"{self.map:.4f}"
+        low, high = self.intervals["map"]
+        return (
+            f"LabelEvaluation({self.num_images} images of {self.data} ({self.split}),"
+            f" map={value} ({low:.4f} to {high:.4f}))"
+        )
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """Return the metrics as a table, for a notebook."""
+        rows = [f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()]
+        headings = "<tr><th>metric<th>value<th>95 % interval"
+        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(rows)}</table>"
+
+    def list_rows(self) -> list[MetricRow]:
+        """Return the metrics as tables for people show them."""
+        rows = []
+        for name in (*self.intervals, "ece"):
+            value = getattr(self, name)
+            interval = self.intervals.get(name)
+            if value is None:
+                shown, bounds = "–", ""
+            elif name in ("loss", "ece"):
+                shown = format_number(value)
+                bounds = "" if interval is None else "–".join(map(format_number, interval))
+            else:
+                assert interval is not None
+                shown = format_percent(value, self.num_images)
+                bounds = format_interval(interval, self.num_images)
+            field = type(self).model_fields[name]
+            rows.append(MetricRow(str(field.title), shown, bounds, str(field.description)))
+        return rows
+
+    def describe_accuracy(self) -> str:
+        """Return the accuracy in a sentence."""
+        count = self.num_images
+        mean = "–" if self.map is None else format_percent(self.map, count)
+        return (
+            f"Of {round(self.exact_match * count):,} of {count:,} images all labels are right. The"
+            f" mean average precision is {mean} (95 % interval"
+            f" {format_interval(self.intervals['map'], count)})."
+        )
+
+    def describe_guessing(self) -> str:
+        """Return the average precision that needs no model in a sentence."""
+        # a random order has the average precision of the label's frequency
+        frequencies = [row.support / self.num_images for row in self.per_label if row.support]
+        guess = float(np.mean(frequencies)) if frequencies else 0.0
+        return f"Guessing would give {format_percent(guess, self.num_images)}."
+
+    def list_warnings(self) -> list[str]:
+        """Return what a reader should know before quoting a metric, in sentences."""
+        warnings = list(self.notes)
+        if self.unreadable:
+            warnings.append(
+                f"{len(self.unreadable)} images could not be read and are not counted, the first:"
+                f" {': '.join(self.unreadable[0])}"
+            )
+        missing = [row.name for row in self.per_label if not row.support]
+        if missing:
+            warnings.append(f"no image has the label {', '.join(missing)}: its metrics are –")
+        overlap = self.duplicates_of_training
+        if overlap is not None and overlap.exact + overlap.near > 0:
+            warnings.append(
+                f"{overlap.exact} of these images were in training, {overlap.near} more are"
+                f" near-duplicates of one that was: {', '.join(overlap.examples[:3])}"
+            )
+        return warnings
+
+
+def measure_labels(
+    bundle: Bundle,
+    images: EvaluationSet,
+    scores: LabelScores,
+    *,
+    cost: Cost,
+    notes: Sequence[str],
+    recipe: str | None,
+    conditions: dict[str, str | None],
+) -> LabelEvaluation:
+    """Compute the evaluation of a model whose images may have several labels.
+
+    Args:
+        bundle: The model.
+        images: The images.
+        scores: Their scores.
+        cost: What the model costs.
+        notes: Facts that a reader should know, in sentences.
+        recipe: Hash of the training's configuration.
+        conditions: Conditions of the measurement.
+    """
+    dataset = images.dataset
+    metrics = compute_label_metrics(scores)
+    known: dict[str, Any] = {
+        name: None if np.isnan(value) else value for name, value in metrics.items()
+    }
+    return LabelEvaluation(
+        **known,
+        intervals=compute_label_intervals(scores, dataset.groups),
+        per_label=compute_per_label(scores, bundle.class_names, dataset.groups),
+        num_images=len(images),
+        unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
+        duplicates_of_training=find_overlap(bundle, images, is_correct=scores.correct),
+        cost=cost,
+        data=dataset.name,
+        split=dataset.split,
+        notes=list(notes),
+        fingerprint=dataset.fingerprint,
+        model=bundle.name,
+        model_sha256=bundle.sha256,
+        run_id=bundle.metadata.get("run_id"),
+        training_fingerprint=bundle.data.get("fingerprint"),
+        recipe=recipe,
+        seed=bundle.config.get("train", {}).get("seed"),
+        conditions=conditions,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class LabelEvaluationResult(Result):
+    """A `LabelEvaluation`, and what each image contributed to it.
+
+    Attributes:
+        evaluation: The metrics and the conditions.
+        scores: Contribution of each image to the metrics.
+        images: The images.
+        bundle: The model.
+        is_main: True in the process that writes files.
+    """
+
+    evaluation: LabelEvaluation
+    scores: LabelScores
+    images: EvaluationSet
+    bundle: Bundle
+    is_main: bool = True
+
+    def __repr__(self) -> str:
+        return f"LabelEvaluationResult{repr(self.evaluation).removeprefix('LabelEvaluation')}"
+
+    def _repr_html_(self) -> str:
+        """Return the metrics as a table, for a notebook."""
+        return self.evaluation._repr_html_()
+
+    def build_files(self) -> dict[str, FileContent]:
+        """Return predictions.csv, evaluation.md and, last, evaluation.json."""
+        values = self.evaluation.model_dump(mode="json")
+        return {
+            PREDICTIONS_FILE: format_label_predictions(
+                self.scores,
+                ids=self.images.ids,
+                class_names=self.bundle.class_names,
+                groups=self.images.groups,
+            ),
+            "evaluation.md": _format_markdown(self.evaluation),
+            EVALUATION_FILE: json.dumps(values, indent=2) + "\n",
+        }
+
+
+def format_label_predictions(
+    scores: LabelScores,
+    *,
+    ids: Sequence[str],
+    class_names: Sequence[str],
+    groups: Sequence[str] | None = None,
+) -> str:
+    """Return the text of predictions.csv: for each image its labels, the predicted ones and the
+    probability of each label, in full precision."""
+    file = io.StringIO()
+    writer = csv.writer(file)
+    names = [escape_formula(name) for name in class_names]
+    header = ["path", "labels", "predicted", "loss"]
+    header += [] if groups is None else ["group"]
+    writer.writerow([*header, *(f"probability of {name}" for name in names)])
+
+    def join(marks: np.ndarray) -> str:
+        return SEPARATOR.join(names[place] for place in np.flatnonzero(marks).tolist())
+
+    for index, image_id in enumerate(ids):
+        row = [escape_formula(image_id), join(scores.labels[index]), join(scores.predicted[index])]
+        row.append(str(float(scores.loss[index])))
+        row += [] if groups is None else [escape_formula(groups[index])]
+        writer.writerow([*row, *scores.probabilities[index].tolist()])
+    return file.getvalue()
+
+
+def _format_markdown(evaluation: LabelEvaluation) -> str:
+    """Return the metrics as tables in Markdown."""
+    count = evaluation.num_images
+    lines = [f"# {count:,} images of {evaluation.data} ({evaluation.split})", ""]
+    lines += [evaluation.describe_accuracy(), ""]
+    lines += [f"- {sentence}" for sentence in evaluation.list_warnings()]
+    lines += ["", "| metric | value | 95 % interval | |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in evaluation.list_rows()]
+    lines += ["", "| label | images | average precision | ROC AUC | precision | recall | F1 |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in evaluation.per_label:
+        values = (row.average_precision, row.roc_auc, row.precision, row.recall, row.f1)
+        cells = ["–" if value is None else format_percent(value, count) for value in values]
+        name = html.escape(row.name).replace("|", "\\|")
+        lines.append(f"| {name} | {row.support:,} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

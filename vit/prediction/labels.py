@@ -1,0 +1,36 @@
+"""Probabilities of classes, or of labels where an image may have several."""
+
+import numpy as np
+from scipy.special import expit, softmax
+
+from vit.bundle import Bundle
+from vit.prediction.probabilities import Float32s, Floats
+
+# probability from which a label counts as predicted
+THRESHOLD = 0.5
+
+
+def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
+    """Compute the probability of each class, or of each label of its own, float64 [n, C].
+
+    Args:
+        bundle: The model, whose temperature divides the logits.
+        logits: [n, C].
+    """
+    scaled = logits.astype(np.float64) / bundle.temperature
+    probabilities: Floats = expit(scaled) if bundle.is_multilabel else softmax(scaled, axis=1)
+    return probabilities
+
+
+def find_labels(bundle: Bundle, probabilities: Floats) -> list[str] | None:
+    """Return the labels that an image is predicted to have, the most probable first; None for a
+    model of one class an image.
+
+    Args:
+        bundle: The model.
+        probabilities: Probability of each label, [C].
+    """
+    if not bundle.is_multilabel:
+        return None
+    order = np.argsort(-probabilities, kind="stable").tolist()
+    return [bundle.class_names[place] for place in order if probabilities[place] >= THRESHOLD]
