@@ -131,7 +131,7 @@ def _compute_rates(scores: LabelScores, weights: Floats) -> dict[str, Floats]:
     )
     f1 = np.where(support > 0, 2 * hits / np.maximum(support + guessed, 1e-12), np.nan)
     total = support.sum(axis=1) + guessed.sum(axis=1)
-    # of each image, [n]
+    # F1 of each image, [n]
     num_both = labels.sum(axis=1) + predicted.sum(axis=1)
     num_hits = (labels & predicted).sum(axis=1)
     image_f1 = np.where(num_both > 0, 2 * num_hits / np.maximum(num_both, 1), 1.0)
