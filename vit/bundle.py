@@ -185,7 +185,7 @@ def require_classes(bundle: Bundle, what: str) -> None:
 
     Args:
         bundle: The model.
-        what: What can't be done with it, such as "vit audit".
+        what: Command or step that isn't for such a model, such as "vit audit".
     """
     if bundle.is_multilabel:
         raise ValueError(

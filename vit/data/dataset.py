@@ -66,7 +66,7 @@ class ImageDataset:
 
     @property
     def class_word(self) -> str:
-        """What `class_names` are called in a sentence."""
+        """Word for the `class_names` in a sentence."""
         return "labels" if self.is_multilabel else "classes"
 
     @property

@@ -24,7 +24,7 @@ _RATES = ("map", "map_micro", "roc_auc", "macro_f1", "micro_f1", "image_f1")
 
 @dataclass(frozen=True, eq=False)
 class LabelScores:
-    """What each of n images contributes to the metrics of C labels.
+    """Contribution of each of n images to the metrics of C labels.
 
     Attributes:
         labels: Which labels each image has, [n, C].
@@ -314,7 +314,7 @@ def _bound_rate(value: float | None, left_out: Floats, step: float) -> tuple[flo
     Args:
         value: The metric; None or NaN: nothing is known.
         left_out: The metric without each part of the images; NaN where it isn't defined.
-        step: What one more error takes from it.
+        step: Change of the metric by one more error.
     """
     if value is None or np.isnan(value):
         return 0.0, 1.0

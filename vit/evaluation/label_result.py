@@ -186,7 +186,7 @@ def measure_labels(
         bundle: The model.
         images: The images.
         scores: Their scores.
-        cost: What the model costs.
+        cost: Cost of the model.
         notes: Facts that a reader should know, in sentences.
         recipe: Hash of the training's configuration.
         conditions: Conditions of the measurement.

@@ -15,7 +15,7 @@ from vit.runtime.arguments import shorten
 _MISSING = ("nan", "none", "null", "n/a", "na", "#n/a", "#na", "nil", "?", "-", "--", "missing")
 # characters between several labels in one value
 _SEPARATORS = "|;,+&/"
-# those of them that the names of classes rarely hold
+# separators that names of classes rarely hold
 _SURE_SEPARATORS = "|;,"
 _TASK_HINT = "data.task=multilabel takes them as several labels"
 
