@@ -8,7 +8,7 @@ RUN ?= runs/digits
 .PHONY: demo test chaos extended oldest-torch lint docs notebooks results soak fuzz wheels clean
 
 demo: $(VENV)/.installed
-	@echo "1. The model of the package answers for four photos. It knows no polar bears:"
+	@echo "1. The model of the package answers for four photos. It knows no crocodiles:"
 	$(BIN)/vit predict imagenette docs/photos --format table
 	$(BIN)/vit explain imagenette docs/photos --output $(RUN)-photos --overwrite
 	@echo "2. A model of your own, of 1,797 scanned digits:"

@@ -37,7 +37,7 @@ def compress(data: dict[str, str]) -> None:
     if len(data.get("image/png", "")) > MAX_PNG:
         with Image.open(io.BytesIO(base64.b64decode(data.pop("image/png")))) as picture:
             file = io.BytesIO()
-            picture.convert("RGB").save(file, "JPEG", quality=80)
+            picture.convert("RGB").save(file, "JPEG", quality=75)
         data["image/jpeg"] = base64.b64encode(file.getvalue()).decode()
 
 

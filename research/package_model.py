@@ -48,7 +48,7 @@ trained. MIT licence, as the code.
 | with mirror images (`--tta hflip`) | {top1_hflip:.1%} |
 | calibration error | {ece:.1%} on the same photos, with the temperature in the file |
 | classes | {classes} |
-| unusual photos | {foreign} photos of other classes and {known_unusual:.1%} of Imagenette's val/ have a p-value of at most 0.05 |
+| called unusual (p-value of at most 0.05) | {foreign} photos of other classes of ImageNet, one of each; {known_unusual:.1%} of Imagenette's val/ |
 | trained | `{command}`, {seconds:.0f} s{note} |
 | teacher | {teacher} |
 | machine | {machine} |
@@ -152,7 +152,7 @@ def halve(content: ModelFile, *, teacher: str) -> ModelFile:
     config["data"] = {**config["data"], "root": None, "cache_dir": None}
     config["train"] = {**config["train"], "teacher": teacher}
     metadata = {**content.metadata, "config": config}
-    return ModelFile(weights, metadata)
+    return ModelFile(weights, metadata, likeness=content.likeness)
 
 
 def add_likeness(content: ModelFile, bundle: Bundle, *, root: Path) -> ModelFile:

@@ -18,7 +18,7 @@ FILE = PRETRAINED_FOLDER / "imagenette.safetensors"
 
 def test_the_packaged_model_is_small_and_without_paths_of_the_machine_that_trained_it() -> None:
     assert list_pretrained() == ["imagenette"]
-    assert FILE.stat().st_size <= 5_000_000
+    assert FILE.stat().st_size <= 6_000_000
     metadata = load_bundle("imagenette").metadata
     assert metadata["config"]["data"]["root"] is None
     assert b"/work/" not in FILE.read_bytes()
@@ -30,13 +30,13 @@ def test_the_packaged_model_computes_in_float32() -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def test_the_example_photos_get_their_classes_and_the_polar_bear_is_unusual(tmp_path: Path) -> None:
+def test_the_example_photos_get_their_classes_and_the_crocodile_is_unusual(tmp_path: Path) -> None:
     predictions = vit.predict("imagenette", PHOTOS, top_k=10).predictions
     for prediction in predictions:
         assert sum(probability for *_, probability in prediction.classes) == pytest.approx(1)
     found = {Path(each.path).stem: (each.classes[0][1].lower(), each.note) for each in predictions}
     # a new model for which it isn't needs another photo of a class that it doesn't know
-    assert found.pop("polar_bear")[1] == "unusual"
+    assert found.pop("marsh_crocodile")[1] == "unusual"
     assert found == {name: (name.replace("_", " "), "") for name in found}
     assert sorted(found) == ["chain_saw", "church", "french_horn"]
     assert [path.name for path in list_example_photos()] == [
