@@ -144,7 +144,12 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     make_run: MakeRun, teacher: Path, tmp_path: Path
 ) -> None:
     mixed = ["augment.mixup=0.4", "augment.cutmix=1.0", "train.class_balance=sampler"]
-    overrides = [f"train.teacher={teacher}", "train.checkpoint_every_steps=2", *mixed]
+    overrides = [
+        f"train.teacher={teacher}",
+        "train.checkpoint_every_steps=2",
+        "train.epochs=2",
+        *mixed,
+    ]
     whole = make_run(tmp_path / "whole", *overrides)
     whole.trainer.train()
     broken = make_run(tmp_path / "broken", *overrides)
@@ -179,6 +184,7 @@ def test_answers_are_computed_once_and_again_when_they_are_damaged(
     assert torch.equal(made_again.logits, first.logits)
 
 
+@pytest.mark.extended
 def test_another_teacher_is_another_run(
     make_run: MakeRun, teacher: Path, tmp_path: Path, save_model: SaveModel
 ) -> None:
