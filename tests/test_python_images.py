@@ -173,7 +173,7 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
     ),
     "too few": (
         lambda r, a, p: vit.measure_faithfulness(r.bundle, num_images=3),
-        "count 3 must be at least 8",
+        "num_images 3 must be at least 8",
     ),
     "images": (lambda r, a, p: vit.predict(r.bundle, 3), "images is an int, not a path"),
     "methods": (

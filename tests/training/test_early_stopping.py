@@ -85,7 +85,7 @@ def test_a_run_without_a_better_model_ends_and_stays_ended(
     metrics = read_metrics(tmp_path)
     assert 3 <= len(metrics) < 40
     ranks = [
-        Validation(*(line[f"val_{name}"] for name in Validation._fields)).rank("top1")
+        Validation(line["val_loss"], line["val_top1"], line["val_macro_f1"]).rank("top1")
         for line in metrics
     ]
     assert ranks.index(max(ranks)) == len(ranks) - 3  # the best, then two that are not

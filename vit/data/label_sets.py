@@ -136,7 +136,8 @@ def read_label_sets(
         if task is None and not are_several(num_others, len(lists)):
             return None
         return np.array(lists, dtype=bool), names
-    is_list = lists and (are_names or all(_is_index(value) for each in lists for value in each))
+    are_indices = all(_are_indices(each) for each in lists)
+    is_list = lists and (are_names or are_indices)
     if not is_list or (task is None and lengths == {1}):
         if task == "multilabel":
             raise ValueError(
@@ -161,6 +162,10 @@ def read_label_sets(
     return mark_labels(lists, names), names
 
 
-def _is_index(value: Any) -> bool:
-    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return is_number and int(value) >= 0
+def _are_indices(values: Sequence[Any]) -> bool:
+    """Return true for whole numbers from 0, each once."""
+    is_right = all(
+        isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 0
+        for value in values
+    )
+    return is_right and len(set(values)) == len(values)

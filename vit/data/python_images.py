@@ -203,7 +203,7 @@ def as_list(label: Any) -> Any:
     """Return a label that is a tensor, an array, a tuple or a set as a list; others as they are."""
     if is_tensor(label):
         label = label.detach().cpu().numpy()
-    if isinstance(label, np.ndarray) and label.ndim == 1:
+    if isinstance(label, np.ndarray) and label.ndim <= 1:
         return label.tolist()
     return list(label) if isinstance(label, list | tuple | set | frozenset) else label
 

@@ -13,6 +13,7 @@ from vit.data import depth
 from vit.model import stem
 from vit.model.model_file import MODEL_FILE
 from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.conformal import MAX_P_UNUSUAL
 from vit.runtime.files import write_atomically, write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -98,11 +99,14 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
 
 
 def write_program(path: Path) -> None:
-    """Write the program of a template, with the code in it that reads images of more than 8 bits."""
+    """Write the program of a template, with the code in it that reads images of more than 8 bits, and
+    the limit of unusual images."""
     code = (TEMPLATES / path.name).read_text(encoding="utf-8")
     line = re.search(r"^from vit\.data\.depth import .*\n", code, re.MULTILINE)
     assert line is not None
     _, _, depth_code = Path(depth.__file__).read_text(encoding="utf-8").partition('"""\n\n')
+    limit = "from vit.prediction.conformal import MAX_P_UNUSUAL\n"
+    code = code.replace(limit, f"\nMAX_P_UNUSUAL = {MAX_P_UNUSUAL}\n")
     write_text(path, code.replace(line[0], depth_code))
 
 

@@ -189,7 +189,9 @@ def find_run(model: str) -> Path | None:
     """Return the run that a model file lies in; None for a model without a file."""
     with suppress(OSError, ValueError):
         return find_model_file(model).parent
-    return None
+    # the file may have been moved since
+    path = Path(model)
+    return path.parent if path.suffix == ".safetensors" else None
 
 
 def load_history(model: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import onnxruntime
 from PIL import Image, ImageOps
 
 from vit.data.depth import guess_range, is_deep, read_values, refuse_dicom, scale_values
+from vit.prediction.conformal import MAX_P_UNUSUAL
 
 
 def read_pixels(path, value_range=None):
@@ -44,10 +45,16 @@ for path in sys.argv[1:]:
         scores = outputs["probabilities"][0]
         order = np.argsort(-scores, kind="stable").tolist()
         best = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in order[:5]]
-        answer = {"path": path, "predictions": best, "prediction_set": None, "p_value": None}
+        answer = {"path": path, "predictions": best, "note": ""}
+        answer |= {"prediction_set": None, "p_value": None}
         if "p_value" in outputs:
-            answer["prediction_set"] = [names[i] for i in order if outputs["prediction_set"][0, i]]
-            answer["p_value"] = float(outputs["p_value"][0])
+            chosen = [names[i] for i in order if outputs["prediction_set"][0, i]]
+            p_value = float(outputs["p_value"][0])
+            answer |= {"prediction_set": chosen, "p_value": p_value}
+            # unlike the training photos, or not one class for sure
+            answer["note"] = "unsure" if len(chosen) != 1 else ""
+            if p_value <= MAX_P_UNUSUAL:
+                answer["note"] = "unusual"
     except Exception as error:  # broken bytes raise nearly any error in Pillow's decoders
         answer = {"path": path, "error": str(error)}
     line = json.dumps(answer, ensure_ascii=False)
