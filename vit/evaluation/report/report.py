@@ -120,7 +120,11 @@ def build_report(result: "EvaluationResult") -> str:
     contrasts = explain_confusions(
         result, training_photos, seconds=min(_MAX_CONTRAST_SECONDS, result.seconds / 3)
     )
-    pictures, drawn, maps_missing = _draw_examples(result, deadline)
+    pictures, drawn, maps_missing = _draw_examples(
+        result,
+        deadline,
+        verify=not contrasts,  # explaining them has verified the model
+    )
     maps = dict(zip(pictures, drawn.maps if drawn else [], strict=False))
     sentences = describe_in_plain_words(result)
     build_section = find_product("report section")
@@ -203,7 +207,9 @@ def load_history(model: str) -> list[dict[str, Any]]:
     return []
 
 
-def draw_maps(bundle: Bundle, pictures: Sequence[Pixels], deadline: float) -> DrawnMaps:
+def draw_maps(
+    bundle: Bundle, pictures: Sequence[Pixels], deadline: float, *, verify: bool = True
+) -> DrawnMaps:
     """Draw maps of the predicted classes over pictures as the model sees them, [H, W, 3].
 
     Maps are drawn until the deadline, at least of the first pictures. They are tested as long as
@@ -213,6 +219,7 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels], deadline: float) -> Dr
         bundle: The model.
         pictures: The pictures, the most important ones first.
         deadline: Time by `read_work_clock`.
+        verify: See `compute_maps`.
 
     Raises:
         ValueError: The model has no map.
@@ -233,7 +240,10 @@ def draw_maps(bundle: Bundle, pictures: Sequence[Pixels], deadline: float) -> Dr
             pixels = np.stack(pictures[first : first + num_at_once])
             batch = copy_to_device(torch.from_numpy(pixels), bundle.device)
             forward, classes, (maps,) = compute_maps(
-                reader, bundle.preprocess.normalize(batch), methods=[method], verify=first == 0
+                reader,
+                bundle.preprocess.normalize(batch),
+                methods=[method],
+                verify=verify and first == 0,
             )
             values = maps.values[:, 0].cpu().numpy()
             drawing = (clock() - start) / len(pixels)
@@ -294,9 +304,14 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
 
 
 def _draw_examples(
-    result: "EvaluationResult", deadline: float
+    result: "EvaluationResult", deadline: float, *, verify: bool
 ) -> tuple[dict[str, str], DrawnMaps | None, str]:
     """Draw the examples.
+
+    Args:
+        result: The evaluation.
+        deadline: Time by `read_work_clock`.
+        verify: See `compute_maps`.
 
     Returns:
         Pictures by path; the maps of the first of them; and why there are none.
@@ -315,7 +330,7 @@ def _draw_examples(
     if not pixels:
         return pictures, None, ""
     try:
-        return pictures, draw_maps(result.bundle, pixels, deadline), ""
+        return pictures, draw_maps(result.bundle, pixels, deadline, verify=verify), ""
     except ValueError as error:
         return pictures, None, str(error)
 
@@ -336,8 +351,8 @@ def _describe_maps(drawn: DrawnMaps, num_pictures: int) -> str:
         text += f" Maps that are nearly even are not drawn ({num_even})."
     if len(verdicts) < num_pictures:
         text += (
-            f" {len(drawn.maps)} maps of {num_pictures} pictures were computed and {len(verdicts)}"
-            " tested, so that they take no longer than the evaluation; vit explain tests all."
+            f" Of {num_pictures} pictures, {len(drawn.maps)} have a map and {len(verdicts)} a tested"
+            " one, so that they take no longer than the evaluation; vit explain tests all."
         )
     return text
 
