@@ -102,6 +102,8 @@ def folder(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).parent
 
 
+# which `vit predict` says of the photographs of more bits
+@pytest.mark.filterwarnings("ignore:16-bit images")
 @pytest.mark.extended
 def test_the_exported_program_predicts_200_photographs_as_vit_does(
     photos: Path, model_file: Path, folder: Path, cli: Launcher

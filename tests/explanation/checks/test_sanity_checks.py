@@ -245,7 +245,7 @@ def test_a_photo_has_the_same_verdict_alone_in_a_folder_and_resumed(tmp_path: Pa
     export = {"output": tmp_path / "maps", "formats": "npz"}
     find_checks(photos[0], **export)
     resumed = find_checks(*photos, resume=True, **export)
-    assert len(together) == len(resumed) + 1 == 3
+    assert len(together) == len(resumed) + 1 == len(photos) == 4
     alone = [check for photo in photos for check in find_checks(photo)]
     for expected, found in [
         *zip(together, alone, strict=True),

@@ -273,7 +273,7 @@ class ModelReader:
             handle.remove()
 
 
-# What was found for a module, with a description of the module and its images. See `ModelReader.keep`.
+# Findings about each module, with a description of it and its images. See `ModelReader.keep`.
 _KEPT: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Mapping[str, Any]]] = WeakKeyDictionary()
 _KEPT_LOCK = threading.Lock()
 
