@@ -106,6 +106,15 @@ def test_a_few_mistakes_in_a_table_of_classes_are_no_labels(folder: Path) -> Non
     assert not open_table(folder, join_rows(rows)).split("all").is_multilabel
 
 
+def test_a_class_in_brackets_is_a_class(folder: Path) -> None:
+    for name in ("(other)", "[other]"):
+        rows = [f"{i:02}.png,{'ab'[i % 2] if i % 4 else name}" for i in range(NUM_IMAGES)]
+        splits = open_table(folder, join_rows(rows), task="classes")
+        assert not splits.split("all").is_multilabel
+    rows = [f"{i:02}.png,{'ab'[i % 2] if i % 4 else '(other)'}" for i in range(NUM_IMAGES)]
+    assert not open_table(folder, join_rows(rows)).split("all").is_multilabel
+
+
 def test_splits_are_stratified_over_label_sets_and_keep_groups(folder: Path) -> None:
     splits = open_table(folder, FORMS["bars"](), test_fraction=0.2, validation_fraction=0.25)
     # 8, 2 and 2 of the 12 images of each set

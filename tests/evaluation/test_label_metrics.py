@@ -108,6 +108,13 @@ def test_perfect_and_useless_predictions_have_intervals() -> None:
         score_label_logits(logits, labels)
 
 
+def test_a_single_image_has_intervals_that_json_can_hold() -> None:
+    scores = score_label_logits(np.array([[2.0, -1.0]], np.float32), np.array([[True, True]]))
+    intervals = compute_label_intervals(scores)
+    assert np.isfinite(list(intervals.values())).all()
+    assert intervals["loss"][1] > compute_label_metrics(scores)["loss"]
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("num_images", "num_labels", "shift", "rate", "num_groups"),

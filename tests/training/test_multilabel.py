@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
@@ -86,6 +87,18 @@ def test_a_run_is_measured_by_average_precision(run: Any) -> None:
             dataset=(PIXELS, MARKS.argmax(axis=1)),
             output=run.directory.parent / "classes",
         )
+
+
+def test_folders_of_classes_are_not_taken_for_several_labels(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for index in range(8):
+            Image.fromarray(PIXELS[index]).save(tmp_path / "photos" / name / f"{index}.png")
+    data = {**CONFIG["data"], "name": "folder", "root": str(tmp_path / "photos")}
+    with pytest.raises(
+        ValueError, match="photos have one class each; list their labels in a table"
+    ):
+        vit.train({**CONFIG, "data": {**data, "task": "multilabel"}}, output=tmp_path / "run")
 
 
 def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
         return
     evaluation = result.evaluation
     rows = [(row.title, row.value, row.interval) for row in evaluation.list_rows()]
-    if evaluation.mean_corruption_error is not None:
-        error = format_percent(evaluation.mean_corruption_error, evaluation.num_images)
-        rows.append(("Mean corruption error", error, ""))
+    # of several labels an image it isn't measured
+    error = getattr(evaluation, "mean_corruption_error", None)
+    if error is not None:
+        rows.append(("Mean corruption error", format_percent(error, evaluation.num_images), ""))
     data = result.images.title or evaluation.data
     title = f"{evaluation.num_images:,} images of {data} ({evaluation.split})"
     table = build_table(rows, ("metric", "value", "95 % interval"), title=title)

@@ -22,7 +22,7 @@ from vit.evaluation.calibration import (
     save_temperature,
     was_used_for_epoch,
 )
-from vit.evaluation.cost import measure_cost
+from vit.evaluation.cost import Cost, measure_cost
 from vit.evaluation.examples import choose_examples
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.intervals import compute_intervals
@@ -37,7 +37,7 @@ from vit.evaluation.metrics import (
 from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.prediction.conformal import measure_sets
 from vit.prediction.predictor import TTA, Predictor
-from vit.prediction.probabilities import Float32s
+from vit.prediction.probabilities import Bools, Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import describe_device
 from vit.runtime.machine import read_work_clock
@@ -268,10 +268,9 @@ def measure_model(
             bundle,
             images,
             label_scores,
-            cost=cost,
-            notes=notes,
-            recipe=_hash_recipe(bundle.config),
-            conditions=_describe_conditions(predictor),
+            _describe_measurement(
+                bundle, images, predictor, is_correct=label_scores.correct, cost=cost, notes=notes
+            ),
         )
         return LabelEvaluationResult(
             measured, label_scores, images, bundle, is_main=process.is_main
@@ -285,9 +284,6 @@ def measure_model(
         reliability=compute_reliability(scores),
         calibration=measure_calibration(bundle, logits, images.labels),
         prediction_sets=measure_sets(bundle, logits, images.labels),
-        num_images=len(images),
-        unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
-        duplicates_of_training=find_overlap(bundle, images, is_correct=scores.correct),
         examples=choose_examples(
             logits,
             scores,
@@ -298,20 +294,41 @@ def measure_model(
         ),
         corruptions=accuracies,
         mean_corruption_error=corruption_error,
-        cost=cost,
-        data=dataset.name,
-        split=dataset.split,
-        notes=list(notes),
-        fingerprint=dataset.fingerprint,
-        model=bundle.name,
-        model_sha256=bundle.sha256,
-        run_id=bundle.metadata.get("run_id"),
-        training_fingerprint=bundle.data.get("fingerprint"),
-        recipe=_hash_recipe(bundle.config),
-        seed=bundle.config.get("train", {}).get("seed"),
-        conditions=_describe_conditions(predictor),
+        **_describe_measurement(
+            bundle, images, predictor, is_correct=scores.correct, cost=cost, notes=notes
+        ),
     )
     return EvaluationResult(evaluation, scores, images, bundle, is_main=process.is_main)
+
+
+def _describe_measurement(
+    bundle: Bundle,
+    images: EvaluationSet,
+    predictor: Predictor,
+    *,
+    is_correct: Bools,
+    cost: Cost,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Return what every evaluation records besides its metrics, by the name of the field."""
+    dataset = images.dataset
+    return {
+        "num_images": len(images),
+        "unreadable": [(printable(name), printable(reason)) for name, reason in dataset.unreadable],
+        "duplicates_of_training": find_overlap(bundle, images, is_correct=is_correct),
+        "cost": cost,
+        "data": dataset.name,
+        "split": dataset.split,
+        "notes": list(notes),
+        "fingerprint": dataset.fingerprint,
+        "model": bundle.name,
+        "model_sha256": bundle.sha256,
+        "run_id": bundle.metadata.get("run_id"),
+        "training_fingerprint": bundle.data.get("fingerprint"),
+        "recipe": _hash_recipe(bundle.config),
+        "seed": bundle.config.get("train", {}).get("seed"),
+        "conditions": _describe_conditions(predictor),
+    }
 
 
 def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> Float32s:

@@ -137,7 +137,7 @@ def _compute_rates(scores: LabelScores, weights: Floats) -> dict[str, Floats]:
     image_f1 = np.where(num_both > 0, 2 * num_hits / np.maximum(num_both, 1), 1.0)
     return {
         "map": _average(precisions),
-        "map_micro": np.concatenate([_rank_all(scores, row) for row in weights]),
+        "map_micro": np.array([_rank_all(scores, row) for row in weights]),
         "roc_auc": _average(areas),
         "macro_f1": _average(f1),
         "micro_f1": np.where(total > 0, 2 * hits.sum(axis=1) / np.maximum(total, 1e-12), np.nan),
@@ -145,12 +145,12 @@ def _compute_rates(scores: LabelScores, weights: Floats) -> dict[str, Floats]:
     }
 
 
-def _rank_all(scores: LabelScores, weights: Floats) -> Floats:
-    """Compute the average precision of all pairs of image and label together, [1], for weights of
-    the images, [n]."""
+def _rank_all(scores: LabelScores, weights: Floats) -> float:
+    """Compute the average precision of all pairs of image and label together, for weights of the
+    images, [n]."""
     pairs = np.repeat(weights, scores.labels.shape[1])[None]
     precision, _ = _rank(scores.labels.ravel(), scores.probabilities.ravel(), pairs)
-    return precision
+    return float(precision[0])
 
 
 def _average(values: Floats) -> Floats:
@@ -297,9 +297,11 @@ def compute_label_intervals(
 
 def _leave_out_parts(clusters: Ints) -> NDArray[np.float64]:
     """Return weights that leave out parts of the images in turn, [k, n]. A part has whole groups, at
-    random."""
+    random; of a single group there are none."""
     numbers = np.unique(clusters, return_inverse=True)[1].reshape(-1)
     num_clusters = int(numbers.max()) + 1
+    if num_clusters == 1:
+        return np.zeros((0, len(clusters)))
     num_parts = min(num_clusters, _NUM_PARTS)
     part_of = np.random.default_rng(0).permutation(num_clusters) % num_parts
     weights: NDArray[np.float64] = (np.arange(num_parts)[:, None] != part_of[numbers][None]).astype(
@@ -328,10 +330,11 @@ def _bound_rate(value: float | None, left_out: Floats, step: float) -> tuple[flo
 def _bound_total(value: float, left_out: Floats, step: float) -> tuple[float, float]:
     """Compute the interval of a sum of errors. See `_bound_rate`."""
     known = left_out[~np.isnan(left_out)]
-    count = len(known)
-    if count < 2:
-        return 0.0, float("inf")
-    variance = (count - 1) / count * float(((known - known.mean()) ** 2).sum())
+    # a single image or group doesn't tell its variance: it counts as two that differ by the value
+    count = max(len(known), 2)
+    variance = value**2
+    if len(known) > 1:
+        variance = (count - 1) / count * float(((known - known.mean()) ** 2).sum())
     # the variance of few parts is itself uncertain
     factor = float(stdtrit(count - 1, 1 - TAIL) / stdtrit(1e6, 1 - TAIL))
     low, high = bound_sum(value, variance=variance * factor**2, step=step)

@@ -5,7 +5,7 @@ import csv
 import html
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
-from vit.data.dataset import printable
 from vit.evaluation.cost import Cost
-from vit.evaluation.images import EvaluationSet, TrainTestOverlap, find_overlap
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.label_metrics import (
     LabelMetrics,
     LabelScores,
@@ -23,7 +22,7 @@ from vit.evaluation.label_metrics import (
     compute_label_metrics,
     compute_per_label,
 )
-from vit.evaluation.result import EVALUATION_FILE, PREDICTIONS_FILE, MetricRow
+from vit.evaluation.result import EVALUATION_FILE, PREDICTIONS_FILE, MetricRow, render_rows
 from vit.runtime.documents import escape_formula
 from vit.runtime.files import FileContent, Result
 from vit.runtime.numbers import format_interval, format_number, format_percent
@@ -94,8 +93,6 @@ class LabelEvaluation(BaseModel):
     seed: int | None
     # device, precision, batch size, tta (hflip or null), command, time, versions
     conditions: dict[str, str | None]
-    # not measured for several labels
-    mean_corruption_error: None = None
 
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
@@ -110,9 +107,7 @@ class LabelEvaluation(BaseModel):
 
     def _repr_html_(self) -> str:
         """Return the metrics as a table, for a notebook."""
-        rows = [f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()]
-        headings = "<tr><th>metric<th>value<th>95 % interval"
-        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(rows)}</table>"
+        return render_rows(repr(self), self.list_rows())
 
     def list_rows(self) -> list[MetricRow]:
         """Return the metrics as tables for people show them."""
@@ -174,11 +169,7 @@ def measure_labels(
     bundle: Bundle,
     images: EvaluationSet,
     scores: LabelScores,
-    *,
-    cost: Cost,
-    notes: Sequence[str],
-    recipe: str | None,
-    conditions: dict[str, str | None],
+    shared: Mapping[str, Any],
 ) -> LabelEvaluation:
     """Compute the evaluation of a model whose images may have several labels.
 
@@ -186,10 +177,7 @@ def measure_labels(
         bundle: The model.
         images: The images.
         scores: Their scores.
-        cost: Cost of the model.
-        notes: Facts that a reader should know, in sentences.
-        recipe: Hash of the training's configuration.
-        conditions: Conditions of the measurement.
+        shared: Fields that every evaluation has, besides its metrics.
     """
     dataset = images.dataset
     metrics = compute_label_metrics(scores)
@@ -200,21 +188,7 @@ def measure_labels(
         **known,
         intervals=compute_label_intervals(scores, dataset.groups),
         per_label=compute_per_label(scores, bundle.class_names, dataset.groups),
-        num_images=len(images),
-        unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
-        duplicates_of_training=find_overlap(bundle, images, is_correct=scores.correct),
-        cost=cost,
-        data=dataset.name,
-        split=dataset.split,
-        notes=list(notes),
-        fingerprint=dataset.fingerprint,
-        model=bundle.name,
-        model_sha256=bundle.sha256,
-        run_id=bundle.metadata.get("run_id"),
-        training_fingerprint=bundle.data.get("fingerprint"),
-        recipe=recipe,
-        seed=bundle.config.get("train", {}).get("seed"),
-        conditions=conditions,
+        **shared,
     )
 
 

@@ -50,6 +50,13 @@ class MetricRow(NamedTuple):
     about: str
 
 
+def render_rows(title: str, rows: Sequence[MetricRow]) -> str:
+    """Return metrics as a table in HTML, for a notebook."""
+    cells = [f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in rows]
+    headings = "<tr><th>metric<th>value<th>95 % interval"
+    return f"<p>{html.escape(title)}<table>{headings}{''.join(cells)}</table>"
+
+
 class Evaluation(BaseModel):
     """The metrics of one model on one set of images, and the conditions of the measurement."""
 
@@ -141,9 +148,7 @@ class Evaluation(BaseModel):
 
     def _repr_html_(self) -> str:
         """Return the metrics as a table, for a notebook."""
-        rows = [f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()]
-        headings = "<tr><th>metric<th>value<th>95 % interval"
-        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(rows)}</table>"
+        return render_rows(repr(self), self.list_rows())
 
     def list_rows(self) -> list[MetricRow]:
         """Return the metrics as tables for people show them."""

@@ -160,6 +160,11 @@ def build_data(
     data = config.data
     preprocess = pretrained or Preprocess(data.size)
     train = splits.split("train")
+    if data.task == "multilabel" and not train.is_multilabel:
+        raise ValueError(
+            f"data.task=multilabel, and the images of {splits.title or splits.name} have one class each;"
+            " list their labels in a table (docs/guides/data.md), or leave it out"
+        )
     weights = None
     if class_weights is not None:
         weights = _list_class_weights(config, train, class_weights)

@@ -51,8 +51,10 @@ def finds_several(cells: Cells, task: str | None, guesses: list[str]) -> bool:
     if any(isinstance(value, tuple) for value in values):
         num_others = sum(len(value) != 1 for value in values)
         reason = "several or none of the columns are 1 in {} rows"
-    elif num_others := sum(_parse_list(value) is not None for value in values):
-        reason = "lists of labels in {} rows"
+    elif lists := [found for value in values if (found := _parse_list(value)) is not None]:
+        # lists of one label may be a class in brackets, such as "[other]"
+        num_others = sum(len(found) != 1 for found in lists)
+        reason = "lists of several labels or none in {} rows"
     elif separator := _find_separator(counts):
         num_others = sum(separator in text for text in texts)
         reason = f"labels with {separator!r} between them in {{}} rows"
@@ -86,7 +88,7 @@ def _find_separator(counts: Counter[str]) -> str:
 
 def _parse_list(value: Any) -> list[Any] | None:
     """Read a list of labels, also from the text of one: "['cat', 'dog']"; None for anything else."""
-    if isinstance(value, str) and re.fullmatch(r"[\[({].*[\])}]", value):
+    if isinstance(value, str) and re.fullmatch(r"\[.*\]|\{.*\}", value):
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = ast.literal_eval(value)
         if isinstance(value, str):
