@@ -24,7 +24,7 @@ def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
         return
     evaluation = result.evaluation
     rows = [(row.title, row.value, row.interval) for row in evaluation.list_rows()]
-    # of several labels an image it isn't measured
+    # it is measured for models of one class an image alone
     error = getattr(evaluation, "mean_corruption_error", None)
     if error is not None:
         rows.append(("Mean corruption error", format_percent(error, evaluation.num_images), ""))
