@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import vit
 from vit.evaluation.label_result import LabelEvaluationResult
+from vit.evaluation.result import load_evaluation
 from vit.training.result import TrainingResult
 from vit.training.train_step import TrainStep
 
@@ -94,11 +95,18 @@ def test_folders_of_classes_are_not_taken_for_several_labels(tmp_path: Path) -> 
         (tmp_path / "photos" / name).mkdir(parents=True)
         for index in range(8):
             Image.fromarray(PIXELS[index]).save(tmp_path / "photos" / name / f"{index}.png")
+    table = tmp_path / "photos" / "labels.csv"
+    rows = [f"a/{index}.png,{'x|y' if index % 2 else 'x'}" for index in range(8)]
     data = {**CONFIG["data"], "name": "folder", "root": str(tmp_path / "photos")}
     with pytest.raises(
         ValueError, match="photos have one class each; list their labels in a table"
     ):
         vit.train({**CONFIG, "data": {**data, "task": "multilabel"}}, output=tmp_path / "run")
+    table.write_text("\n".join(["path,labels", *rows]))
+    with pytest.raises(
+        ValueError, match="begins with a linear probe of one class an image, and these"
+    ):
+        vit.train(table, init="imagenette", output=tmp_path / "probe")
 
 
 def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
@@ -107,6 +115,8 @@ def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
     result.save(tmp_path / "evaluation")
     values = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert values["task"] == "multilabel"
+    with pytest.raises(ValueError, match="is of images with several labels; name an evaluation of"):
+        load_evaluation(tmp_path / "evaluation" / "evaluation.json")
     assert [row["support"] for row in values["per_label"]] == MARKS.sum(axis=0).tolist()
     rows = (tmp_path / "evaluation" / "predictions.csv").read_text().splitlines()
     assert rows[0].endswith("probability of bird,probability of cat,probability of dog")

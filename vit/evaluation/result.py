@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vit.bundle import MODEL_FILE, Bundle
+from vit.bundle import MODEL_FILE, MULTILABEL, Bundle
 from vit.evaluation.calibration import Calibration, save_temperature
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
@@ -318,11 +318,14 @@ def load_evaluation(path: Path) -> Evaluation:
         ValueError: The file is damaged or from another version.
     """
     try:
-        return check_schema(Evaluation, read_json(path), origin="it")
+        values = read_json(path)
+        if not (isinstance(values, dict) and values.get("task") == MULTILABEL):
+            return check_schema(Evaluation, values, origin="it")
     except ValueError as error:
         raise ValueError(
             f"{path} is not an evaluation of this version: {error}; evaluate again"
         ) from None
+    raise ValueError(f"{path} is of images with several labels; name an evaluation of classes")
 
 
 def find_evaluation(model: str, sha256: str) -> Evaluation | None:

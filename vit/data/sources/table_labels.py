@@ -73,14 +73,18 @@ def finds_several(cells: Cells, task: str | None, guesses: list[str]) -> bool:
 def _find_separator(counts: Counter[str]) -> str:
     """Find the separator of several labels in one value; empty if there is none for sure.
 
-    The labels between them are classes of other images, or are common to several values.
+    The labels between them are classes of other images, all of one value or, for separators that
+    names hardly hold, any of them; or they are common to several values.
     """
     for separator in _SURE_SEPARATORS:
         joined = [label for label in counts if separator in label]
         parts_of = [[part.strip() for part in label.split(separator)] for label in joined]
         are_classes = any(all(part in counts for part in parts) for parts in parts_of)
         common = Counter(part for parts in parts_of for part in set(parts))
-        is_shared = separator != "," and len(joined) > 2 and max(common.values()) > 1
+        # names of classes hold a comma now and then, and hardly ever the others
+        is_shared = separator != "," and any(
+            part in counts or (len(joined) > 2 and count > 1) for part, count in common.items()
+        )
         if are_classes or is_shared:
             return separator
     return ""
