@@ -176,6 +176,12 @@ class Bundle:
         """Divisor of the logits before the softmax; 1 unless it was fitted on validation images."""
         return float(self.metadata.get("temperature", 1.0))
 
+    @property
+    def operating_point(self) -> Values:
+        """Thresholds that decide what is predicted, the rule they were chosen by and the number of
+        images they were chosen on (`vit.prediction.decision`); empty without one."""
+        return self.metadata.get("operating_point") or {}
+
 
 ModelLike = str | Path | Bundle | nn.Module
 

@@ -42,13 +42,13 @@ def test_folders_have_names_that_no_file_system_refuses() -> None:
 
 def test_a_photo_goes_where_its_answer_says(sorter: PhotoSorter, tmp_path: Path) -> None:
     photo = tmp_path / "a.jpg"
-    assert sorter.choose_folder(predict(photo, "class 1")) == "class 1"
-    assert sorter.choose_folder(predict(photo, "class 1", p_value=None)) == "class 1"
-    assert sorter.choose_folder(predict(photo, "class 1", "class 0")) == "unsure"
-    assert sorter.choose_folder(predict(photo)) == "unsure"
-    assert sorter.choose_folder(predict(photo, "class 1", p_value=0.05)) == "unusual"
+    assert sorter.choose_folders(predict(photo, "class 1")) == ["class 1"]
+    assert sorter.choose_folders(predict(photo, "class 1", p_value=None)) == ["class 1"]
+    assert sorter.choose_folders(predict(photo, "class 1", "class 0")) == ["unsure"]
+    assert sorter.choose_folders(predict(photo)) == ["unsure"]
+    assert sorter.choose_folders(predict(photo, "class 1", p_value=0.05)) == ["unusual"]
     # the one threshold, whatever the coverage
-    assert sorter.choose_folder(predict(photo, "class 1", p_value=0.06)) == "class 1"
+    assert sorter.choose_folders(predict(photo, "class 1", p_value=0.06)) == ["class 1"]
 
 
 def test_nothing_is_overwritten(sorter: PhotoSorter, tmp_path: Path) -> None:

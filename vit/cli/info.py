@@ -117,6 +117,7 @@ def _describe_run(source: str, metadata: Mapping[str, Any]) -> dict[str, object]
 def _describe_answers(bundle: "Bundle") -> dict[str, object]:
     """Describe temperature, prediction sets and features."""
     from vit.prediction.conformal import describe_limits
+    from vit.prediction.decision import describe_decision
 
     shown: dict[str, object] = {}
     conformal = bundle.metadata.get("conformal") or {}
@@ -135,6 +136,8 @@ def _describe_answers(bundle: "Bundle") -> dict[str, object]:
         fitted_on = bundle.metadata.get("temperature_fitted_on", {})
         images = "".join(f", {key} {_describe_value(value)}" for key, value in fitted_on.items())
         shown["temperature"] = f"{bundle.temperature:.4f}{images}"
+    if decision := describe_decision(bundle):
+        shown["decision"] = decision
     return shown
 
 

@@ -36,6 +36,7 @@ from vit.evaluation.metrics import (
 )
 from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.prediction.conformal import measure_sets
+from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
 from vit.prediction.predictor import TTA, Predictor
 from vit.prediction.probabilities import Bools, Float32s
 from vit.runtime.arguments import check_arguments, check_choice
@@ -164,6 +165,7 @@ def evaluate(
         if calibrate:
             calibrated, sentence = _calibrate(bundle, predictor, validation[0], in_place=in_place)
             notes.append(sentence)
+        notes += filter(None, [describe_decision(calibrated)])
         result = measure_model(
             calibrated,
             images,
@@ -262,7 +264,10 @@ def measure_model(
 
     if bundle.is_multilabel:
         label_scores = score_label_logits(
-            logits, images.labels.astype(bool), temperature=bundle.temperature
+            logits,
+            images.labels.astype(bool),
+            temperature=bundle.temperature,
+            thresholds=read_thresholds(bundle),
         )
         measured = measure_labels(
             bundle,
@@ -275,7 +280,12 @@ def measure_model(
         return LabelEvaluationResult(
             measured, label_scores, images, bundle, is_main=process.is_main
         )
-    scores = score_logits(logits, images.labels, temperature=bundle.temperature)
+    scores = score_logits(
+        logits,
+        images.labels,
+        temperature=bundle.temperature,
+        threshold=read_class_threshold(bundle),
+    )
     dataset = images.dataset
     evaluation = Evaluation(
         **compute_metrics(scores),

@@ -13,7 +13,7 @@ from scipy.special import expit, stdtrit
 from vit.evaluation.clusters import TAIL, compute_clustered_interval, number_clusters
 from vit.evaluation.intervals import bound_sum
 from vit.evaluation.metrics import NUM_BINS, find_bins
-from vit.prediction.labels import THRESHOLD
+from vit.prediction.decision import THRESHOLD
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 
 # Parts of the images, of whole groups, that are left out in turn for the variance of a metric.
@@ -30,11 +30,13 @@ class LabelScores:
         labels: Which labels each image has, [n, C].
         probabilities: Probability of each label, [n, C].
         loss: Binary cross-entropy, mean over the labels, nats, [n].
+        thresholds: Probability from which a label is predicted, of each, [C], or of all.
     """
 
     labels: Bools
     probabilities: Floats
     loss: Floats
+    thresholds: Floats | float = THRESHOLD
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -42,7 +44,7 @@ class LabelScores:
     @property
     def predicted(self) -> Bools:
         """The labels that are predicted, [n, C]."""
-        return self.probabilities >= THRESHOLD
+        return np.greater_equal(self.probabilities, self.thresholds)
 
     @property
     def correct(self) -> Bools:
@@ -60,13 +62,20 @@ class LabelScores:
         )
 
 
-def score_label_logits(logits: Float32s, labels: Bools, *, temperature: float = 1.0) -> LabelScores:
+def score_label_logits(
+    logits: Float32s,
+    labels: Bools,
+    *,
+    temperature: float = 1.0,
+    thresholds: Floats | float = THRESHOLD,
+) -> LabelScores:
     """Score logits against labels.
 
     Args:
         logits: [n, C].
         labels: Which labels each image has, [n, C].
         temperature: Probabilities are sigmoid(logits / temperature).
+        thresholds: See `LabelScores`.
 
     Raises:
         ValueError: The logits hold NaN.
@@ -80,7 +89,7 @@ def score_label_logits(logits: Float32s, labels: Bools, *, temperature: float = 
         )
     # log(1 + exp(−z)) where the label is there, log(1 + exp(z)) where it isn't
     losses = np.logaddexp(0, np.where(labels, -scaled, scaled))
-    return LabelScores(labels, expit(scaled), losses.mean(axis=1))
+    return LabelScores(labels, expit(scaled), losses.mean(axis=1), thresholds)
 
 
 def compute_label_metrics(scores: LabelScores) -> dict[str, float]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vit.evaluation.clusters import compute_clustered_interval, number_clusters
+from vit.prediction.decision import ClassThreshold
 from vit.prediction.probabilities import (
     Bools,
     Float32s,
@@ -35,7 +36,7 @@ class Scores:
         nll: Cross-entropy with the temperature, nats.
         brier: Squared difference of probabilities and one-hot label, summed over classes, 0…2.
         rank: Number of classes ahead of the label, 0 if the prediction is correct. Of equal logits
-            the first class is ahead.
+            the first class is ahead, and the predicted class is ahead of all.
         num_classes: Number of classes.
         temperature: Temperature of the probabilities.
     """
@@ -79,13 +80,20 @@ class Bin:
     accuracy: float
 
 
-def score_logits(logits: Float32s, labels: Ints, *, temperature: float = 1.0) -> Scores:
+def score_logits(
+    logits: Float32s,
+    labels: Ints,
+    *,
+    temperature: float = 1.0,
+    threshold: ClassThreshold | None = None,
+) -> Scores:
     """Score logits against labels.
 
     Args:
         logits: [n, C].
         labels: [n], 0…C-1.
         temperature: Probabilities are softmax(logits / temperature).
+        threshold: The operating point. None: the class of the highest logit is predicted.
     """
     chunks = []
     for rows in chunk_rows(logits):
@@ -99,6 +107,11 @@ def score_logits(logits: Float32s, labels: Ints, *, temperature: float = 1.0) ->
         is_later_class = np.arange(chunk.shape[1]) >= labels[rows, None]
         is_behind = (chunk < label_logits) | ((chunk == label_logits) & is_later_class)
         predicted = chunk.argmax(axis=1)
+        rank = chunk.shape[1] - is_behind.sum(axis=1)
+        if threshold is not None:
+            predicted = threshold.decide(probabilities)
+            was_ahead = ~is_behind[at_label[0], predicted]
+            rank = np.where(predicted == labels[rows], 0, rank + 1 - was_ahead)
         chunks.append(
             {
                 "predicted": predicted,
@@ -108,7 +121,7 @@ def score_logits(logits: Float32s, labels: Ints, *, temperature: float = 1.0) ->
                 "nll": -log_probabilities[at_label],
                 # sum over classes of (p - y)^2, with y one at the label
                 "brier": (probabilities**2).sum(axis=1) - 2 * probabilities[at_label] + 1,
-                "rank": chunk.shape[1] - is_behind.sum(axis=1),
+                "rank": rank,
             }
         )
     columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}

@@ -40,6 +40,7 @@ _FITTED_TO_WEIGHTS = (
     "temperature_fitted_on",
     "out_of_fold_temperature",
     "conformal",
+    "operating_point",
 )
 _LIKENESS = ("likeness/training_features", "likeness/distances")
 
@@ -108,6 +109,7 @@ def read_model_file(path: Path) -> ModelFile:
         likeness = _take_likeness(tensors)
         checked = check_metadata(metadata, origin="its metadata")
         _check_counts(checked, likeness)
+        _check_operating_point(checked)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; copy or train it again") from error
     return ModelFile(tensors, checked, hashes, likeness)
@@ -175,6 +177,19 @@ def _check_counts(metadata: Metadata, likeness: Likeness | None) -> None:
     if largest >= num_classes:
         raise ValueError(
             f"a training image has class {largest}, and there are {num_classes} classes"
+        )
+
+
+def _check_operating_point(metadata: Metadata) -> None:
+    """Raise ValueError for thresholds of classes that the model doesn't have, or for several classes
+    where an image has one."""
+    thresholds = (metadata.get("operating_point") or {}).get("thresholds", {})
+    unknown = sorted(set(thresholds) - set(metadata["class_names"]))
+    if unknown:
+        raise ValueError(f"its operating point has a threshold of {unknown[0]!r}, an unknown class")
+    if len(thresholds) > 1 and metadata["data"].get("task") != "multilabel":
+        raise ValueError(
+            f"its operating point has thresholds of {len(thresholds)} classes, and an image has one"
         )
 
 
@@ -354,6 +369,18 @@ class TemperatureFit(BaseModel):
     helps: bool
 
 
+class OperatingPoint(BaseModel):
+    """Probabilities from which classes or labels are predicted (`vit.prediction.decision`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # the rule they were chosen by, as `vit evaluate --operating-point` takes it
+    rule: str
+    # label → probability; one class alone where an image has one class
+    thresholds: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(min_length=1)
+    # images they were chosen on
+    num_images: int = Field(ge=0)
+
+
 class _Record(BaseModel):
     """Names and fingerprints of the training images, for each split and in total."""
 
@@ -374,6 +401,7 @@ class _Schema(BaseModel):
     temperature_fitted_on: dict[str, str | int | float] = {}
     out_of_fold_temperature: TemperatureFit | None = None
     conformal: _Conformal = _Conformal(num_images=0, thresholds={})
+    operating_point: OperatingPoint | None = None
     run_id: str | None = None
     # step of the run after which the weights were taken
     step: Annotated[int, Field(ge=0)] | None = None

@@ -4,10 +4,8 @@ import numpy as np
 from scipy.special import expit, softmax
 
 from vit.bundle import Bundle
+from vit.prediction.decision import decide_labels
 from vit.prediction.probabilities import Float32s, Floats
-
-# probability from which a label counts as predicted
-THRESHOLD = 0.5
 
 
 def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
@@ -32,5 +30,6 @@ def find_labels(bundle: Bundle, probabilities: Floats) -> list[str] | None:
     """
     if not bundle.is_multilabel:
         return None
+    (is_found,) = decide_labels(bundle, probabilities[None])
     order = np.argsort(-probabilities, kind="stable").tolist()
-    return [bundle.class_names[place] for place in order if probabilities[place] >= THRESHOLD]
+    return [bundle.class_names[place] for place in order if is_found[place]]

@@ -16,6 +16,7 @@ from vit.data.images import ImageInputs, list_images, read_image
 from vit.data.preprocess import Preprocess
 from vit.model.logits import count_features
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
+from vit.prediction.decision import decide_classes
 from vit.prediction.labels import compute_probabilities, find_labels
 from vit.prediction.neighbours import check_similar, find_similar
 from vit.prediction.predictor import Pixels, Predictor, read_from
@@ -53,7 +54,9 @@ def predict(
         sort_into: Folder to copy the photos into: one folder for each class,
             "unsure" and "unusual". A photo goes to "unusual" if its `p_value`
             is at most 0.05, to its class if its `prediction_set` has one
-            class, and to "unsure" otherwise. No file is ever overwritten.
+            class, and to "unsure" otherwise. With an operating point it
+            always goes to the predicted class, and a photo of several labels
+            to each of them. No file is ever overwritten.
         embeddings: File for the features that the head reads: FILE.npz or
             FILE.parquet. The .npz file holds `paths` [N] and `embeddings`
             [N, D] float32, the table the columns path and embedding.
@@ -221,9 +224,13 @@ def predict_images(
         neighbours = None
         if similar and features is not None:
             neighbours = find_similar(bundle, features, similar)
+        order = probabilities.copy()
+        if bundle.operating_point and not bundle.is_multilabel:
+            # the predicted class comes first, whatever its probability
+            order[np.arange(len(order)), decide_classes(bundle, probabilities)] = np.inf
         for row, path in enumerate(paths):
             # a stable order: of equally probable classes the first one comes first
-            best = np.argsort(-probabilities[row], kind="stable")[:top_k].tolist()
+            best = np.argsort(-order[row], kind="stable")[:top_k].tolist()
             yield Prediction(
                 path,
                 [(index, names[index], float(probabilities[row, index])) for index in best],
@@ -232,6 +239,7 @@ def predict_images(
                 p_value=None if p_values is None else p_values[row],
                 features=features[row] if with_features and features is not None else None,
                 similar=None if neighbours is None else neighbours[row],
+                is_decided=bool(bundle.operating_point),
             )
 
     for batch in _decode_batches(images, predictor.preprocess, batch_size):

@@ -25,7 +25,8 @@ class Prediction:
 
     Attributes:
         path: The image's path; "image 0" for the first PIL image or array.
-        classes: Index, name and probability, the most probable first.
+        classes: Index, name and probability, the most probable first. With an operating point, the
+            class that it predicts comes first.
         error: Why the image can't be read.
         prediction_set: Names of the classes that include the right one as often as `coverage` says,
             the most probable first; None if the model file holds no threshold.
@@ -35,6 +36,7 @@ class Prediction:
         similar: The most similar training images; None unless asked for.
         labels: Names of the labels that the image is predicted to have, the most probable first;
             None for a model of one class an image.
+        is_decided: True if the model file's operating point says what is predicted.
     """
 
     path: str
@@ -45,15 +47,18 @@ class Prediction:
     features: Float32s | None = field(default=None, compare=False, repr=False)
     similar: list[Similar] | None = None
     labels: list[str] | None = None
+    is_decided: bool = False
 
     @property
     def note(self) -> str:
         """ "unusual" for an image unlike the training images, else "unsure" if the prediction set
-        doesn't have exactly one class; empty without a doubt or without thresholds."""
+        doesn't have exactly one class; empty without a doubt or without thresholds. An operating
+        point decides in any case, so that nothing is unsure."""
         if is_unusual(self.p_value):
             return "unusual"
         chosen = self.prediction_set
-        return "unsure" if chosen is not None and len(chosen) != 1 else ""
+        is_unsure = chosen is not None and len(chosen) != 1 and not self.is_decided
+        return "unsure" if is_unsure else ""
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,6 +13,9 @@ from vit.prediction.conformal import explain_missing, read_threshold
 from vit.prediction.records import Prediction
 from vit.runtime.files import clean_name, open_regular
 
+# folder of photos without any label
+_NO_LABEL = "no label"
+
 
 class PhotoSorter:
     """Copy photos into folders. No file is ever overwritten.
@@ -27,10 +30,11 @@ class PhotoSorter:
     """
 
     def __init__(self, directory: Path, bundle: Bundle, *, coverage: float) -> None:
-        if read_threshold(bundle.metadata, coverage) is None:
+        is_decided = bundle.is_multilabel or bool(bundle.operating_point)
+        if not is_decided and read_threshold(bundle.metadata, coverage) is None:
             raise ValueError(f"photos can't be sorted: {explain_missing(bundle, coverage)}")
         self.directory = directory
-        names = name_folders(bundle.class_names)
+        names = name_folders(bundle.class_names, [_NO_LABEL] if bundle.is_multilabel else [])
         self.folders = dict(zip(bundle.class_names, names, strict=True))
 
     def check(self, images: ImageInputs) -> None:
@@ -50,12 +54,17 @@ class PhotoSorter:
                     f"--sort-into {self.directory} is inside the photos, {name}; choose another"
                 )
 
-    def choose_folder(self, prediction: Prediction) -> str:
-        """Return the name of the folder for a photo: its note, or its class if it has none."""
+    def choose_folders(self, prediction: Prediction) -> list[str]:
+        """Return the names of the folders for a photo: its note, or without one its class or each of
+        its labels."""
         if prediction.note:
-            return prediction.note
+            return [prediction.note]
+        if prediction.labels is not None:
+            return [self.folders[name] for name in prediction.labels] or [_NO_LABEL]
+        if prediction.is_decided:
+            return [self.folders[prediction.classes[0][1]]]
         assert prediction.prediction_set is not None
-        return self.folders[prediction.prediction_set[0]]
+        return [self.folders[prediction.prediction_set[0]]]
 
     def copy(self, prediction: Prediction) -> Prediction:
         """Copy the photo of a prediction, unless it can't be read, and return the prediction.
@@ -66,22 +75,24 @@ class PhotoSorter:
         source = Path(prediction.path)
         if prediction.error is not None or not source.is_file():
             return prediction
-        folder = self.directory / self.choose_folder(prediction)
-        folder.mkdir(parents=True, exist_ok=True)
         stem = clean_name(source.stem)
         suffix = clean_name(source.suffix[1:])
-        number = 1
-        target = folder / f"{stem}.{suffix}"
-        while not _copy_new(source, target):
-            # another photo has that name
-            number += 1
-            target = folder / f"{stem}-{number}.{suffix}"
+        for name in self.choose_folders(prediction):
+            folder = self.directory / name
+            folder.mkdir(parents=True, exist_ok=True)
+            number = 1
+            target = folder / f"{stem}.{suffix}"
+            while not _copy_new(source, target):
+                # another photo has that name
+                number += 1
+                target = folder / f"{stem}-{number}.{suffix}"
         return prediction
 
 
-def name_folders(class_names: Sequence[str]) -> list[str]:
-    """Return a valid folder name for each class; they differ even if case is ignored."""
-    taken = {"unsure", "unusual"}  # the notes of `Prediction.note`
+def name_folders(class_names: Sequence[str], reserved: Sequence[str] = ()) -> list[str]:
+    """Return a valid folder name for each class, none of them `reserved`; they differ even if case is
+    ignored."""
+    taken = {"unsure", "unusual", *reserved}  # the notes of `Prediction.note`
     names = []
     for class_name in class_names:
         clean = clean_name(class_name)

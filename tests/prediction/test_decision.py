@@ -1,0 +1,160 @@
+"""The operating point in a model file decides what is predicted; without one nothing changes."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import SaveModel
+from vit.bundle import Bundle, load_bundle, update_metadata
+from vit.evaluation.label_metrics import score_label_logits
+from vit.evaluation.metrics import score_logits
+from vit.prediction.decision import (
+    decide_classes,
+    decide_labels,
+    describe_decision,
+    read_class_threshold,
+)
+from vit.prediction.labels import compute_probabilities, find_labels
+from vit.prediction.predict import predict_images
+from vit.prediction.records import Prediction, write_csv, write_jsonl, write_table
+from vit.prediction.sorting import PhotoSorter
+
+NAMES = ("cat", "dog", "fox")
+
+
+def set_point(bundle: Bundle, **thresholds: float) -> Bundle:
+    point = {"rule": "f1", "thresholds": thresholds, "num_images": 9}
+    return replace(bundle, metadata={**bundle.metadata, "operating_point": point})
+
+
+@pytest.fixture
+def classes(bundle: Bundle) -> Bundle:
+    return replace(bundle, class_names=NAMES)
+
+
+@pytest.fixture
+def labels(classes: Bundle) -> Bundle:
+    return replace(classes, data={**classes.data, "task": "multilabel"})
+
+
+def test_a_class_is_predicted_from_its_threshold_on(classes: Bundle) -> None:
+    probabilities = np.array([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1], [0.2, 0.1, 0.7], [0.2, 0.5, 0.3]])
+    assert decide_classes(classes, probabilities).tolist() == [0, 0, 2, 1]
+    low = set_point(classes, dog=0.25)
+    assert decide_classes(low, probabilities).tolist() == [1, 0, 2, 1]
+    # the most probable class needn't be the predicted one
+    high = set_point(classes, cat=0.65)
+    assert decide_classes(high, probabilities).tolist() == [1, 0, 2, 1]
+
+
+def test_labels_without_a_threshold_need_a_half(labels: Bundle) -> None:
+    probabilities = np.array([[0.3, 0.5, 0.9], [0.2, 0.49, 0.51]])
+    assert decide_labels(labels, probabilities).tolist() == [
+        [False, True, True],
+        [False, False, True],
+    ]
+    point = set_point(labels, cat=0.3, fox=0.95)
+    assert decide_labels(point, probabilities).tolist() == [[True, True, False], [False] * 3]
+    assert find_labels(point, probabilities[0]) == ["dog", "cat"]
+
+
+def test_scores_are_those_of_the_decision(classes: Bundle) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((200, 3)).astype(np.float32)
+    truth = rng.integers(0, 3, 200)
+    point = set_point(classes, dog=0.2)
+    scores = score_logits(logits, truth, threshold=read_class_threshold(point))
+    probabilities = compute_probabilities(point, logits)
+    expected = decide_classes(point, probabilities)
+    np.testing.assert_array_equal(scores.predicted, expected)
+    np.testing.assert_array_equal(scores.correct, expected == truth)
+    # the rank counts the predicted class first, then the others by their probability
+    for row in range(200):
+        order = sorted(range(3), key=lambda c: (c != expected[row], -probabilities[row, c]))
+        assert scores.rank[row] == order.index(truth[row])
+    # a threshold that changes no prediction changes no bit
+    plain = score_logits(logits, truth)
+    never = score_logits(logits[:, :2], truth % 2, threshold=read_class_threshold(
+        set_point(replace(classes, class_names=NAMES[:2]), dog=0.5)
+    ))  # fmt: skip
+    for name, values in vars(score_logits(logits[:, :2], truth % 2)).items():
+        np.testing.assert_array_equal(getattr(never, name), values, name)
+    assert (plain.predicted != scores.predicted).sum() > 20
+
+
+def test_label_scores_have_their_thresholds() -> None:
+    logits = np.array([[0.0, -1.0], [3.0, 1.0]], np.float32)
+    truth = np.array([[True, True], [True, False]])
+    assert score_label_logits(logits, truth).predicted.tolist() == [[True, False], [True, True]]
+    scores = score_label_logits(logits, truth, thresholds=np.array([0.6, 0.2]))
+    assert scores.predicted.tolist() == [[False, True], [True, True]]
+    assert scores.subset(np.array([1])).predicted.tolist() == [[True, True]]
+
+
+def test_predict_sorts_and_prints_what_the_operating_point_decides(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    classes = replace(bundle, class_names=tuple(f"class {place}" for place in range(10)))
+    labels = replace(classes, data={**classes.data, "task": "multilabel"})
+    photo = tmp_path / "a.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)).save(photo)
+
+    def run(bundle: Bundle) -> Prediction:
+        (prediction,) = predict_images(bundle, [photo], top_k=10, precision="float32")
+        return prediction
+
+    plain = run(classes)
+    last = plain.classes[-1]
+    # every class reaches 0, so that the least probable one is predicted
+    point = set_point(classes, **{last[1]: 0.0})
+    decided = run(point)
+    assert decided.classes == [last, *plain.classes[:-1]]
+    assert replace(decided, is_decided=False, classes=plain.classes) == plain
+    assert replace(decided, p_value=0.5, prediction_set=["class 1", "class 2"]).note == ""
+    for write in (write_table, write_csv, write_jsonl):
+        file = io.StringIO()
+        list(write([replace(decided, prediction_set=None)], file=file))
+        text = file.getvalue()
+        assert last[1] in text.partition(plain.classes[0][1])[0]
+    sorter = PhotoSorter(tmp_path / "sorted", point, coverage=0.9)
+    assert sorter.choose_folders(replace(decided, p_value=0.5)) == [last[1]]
+
+    rest = dict.fromkeys(classes.class_names, 1.0)
+    found = replace(run(set_point(labels, **rest | {"class 3": 0.0, "class 7": 0.0})), p_value=None)
+    assert set(found.labels or ()) == {"class 3", "class 7"}
+    sorter = PhotoSorter(tmp_path / "labels", labels, coverage=0.9)
+    sorter.copy(found)
+    sorter.copy(replace(run(set_point(labels, **rest)), p_value=None))
+    assert sorted(path.parent.name for path in tmp_path.glob("labels/*/a.png")) == [
+        "class 3", "class 7", "no label"
+    ]  # fmt: skip
+
+
+def test_it_is_kept_in_the_model_file_and_checked(save_model: SaveModel, tmp_path: Path) -> None:
+    model_file = save_model(tmp_path / "plain.safetensors")
+    names = load_bundle(model_file).class_names
+    point = {"rule": "f1", "thresholds": {names[0]: 0.25}, "num_images": 9}
+    target = tmp_path / "model.safetensors"
+    update_metadata(model_file, {"operating_point": point}, target=target)
+    bundle = load_bundle(target)
+    assert bundle.operating_point == point
+    assert describe_decision(bundle) == (
+        f"operating point f1: predicts {names[0]} from a probability of 0.25, otherwise the most"
+        " probable of the others"
+    )
+    assert describe_decision(load_bundle(model_file)) == ""
+    for wrong, message in (
+        ({**point, "thresholds": {"?": 0.5}}, "unknown class"),
+        ({**point, "thresholds": {names[0]: 1.5}}, "less than or equal to 1"),
+        ({**point, "thresholds": {names[0]: 0.5, names[1]: 0.5}}, "an image has one"),
+        ({**point, "thresholds": {}}, "at least 1"),
+        ([json.dumps(point)], "operating_point"),
+    ):
+        update_metadata(model_file, {"operating_point": wrong}, target=target)
+        with pytest.raises(ValueError, match=f"damaged: .*{message}"):
+            load_bundle(target)
