@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.model.attention import (
     MultiHeadAttention,
+    centre_keys,
     mask_from_key_padding,
     scaled_dot_product_attention,
 )
@@ -400,3 +401,74 @@ def list_backward(output):
         names.append(node.name())
         waiting += [following for following, _ in node.next_functions if following is not None]
     return names
+
+
+# The largest score for which cuDNN's backward pass is NaN: -ln of float32's largest number.
+NAN_BELOW = -88.7
+
+
+def draw_low_scores(dtype):
+    """Queries, keys and values of 64 tokens whose scores are all near -120."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 64, 64, dtype=torch.float64) for _ in range(3))
+    query, key = 0.1 * query, 0.1 * key
+    query[..., 0], key[..., 0] = 1.0, -960.0
+    return [part.to(dtype).requires_grad_() for part in (query, key, value)]
+
+
+def list_row_totals(query, key):
+    """The logarithm of the sum of exponentials of each row."""
+    return (query.double() @ key.double().mT / 8).logsumexp(dim=-1)
+
+
+def test_centred_keys_give_the_same_attention():
+    results = []
+    for centre in (lambda key: key, centre_keys):
+        query, key, value = inputs = draw_low_scores(torch.float64)
+        output = scaled_dot_product_attention(query, centre(key), value)[0]
+        results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 30])
+def test_no_row_of_centred_keys_is_far_below_zero(dtype, size):
+    query, key, _ = draw_low_scores(dtype)
+    query = size * query
+    assert list_row_totals(query, key).max() < NAN_BELOW
+    # what rounding moves the mean score by
+    moved = 0.0 if dtype == torch.float64 else 2**-8 * size * 64
+    assert list_row_totals(query, centre_keys(key)).min() > math.log(64) - moved
+
+
+@pytest.mark.parametrize("case", ["self", "first token", "causal", "mask"])
+def test_a_kernel_that_may_be_cudnns_gets_centred_keys_or_another_takes_its_place(
+    monkeypatch, case
+):
+    """In a loop of the user's own too: nobody calls `choose_device` here."""
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(12, 3, backend="fused").double()
+    tokens = torch.randn(2, 5, 12, dtype=torch.float64)
+    arguments = (tokens[:, :1], tokens, tokens) if case == "first token" else (tokens,)
+    options = {"causal": {"causal": True}, "mask": {"mask": MASKS["pair [B,1,Nq,Nk]"][..., :1, :]}}
+    attend = F.scaled_dot_product_attention
+    seen = []
+
+    def watch(query, key, value, **rest):
+        seen.append((key, torch.backends.cuda.cudnn_sdp_enabled()))
+        return attend(query, key, value, **rest)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    expected = layer(*arguments, **options.get(case, {}))
+    monkeypatch.setattr("vit.model.attention._can_use_cudnn", lambda key: True)
+    found = layer(*arguments, **options.get(case, {}))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+    (key, allows_cudnn), (guarded_key, still_allows_cudnn) = seen
+    assert allows_cudnn
+    assert still_allows_cudnn == (case != "mask")
+    if case in ("self", "first token"):
+        assert guarded_key.mean(dim=-2).abs().max() < 1e-15
+    else:
+        assert torch.equal(guarded_key, key)

@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.conftest import Launcher
 from vit.training.compiled_function import CompiledFunction
@@ -78,6 +81,28 @@ def test_an_error_of_the_function_itself_is_raised() -> None:
         pytest.raises(ValueError, match="what it says"),
     ):
         function(torch.ones(1))
+
+
+@pytest.mark.extended
+def test_code_compiled_for_another_kernel_of_attention_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's cache on disk knows nothing of the flags that choose the kernel."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tokens = torch.randn(1, 1, 4, 8, requires_grad=True)
+
+    def attend(part: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(part, part, part).sum()
+
+    found = []
+    for kernels in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        torch._dynamo.reset()
+        counters.clear()
+        with sdpa_kernel(kernels), torch.profiler.profile() as profile:
+            CompiledFunction(attend)(tokens)
+        uses_flash = any("flash_attention" in event.key for event in profile.key_averages())
+        found.append((counters["aot_autograd"]["autograd_cache_hit"], uses_flash))
+    assert found == [(0, True), (0, False), (1, True)]
 
 
 @pytest.mark.extended

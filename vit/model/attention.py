@@ -6,12 +6,14 @@ Masks: True (or 1) is attended to, False (or 0) ignored. A query whose keys are 
 zero weights and a zero output, not NaN and not a uniform average.
 """
 
+from contextlib import nullcontext
 from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vit.model.cpu_kernels import Backend, ExplicitAttention, can_use_kernels, choose_backend
 from vit.runtime.arguments import check_choice
@@ -23,6 +25,8 @@ Keys = Float[Tensor, "B Nk D"] | None
 
 # Vision transformers use this epsilon in every LayerNorm; torch's own default is 1e-5.
 NORM_EPS = 1e-6
+# torch's kernels besides cuDNN's.
+_OTHER_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def scaled_dot_product_attention(
@@ -269,8 +273,15 @@ def _attend_fused(
     *,
     causal: bool,
 ) -> Float[Tensor, "B H Nq K"]:
-    """Compute the formula by torch's kernel, which never stores the weights."""
+    """Compute the formula by torch's kernel, which never stores the weights.
+
+    The backward pass of cuDNN's kernel, which torch may choose, is NaN on some GPUs where a row's
+    scores are all far below 0. Centred keys rule that out. With a mask they don't, and cuDNN is not
+    used. See `_can_use_cudnn`.
+    """
     if mask is None:
+        if not causal and _can_use_cudnn(key):
+            key = centre_keys(key)
         # Without a mask, torch can choose a faster kernel that supports none.
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
     shape = torch.Size((*query.shape[:-1], key.shape[-2]))
@@ -279,8 +290,33 @@ def _attend_fused(
     # Fused kernels disagree on rows without keys: such a row attends to all keys here, and its
     # result is set to zero.
     is_empty = ~allowed.any(dim=-1, keepdim=True)
-    context = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | is_empty)
+    with sdpa_kernel(_OTHER_KERNELS) if _can_use_cudnn(key) else nullcontext():
+        context = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | is_empty)
     return context.masked_fill(is_empty, 0.0)
+
+
+def _can_use_cudnn(key: Tensor) -> bool:
+    """Return whether torch may choose cuDNN's kernel, which takes half precision on a GPU.
+
+    On an H100 or H200 its backward pass computes exp(0 − l) for keys beyond the last one, with l the
+    logarithm of the sum of a row's exponentials. For 64, 192, 320, … keys that is infinite if
+    l < −88.7, and the gradient of the queries NaN (https://github.com/NVIDIA/cudnn-frontend/pull/628;
+    with a mask: https://github.com/pytorch/pytorch/issues/196678; for one query and 128 keys, those
+    of keys and values: https://github.com/NVIDIA/cudnn-frontend/issues/1072).
+    """
+    return key.is_cuda and key.dtype in (torch.bfloat16, torch.float16)
+
+
+def centre_keys(key: Float[Tensor, "... Nk K"]) -> Float[Tensor, "... Nk K"]:
+    """Subtract the mean key from every key, which leaves softmax(Q Kᵀ / √d_k) as it is.
+
+    All scores of a row change by the same number, −q·k̄ / √d_k, and their mean becomes 0. The
+    exponential function is convex, so by Jensen's inequality the mean of a row's n exponentials is
+    at least exp(0), and the logarithm of their sum at least log n > 0, whatever q is. Rounding keys
+    to bfloat16 moves the mean score by less than 2⁻⁸ of the mean magnitude of the products.
+    """
+    mean = key.mean(dim=-2, keepdim=True, dtype=torch.promote_types(key.dtype, torch.float32))
+    return (key - mean).to(key.dtype)
 
 
 def _allowed_keys(

@@ -61,9 +61,8 @@ def choose_device(name: str) -> torch.device:
     device = torch.device("cuda", index)
     _check_kernels(device)
     torch.cuda.set_device(device)
-    # torch prefers cuDNN's attention on an H100 or H200, but its backward pass can be NaN for 64, 192,
-    # 320, … tokens with scores far below 0 (pytorch issue 196678). cifar10/speedrun at 32 pixels
-    # failed for this reason.
+    # torch prefers cuDNN's attention on an H100 or H200, but its backward pass can be NaN (see
+    # `vit.model.attention`, which guards our models). This guards other models.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 

@@ -30,6 +30,19 @@ def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) 
     return pays and any(shutil.which(compiler) for compiler in compilers)
 
 
+def _name_attention_kernels() -> str:
+    """Return the kernels that torch's attention may use, as a word of the key under which compiled
+    code is kept."""
+    flags: Any = torch.backends.cuda
+    enabled = {
+        "flash": flags.flash_sdp_enabled(),
+        "efficient": flags.mem_efficient_sdp_enabled(),
+        "cudnn": flags.cudnn_sdp_enabled(),
+        "math": flags.math_sdp_enabled(),
+    }
+    return "attention: " + " ".join(name for name, is_enabled in enabled.items() if is_enabled)
+
+
 class CompiledFunction:
     """A function compiled by torch, or unchanged if torch can't compile it: without a C++ compiler,
     without Python's headers, or for an operation that its compiler doesn't know.
@@ -42,6 +55,9 @@ class CompiledFunction:
         self._original = function
         # Products of float32 matrices keep their precision on purpose.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        # torch's cache of compiled code would return code with another kernel of attention than the
+        # flags allow now (https://github.com/pytorch/pytorch/issues/185449).
+        torch.compiler.config.cache_key_tag = _name_attention_kernels()
         # From the third image size on, torch would make sizes symbols, which a CUDA graph can't
         # have.
         self._function = torch.compile(function, dynamic=False)

@@ -29,6 +29,7 @@ from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import autocast
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import Process
+from vit.training.attention_scores import NUM_IMAGES, describe_growth, measure_scores
 from vit.training.identity import RunIdentity
 from vit.training.model_writer import BundleWriter
 from vit.training.nonfinite import find_nonfinite
@@ -87,6 +88,10 @@ class Trainer:
         self._stop_requested = False
         self._signalled = False
         self._started_at = 0.0
+        # largest score of each attention layer before this process trained; empty once it has warned
+        self._first_scores: dict[str, float] | None = None
+        # first images of the epoch's last batch
+        self._last_images: Tensor | None = None
         # step → whether it was finite; not read yet, because reading waits for the device
         self._unchecked: dict[int, Tensor] = {}
         # done when the last checkpoint is on disk
@@ -185,6 +190,8 @@ class Trainer:
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
         for batch in self._batches(start_step=progress.step_in_epoch):
             self._fit_length()
+            if self._first_scores is None:
+                self._first_scores = self._measure_scores(batch.images)
             seed_step(plan.settings.seed, progress.step, self.process.rank)
             result = self.train_step(batch.images, batch.targets)
 
@@ -205,7 +212,15 @@ class Trainer:
             is_last = progress.step_in_epoch == len(self.train_batches)
             if self._is_checkpoint_due() and not is_last:
                 self._save()
+        self._last_images = batch.images[:NUM_IMAGES].clone()
         return True
+
+    def _measure_scores(self, images: Tensor) -> dict[str, float]:
+        """Measure the largest attention score of each layer, in the main process."""
+        if not self.process.is_main:
+            return {}
+        step = self.train_step
+        return measure_scores(step.module, images, precision=step.precision)
 
     def _fit_length(self) -> None:
         """Fit the length of the run to its time at its speed so far, ten times a run and at most to
@@ -278,6 +293,12 @@ class Trainer:
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.train_step.nonfinite_steps),
         }
+        assert self._last_images is not None
+        if scores := self._measure_scores(self._last_images):
+            metrics["largest_attention_score"] = max(scores.values())
+            if self._first_scores and (warning := describe_growth(self._first_scores, scores)):
+                self._first_scores = {}
+                self._message(warning)
         # Validation is at the size of the data. A change of the training size bends its curve.
         image_size = plan.image_size(progress.epoch)
         if image_size is not None:
