@@ -22,7 +22,6 @@ from pydantic.fields import FieldInfo
 
 from vit import config
 from vit.cli.main import app
-from vit.data.sources.registry import describe_names, known_sources
 from vit.explanation.capture.reader import ModelReader
 
 FOLDER = Path(__file__).parent
@@ -36,7 +35,7 @@ Groups = dict[str, dict[str, list[str]]]
 
 
 def render_configuration() -> str:
-    """A table for each section of the configuration schema."""
+    """A list for each section of the configuration schema."""
     comments = _read_comments()
     text = _NOTE.format(source="vit/config.py") + (
         "# Configuration\n\n"
@@ -53,19 +52,12 @@ def render_configuration() -> str:
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
         text += f"\n## {section}\n\n{' '.join(inspect.getdoc(model).split())}\n\n"
-        text += "| key and default | meaning |\n|---|---|\n"
         for name, field in model.model_fields.items():
             description = field.description or comments.get((model.__name__, name), "")
             description = description.replace("None:", "null:")  # YAML's word
             kind = _describe_type(field)
-            if (section, name) == (
-                "data",
-                "name",
-            ):  # checked when the data is opened, against this table
-                names = describe_names(known_sources()).split(", ")
-                kind = ", ".join(map(_code, names))
             default = _code(field.default).strip("`")
-            text += _row((f"`{section}.{name}: {default}`<br>{kind}", description))
+            text += _item(f"{section}.{name}: {default}", description, kind)
     return text
 
 
@@ -127,7 +119,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def render_commands() -> str:
-    """The help of each command as tables. Options that several commands have are described once."""
+    """The help of each command as lists. Options that several commands have are described once."""
     rows: dict[str, dict[str, str]] = {}
     texts = {}
     group: Any = typer.main.get_command(app)
@@ -144,8 +136,8 @@ def render_commands() -> str:
         ]
         arguments = [_name(parameter) for parameter in parameters if _is_argument(parameter)]
         needed = [f"{p.opts[0]} …" for p in parameters if p.required and not _is_argument(p)]
-        usage = " ".join(["vit", name, *arguments, *needed, "[options]"])
-        texts[name] = f"\n## vit {name}\n\n```text\n{usage}\n```\n\n"
+        usage = " ".join(["vit", name, *arguments, *needed])
+        texts[name] = f"\n## {usage}\n\n"
         texts[name] += "\n\n".join(
             " ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n")
         )
@@ -155,26 +147,22 @@ def render_commands() -> str:
         }
         for rare, description in getattr(command, "rare", ()):
             option = f"--option {rare}=…"
-            rows[name][option] = _row((_code(option), description))
+            rows[name][option] = _item(option, description)
 
     counts = Counter(cell for of_command in rows.values() for cell in of_command.items())
     # the most frequent meaning, if an option has several
     common = {name: row for (name, row), count in reversed(counts.most_common()) if count > 1}
     page = _NOTE.format(source="the commands in vit/cli") + (
-        "# Commands\n\n"
-        "A user's mistake ends a command with one line and exit code 2; with `VIT_DEBUG=1` in the "
-        "environment, the traceback is shown.\n\n"
-        "## Common options\n\n"
-        "They mean the same in every command.\n\n"
+        "# Commands\n\n## Common options\n\nThey mean the same in every command.\n\n"
     )
-    page += "| option | meaning |\n|---|---|\n" + "".join(reversed(common.values()))
+    page += "".join(reversed(common.values()))
     for name, text in texts.items():
         page += text
         of_command = rows.get(name, {})
         shared = [option for option, row in of_command.items() if common.get(option) == row]
         own = [row for option, row in of_command.items() if option not in shared]
         if own:
-            page += "\n\n| argument or option | meaning |\n|---|---|\n" + "".join(own)
+            page += "\n\n" + "".join(own)
         elif name in rows:
             page += "\n"
         if shared:
@@ -183,13 +171,17 @@ def render_commands() -> str:
 
 
 def _describe_parameter(parameter: Any, kind: Any, info: Any) -> str:
-    """Its row: name, type and bounds, then the help with the default."""
+    """Its line: name, type and bounds, then the help with the default."""
     minimum = f" ≥{info.min}" if info.min else ""
     value = "" if kind is bool else _name_type(kind) + minimum
     text = " ".join((parameter.help or "").split())
     default = _describe_default(parameter)
     text += f" Default: {default}." if default else ""
-    return _row((f"`{_name(parameter)}`<br>{value}".removesuffix("<br>"), text))
+    return _item(_name(parameter), text, value)
+
+
+def _item(name: str, text: str, value: str = "") -> str:
+    return f"- {_code(name)}{f' ({value})' if value else ''}{f': {text}' if text else ''}\n"
 
 
 def _is_argument(parameter: Any) -> bool:

@@ -57,11 +57,11 @@ class DataConfig(_Section):
     name: str = "digits"
     # folder of the images; shard pattern or address of a webdataset
     root: str | None = None
-    # regular expression whose one group, in the path of an image, is the class
+    # see --label-by of vit train
     label_by: str | None = None
-    # column of a table that names the images; null: recognised
+    # see --path-column
     path_column: str | None = None
-    # column of a table that names the classes; null: recognised
+    # see --label-column
     label_column: str | None = None
     # classes: one class an image; multilabel: any number of labels; null: as the labels look
     task: Literal["classes", "multilabel"] | None = None
@@ -72,10 +72,9 @@ class DataConfig(_Section):
     # corrected labels: {path: class}, or the corrections.csv of vit audit
     corrections: AbsolutePath | dict[str, str] | None = None
     image_size: int | tuple[int, int] = 32
-    # crop / resized side; None: the pretrained model's or 1
+    # crop / resized side; None: the model's or 1
     crop_pct: float | None = Field(None, gt=0, le=1)
-    # crop: the centre; pad: the whole image with a border; stretch: the whole image in another shape;
-    # None: the pretrained model's or crop
+    # crop: the centre; pad: with a border; stretch: in another shape; None: the model's or crop
     resize_mode: Literal["crop", "pad", "stretch"] | None = None
     # black and white of 16-bit and floating-point images; None: measured
     value_range: tuple[float, float] | None = None
@@ -88,13 +87,12 @@ class DataConfig(_Section):
     # fraction of the other images for validation, if there is no validation split
     validation_fraction: float = Field(0.1, ge=0, lt=1)
     split_seed: int = 0
-    # groups that stay in one split. 1: images of one folder; 2: of the folder above it; or a regular
-    # expression with one group; null: the column "group" of a table
+    # groups that stay in one split, see --group-by of vit train
     group_by: Annotated[int, Field(ge=1)] | str | None = None
     # true: near-duplicates stay in one split
     group_duplicates: bool = False
     # resident: decoded once, kept in memory; workers: decoded during training; tokens: computed once
-    # by frozen blocks (model.freeze: N), without augmentation except flips
+    # by frozen blocks (model.freeze: N), only flipped
     pipeline: Literal["auto", "resident", "workers", "tokens"] = "auto"
     # processes that decode images; None: one for each core, at most 16
     workers: int | None = Field(None, ge=0)
@@ -201,8 +199,8 @@ class ModelConfig(_Section):
     qkv_bias: bool = True
     qk_norm: bool = False
     drop_path_rate: float = Field(0.0, ge=0, lt=1)
-    # with init: a linear probe chooses the last block, pooling and head, on all training images
-    # (true) or this number of them
+    # with init: a linear probe chooses the last block, pooling and head, on all training images or a
+    # number of them
     probe: bool | Annotated[int, Field(gt=1)] = False
     # backbone: train the head only; N: freeze N blocks
     freeze: Literal["none", "backbone"] | int = "none"
@@ -248,7 +246,7 @@ class TrainConfig(_Section):
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    # weights, as for model.init, from whose predictions the model learns besides the labels
+    # weights, as for model.init, from whose predictions the model also learns
     teacher: Weights | None = None
     # largest L2 norm of the gradients
     clip_grad: float | None = Field(None, gt=0)
@@ -262,20 +260,20 @@ class TrainConfig(_Section):
     grad_checkpointing: bool = False
     # auto: weights if the largest class has over 5 times the images of the smallest
     class_balance: Literal["none", "weights", "sampler", "auto"] = "none"
-    # validation measure that chooses the best model; with several labels an image map (mean average
-    # precision) takes the place of top1
+    # validation measure that chooses the best model; several labels have map (mean average precision)
+    # instead of top1
     select_by: Literal["top1", "macro_f1", "loss", "map"] = "top1"
-    # evaluations without a better model after which the run ends
+    # the run ends after this number of evaluations without a better model
     early_stopping_patience: int | None = Field(None, gt=0)
     evaluate_every_epochs: int = Field(1, gt=0)
-    # steps between checkpoints; there is also one after every evaluation
+    # steps between checkpoints, besides those after an evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    # fit a temperature on the validation images by halves, and keep it where it helps the other half
+    # fit a temperature on the validation images, and keep it where it helps
     calibrate: bool = True
-    # training images whose features the model file keeps, for p-values and nearest training photos
+    # training images whose features the model file keeps, for p_value and similar
     max_training_features: int = Field(2000, ge=0)
-    # seconds without an answer after which a process counts as lost
+    # seconds after which a silent process counts as lost
     timeout_seconds: float = Field(600, gt=0)
 
 

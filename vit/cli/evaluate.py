@@ -11,9 +11,8 @@ from vit.runtime.numbers import format_percent
 def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure a model on held-out images, with intervals.
 
-    Writes evaluation.json and .md, predictions.csv, confusion.png and report.html. In
-    predictions.csv, rank is the number of classes with a higher probability than the right one, 0
-    for a correct prediction.
+    Writes report.html, evaluation.json and .md, confusion.png and predictions.csv, where rank is
+    the number of classes with a higher probability than the right one.
 
     Args:
         output: Directory for the results.

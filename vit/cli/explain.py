@@ -20,19 +20,15 @@ def explain(
 ) -> None:
     """Show which parts of an image explain the prediction.
 
-    Each map gets a patch-removal test. Writes index.png (look at it first: up to 24 photos),
-    NAME.METHOD.png, maps.npz (exact values), manifest.json and, with --format html, a gallery.
-
-    With --summary, writes summary.html: where and by which patches each class is recognised, over
-    up to 200 images, and likely shortcuts such as a watermark. Folders with the names of classes
-    are labels.
+    Writes index.png (look at it first: up to 24 photos), NAME.METHOD.png, maps.npz (exact values),
+    manifest.json and, with --format html, a gallery. With --summary, writes summary.html: by which
+    patches each class is recognised, and likely shortcuts.
 
     Args:
         images: Files, folders, or - for a list on standard input. None: the model's test split.
         output: Directory for the results.
         summary: Summarise what each class is recognised by.
-        masks: Masks for --summary: a folder of images with the same names, black outside the object,
-            or a COCO file.
+        masks: Masks for --summary: a folder of images, black outside the object, or a COCO file.
     """
     # torch takes seconds to import, and `vit --help` does without
     from vit.data.images import list_images

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 def info(model: str | None = None) -> None:
     """Show what this machine will use, or what a model file holds.
 
-    Without MODEL: versions, device, threads and precision. With MODEL: its architecture, classes,
-    preprocessing, data and accuracy.
-
     Args:
         model: See `vit.evaluate`.
     """

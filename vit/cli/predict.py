@@ -19,10 +19,9 @@ def predict(
 ) -> None:
     """Predict the most probable classes of images.
 
-    Prints one result for each image, in the order given. prediction_set names the classes that
-    include the right one as often as --coverage says; without exactly one class, the photo is
-    unsure. A small p_value means that the photo looks unlike the training photos; up to 0.05 it is
-    unusual. Both are null if the model file has no thresholds.
+    prediction_set names the classes that include the right one as often as --coverage says;
+    without exactly one class, the photo is unsure. With a p_value of at most 0.05 it is unusual:
+    unlike the training photos. Both are null if the model file has no thresholds.
 
     An unreadable image gets a line with an error. If none can be read, the exit code is 1.
 

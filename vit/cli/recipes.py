@@ -5,10 +5,7 @@ from vit.runtime.console import build_console, build_table
 
 
 def recipes() -> None:
-    """List the recipes that vit train NAME takes.
-
-    Each is shown with its accuracy on the test images and its training time.
-    """
+    """List the recipes that vit train NAME takes."""
     # yaml and pydantic, which `vit --help` does without
     from vit.training.recipe import list_recipes
 

@@ -84,11 +84,11 @@ def evaluate(
         model: A model file, a run, timm:NAME or imagenette (a small model
             that comes with the package). From Python also a bundle or a
             module of timm, torchvision or Hugging Face.
-        data: A data set's name, a folder, a table or shards. None: the data
-            that the model was trained on.
+        data: A data set's name, a folder, a table or shards. None: the
+            model's own.
         root: Folder of the data set that `data` names. None: its usual place.
         split: Split to measure on: train, validation, test or all. None:
-            test, or all if there are no splits. For images that were passed
+            test, or all without splits. For images that were passed
             to `vit.train`, the default is the validation split.
         dataset: Images instead of `data`, as `vit.train` takes them. They
             are the split "test", or of a pair "validation".
@@ -107,7 +107,7 @@ def evaluate(
         tta: Test-time augmentation: none, or hflip for the mean logits of
             the image and its mirror image.
         num_examples: Errors, unsure predictions and likely label errors to
-            keep, of each.
+            show, of each.
         batch_size: Images at a time. None: 64 on a CPU, 256 on a GPU.
         device: Device: auto, cpu, cuda or cuda:N. A module stays where it is
             with "auto"; otherwise "auto" is a GPU if there is one.

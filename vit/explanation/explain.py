@@ -67,10 +67,10 @@ def explain(
             known and libra-removal if not, and then rollout; for more, rollout
             alone. For a model without attention (ResNet, ConvNeXt, Swin),
             "auto" is grad-cam and input-x-gradient.
-        target: Class to explain: a name, an index (an integer, or a text where
-            no class is called by a number), "auto" (the predicted one), "all"
-            or "top3"; also "A - B" and "sigmoid:A". "A - B" is the
-            difference of two classes' logits; "sigmoid:A" is one label of a
+        target: Class to explain: a name, an index, "auto" (the predicted one),
+            "all" or "top3"; also "A - B" and "sigmoid:A". An index is an
+            integer, or a text where no class is called by a number. "A - B" is
+            the difference of two classes' logits; "sigmoid:A" is one label of a
             multi-label model. A function from outputs [B, C] to numbers [B] is
             explained itself, such as `lambda logits: logits[:, 3]` or
             `vit.CosineTarget(embedding)`. For a model with one output, "auto"

@@ -33,15 +33,13 @@ def train(
 ) -> None:
     """Train a model, on images alone or by a configuration.
 
-    Ctrl-C saves and stops (exit code 75); --resume continues, to the same weights bit for bit on
-    the same kind of device with the same torch (on a GPU with train.deterministic=true).
+    Ctrl-C saves and stops (exit code 75); --resume continues.
 
     Args:
         config: Images (a folder, table, shards or data set), a YAML file or a recipe.
         overrides: Changes of the configuration: key.path=value.
         output: Directory for the results.
-        architecture: A preset with random weights, such as vit_small_patch16_224, or weights as
-            for --init.
+        architecture: A preset such as vit_small_patch16_224, or weights as for --init.
         epochs: Passes over the training images (train.epochs).
         batch_size: Images in a step (train.batch_size).
         image_size: Side of the model's input in pixels (data.image_size).

@@ -81,29 +81,26 @@ def train(
             random weights, or those of `model.init`.
         minutes: Minutes of training, where `config` names images. None: 5 on a
             CPU, 20 on a GPU.
-        group_by: Groups of images that stay in one split (one animal, site,
-            patient): 1 for images in the same folder, 2 for the folder above
-            it, or a regular expression on the path with one group, such as
-            (site[0-9]+). None: the column "group" of a table.
-        label_by: Regular expression with one group, which is the class in the
-            path of an image, such as ([a-z]+)[.] for cat.0.jpg. None: folders
-            or a table name the classes.
-        path_column: Column of a table that names the image files. None: it is
-            recognised by its name or its values.
-        label_column: Column of a table that names the classes. None: it is
-            recognised by its name.
-        folds: With `init`: fit a linear probe on all images, and cross-validate
-            it in this number of folds. Each image is predicted by a probe of
+        group_by: Groups that stay in one split (an animal, a site): 1 for
+            images of one folder, 2 for the folder above it, or a regular
+            expression with one group, such as (site[0-9]+). None: the column
+            "group" of a table.
+        label_by: Regular expression whose one group, in an image's path, is the
+            class: ([a-z]+)[.] for cat.0.jpg. None: folders or a table name it.
+        path_column: Column of a table that names the images. None: recognised.
+        label_column: Column of a table that names the classes. None:
+            recognised.
+        folds: With `init`: cross-validate a linear probe on all images in this
+            number of folds. Each image is predicted by a probe of
             the other folds, which has seen neither it nor its group. The
             result is in `cross_validation.json`. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
             is one. Pass `transform`, `dataset`, `model`, `loss`,
             `class_weights` and `callbacks` again.
         overwrite: Replace the run in `output`.
-        dry_run: Write a picture of one batch, `dry_run.png`, and stop before
-            training. With `show_plan` the time is estimated.
+        dry_run: Write a picture of one batch, `dry_run.png`, and stop. With `show_plan` the time is estimated.
         show_plan: Print what the run will do, and what may go wrong.
-        verbose: Print all values of the plan, also those that few need.
+        verbose: Print the whole plan.
         transform: Function called on each training image, uint8 [H, W, 3],
             before the augmentation of the configuration: a transform of
             albumentations or torchvision, or any function.

@@ -11,10 +11,9 @@ from vit.runtime.numbers import format_percent
 def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     """Find wrong labels, near-duplicates and odd images.
 
-    Also says which classes can't be told apart. Writes audit.json and audit.html, a page to accept
-    or reject each suspect. The page saves corrections.csv, which vit train IMAGES
-    data.corrections=corrections.csv applies. No image is changed. It needs cleanlab:
-    pip install '.[audit]' in the clone of vit.
+    Writes audit.json and audit.html, a page to accept or reject each suspect. It saves
+    corrections.csv for vit train IMAGES data.corrections=corrections.csv. No image is changed. It
+    needs cleanlab: pip install '.[audit]' in the clone of vit.
 
     Args:
         output: Directory for the results.

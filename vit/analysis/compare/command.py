@@ -27,9 +27,8 @@ def compare(
 ) -> None:
     """Compare evaluations of the same images.
 
-    All are compared with the first, by McNemar's test with Holm's correction. Each comparison has
-    the smallest difference that it would have found with 80 % probability. Runs that differ in
-    their seeds are shown as mean ± standard deviation, and compared by Welch's t-test.
+    All are compared with the first, by McNemar's test with Holm's correction. Runs that differ in
+    their seeds are compared by Welch's t-test.
 
     Args:
         output: Directory for comparison.json, with all images. None: it isn't written.

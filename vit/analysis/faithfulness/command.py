@@ -16,9 +16,8 @@ _GAINS = {
 def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure which map methods are most faithful to a model.
 
-    The class's probability is measured while patches are removed in the order of each map, and of
-    baselines. Writes faithfulness.json, .md, .png and .npz (every image). With --method all, also
-    stores the best method for vit explain --method best.
+    Writes faithfulness.json, .md, .png and .npz (every image). With --method all, also stores the
+    best method for vit explain --method best.
 
     Args:
         output: Directory for the results.

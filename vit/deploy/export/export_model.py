@@ -48,7 +48,7 @@ def export_model(
     Args:
         model: See `vit.evaluate`; one of this project or of timm.
         output: Directory for the results.
-        format: Format of what is written: "onnx", "timm" or "huggingface".
+        format: "onnx", "timm" or "huggingface".
         precision: Weights of the ONNX file, "float32" or "int8". The accuracy
             of int8 is measured and compared with float32.
         attention: Add attention rollout to the ONNX file as a second output.

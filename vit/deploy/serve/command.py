@@ -19,9 +19,7 @@ def serve(
 ) -> None:
     """Serve a page that explains photos, until Ctrl-C.
 
-    Programs send a photo as a form to POST /predict and get JSON. Fields of the form: map=png (the
-    default: the map over the photo, as a data address), array (its values) or none; top_k, the
-    number of classes; similar=N, like vit predict --similar.
+    Programs send a photo as a form to POST /predict and get JSON.
 
     Args:
         model: See `vit.evaluate`.
