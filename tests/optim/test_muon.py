@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.optim.muon import Muon, orthogonalize
 from vit.optim.optimizer import parameter_groups
@@ -236,3 +237,41 @@ def test_matrices_divided_over_two_processes_equal_one_process():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     mp.spawn(_train_on_rank, args=(port, expected), nprocs=2)
+
+
+class CountedCats(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        self.count += function is torch.ops.aten.cat.default
+        return function(*arguments, **kwargs or {})
+
+
+def test_momentum_stays_stacked_and_a_checkpoint_has_a_buffer_for_each_parameter():
+    """Checkpoints of before hold buffers that share no memory."""
+    whole, resumed = build_model(), build_model()
+    optimizers = [build_optimizer(model) for model in (whole, resumed)]
+    train(whole, optimizers[0], range(3))
+    train(resumed, optimizers[1], range(2))
+    state = copy.deepcopy(optimizers[1].state_dict())
+    for values in state["state"].values():
+        values.update({name: value.clone() for name, value in values.items()})
+    optimizers[1].load_state_dict(state)
+    train(resumed, optimizers[1], range(2, 3))
+
+    addresses = []
+    for seed in (3, 4):
+        draw_gradients(whole, seed)
+        with CountedCats() as cats:
+            optimizers[0].step()
+        # the gradients of [8, 8], [32, 8] and [8, 32]
+        assert cats.count == 3
+        buffers = [optimizers[0].state[block.attn.qkv.weight] for block in whole.blocks]
+        pointers = [values["momentum_buffer"].data_ptr() for values in buffers]
+        addresses.append(pointers)
+    assert addresses[0] == addresses[1]
+    expected = train(whole, optimizers[0], range(5, 6))
+    found = train(resumed, optimizers[1], range(3, 6))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

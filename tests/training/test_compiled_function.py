@@ -119,3 +119,22 @@ def test_without_a_c_compiler_a_run_trains_uncompiled(
     assert "Traceback" not in err
     (line,) = [line for line in err.splitlines() if "could not compile" in line]
     assert line.startswith("warning: torch could not compile the training step (")
+
+
+def test_more_shapes_are_compiled_than_torch_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Image sizes × rates of dropped patches × lengths of micro-batches; from the ninth on torch
+    would go on without compiling."""
+    compiled: list[Any] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=lambda graph, _: make_boxed_func(graph))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    function = CompiledFunction(cube)
+    for length in range(2, 14):
+        function(torch.ones(length, requires_grad=True))
+    assert len(compiled) == 12
+    assert function.is_compiled

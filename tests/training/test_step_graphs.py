@@ -59,7 +59,9 @@ class Counted:
         launch: float,
         run: float,
         replay: float = 0.1,
+        between: float = 0.0,
     ) -> None:
+        self.between = between
         self.sum = torch.zeros(())
         self.ways: list[str] = []
         self.clock = clock
@@ -83,7 +85,11 @@ class Counted:
 
     def do_steps(self, count: int, *, size: int = 3, settings: Any = None) -> list[float]:
         batches = [(torch.full((size,), float(n)), torch.ones(1)) for n in range(count)]
-        results = [self.graphs(*batch, settings=settings) for batch in batches]
+        results = []
+        for batch in batches:
+            # the host makes the batch, and writes its log
+            self.clock.host += self.between
+            results.append(self.graphs(*batch, settings=settings))
         return [float(result.total) for result in results]
 
 
@@ -96,11 +102,15 @@ GIVEN_UP = ["eager"] * 5 + ["replay"] * 2 + ["eager"] * 4
 
 
 @pytest.mark.parametrize(
-    ("launch", "run", "replay", "expected"),
+    ("launch", "run", "replay", "between", "expected", "described"),
     [
-        pytest.param(1.0, 0.2, 0.1, REPLAYED, id="launches bound it"),
-        pytest.param(0.5, 1.0, 0.1, EAGER, id="the device bounds it"),
-        pytest.param(1.0, 0.2, 1.5, GIVEN_UP, id="a replay is slower"),
+        pytest.param(1.0, 0.2, 0.1, 0.0, REPLAYED, (100, 200), id="launches bound it"),
+        pytest.param(0.5, 1.0, 0.1, 0.0, EAGER, (500, 1000), id="the device bounds it"),
+        pytest.param(0.5, 1.0, 0.1, 0.2, EAGER, (700, 1000), id="the device bounds the loop"),
+        pytest.param(0.5, 0.7, 0.1, 0.3, REPLAYED, (400, 700), id="the host bounds the loop"),
+        pytest.param(0.1, 0.2, 0.05, 2.0, REPLAYED, (2050, 200), id="batches bound it"),
+        pytest.param(1.0, 0.2, 1.5, 0.0, GIVEN_UP, (1000, 1000), id="a replay is slower"),
+        pytest.param(0.5, 0.7, 0.9, 0.3, GIVEN_UP, (800, 700), id="a slower loop"),
     ],
 )
 def test_the_faster_way_of_two_measured_steps_stays(
@@ -109,12 +119,22 @@ def test_the_faster_way_of_two_measured_steps_stays(
     launch: float,
     run: float,
     replay: float,
+    between: float,
     expected: list[str],
+    described: tuple[float, float],
 ) -> None:
-    step = Counted(clock, monkeypatch, launch=launch, run=run, replay=replay)
+    """With a host that also makes batches and logs between two steps."""
+    times = {"launch": launch, "run": run, "replay": replay, "between": between}
+    step = Counted(clock, monkeypatch, **times)
     # no result is written over by a later one
     assert step.do_steps(10) == EXPECTED_TOTALS
     assert step.ways == expected
+    host, device = described
+    assert step.graphs.describe() == {
+        "captured": expected == REPLAYED,
+        "host_milliseconds": pytest.approx(host),
+        "step_milliseconds": pytest.approx(device),
+    }
 
 
 def test_each_shape_and_setting_is_measured_on_its_own(

@@ -114,8 +114,9 @@ class Mlp(nn.Module):
             hidden = F.silu(gate) * hidden
         elif self.activation == "gelu":
             hidden = F.gelu(hidden)
-        elif self.training and can_use_kernels():
-            # The numbers are the same; the backward pass is written by hand.
+        elif self.training and can_use_kernels() and not torch.compiler.is_compiling():
+            # The numbers are the same; the backward pass is written by hand. Compiled code of the
+            # formula is as fast, and torch's cache keeps it.
             hidden, _ = SquaredReLU.apply(hidden)
         else:
             hidden = F.relu(hidden).square()

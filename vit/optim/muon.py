@@ -152,6 +152,8 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._dtype = dtype
+        # shape of matrices → their momentum, and its part for each parameter
+        self._momenta: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -212,23 +214,38 @@ class Muon(torch.optim.Optimizer):
 
         The factor 1 − μ is left out, because the iteration normalises them.
         """
-        parameters = stack.parameters
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        gradient = stack.join([p.grad for p in parameters if p.grad is not None])
-        momentum = stack.join(buffers)
-
+        momentum = self._stack_momentum(stack)
+        gradient = stack.join([p.grad for p in stack.parameters if p.grad is not None])
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
-        next_momentum = momentum.lerp(gradient, 1 - MOMENTUM)
         if self.found_inf is not None:
-            gradient = torch.where(self.found_inf > 0, 0.0, gradient)
-            next_momentum = torch.where(self.found_inf > 0, momentum, next_momentum)
-        # One operation for all buffers: a loop would start a kernel for each.
-        torch._foreach_copy_(buffers, stack.split(next_momentum))
-        return gradient.lerp(next_momentum, MOMENTUM)
+            # The momentum then stays, and the rate of `_move` is 0.
+            gradient = torch.where(self.found_inf > 0, momentum, gradient)
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(momentum, MOMENTUM)
+
+    def _stack_momentum(self, stack: _Stack) -> Float[Tensor, "M R C"]:
+        """Return the momentum of all matrices of one shape. The state of each parameter is a view of
+        its part, so that nothing is joined or split in a step, and a checkpoint has a buffer for each
+        parameter."""
+        parameters = stack.parameters
+        buffers = [self.state[parameter].get("momentum_buffer") for parameter in parameters]
+        shape = (stack.rows, stack.columns)
+        momentum, views = self._momenta.get(shape, (None, []))
+        if momentum is not None and [*map(id, buffers)] == [*map(id, views)]:
+            return momentum
+        # The state is new or was loaded, or other parameters have a gradient.
+        momentum = stack.join(
+            [
+                torch.zeros_like(parameter) if buffer is None else buffer
+                for parameter, buffer in zip(parameters, buffers, strict=True)
+            ]
+        )
+        views = stack.split(momentum)
+        for parameter, view in zip(parameters, views, strict=True):
+            self.state[parameter]["momentum_buffer"] = view
+        self._momenta[shape] = momentum, views
+        return momentum
 
     def _move(self, stack: _Stack, directions: Float[Tensor, "M R C"]) -> None:
         """Set weights ← weights − rate · (directions + decay · weights)."""

@@ -15,6 +15,9 @@ from vit.runtime.arguments import first_line
 # 60 s at 80 TFLOP/s.
 _WORTHWHILE_FLOPS = {"cpu": 1.6e14, "cuda": 1.6e16}
 
+# Forms of one function that are compiled.
+_MAX_COMPILED = 64
+
 
 def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) -> bool:
     """Return whether compiling the training step pays. Nothing is measured for it, so that a
@@ -62,12 +65,22 @@ class CompiledFunction:
         # have.
         self._function = torch.compile(function, dynamic=False)
 
+    @property
+    def is_compiled(self) -> bool:
+        """False if torch could not compile it."""
+        return self._function is not self._original
+
     def __call__(self, *args: Any) -> Any:
-        if self._function is self._original:
+        if not self.is_compiled:
             return self._original(*args)
         try:
-            # Otherwise the backward pass is compiled when it runs, too late to do without it.
-            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            with (
+                # Otherwise the backward pass is compiled when it runs, too late to do without it.
+                torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+                # Each image size, rate of dropped patches and length of a micro-batch is compiled.
+                # Beyond torch's limit of 8 the rest would not be, without a word.
+                torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED),
+            ):
                 return self._function(*args)
         except torch.OutOfMemoryError:
             raise

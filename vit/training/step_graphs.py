@@ -1,16 +1,17 @@
-"""Training steps as CUDA graphs, for steps whose kernels take the host longer to start than the
-device to run.
+"""Training steps as CUDA graphs, for loops that take the host longer than the device.
 
 A step of a small model has about a hundred kernels of a few microseconds each, and the host takes 5
-to 10 µs to start one. The replay of a CUDA graph starts all of them at once.
+to 10 µs to start one. The replay of a CUDA graph starts all of them at once. Between two steps the
+same thread makes the next batch and logs, which counts as well.
 """
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ RunStep = Callable[[Tensor, Tensor], Any]  # from images and targets to a named 
 # Steps of each kind before one is measured: they compile, choose kernels, make the optimizer's
 # state.
 _WARM_UP_STEPS = 3
-# Fraction of a step's time from which starting its kernels is considered the bottleneck.
-_LAUNCH_FRACTION = 0.8
+# Fraction of a step's time from which the host's part of the loop is considered the bottleneck.
+_HOST_FRACTION = 0.8
 
 
 class StepGraph:
@@ -56,16 +57,36 @@ class StepGraph:
         return self._result._make([value.clone() for value in self._result])
 
 
+class LoopTime(NamedTuple):
+    """Seconds of one turn of the training loop.
+
+    Attributes:
+        host: Time of the host for a turn: between two steps, and until all kernels are started.
+        step: Time from the step's first kernel to its last.
+    """
+
+    host: float
+    step: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of a turn: host and device work side by side."""
+        return max(self.host, self.step)
+
+
 @dataclass
 class _Kind:
     """Steps that do the same with batches of one shape.
 
     Attributes:
+        between: Least seconds of the host between two of these steps.
+        time: The loop with the steps as they run now; None until it is measured.
         stays_eager: A graph gains nothing, as was measured.
     """
 
     num_steps: int = 0
-    eager_seconds: float | None = None
+    between: float = math.inf
+    time: LoopTime | None = None
     graph: StepGraph | None = None
     stays_eager: bool = False
 
@@ -73,8 +94,8 @@ class _Kind:
 class StepGraphs:
     """Runs steps directly or as replays of a CUDA graph, whichever is faster.
 
-    After three steps the next one is measured. If starting its kernels took most of its time, the
-    step is captured, and the second replay is measured. The faster way stays.
+    After three steps the next one is measured. If the host needs most of its time for a turn of the
+    loop, the step is captured, and the second replay is measured. The faster way stays.
 
     Args:
         run: The step. See `StepGraph`.
@@ -87,10 +108,25 @@ class StepGraphs:
         self._optimizer = optimizer
         self._device = device
         self._kinds: dict[Hashable, _Kind] = {}
+        # kind of the last step, and the time at which it was started
+        self._last: tuple[_Kind | None, float] = (None, 0.0)
+
+    def describe(self) -> dict[str, Any]:
+        """Return whether the last steps are replays, and the milliseconds of the host and of the step in
+        a turn of the loop; without times until they are measured."""
+        kind, _ = self._last
+        if kind is None:
+            return {}
+        described: dict[str, Any] = {"captured": kind.graph is not None}
+        if kind.time is not None:
+            described["host_milliseconds"] = 1e3 * kind.time.host
+            described["step_milliseconds"] = 1e3 * kind.time.step
+        return described
 
     def forget(self) -> None:
         """Start again, because the optimizer's state has moved."""
         self._kinds.clear()
+        self._last = (None, 0.0)
 
     def __call__(self, images: Tensor, targets: Tensor, *, settings: Hashable) -> Any:
         """Run a step.
@@ -101,13 +137,21 @@ class StepGraphs:
         """
         key = (images.shape, targets.shape, targets.dtype, settings)
         kind = self._kinds.setdefault(key, _Kind())
+        last_kind, started_at = self._last
+        if kind is last_kind:
+            kind.between = min(kind.between, time.perf_counter() - started_at)
+        result = self._run_kind(kind, images, targets)
+        self._last = (kind, time.perf_counter())
+        return result
+
+    def _run_kind(self, kind: _Kind, images: Tensor, targets: Tensor) -> Any:
         kind.num_steps += 1
         if kind.stays_eager or kind.num_steps <= _WARM_UP_STEPS:
             return self._run(images, targets)
 
-        if kind.eager_seconds is None:
-            result, launch_seconds, kind.eager_seconds = self._measure(self._run, images, targets)
-            kind.stays_eager = launch_seconds < _LAUNCH_FRACTION * kind.eager_seconds
+        if kind.time is None:
+            result, kind.time = self._measure(kind, self._run, images, targets)
+            kind.stays_eager = kind.time.host < _HOST_FRACTION * kind.time.step
             return result
 
         if kind.graph is None:
@@ -115,8 +159,10 @@ class StepGraphs:
             return self._capture(kind, images, targets)
 
         if kind.num_steps == _WARM_UP_STEPS + 3:
-            result, _, seconds = self._measure(kind.graph.replay, images, targets)
-            if seconds >= kind.eager_seconds:
+            result, replay_time = self._measure(kind, kind.graph.replay, images, targets)
+            if replay_time.total < kind.time.total:
+                kind.time = replay_time
+            else:
                 kind.graph = None
                 kind.stays_eager = True
             return result
@@ -140,15 +186,19 @@ class StepGraphs:
         torch.manual_seed(torch.initial_seed())
         return self._run(images, targets)
 
-    def _measure(self, run: RunStep, images: Tensor, targets: Tensor) -> tuple[Any, float, float]:
-        """Return the result of a step, and the seconds until the host has started all kernels and
-        until the device has run them. The host waits for it."""
+    def _measure(
+        self, kind: _Kind, run: RunStep, images: Tensor, targets: Tensor
+    ) -> tuple[Any, LoopTime]:
+        """Return the result of a step, and the time of the loop with it. The host waits for the
+        device."""
         torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         result = run(images, targets)
         launched = time.perf_counter()
         torch.cuda.synchronize(self._device)
-        return result, launched - start, time.perf_counter() - start
+        between = 0.0 if math.isinf(kind.between) else kind.between
+        host = between + launched - start
+        return result, LoopTime(host, time.perf_counter() - start)
 
 
 @contextmanager

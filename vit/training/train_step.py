@@ -150,6 +150,13 @@ class TrainStep:
         """The model to evaluate: the average of the weights, or the model itself without one."""
         return self.module if self.average is None else self.average
 
+    def describe_execution(self) -> dict[str, Any]:
+        """Return how the steps are run, where that is measured: on a GPU, with a model of ours."""
+        if self.graphs is None:
+            return {}
+        compiled = isinstance(self._forward, CompiledFunction) and self._forward.is_compiled
+        return {"compiled": compiled, **self.graphs.describe()}
+
     def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Update the weights.
 

@@ -292,6 +292,7 @@ class Trainer:
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
             "skipped_steps": int(self.train_step.nonfinite_steps),
+            **self.train_step.describe_execution(),
         }
         assert self._last_images is not None
         if scores := self._measure_scores(self._last_images):
