@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from tests.conftest import Launcher, Outcome, SaveModel
-from vit.bundle import load_bundle, save_bundle
+from vit.bundle import load_bundle, save_bundle, update_metadata
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
@@ -248,14 +248,31 @@ def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
     again = (tmp_path / "first", "--data", root, "--output", tmp_path / "first", "--overwrite")
     assert "holds the evaluated model" in evaluate(*again)[2]
 
-    assert (
-        evaluate(
-            model_file, "--data", root, "--output", tmp_path / "second", "--calibrate", "--in-place"
-        )[0]
-        == 0
-    )
-    assert load_bundle(model_file).temperature == calibrated.temperature
+    in_place = ("--data", root, "--output", tmp_path / "second", "--calibrate", "--in-place")
+    code, out, _ = evaluate(model_file, *in_place, "--operating-point", "bee:sensitivity=0.75")
+    assert code == 0
+    decided = load_bundle(model_file)
+    assert decided.temperature == calibrated.temperature
     assert not (tmp_path / "second" / "model.safetensors").exists()
+    # a second evaluation uses what the first one chose
+    assert evaluate(model_file, "--data", root, "--output", tmp_path / "third")[0] == 0
+    threshold = decided.operating_point["thresholds"]["bee"]
+    sentence = (
+        f"operating point bee:sensitivity=0.75: predicted from a probability of bee {threshold:.4g}"
+    )
+    for name in ("second", "third"):
+        assert sentence in (tmp_path / name / "evaluation.md").read_text()
+        rows = read_predictions(tmp_path / name / "predictions.csv")
+        bees = [row for row in rows if row["predicted"] == "bee"]
+        assert {float(row["probability"]) >= threshold for row in bees} <= {True}
+        for row in rows:
+            if row["label"] == "bee" and row["predicted"] != "bee":
+                assert float(row["label_probability"]) < threshold
+            assert (row["rank"] == "0") == (row["label"] == row["predicted"])
+    # with another temperature it is chosen again, by the same rule
+    update_metadata(model_file, {"temperature": 1.0})
+    assert evaluate(model_file, *in_place, "--overwrite")[0] == 0
+    assert load_bundle(model_file).operating_point == decided.operating_point
 
 
 @pytest.mark.chaos
@@ -319,6 +336,11 @@ def test_an_earlier_evaluation_is_replaced_only_when_told(
         (["--data", "cifar11"], "--data cifar11 is not a data set"),
         (["--split", "tset"], "unknown split 'tset'; known: all, test, train, validation"),
         (["--calibrate", "--split", "validation"], "--calibrate needs"),
+        (["--operating-point", "bee:f1", "--split", "all"], "--operating-point needs a model file"),
+        (["--operating-point", "f1"], "needs the class that is predicted from a threshold on"),
+        (["--operating-point", "bee:sensitivity=1.5"], "sensitivity must be above 0 and below 1"),
+        (["--operating-point", "yak:f1"], "yak is not one of the classes bee, cat, dog"),
+        (["--operating-point", "bee:sensitivity=0.9"], "images with bee are too few for"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--precision", "bf16"], "unknown precision 'bf16'"),
         (["--tta", "vflip"], "unknown tta 'vflip'; known: hflip, none"),

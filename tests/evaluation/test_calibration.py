@@ -54,8 +54,11 @@ def test_calibration_error_falls_and_predictions_stay(make_predictions: MakePred
 def make_validation(labels: np.ndarray) -> EvaluationSet:
     """Images of which the calibration reads nothing but labels and hashes."""
     digests = np.random.default_rng(1).integers(2**63, size=len(labels), dtype=np.uint64)
-    dataset = SimpleNamespace(digests=digests, split="validation", fingerprint="a" * 64)
-    return EvaluationSet(dataset, (), labels, Preprocess((8, 8)))  # type: ignore[arg-type]
+    dataset = SimpleNamespace(
+        digests=digests, split="validation", fingerprint="a" * 64, groups=None
+    )
+    ids = tuple(map(str, range(len(labels))))
+    return EvaluationSet(dataset, ids, labels, Preprocess((8, 8)))  # type: ignore[arg-type]
 
 
 def test_a_temperature_is_kept_only_where_it_helps_on_other_images(

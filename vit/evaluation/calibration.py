@@ -9,12 +9,15 @@ from scipy.special import log_softmax
 from vit.bundle import MODEL_FILE, Bundle, update_metadata
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import EvaluationSet
+from vit.evaluation.label_metrics import compute_label_ece, score_label_logits
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.model.model_file import TemperatureFit
-from vit.prediction.probabilities import Float32s, Ints, chunk_rows
+from vit.prediction.probabilities import Bools, Float32s, Floats, Ints, chunk_rows
 from vit.runtime.files import compute_sha256
 from vit.runtime.numbers import format_number
 
+# metadata that is fitted on validation images
+_FITTED = ("temperature", "temperature_fitted_on", "operating_point")
 # with fewer images in a half, the noise can't be estimated
 _MIN_HALF = 5
 
@@ -28,8 +31,8 @@ class Calibration:
         fitted_on: Split and fingerprint of the validation images, the fields of `TemperatureFit`,
             and "out_of_fold": whether the images chose the epoch. Then the logits of each image are
             from the epoch that the other half of the images chose.
-        before: ece, brier and nll without the temperature.
-        after: ece, brier and nll with it.
+        before: ece, brier and nll without the temperature; of several labels ece and loss.
+        after: The same with it.
     """
 
     temperature: float
@@ -39,7 +42,7 @@ class Calibration:
 
 
 def cross_fit_temperature(
-    logits: Float32s, labels: Ints, digests: np.ndarray
+    logits: Float32s, labels: Ints | Bools, digests: np.ndarray
 ) -> TemperatureFit | None:
     """Fit a temperature, and measure it on images that it was not fitted on.
 
@@ -49,7 +52,7 @@ def cross_fit_temperature(
 
     Args:
         logits: [n, C], of images that had no influence on the model.
-        labels: [n].
+        labels: Class of each image, [n], or which labels it has, bool [n, C].
         digests: Hashes of the images, [n].
 
     Returns:
@@ -65,18 +68,29 @@ def cross_fit_temperature(
     scaled = np.empty_like(logits)
     for half in (is_second, ~is_second):
         scaled[half] = logits[half] / fit_temperature(logits[~half], labels[~half])
-    before = score_logits(logits, labels)
-    after = score_logits(scaled, labels)
-    gain = before.nll - after.nll
+    loss_before, ece_before = _measure(logits, labels)
+    loss_after, ece_after = _measure(scaled, labels)
+    gain = loss_before - loss_after
     return TemperatureFit(
         temperature=fit_temperature(logits, labels),
         num_images=count,
-        loss_before=float(before.nll.mean()),
-        loss_after=float(after.nll.mean()),
-        ece_before=compute_metrics(before)["ece"],
-        ece_after=compute_metrics(after)["ece"],
+        loss_before=float(loss_before.mean()),
+        loss_after=float(loss_after.mean()),
+        ece_before=ece_before,
+        ece_after=ece_after,
         helps=bool(gain.mean() > 1.96 * gain.std(ddof=1) / np.sqrt(count)),
     )
+
+
+def _measure(
+    logits: Float32s, labels: Ints | Bools, *, temperature: float = 1.0
+) -> tuple[Floats, float]:
+    """Return the cross-entropy of each image, [n], and the calibration error."""
+    if labels.ndim == 2:
+        label_scores = score_label_logits(logits, labels.astype(bool), temperature=temperature)
+        return label_scores.loss, compute_label_ece(label_scores)
+    scores = score_logits(logits, labels.astype(np.int64, copy=False), temperature=temperature)
+    return scores.nll, compute_metrics(scores)["ece"]
 
 
 def was_used_for_epoch(bundle: Bundle, images: EvaluationSet) -> bool:
@@ -150,13 +164,14 @@ def use_temperature(
     return values, f"calibrated: {sentence}"
 
 
-def save_temperature(bundle: Bundle, target: Path) -> str:
-    """Write a model file with its temperature to `target`, which may be the model file itself.
+def save_fitted(bundle: Bundle, target: Path) -> str:
+    """Write a model file with its temperature and its operating point to `target`, which may be the
+    model file itself.
 
     Returns:
         The SHA-256 of the file.
     """
-    values = {name: bundle.metadata[name] for name in ("temperature", "temperature_fitted_on")}
+    values = {name: bundle.metadata[name] for name in _FITTED if name in bundle.metadata}
     update_metadata(find_model_file(bundle), values, target=target)
     return compute_sha256(target)
 
@@ -172,17 +187,29 @@ def find_model_file(bundle: Bundle) -> Path:
         path = path / MODEL_FILE
     if path.suffix != ".safetensors" or not path.is_file():
         raise ValueError(
-            f"{bundle.name} is not a model file; calibration keeps the temperature in one"
+            f"{bundle.name} is not a model file, and the temperature and the operating point are kept"
+            " in one; train with --output, or name the file"
         )
     return path
 
 
-def measure_calibration(bundle: Bundle, logits: Float32s, labels: Ints) -> Calibration | None:
+def measure_calibration(
+    bundle: Bundle, logits: Float32s, labels: Ints | Bools
+) -> Calibration | None:
     """Measure probabilities without and with the model's temperature; None if none was fitted."""
     if "temperature" not in bundle.metadata:
         return None
-    before = compute_metrics(score_logits(logits, labels))
-    after = compute_metrics(score_logits(logits, labels, temperature=bundle.temperature))
+    if bundle.is_multilabel:
+        measured = []
+        for temperature in (1.0, bundle.temperature):
+            losses, ece = _measure(logits, labels, temperature=temperature)
+            measured.append({"ece": ece, "loss": float(losses.mean())})
+        return Calibration(
+            bundle.temperature, bundle.metadata.get("temperature_fitted_on", {}), *measured
+        )
+    classes = labels.astype(np.int64, copy=False)
+    before = compute_metrics(score_logits(logits, classes))
+    after = compute_metrics(score_logits(logits, classes, temperature=bundle.temperature))
     names = ("ece", "brier", "nll")
     return Calibration(
         temperature=bundle.temperature,
@@ -192,23 +219,26 @@ def measure_calibration(bundle: Bundle, logits: Float32s, labels: Ints) -> Calib
     )
 
 
-def fit_temperature(logits: Float32s, labels: Ints) -> float:
+def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:
     """Fit the temperature that calibrates the probabilities (Guo et al. 2017, section 4.2).
 
     The cross-entropy is convex in 1/T, so it has only one minimum. It is found to six digits.
 
     Args:
         logits: [n, C], of images that are neither for training nor for testing.
-        labels: [n].
+        labels: Class of each image, [n], or which labels it has, bool [n, C].
 
     Returns:
-        The temperature that minimises the cross-entropy of softmax(logits / T), 0.05…20.
+        The temperature that minimises the cross-entropy of softmax(logits / T), of several labels
+        that of sigmoid(logits / T), 0.05…20.
     """
     # half a second to import
     from scipy.optimize import minimize_scalar
 
     # by the logarithm, so that the bounds lie symmetrically around 1
     def cross_entropy(log_temperature: float) -> float:
+        if labels.ndim == 2:
+            return float(_measure(logits, labels, temperature=np.exp(log_temperature))[0].mean())
         losses = []
         for rows in chunk_rows(logits):
             scaled = logits[rows].astype(np.float64) * np.exp(-log_temperature)

@@ -19,7 +19,7 @@ from vit.evaluation.calibration import (
     calibrate_bundle,
     find_model_file,
     measure_calibration,
-    save_temperature,
+    save_fitted,
     was_used_for_epoch,
 )
 from vit.evaluation.cost import Cost, measure_cost
@@ -34,6 +34,7 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
+from vit.evaluation.operating_point import choose_operating_point, parse_rule
 from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
@@ -46,7 +47,6 @@ from vit.runtime.processes import current_process, join_processes
 from vit.runtime.products import find_product
 from vit.runtime.progress import show_progress
 
-_CALIBRATION_HINT = "--calibrate needs a model file to keep the temperature in, and --split test"
 # Keys of the configuration that don't change the recipe: where the data lies, the machine, the
 # seed, and how many images the model file keeps. Older model files also have data.check_cache.
 _MACHINE_KEYS = {
@@ -70,6 +70,7 @@ def evaluate(
     path_column: str | None = None,
     label_column: str | None = None,
     calibrate: bool = False,
+    operating_point: str | None = None,
     in_place: bool = False,
     corruptions: bool = False,
     tta: str = "none",
@@ -101,7 +102,14 @@ def evaluate(
             it helps. Half of the split measures whether the temperature of
             the other half lowers the loss beyond noise. `.save` writes the
             model file with it.
-        in_place: Write the temperature into the model file itself.
+        operating_point: Choose the probability from which a label is
+            predicted, or one class against the rest, on the validation split:
+            sensitivity=0.95, specificity=0.9, precision=0.8, f1, or cost=10:1
+            where missing one costs ten false alarms. LABEL:RULE names the
+            label. None: the model file's, otherwise 0.5 for a label and the
+            most probable class. `.save` writes the model file with it.
+        in_place: Write the temperature and the operating point into the model
+            file itself.
         corruptions: Also measure accuracy under the 15 corruptions of
             ImageNet-C, at 5 severities.
         tta: Test-time augmentation: none, or hflip for the mean logits of
@@ -123,7 +131,8 @@ def evaluate(
 
     Raises:
         ValueError: The data is unknown, it has classes that the model doesn't
-            know, or there is no model file to keep the temperature in.
+            know, there is no model file to keep the temperature in, or the
+            images allow no such operating point.
 
     Example:
         >>> result = vit.evaluate("runs/digits", tta="hflip")
@@ -131,28 +140,35 @@ def evaluate(
     """
     check_data(data, dataset)
     check_choice(tta, TTA, name="tta")
-    # The temperature is fitted on the validation images, so they can't be measured on as well.
-    if calibrate and (str(model).startswith("timm:") or split in ("validation", "all")):
-        raise ValueError(_CALIBRATION_HINT)
+    # The validation images can't serve to fit and to measure.
+    hint = "--calibrate needs a model file to keep the temperature in, and --split test"
+    if operating_point is not None:
+        hint = "--operating-point needs a model file to keep it in, and --split test"
+    is_fitted = calibrate or operating_point is not None
+    if is_fitted and (str(model).startswith("timm:") or split in ("validation", "all")):
+        raise ValueError(hint)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
         start = read_work_clock(device_name)
         bundle = open_model(model, device=device_name)
-        if bundle.is_multilabel and (calibrate or corruptions):
+        if bundle.is_multilabel and corruptions:
             raise ValueError(
-                f"{'calibrate' if calibrate else 'corruptions'} is for models of one class an image,"
-                " and this one predicts several labels; leave it out"
+                "corruptions is for models of one class an image, and this one predicts several"
+                " labels; leave it out"
             )
+        if operating_point is not None:
+            # a wrong rule is reported before the images are decoded
+            parse_rule(operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel)
         labels = LabelRule(label_by, path_column, label_column)
         data_splits = open_data(
             bundle, data, root, dataset, class_names, labels=labels, group_by=group_by
         )
-        if calibrate and (split or data_splits.default_split) == "validation":
-            raise ValueError(_CALIBRATION_HINT)
+        if is_fitted and (split or data_splits.default_split) == "validation":
+            raise ValueError(hint)
         # All images are decoded before anything is computed: errors in them are reported first.
         images, *validation = [
             load_images(bundle, data_splits, name)
-            for name in ([split, "validation"] if calibrate else [split])
+            for name in ([split, "validation"] if is_fitted else [split])
         ]
         if data is None and dataset is None:
             images = replace(images, splits=data_splits)
@@ -161,26 +177,30 @@ def evaluate(
             bundle, batch_size=batch_size, precision=precision, tta=tta
         )
         notes = list_notes(bundle, images)
-        calibrated = bundle
-        if calibrate:
-            calibrated, sentence = _calibrate(bundle, predictor, validation[0], in_place=in_place)
-            notes.append(sentence)
-        notes += filter(None, [describe_decision(calibrated)])
+        fitted = bundle
+        if is_fitted:
+            fitted, sentences = _fit(
+                bundle,
+                predictor,
+                validation[0],
+                calibrate=calibrate,
+                operating_point=operating_point,
+                in_place=in_place,
+            )
+            notes += sentences
+        notes += filter(None, [describe_decision(fitted)])
         result = measure_model(
-            calibrated,
+            fitted,
             images,
             predictor=predictor,
             num_examples=num_examples,
             corruptions=corruptions,
             notes=notes,
         )
+        result = replace(result, has_new_values=fitted is not bundle and not in_place)
         if isinstance(result, LabelEvaluationResult):
             return result
-        return replace(
-            result,
-            has_new_temperature=calibrated is not bundle and not in_place,
-            seconds=read_work_clock(device_name) - start,
-        )
+        return replace(result, seconds=read_work_clock(device_name) - start)
 
 
 def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
@@ -200,26 +220,57 @@ def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
     return notes
 
 
-def _calibrate(
-    bundle: Bundle, predictor: Predictor, validation: EvaluationSet, *, in_place: bool
-) -> tuple[Bundle, str]:
-    """Return the model with a temperature if that helps, and a sentence about it.
+def _fit(
+    bundle: Bundle,
+    predictor: Predictor,
+    validation: EvaluationSet,
+    *,
+    calibrate: bool,
+    operating_point: str | None,
+    in_place: bool,
+) -> tuple[Bundle, list[str]]:
+    """Return the model with a temperature if that helps and with an operating point, and sentences
+    about them.
 
     Raises:
-        ValueError: There is no model file to keep the temperature in.
+        ValueError: There is no model file to keep them in, or no such operating point.
     """
     model_file = find_model_file(bundle)
-    # Images that chose the epoch look better than others: `calibrate_bundle` does without them.
+    chose_epoch = was_used_for_epoch(bundle, validation)
     logits = None
-    if not was_used_for_epoch(bundle, validation):
-        logits = _predict(predictor, validation, title="calibrating")
-    calibrated, sentence = calibrate_bundle(bundle, validation, logits)
+    # Images that chose the epoch look better than others: `calibrate_bundle` does without them.
+    if operating_point is not None or not chose_epoch:
+        logits = _predict(predictor, validation, title="calibrating" if calibrate else "deciding")
+    fitted = bundle
+    sentences = []
+    if calibrate:
+        fitted, sentence = calibrate_bundle(bundle, validation, None if chose_epoch else logits)
+        sentences.append(sentence)
+    rule = operating_point
+    if rule is None and fitted is not bundle and bundle.operating_point:
+        # its probabilities have changed
+        rule = str(bundle.operating_point["rule"])
+        logits = _predict(predictor, validation, title="deciding") if logits is None else logits
+    if rule is not None:
+        assert logits is not None
+        point, said = choose_operating_point(
+            fitted,
+            parse_rule(rule, bundle.class_names, is_multilabel=bundle.is_multilabel),
+            validation,
+            logits,
+        )
+        fitted = replace(
+            fitted, metadata={**fitted.metadata, "operating_point": point.model_dump()}
+        )
+        if chose_epoch:
+            said[0] += ", which also chose the epoch, so that it may promise a little too much"
+        sentences += said
     # only one process writes the file, and all need its new hash
-    if calibrated is not bundle and in_place:
+    if fitted is not bundle and in_place:
         process = current_process()
-        sha256 = save_temperature(calibrated, model_file) if process.is_main else ""
-        calibrated = replace(calibrated, sha256=process.broadcast(sha256))
-    return calibrated, sentence
+        sha256 = save_fitted(fitted, model_file) if process.is_main else ""
+        fitted = replace(fitted, sha256=process.broadcast(sha256))
+    return fitted, sentences
 
 
 def measure_model(
@@ -276,6 +327,7 @@ def measure_model(
             _describe_measurement(
                 bundle, images, predictor, is_correct=label_scores.correct, cost=cost, notes=notes
             ),
+            calibration=measure_calibration(bundle, logits, images.labels),
         )
         return LabelEvaluationResult(
             measured, label_scores, images, bundle, is_main=process.is_main

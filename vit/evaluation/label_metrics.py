@@ -104,11 +104,11 @@ def compute_label_metrics(scores: LabelScores) -> dict[str, float]:
         **{name: float(values[0]) for name, values in rates.items()},
         "exact_match": float(scores.correct.mean()),
         "loss": float(scores.loss.mean()),
-        "ece": _compute_ece(scores),
+        "ece": compute_label_ece(scores),
     }
 
 
-def _compute_ece(scores: LabelScores) -> float:
+def compute_label_ece(scores: LabelScores) -> float:
     """Compute the calibration error of all labels together: |mean probability − frequency| in 15
     bins of equal width, weighted by their numbers of pairs of image and label."""
     bins = find_bins(scores.probabilities.ravel())

@@ -4,7 +4,6 @@
 import csv
 import html
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
+from vit.evaluation.calibration import Calibration
 from vit.evaluation.cost import Cost
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.label_metrics import (
@@ -22,9 +22,9 @@ from vit.evaluation.label_metrics import (
     compute_label_metrics,
     compute_per_label,
 )
-from vit.evaluation.result import EVALUATION_FILE, PREDICTIONS_FILE, MetricRow, render_rows
+from vit.evaluation.result import PREDICTIONS_FILE, MetricRow, SavedEvaluation, render_rows
 from vit.runtime.documents import escape_formula
-from vit.runtime.files import FileContent, Result
+from vit.runtime.files import FileContent
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 # separates the labels of an image in a table
@@ -67,6 +67,8 @@ class LabelEvaluation(BaseModel):
     intervals: dict[str, tuple[float, float]]
     # every label of the model, in its order
     per_label: list[LabelMetrics]
+    # null if no temperature was ever fitted
+    calibration: Calibration | None = None
     # number of evaluated images
     num_images: int
     # images that were left out, each with the reason
@@ -170,6 +172,8 @@ def measure_labels(
     images: EvaluationSet,
     scores: LabelScores,
     shared: Mapping[str, Any],
+    *,
+    calibration: Calibration | None = None,
 ) -> LabelEvaluation:
     """Compute the evaluation of a model whose images may have several labels.
 
@@ -178,6 +182,7 @@ def measure_labels(
         images: The images.
         scores: Their scores.
         shared: Fields that every evaluation has, besides its metrics.
+        calibration: Effect of its temperature.
     """
     dataset = images.dataset
     metrics = compute_label_metrics(scores)
@@ -188,12 +193,13 @@ def measure_labels(
         **known,
         intervals=compute_label_intervals(scores, dataset.groups),
         per_label=compute_per_label(scores, bundle.class_names, dataset.groups),
+        calibration=calibration,
         **shared,
     )
 
 
 @dataclass(frozen=True, repr=False)
-class LabelEvaluationResult(Result):
+class LabelEvaluationResult(SavedEvaluation):
     """A `LabelEvaluation`, and what each image contributed to it.
 
     Attributes:
@@ -201,7 +207,7 @@ class LabelEvaluationResult(Result):
         scores: Contribution of each image to the metrics.
         images: The images.
         bundle: The model.
-        is_main: True in the process that writes files.
+        is_main, has_new_values: See `EvaluationResult`.
     """
 
     evaluation: LabelEvaluation
@@ -209,17 +215,12 @@ class LabelEvaluationResult(Result):
     images: EvaluationSet
     bundle: Bundle
     is_main: bool = True
+    has_new_values: bool = False
 
     def __repr__(self) -> str:
         return f"LabelEvaluationResult{repr(self.evaluation).removeprefix('LabelEvaluation')}"
 
-    def _repr_html_(self) -> str:
-        """Return the metrics as a table, for a notebook."""
-        return self.evaluation._repr_html_()
-
     def build_files(self) -> dict[str, FileContent]:
-        """Return predictions.csv, evaluation.md and, last, evaluation.json."""
-        values = self.evaluation.model_dump(mode="json")
         return {
             PREDICTIONS_FILE: format_label_predictions(
                 self.scores,
@@ -228,7 +229,6 @@ class LabelEvaluationResult(Result):
                 groups=self.images.groups,
             ),
             "evaluation.md": _format_markdown(self.evaluation),
-            EVALUATION_FILE: json.dumps(values, indent=2) + "\n",
         }
 
 

@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import MODEL_FILE, MULTILABEL, Bundle
-from vit.evaluation.calibration import Calibration, save_temperature
+from vit.evaluation.calibration import Calibration, save_fitted
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
@@ -236,17 +236,56 @@ class Evaluation(BaseModel):
         return warnings
 
 
+class SavedEvaluation(Result):
+    """An evaluation with its files, and with the evaluated model file if something was fitted."""
+
+    evaluation: Any
+    bundle: Bundle
+    is_main: bool
+    has_new_values: bool
+
+    def _repr_html_(self) -> str:
+        """Return the metrics as a table, for a notebook."""
+        return str(self.evaluation._repr_html_())
+
+    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
+        """Write what `vit evaluate` writes: predictions.csv, the tables and pages, the model file if
+        a temperature or an operating point was fitted, and last evaluation.json.
+
+        Args:
+            directory: New or empty directory.
+            overwrite: Replace an earlier result of vit in it.
+
+        Raises:
+            FileExistsError: It holds files, and `overwrite` is not set or vit did not make them.
+            ValueError: It holds the evaluated model.
+        """
+        if not self.is_main:
+            return
+        output = expand_home(directory)
+        if Path(self.bundle.name).resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"{directory} holds the evaluated model; choose another --output")
+        # evaluation.json is written last: whoever finds it finds the other files, too
+        super().save(directory, overwrite=overwrite)
+        evaluation = self.evaluation
+        if self.has_new_values:
+            # the evaluation is of this file
+            sha256 = save_fitted(self.bundle, output / MODEL_FILE)
+            evaluation = evaluation.model_copy(update={"model_sha256": sha256})
+        write_json(output / EVALUATION_FILE, evaluation.model_dump(mode="json"))
+
+
 @dataclass(frozen=True, repr=False)
-class EvaluationResult(Result):
+class EvaluationResult(SavedEvaluation):
     """An `Evaluation`, and what each image contributed to it.
 
     Attributes:
         evaluation: The metrics and the conditions.
         scores: Contribution of each image to the metrics.
         images: The images.
-        bundle: The model, with its temperature.
+        bundle: The model, with its temperature and its operating point.
         is_main: True in the process that writes files.
-        has_new_temperature: True if no model file has the temperature yet; `save` writes one.
+        has_new_values: True if no model file has these yet; `save` writes one.
         seconds: Work of the evaluation by `read_work_clock`; the maps of the report take no more.
     """
 
@@ -255,15 +294,11 @@ class EvaluationResult(Result):
     images: EvaluationSet
     bundle: Bundle
     is_main: bool = True
-    has_new_temperature: bool = False
+    has_new_values: bool = False
     seconds: float = math.inf
 
     def __repr__(self) -> str:
         return f"EvaluationResult{repr(self.evaluation).removeprefix('Evaluation')}"
-
-    def _repr_html_(self) -> str:
-        """Return the metrics as a table, for a notebook."""
-        return self.evaluation._repr_html_()
 
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs
@@ -283,32 +318,6 @@ class EvaluationResult(Result):
             "evaluation.md": render_markdown(self),
             "report.html": build_report(self),
         }
-
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write predictions.csv, confusion.png, evaluation.md, report.html, the model file if a
-        temperature was fitted, and last evaluation.json.
-
-        Args:
-            directory: New or empty directory.
-            overwrite: Replace an earlier result of vit in it.
-
-        Raises:
-            FileExistsError: It holds files, and `overwrite` is not set or vit did not make them.
-            ValueError: It holds the evaluated model.
-        """
-        if not self.is_main:
-            return
-        output = expand_home(directory)
-        if Path(self.bundle.name).resolve().is_relative_to(output.resolve()):
-            raise ValueError(f"{directory} holds the evaluated model; choose another --output")
-        # evaluation.json is written last: whoever finds it finds the other files, too
-        super().save(directory, overwrite=overwrite)
-        evaluation = self.evaluation
-        if self.has_new_temperature:
-            # the evaluation is of this file
-            sha256 = save_temperature(self.bundle, output / MODEL_FILE)
-            evaluation = evaluation.model_copy(update={"model_sha256": sha256})
-        write_json(output / EVALUATION_FILE, evaluation.model_dump(mode="json"))
 
 
 def load_evaluation(path: Path) -> Evaluation:

@@ -7,6 +7,7 @@ import numpy as np
 
 from vit.bundle import Bundle
 from vit.prediction.probabilities import Bools, Floats, Ints
+from vit.runtime.arguments import shorten
 
 # probability from which a label counts as predicted
 THRESHOLD = 0.5
@@ -68,11 +69,9 @@ def describe_decision(bundle: Bundle) -> str:
     point = bundle.operating_point
     if not point:
         return ""
-    thresholds = ", ".join(
-        f"{name} from a probability of {value:.4g}" for name, value in point["thresholds"].items()
-    )
-    rest = ", otherwise the most probable of the others"
+    thresholds = ", ".join(f"{name} {value:.4g}" for name, value in point["thresholds"].items())
+    rest = "" if bundle.is_multilabel else ", otherwise the most probable of the others"
     return (
-        f"operating point {point['rule']}: predicts {thresholds}"
-        f"{'' if bundle.is_multilabel else rest}"
+        f"operating point {point['rule']}: predicted from a probability of {shorten(thresholds, 200)}"
+        f" on{rest}"
     )
