@@ -137,6 +137,27 @@ def phone(browser) -> Iterator[None]:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+_WIDE = """
+for (const details of document.querySelectorAll("details")) details.open = true;
+const found = [], page = document.scrollingElement;
+if (page.scrollWidth > innerWidth) found.push(`page: ${page.scrollWidth} of ${innerWidth}`);
+for (const element of document.querySelectorAll("body *")) {
+  if (!element.checkVisibility() || element.closest("svg")) continue;
+  const scrolls = /auto|scroll/.test(getComputedStyle(element).overflowX);
+  const place = element.parentElement.getBoundingClientRect();
+  const {right} = element.getBoundingClientRect();
+  if ((scrolls && element.scrollWidth > element.clientWidth + 1) || (element.tagName === "TABLE" && right > place.right + 1))
+    found.push(`${element.ariaLabel || element.id || element.tagName}: ${Math.round(right)}`);
+}
+return found;
+"""
+
+
+def find_wide(browser) -> list[str]:
+    """What has to be scrolled sideways, or is a table wider than its place, with all details open."""
+    return browser.execute_script(_WIDE)
+
+
 def name_training_photos(model: Path, names: list[tuple[str, int]], features: np.ndarray) -> Bundle:
     """The model, once its file names training photos with their class and features."""
     conformal = {
