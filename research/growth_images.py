@@ -22,7 +22,6 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.sources.base import ArrayReader
-from vit.evaluation.report.confusion import plot_confusion
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet
@@ -34,9 +33,10 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
+from vit.evaluation.predictions import write_predictions as write_table
+from vit.evaluation.report.confusion import plot_confusion
 from vit.evaluation.report.report import build_report
-from vit.evaluation.result import EvaluationResult
-from vit.evaluation.result import Evaluation, format_predictions
+from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.explanation.gallery.gallery import Gallery
 from vit.explanation.items import ImageItem
 from vit.explanation.records import ImageResult
@@ -150,7 +150,9 @@ def write_report(count: int, num_classes: int) -> Callable[[Path], Run]:
         conditions={"device": "cpu", "precision": "float32"},
     )
     images = EvaluationSet(dataset, dataset.ids, scores.labels, Preprocess((32, 32)))
-    result = EvaluationResult(evaluation, scores, images, bundle=make_bundle(32))
+    result = EvaluationResult(
+        evaluation, scores, images, make_bundle(32), np.zeros((count, num_classes), np.float32)
+    )
 
     def prepare(folder: Path) -> Run:
         return lambda: len(build_report(result).encode())
@@ -160,11 +162,12 @@ def write_report(count: int, num_classes: int) -> Callable[[Path], Run]:
 
 def write_predictions(count: int, folder: Path) -> Run:
     scores, ids = make_scores(count, 10), make_source(count).ids
+    logits = np.random.default_rng(0).normal(size=(count, 10)).astype(np.float32)
 
     def run() -> int:
-        text = format_predictions(scores, ids=ids, class_names=tuple("abcdefghij"))
-        (folder / "predictions.csv").write_text(text)
-        return (folder / "predictions.csv").stat().st_size
+        path = folder / "predictions.csv"
+        write_table(path, scores, ids=ids, class_names=tuple("abcdefghij"), logits=logits)
+        return path.stat().st_size
 
     return run
 

@@ -35,6 +35,7 @@ from vit.data.dataset import ImageDataset
 from vit.data.images import list_images, read_image
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
+from vit.evaluation.predictions import COLUMNS
 from vit.model.model_file import compute_checksum
 from vit.model.weights import read_weights
 from vit.runtime.device import choose_device
@@ -719,8 +720,10 @@ class TestResults:
             write_evaluation(tmp_path, name, np.zeros(8, dtype=np.int64)) for name in ("a", "b")
         ]
         path = folders[1] / "predictions.csv"
-        lines = path.read_text().splitlines()
-        path.write_text("\n".join([*lines[:-1], lines[-1].rpartition(",")[0] + "," + rank]) + "\n")
+        *lines, last = path.read_text().splitlines()
+        cells = last.split(",")
+        cells[COLUMNS.index("rank")] = rank
+        path.write_text("\n".join([*lines, ",".join(cells)]) + "\n")
         assert "rank" in cli.fail("compare", *folders)
 
     def test_a_directory_that_looks_like_markup_is_compared(

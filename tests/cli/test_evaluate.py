@@ -103,6 +103,14 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert len(rows) == 18
     right = [row["label"] == row["predicted"] for row in rows]
     assert metrics["top1"] == np.mean(right)
+    assert all(Path(row["file"]).is_file() and row["file"].endswith(row["path"]) for row in rows)
+    probabilities = [
+        {name: float(row[f"probability of {name}"]) for name in CLASSES} for row in rows
+    ]
+    assert [max(row, key=row.__getitem__) for row in probabilities] == [
+        row["predicted"] for row in rows
+    ]
+    assert [sum(row.values()) for row in probabilities] == pytest.approx([1] * 18, abs=1e-6)
     assert metrics["loss"] == pytest.approx(
         np.mean([float(row["loss"]) for row in rows]), abs=1e-12
     )

@@ -13,12 +13,8 @@ from vit.evaluation.metrics import (
     compute_reliability,
     score_logits,
 )
-from vit.evaluation.result import (
-    EVALUATION_FILE,
-    PREDICTIONS_FILE,
-    Evaluation,
-    format_predictions,
-)
+from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
+from vit.evaluation.result import EVALUATION_FILE, Evaluation
 from vit.runtime.files import write_json
 
 
@@ -49,11 +45,13 @@ def write_evaluation(
     ids = [f"test/{index:04d}.png" for index in rows]
     if reverse:
         order = rows[::-1]
-        scores, ids = score_logits(logits[order], labels[order]), ids[::-1]
+        logits, ids = logits[order], ids[::-1]
+        scores = score_logits(logits, labels[order])
     directory = folder / name
     directory.mkdir()
-    text = format_predictions(scores, ids=ids, class_names=names)
-    (directory / PREDICTIONS_FILE).write_text(text)
+    write_predictions(
+        directory / PREDICTIONS_FILE, scores, ids=ids, class_names=names, logits=logits
+    )
     metrics = compute_metrics(scores)
     evaluation = Evaluation(
         **metrics,

@@ -133,7 +133,7 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
     images = EvaluationSet(dataset, ids, labels, Preprocess((side, side)))
     # a model file that names no training photos
     bundle = Bundle(torch.nn.Linear(1, 1), images.preprocess, names, name=NASTY, sha256="a" * 64)
-    return EvaluationResult(evaluation, scores, images, bundle)
+    return EvaluationResult(evaluation, scores, images, bundle, logits.astype(np.float32))
 
 
 # as long as real ones

@@ -1,5 +1,6 @@
 """What is written can be read again, and what is wrong with a file is said."""
 
+import csv
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
-from vit.evaluation.result import Evaluation, load_evaluation, load_predictions
+from vit.evaluation.predictions import load_predictions
+from vit.evaluation.result import Evaluation, load_evaluation
 from vit.prediction.conformal import SetMetrics
 from vit.runtime.files import write_json
 
@@ -41,11 +43,31 @@ def test_predictions_keep_every_digit_and_odd_names(make_evaluation: MakeEvaluat
     assert float(columns["loss"][0]) == pytest.approx(exact, abs=1e-15)
 
 
+def test_predictions_have_each_probability_and_old_files_are_read(
+    make_evaluation: MakeEvaluation,
+) -> None:
+    path = make_evaluation("a", RANKS) / "predictions.csv"
+    columns = load_predictions(path)
+    rows = list(csv.reader(path.read_text().splitlines()))
+    assert rows[0][7:] == [f"probability of class {index}" for index in range(4)]
+    # logits 1, 0, 0, 0: the fewest digits that give the float32 back
+    expected = np.exp([1, 0, 0, 0]) / (np.e + 3)
+    assert rows[1][7:] == [str(np.float32(value)) for value in expected]
+    assert [float(row[7 + index]) for index, row in enumerate(rows[1:])] == pytest.approx(
+        [float(text) for text in columns["label_probability"]], abs=1e-7
+    )
+    # an earlier version wrote the first seven columns, and then the group
+    path.write_text("\n".join(",".join(row[:7]) for row in rows))
+    assert load_predictions(path) == columns
+    path.write_text("\n".join(",".join([*row[:7], "group"]) for row in rows))
+    assert load_predictions(path) == {**columns, "group": ["group"] * len(RANKS)}
+
+
 def test_a_wrong_line_is_named(make_evaluation: MakeEvaluation) -> None:
     path = make_evaluation("a", RANKS) / "predictions.csv"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:2], "only,three,fields", *lines[2:]]))
-    with pytest.raises(ValueError, match=r"line 3 has 3 fields instead of 7"):
+    with pytest.raises(ValueError, match=r"line 3 has 3 fields instead of 11"):
         load_predictions(path)
     path.write_text("\n".join(lines[1:]))
     with pytest.raises(ValueError, match="line 1 is not path,label"):

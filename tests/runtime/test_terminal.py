@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.result import format_predictions, load_predictions
+from vit.evaluation.predictions import load_predictions, write_predictions
 from vit.prediction.records import Prediction, write_csv, write_jsonl
 from vit.runtime.arguments import is_control_character, replace_control_characters
 from vit.runtime.console import build_console, build_table, echo
@@ -114,7 +114,7 @@ def test_predictions_of_an_evaluation_are_read_back(tmp_path: Path) -> None:
     ids = [f"{name}{number}" for number, name in enumerate((FORMULAS + PLAIN)[: len(labels)])]
     classes = ("=1+1", "-1", "@x", "'=y", "plain")
     path = tmp_path / "predictions.csv"
-    path.write_text(format_predictions(scores, ids=ids, class_names=classes), newline="")
+    write_predictions(path, scores, ids=ids, class_names=classes, logits=logits)
     columns = load_predictions(path)
     assert columns["path"] == ids
     assert columns["label"] == [classes[label] for label in labels]

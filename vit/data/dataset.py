@@ -260,6 +260,10 @@ class _JoinedReader(ImageReader):
         reader, place = self._find(index)
         return reader.thumbnail(place, side=side)
 
+    def path(self, index: int) -> str | None:
+        reader, place = self._find(index)
+        return reader.path(place)
+
     def _find(self, index: int) -> tuple[ImageReader, int]:
         number, place = self.places[index].tolist()
         return self.readers[number], place

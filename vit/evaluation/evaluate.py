@@ -360,7 +360,7 @@ def measure_model(
             bundle, images, predictor, is_correct=scores.correct, cost=cost, notes=notes
         ),
     )
-    return EvaluationResult(evaluation, scores, images, bundle, is_main=process.is_main)
+    return EvaluationResult(evaluation, scores, images, bundle, logits, is_main=process.is_main)
 
 
 def _describe_measurement(

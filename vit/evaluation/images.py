@@ -1,6 +1,7 @@
 """Images that a model is evaluated on, with their labels as classes of the model, and those of them
 that were in training."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ class EvaluationSet:
         """Group of each image, as text that any file can hold; None if each is its own."""
         groups = self.dataset.groups
         return None if groups is None else tuple(map(printable, groups))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Path of each image from the working directory, as text that any file can hold; empty for
+        an image that isn't a file."""
+        here = os.path.join(os.getcwd(), "")
+        paths = map(self.dataset.reader.path, range(len(self)))
+        return tuple(printable(path or "").removeprefix(here) for path in paths)
 
     def read(self, start: int, stop: int) -> Pixels:
         """Return images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""

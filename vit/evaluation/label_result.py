@@ -1,11 +1,10 @@
 """The result of an evaluation on images with several labels, and its files: `evaluation.json`,
 `evaluation.md` and `predictions.csv`."""
 
-import csv
 import html
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,10 @@ from vit.evaluation.label_metrics import (
     compute_label_metrics,
     compute_per_label,
 )
-from vit.evaluation.result import PREDICTIONS_FILE, MetricRow, SavedEvaluation, render_rows
-from vit.runtime.documents import escape_formula
+from vit.evaluation.predictions import PREDICTIONS_FILE, write_label_predictions
+from vit.evaluation.result import MetricRow, SavedEvaluation, render_rows
 from vit.runtime.files import FileContent
 from vit.runtime.numbers import format_interval, format_number, format_percent
-
-# separates the labels of an image in a table
-SEPARATOR = "|"
 
 
 class LabelEvaluation(BaseModel):
@@ -222,41 +218,16 @@ class LabelEvaluationResult(SavedEvaluation):
 
     def build_files(self) -> dict[str, FileContent]:
         return {
-            PREDICTIONS_FILE: format_label_predictions(
-                self.scores,
+            PREDICTIONS_FILE: partial(
+                write_label_predictions,
+                scores=self.scores,
                 ids=self.images.ids,
                 class_names=self.bundle.class_names,
                 groups=self.images.groups,
+                files=self.images.files,
             ),
             "evaluation.md": _format_markdown(self.evaluation),
         }
-
-
-def format_label_predictions(
-    scores: LabelScores,
-    *,
-    ids: Sequence[str],
-    class_names: Sequence[str],
-    groups: Sequence[str] | None = None,
-) -> str:
-    """Return the text of predictions.csv: for each image its labels, the predicted ones and the
-    probability of each label, in full precision."""
-    file = io.StringIO()
-    writer = csv.writer(file)
-    names = [escape_formula(name) for name in class_names]
-    header = ["path", "labels", "predicted", "loss"]
-    header += [] if groups is None else ["group"]
-    writer.writerow([*header, *(f"probability of {name}" for name in names)])
-
-    def join(marks: np.ndarray) -> str:
-        return SEPARATOR.join(names[place] for place in np.flatnonzero(marks).tolist())
-
-    for index, image_id in enumerate(ids):
-        row = [escape_formula(image_id), join(scores.labels[index]), join(scores.predicted[index])]
-        row.append(str(float(scores.loss[index])))
-        row += [] if groups is None else [escape_formula(groups[index])]
-        writer.writerow([*row, *scores.probabilities[index].tolist()])
-    return file.getvalue()
 
 
 def _format_markdown(evaluation: LabelEvaluation) -> str:

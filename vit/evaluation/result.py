@@ -5,9 +5,7 @@ and others.
 key is removed or changes its meaning, not when a key is added. Fractions are 0 to 1, not percent.
 """
 
-import csv
 import html
-import io
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,17 +22,14 @@ from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
+from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
 from vit.prediction.conformal import SetMetrics, describe_low_coverage, find_low_coverage
-from vit.runtime.arguments import shorten
-from vit.runtime.documents import check_schema, escape_formula, read_json, read_table
+from vit.prediction.probabilities import Float32s
+from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import FileContent, Result, expand_home, write_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"
-PREDICTIONS_FILE = "predictions.csv"
-COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
-# one more column where images come in groups
-GROUP_COLUMN = "group"
 # distance from the promised coverage from which it is a warning
 _FAR_COVERAGE = 0.03
 # metrics that are fractions; the others are shown as plain numbers
@@ -284,6 +279,7 @@ class EvaluationResult(SavedEvaluation):
         scores: Contribution of each image to the metrics.
         images: The images.
         bundle: The model, with its temperature and its operating point.
+        logits: Logits of the images, [n, C].
         is_main: True in the process that writes files.
         has_new_values: True if no model file has these yet; `save` writes one.
         seconds: Work of the evaluation by `read_work_clock`; the maps of the report take no more.
@@ -293,6 +289,7 @@ class EvaluationResult(SavedEvaluation):
     scores: Scores
     images: EvaluationSet
     bundle: Bundle
+    logits: Float32s
     is_main: bool = True
     has_new_values: bool = False
     seconds: float = math.inf
@@ -308,11 +305,14 @@ class EvaluationResult(SavedEvaluation):
         names = self.bundle.class_names
         figure = plot_confusion(self.scores, class_names=names)
         return {
-            PREDICTIONS_FILE: format_predictions(
-                self.scores,
+            PREDICTIONS_FILE: partial(
+                write_predictions,
+                scores=self.scores,
                 ids=self.images.ids,
                 class_names=names,
+                logits=self.logits,
                 groups=self.images.groups,
+                files=self.images.files,
             ),
             "confusion.png": partial(figure.savefig, format="png", dpi=120),
             "evaluation.md": render_markdown(self),
@@ -351,54 +351,3 @@ def find_evaluation(model: str, sha256: str) -> Evaluation | None:
         key=lambda evaluation: evaluation.conditions.get("time") or "",
         default=None,
     )
-
-
-def format_predictions(
-    scores: Scores,
-    *,
-    ids: Sequence[str],
-    class_names: tuple[str, ...],
-    groups: Sequence[str] | None = None,
-) -> str:
-    """Return the text of predictions.csv: a line for each image, floats in full precision."""
-    file = io.StringIO()
-    writer = csv.writer(file)
-    names = [escape_formula(name) for name in class_names]
-    columns = [
-        list(map(escape_formula, ids)),
-        [names[label] for label in scores.labels],
-        [names[label] for label in scores.predicted],
-        scores.confidence.tolist(),
-        scores.label_probability.tolist(),
-        scores.loss.tolist(),
-        scores.rank.tolist(),
-    ]
-    header = list(COLUMNS)
-    if groups is not None:
-        columns.append(list(map(escape_formula, groups)))
-        header.append(GROUP_COLUMN)
-    writer.writerow(header)
-    writer.writerows(zip(*columns, strict=True))
-    return file.getvalue()
-
-
-def load_predictions(path: Path) -> dict[str, list[str]]:
-    """Return the columns of a predictions file by name.
-
-    Raises:
-        ValueError: A line is wrong; the message names it.
-    """
-    rows: list[list[str]] = []
-    table = read_table(path)
-    _, header = next(table, ("", []))
-    if header not in (list(COLUMNS), [*COLUMNS, GROUP_COLUMN]):
-        raise ValueError(f"{path} line 1 is not {','.join(COLUMNS)}; evaluate again")
-    rank = header.index("rank")
-    for line, row in table:
-        if len(row) != len(header):
-            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
-        # the number of a class
-        if not row[rank].isdecimal() or len(row[rank]) > 9:
-            raise ValueError(f"{line}: rank {shorten(row[rank])!r} is not a number; evaluate again")
-        rows.append(row)
-    return {name: [row[index] for row in rows] for index, name in enumerate(header)}

@@ -15,7 +15,7 @@ from vit.analysis.compare.comparison import (
     group_seeds,
     load_evaluations,
 )
-from vit.evaluation.result import load_predictions
+from vit.evaluation.predictions import load_predictions
 from vit.evaluation.significance import (
     compare_models,
     compare_seeds,

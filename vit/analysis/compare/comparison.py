@@ -12,14 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.evaluation.clusters import number_clusters
+from vit.evaluation.predictions import GROUP_COLUMN, PREDICTIONS_FILE, load_predictions
 from vit.evaluation.result import (
     EVALUATION_FILE,
-    GROUP_COLUMN,
-    PREDICTIONS_FILE,
     Evaluation,
     EvaluationResult,
     load_evaluation,
-    load_predictions,
 )
 from vit.evaluation.significance import (
     SIGNIFICANCE,

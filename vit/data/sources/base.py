@@ -63,6 +63,10 @@ class ImageReader(Protocol):
         Raises the errors of `image`."""
         return self.image(index)
 
+    def path(self, index: int) -> str | None:
+        """Path of an image's file; None for an image that isn't a file."""
+        return None
+
     def fetch(self, indices: Iterable[int]) -> None:
         """Download images of object storage, many at a time, before they are read. Raises
         RemoteError."""
@@ -117,6 +121,9 @@ class FileReader(ImageReader):
 
     def thumbnail(self, index: int, *, side: int) -> Image.Image:
         return read_image(self.root / self.paths[index], draft_side=side)
+
+    def path(self, index: int) -> str:
+        return os.path.join(self.root, self.paths[index])
 
     def sizes(self) -> np.ndarray:
         return self._read_stats()[:, 0]
