@@ -146,7 +146,8 @@ for (const element of document.querySelectorAll("body *")) {
   const scrolls = /auto|scroll/.test(getComputedStyle(element).overflowX);
   const place = element.parentElement.getBoundingClientRect();
   const {right} = element.getBoundingClientRect();
-  if ((scrolls && element.scrollWidth > element.clientWidth + 1) || (element.tagName === "TABLE" && right > place.right + 1))
+  const isTooWide = element.tagName === "TABLE" && right > place.right + 1;
+  if (isTooWide || (scrolls && element.scrollWidth > element.clientWidth + 1))
     found.push(`${element.ariaLabel || element.id || element.tagName}: ${Math.round(right)}`);
 }
 return found;

@@ -306,10 +306,9 @@ def test_no_card_says_what_another_says(case: EvaluationResult) -> None:
 
 
 def test_the_title_names_the_run_and_the_data_set(case: EvaluationResult) -> None:
-    images = replace(case.images, title="holiday photos")
     for model in ("/home/me/runs/first", "runs/first/model.safetensors"):
-        evaluation = case.evaluation.model_copy(update={"model": model})
-        page = build(replace(case, evaluation=evaluation, images=images))
+        update = {"model": model, "data": "holiday photos"}
+        page = build(replace(case, evaluation=case.evaluation.model_copy(update=update)))
         assert "<title>first on holiday photos</title>" in page
         assert "<h1>first on holiday photos: 300 images (test), 4 classes</h1>" in page
 

@@ -27,8 +27,7 @@ def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     error = getattr(evaluation, "mean_corruption_error", None)
     if error is not None:
         rows.append(("Mean corruption error", format_percent(error, evaluation.num_images), ""))
-    data = result.images.title or evaluation.data
-    title = f"{evaluation.num_images:,} images of {data} ({evaluation.split})"
+    title = f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})"
     table = build_table(rows, ("metric", "value", "95 % interval"), title=title)
     console = build_console()
     console.print(table)

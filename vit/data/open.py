@@ -89,19 +89,30 @@ def open_dataset(
     # "all" and "train" are listed from the same folders, which are walked once
     source = source._replace(load=cache(source.load))
 
-    title = name
-    if root and kind.recognizes is not None:
-        # an address is shown without its parameters
-        title = expand_home(hide_tokens(str(root)).partition("?")[0]).absolute().name
     return DatasetSplits(
         name,
         source,
         rule or SplitRule(),
         cache_dir,
-        title=title,
+        title=name_data(name, root),
         class_names=class_names,
         unit=kind.unit,
     )
+
+
+def name_data(name: str, root: str | Path | None) -> str:
+    """Return the name of a data set for readers: that of its folder or file, if it isn't a published
+    one.
+
+    Args:
+        name: Name of the data source, "folder" for a folder.
+        root: Where the images are.
+    """
+    kind = known_sources().get(name)
+    if not root or kind is None or kind.recognizes is None:
+        return name
+    # an address is shown without its parameters
+    return expand_home(hide_tokens(str(root)).partition("?")[0]).absolute().name
 
 
 def check_place(place: str, *, with_classes: bool = False) -> None:

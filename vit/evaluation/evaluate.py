@@ -379,7 +379,7 @@ def _describe_measurement(
         "unreadable": [(printable(name), printable(reason)) for name, reason in dataset.unreadable],
         "duplicates_of_training": find_overlap(bundle, images, is_correct=is_correct),
         "cost": cost,
-        "data": dataset.name,
+        "data": images.title or dataset.name,
         "split": dataset.split,
         "notes": list(notes),
         "fingerprint": dataset.fingerprint,

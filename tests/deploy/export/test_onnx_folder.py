@@ -265,6 +265,14 @@ def test_the_card_of_a_model_without_data_and_of_strange_names(
     assert "The model file doesn't say what it was trained on." in lines
     assert not (tmp_path / "out" / "map.png").exists()
 
+    # a folder that is gone still has its name
+    config = {"data": {"name": "folder", "root": "/gone/holiday photos"}}
+    path = save_model(tmp_path / "folder.safetensors", config=config, data={"name": "folder"})
+    vit.export_model(path, format="timm", output=tmp_path / "folder")
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "classes, trained on `holiday photos`" in card
+    assert "Data set `holiday photos`" in card
+
 
 @pytest.mark.parametrize("option", [("--attention",), ("--precision", "int8")])
 def test_options_of_onnx_are_refused_elsewhere(

@@ -8,7 +8,7 @@ from typing import Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model, require_classes
-from vit.data.open import open_for_model
+from vit.data.open import name_data, open_for_model
 from vit.deploy.export.onnx_file import check_packages, export_onnx
 from vit.deploy.export.python_formats import export_huggingface, export_timm
 from vit.evaluation.images import load_images
@@ -157,6 +157,7 @@ def _write_card(directory: Path, bundle: Bundle, to: str) -> None:
         parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
         class_names=class_names[:_MAX_CLASSES],
         bundle=bundle,
+        data=name_data(bundle.data.get("name", ""), bundle.config.get("data", {}).get("root")),
         evaluation=evaluation,
         metrics=metrics,
         set_limits=describe_limits(bundle.metadata),

@@ -134,7 +134,7 @@ def build_report(result: "EvaluationResult") -> str:
     context = {
         "evaluation": evaluation,
         "run": name_model(evaluation.model),
-        "data": _name_data(result),
+        "data": evaluation.data,
         "sentences": sentences,
         "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
@@ -168,13 +168,8 @@ def render_markdown(result: "EvaluationResult") -> str:
     """Return the metrics as a table in Markdown."""
     evaluation = result.evaluation
     percent = partial(format_percent, count=evaluation.num_images)
-    context = {"e": evaluation, "data": _name_data(result), "percent": percent}
+    context = {"e": evaluation, "data": evaluation.data, "percent": percent}
     return render_page(_TEMPLATES / "evaluation.md.jinja", context)
-
-
-def _name_data(result: "EvaluationResult") -> str:
-    """Return the name of the data for readers: that of a folder instead of "folder"."""
-    return result.images.title or result.evaluation.data
 
 
 def _choose_cards(result: "EvaluationResult") -> list[tuple["MetricRow", str]]:
