@@ -273,7 +273,7 @@ class Explanations:
         """Return the contact sheet, which notebooks show."""
         file = io.BytesIO()
         # a notebook keeps it: as JPEG it is an eighth of the size
-        self.draw_sheet().save(file, "JPEG", quality=85)
+        self.draw_sheet().save(file, "JPEG", quality=75)
         data = base64.b64encode(file.getvalue()).decode()
         # names of methods may come from another package
         text = html.escape(repr(self))
