@@ -7,6 +7,9 @@ from vit.runtime.console import build_console, build_table
 from vit.runtime.files import compute_and_save
 from vit.runtime.numbers import format_percent
 
+# rows of a table of --by in the terminal
+_NUM_WORST = 8
+
 
 def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure a model on held-out images, with intervals.
@@ -34,6 +37,10 @@ def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     console.print(f"{evaluation.describe_accuracy()} {evaluation.describe_guessing()}")
     for sentence in evaluation.list_warnings():
         console.print(sentence, style="yellow")
+    for part in evaluation.subgroups:
+        console.print(part.describe())
+        if len(part.rows) > 1:
+            console.print(build_table(part.list_rows()[:_NUM_WORST], part.headings))
     # there is no page of several labels an image
     if (output / "report.html").is_file():
         console.print(f"open {output / 'report.html'} in a browser")

@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -55,6 +56,9 @@ class ImageDataset:
     hashes: np.ndarray | None = None
     # (id, reason) of the images that were left out
     unreadable: Sequence[tuple[str, str]] = ()
+    # function that reads a column of the table that lists the images: id → value; ValueError: there
+    # is no such column
+    read_column: Callable[[str], Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -243,7 +247,16 @@ def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
         reader=_JoinedReader(readers, np.concatenate(places)),
         groups=groups,
         notes=tuple(dict.fromkeys(notes)),
+        read_column=partial(_read_joined_column, datasets) if first.read_column else None,
     )
+
+
+def _read_joined_column(datasets: Sequence[ImageDataset], column: str) -> dict[str, Any]:
+    """Read a column of datasets with different ids."""
+    values: dict[str, Any] = {}
+    for read in {dataset.read_column for dataset in datasets if dataset.read_column}:
+        values |= read(column)
+    return values
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,10 @@ from vit.evaluation.cost import Cost, measure_cost
 from vit.evaluation.examples import choose_examples
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.label_metrics import score_label_logits
+from vit.evaluation.label_metrics import LabelScores, score_label_logits
 from vit.evaluation.label_result import LabelEvaluationResult, measure_labels
 from vit.evaluation.metrics import (
+    Scores,
     compute_metrics,
     compute_per_class,
     compute_reliability,
@@ -36,10 +37,11 @@ from vit.evaluation.metrics import (
 )
 from vit.evaluation.operating_point import choose_operating_point, parse_rule
 from vit.evaluation.result import Evaluation, EvaluationResult
+from vit.evaluation.subgroups import build_tables, read_values
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
 from vit.prediction.predictor import TTA, Predictor
-from vit.prediction.probabilities import Bools, Float32s
+from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import describe_device
 from vit.runtime.machine import read_work_clock
@@ -69,6 +71,7 @@ def evaluate(
     label_by: str | None = None,
     path_column: str | None = None,
     label_column: str | None = None,
+    by: str | Sequence[str] = (),
     calibrate: bool = False,
     operating_point: str | None = None,
     in_place: bool = False,
@@ -98,6 +101,9 @@ def evaluate(
         label_by: See `vit.train`.
         path_column: See `vit.train`.
         label_column: See `vit.train`.
+        by: Columns of the images' table, such as site,camera: accuracy for
+            each value, with intervals and a test that it differs. folder is
+            the folder of an image, group its group.
         calibrate: Fit a temperature on the validation split, and keep it if
             it helps. Half of the split measures whether the temperature of
             the other half lowers the loss beyond noise. `.save` writes the
@@ -165,6 +171,9 @@ def evaluate(
         )
         if is_fitted and (split or data_splits.default_split) == "validation":
             raise ValueError(hint)
+        columns = (by,) if isinstance(by, str) else tuple(by)
+        source = data_splits.split(split)
+        values = {column: read_values(source, column) for column in columns}
         # All images are decoded before anything is computed: errors in them are reported first.
         images, *validation = [
             load_images(bundle, data_splits, name)
@@ -196,6 +205,7 @@ def evaluate(
             num_examples=num_examples,
             corruptions=corruptions,
             notes=notes,
+            values=values,
         )
         result = replace(result, has_new_values=fitted is not bundle and not in_place)
         if isinstance(result, LabelEvaluationResult):
@@ -281,6 +291,7 @@ def measure_model(
     num_examples: int,
     corruptions: bool,
     notes: Sequence[str],
+    values: Mapping[str, Mapping[str, str]],
 ) -> EvaluationResult | LabelEvaluationResult:
     """Measure a model. In a process group all processes share the images, and each gets the result.
 
@@ -291,8 +302,12 @@ def measure_model(
         num_examples: See `evaluate`.
         corruptions: See `evaluate`.
         notes: Facts that a reader should know, in sentences.
+        values: Column → id of an image → its value.
     """
     process = current_process()
+    parts = {
+        column: [found[name] for name in images.dataset.ids] for column, found in values.items()
+    }
     logits = _predict(predictor, images, title="evaluating")
     accuracies = None
     corruption_error = None
@@ -325,7 +340,7 @@ def measure_model(
             images,
             label_scores,
             _describe_measurement(
-                bundle, images, predictor, is_correct=label_scores.correct, cost=cost, notes=notes
+                bundle, images, predictor, label_scores, cost=cost, notes=notes, parts=parts
             ),
             calibration=measure_calibration(bundle, logits, images.labels),
         )
@@ -357,7 +372,7 @@ def measure_model(
         corruptions=accuracies,
         mean_corruption_error=corruption_error,
         **_describe_measurement(
-            bundle, images, predictor, is_correct=scores.correct, cost=cost, notes=notes
+            bundle, images, predictor, scores, cost=cost, notes=notes, parts=parts
         ),
     )
     return EvaluationResult(evaluation, scores, images, bundle, logits, is_main=process.is_main)
@@ -367,17 +382,19 @@ def _describe_measurement(
     bundle: Bundle,
     images: EvaluationSet,
     predictor: Predictor,
+    scores: Scores | LabelScores,
     *,
-    is_correct: Bools,
     cost: Cost,
     notes: Sequence[str],
+    parts: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
     """Return what every evaluation records besides its metrics, by the name of the field."""
     dataset = images.dataset
     return {
         "num_images": len(images),
         "unreadable": [(printable(name), printable(reason)) for name, reason in dataset.unreadable],
-        "duplicates_of_training": find_overlap(bundle, images, is_correct=is_correct),
+        "duplicates_of_training": find_overlap(bundle, images, is_correct=scores.correct),
+        "subgroups": build_tables(parts, scores, dataset.groups),
         "cost": cost,
         "data": images.title or dataset.name,
         "split": dataset.split,

@@ -23,6 +23,7 @@ from vit.evaluation.label_metrics import (
 )
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_label_predictions
 from vit.evaluation.result import MetricRow, SavedEvaluation, render_rows
+from vit.evaluation.subgroups import SubgroupTable, format_tables
 from vit.runtime.files import FileContent
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
@@ -65,6 +66,8 @@ class LabelEvaluation(BaseModel):
     per_label: list[LabelMetrics]
     # null if no temperature was ever fitted
     calibration: Calibration | None = None
+    # accuracy by the values of each column of --by
+    subgroups: list[SubgroupTable] = []
     # number of evaluated images
     num_images: int
     # images that were left out, each with the reason
@@ -245,4 +248,4 @@ def _format_markdown(evaluation: LabelEvaluation) -> str:
         cells = ["–" if value is None else format_percent(value, count) for value in values]
         name = html.escape(row.name).replace("|", "\\|")
         lines.append(f"| {name} | {row.support:,} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, format_tables(evaluation.subgroups)]).rstrip() + "\n"

@@ -23,6 +23,7 @@ from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
+from vit.evaluation.subgroups import SubgroupTable
 from vit.prediction.conformal import SetMetrics, describe_low_coverage, find_low_coverage
 from vit.prediction.probabilities import Float32s
 from vit.runtime.documents import check_schema, read_json
@@ -93,6 +94,8 @@ class Evaluation(BaseModel):
     # null if no temperature was ever fitted
     calibration: Calibration | None
 
+    # accuracy by the values of each column of --by
+    subgroups: list[SubgroupTable] = []
     # null if the model file holds no thresholds
     prediction_sets: list[SetMetrics] | None = None
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,41 @@ def find_huggingface(request: Request) -> SourceSplits:
             ids=ids,
             reader=reader,
             notes=notes,
+            read_column=partial(read_rows_column, {name: tables[name]}, origin=origin),
         )
         return dataset.keep_classes(request.classes)
 
     origins = {split: f"the split {name!r}" for split, name in name_of.items()}
     unused = {f"rows of {name!r}": len(tables[name]) for name in left_out}
     return SourceSplits(origins, load, unused).with_test_split()
+
+
+def read_rows_column(
+    tables: Mapping[str, Any], column: str, *, origin: str, id_format: str = "05d"
+) -> dict[str, Any]:
+    """Read a column of tables of the library `datasets`: id of an image → its value.
+
+    Args:
+        tables: Name in the ids → table.
+        column: The column.
+        origin: Name of the tables in messages.
+        id_format: How the number of a row is written in an id.
+
+    Raises:
+        ValueError: There is no such column.
+    """
+    values: dict[str, Any] = {}
+    for name, table in tables.items():
+        if column not in table.column_names:
+            known = shorten(", ".join(map(repr, table.column_names)), 600)
+            raise ValueError(f"{origin} has no column {shorten(column)!r}; they are {known}")
+        cells = list(table.select_columns([column])[column])
+        # numbers whose names the features have
+        names: Sequence[str] = getattr(table.features[column], "names", None) or ()
+        for row, value in enumerate(cells):
+            is_named = isinstance(value, int) and 0 <= value < len(names)
+            values[f"{name}/{row:{id_format}}"] = names[value] if is_named else value
+    return values
 
 
 def _recognizes(place: str) -> bool:

@@ -2,9 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,7 @@ def find_listed(
     unused: Mapping[str, int] | None = None,
     notes: Sequence[str] = (),
     guesses: Sequence[str] = (),
+    read_column: Callable[[str], Mapping[str, Any]] | None = None,
 ) -> SourceSplits:
     """Find the splits of listed images.
 
@@ -54,6 +55,7 @@ def find_listed(
         unused: Number of files that aren't used, as in `SourceSplits`.
         notes: Warnings for the user.
         guesses: How the list was read, for the user.
+        read_column: See `ImageDataset`.
 
     Raises:
         ValueError: There are fewer than two classes, or a class has no training images.
@@ -91,6 +93,7 @@ def find_listed(
             groups=groups,
             reader=FileReader(root, paths),
             notes=tuple(notes),
+            read_column=read_column,
         )
         return dataset.keep_classes(request.classes)
 

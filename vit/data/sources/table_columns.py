@@ -93,10 +93,27 @@ def _ask(table: Table, text: str, kind: str) -> ValueError:
     return ValueError(f"{table.path}: {text}; its columns are {columns}; {hint}")
 
 
+def find_column(table: Table, column: str) -> int:
+    """Find any column by its name.
+
+    Raises:
+        ValueError: There is no such column.
+    """
+    wanted = _list_named(table, column)
+    if not wanted:
+        columns = shorten(", ".join(map(repr, table.columns)), 600) or "not named"
+        raise ValueError(f"{table.path} has no column {shorten(column)!r}; they are {columns}")
+    return wanted[0]
+
+
+def _list_named(table: Table, column: str) -> list[int]:
+    wanted = [place for place, name in enumerate(table.columns) if name == column.strip()]
+    return wanted or [place for place, name in enumerate(table.names) if name == simplify(column)]
+
+
 def _find_named(table: Table, column: str, kind: str) -> int:
     """Find a column that the user names."""
-    wanted = [place for place, name in enumerate(table.columns) if name == column.strip()]
-    wanted = wanted or [place for place, name in enumerate(table.names) if name == simplify(column)]
+    wanted = _list_named(table, column)
     if len(wanted) != 1:
         text = "several columns" if wanted else "no column"
         raise _ask(table, f"{text} {shorten(column)!r}", kind)

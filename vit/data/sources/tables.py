@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from vit.data.sources.base import (
     relative_path,
 )
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
-from vit.data.sources.table_columns import choose_columns, is_true
+from vit.data.sources.table_columns import choose_columns, find_column, is_true
 from vit.data.sources.table_labels import (
     Cells,
     check_several,
@@ -183,9 +184,31 @@ def find_tables(
         unused=unused + others,
         notes=notes,
         guesses=[*guesses, *ways],
+        read_column=partial(_read_column, root, tables, request.labels, several),
     )
     # the splits that a table names stay as they are
     return source if any(reader.names_splits for reader in readers) else source.with_test_split()
+
+
+def _read_column(
+    root: Path, tables: Sequence[Path], rule: LabelRule, several: bool, column: str
+) -> dict[str, Any]:
+    """Read a column of tables again: id of an image → its value in the first row that has one.
+
+    Raises:
+        ValueError: There is no such column.
+    """
+    values: dict[str, Any] = {}
+    for path in tables:
+        reader = _TableReader(path, rule)
+        place = find_column(reader.table, column)
+        reader.read_cells()
+        fields_of = dict(reader.table.rows)
+        for row in reader.read_rows(root, allow_outside=True, several=several):
+            value = fields_of[row.line][place]
+            if value not in (None, ""):
+                values.setdefault(row.image.path, value)
+    return values
 
 
 def _count_other_splits(root: Path, images: Sequence[ListedImage]) -> Counter[str]:

@@ -22,6 +22,7 @@ from vit.evaluation.report.charts import (
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
+from vit.evaluation.subgroups import format_tables
 from vit.explanation.best_method import AUTO, choose_methods
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.checks.sanity_checks import check_maps
@@ -168,7 +169,12 @@ def render_markdown(result: "EvaluationResult") -> str:
     """Return the metrics as a table in Markdown."""
     evaluation = result.evaluation
     percent = partial(format_percent, count=evaluation.num_images)
-    context = {"e": evaluation, "data": evaluation.data, "percent": percent}
+    context = {
+        "e": evaluation,
+        "data": evaluation.data,
+        "percent": percent,
+        "subgroups": format_tables(evaluation.subgroups),
+    }
     return render_page(_TEMPLATES / "evaluation.md.jinja", context)
 
 
