@@ -265,9 +265,7 @@ def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
     # a second evaluation uses what the first one chose
     assert evaluate(model_file, "--data", root, "--output", tmp_path / "third")[0] == 0
     threshold = decided.operating_point["thresholds"]["bee"]
-    sentence = (
-        f"operating point bee:sensitivity=0.75: predicted from a probability of bee {threshold:.4g}"
-    )
+    sentence = f"operating point bee:sensitivity=0.75: predicts bee from {threshold:.4g} on"
     for name in ("second", "third"):
         assert sentence in (tmp_path / name / "evaluation.md").read_text()
         rows = read_predictions(tmp_path / name / "predictions.csv")

@@ -144,8 +144,8 @@ def test_it_is_kept_in_the_model_file_and_checked(save_model: SaveModel, tmp_pat
     bundle = load_bundle(target)
     assert bundle.operating_point == point
     assert describe_decision(bundle) == (
-        f"operating point f1: predicted from a probability of {names[0]} 0.25 on, otherwise the most"
-        " probable of the others"
+        f"operating point f1: predicts {names[0]} from 0.25 on, otherwise the most probable of the"
+        " others"
     )
     assert describe_decision(load_bundle(model_file)) == ""
     for wrong, message in (

@@ -26,7 +26,12 @@ from vit.evaluation.cost import Cost, measure_cost
 from vit.evaluation.examples import choose_examples
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.label_metrics import LabelScores, score_label_logits
+from vit.evaluation.label_metrics import (
+    LabelMetrics,
+    LabelScores,
+    compute_per_label,
+    score_label_logits,
+)
 from vit.evaluation.label_result import LabelEvaluationResult, measure_labels
 from vit.evaluation.metrics import (
     Scores,
@@ -39,7 +44,14 @@ from vit.evaluation.operating_point import choose_operating_point, parse_rule
 from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.evaluation.subgroups import build_tables, read_values
 from vit.prediction.conformal import measure_sets
-from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
+from vit.prediction.decision import (
+    THRESHOLD,
+    ClassThreshold,
+    describe_decision,
+    read_class_threshold,
+    read_thresholds,
+)
+from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import TTA, Predictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
@@ -358,6 +370,7 @@ def measure_model(
         **compute_metrics(scores),
         intervals=compute_intervals(scores, dataset.groups),
         per_class=compute_per_class(scores, bundle.class_names, dataset.groups),
+        against_rest=_measure_against_rest(bundle, logits, images),
         reliability=compute_reliability(scores),
         calibration=measure_calibration(bundle, logits, images.labels),
         prediction_sets=measure_sets(bundle, logits, images.labels),
@@ -376,6 +389,25 @@ def measure_model(
         ),
     )
     return EvaluationResult(evaluation, scores, images, bundle, logits, is_main=process.is_main)
+
+
+def _measure_against_rest(
+    bundle: Bundle, logits: Float32s, images: EvaluationSet
+) -> LabelMetrics | None:
+    """Measure the class of the operating point, or the rarer of two classes, against the rest; None
+    of more classes without an operating point."""
+    threshold = read_class_threshold(bundle)
+    if threshold is None:
+        if len(bundle.class_names) != 2:
+            return None
+        counts = np.bincount(images.labels, minlength=2)
+        threshold = ClassThreshold(int(counts.argmin()), THRESHOLD)
+    place = threshold.place
+    probabilities = compute_probabilities(bundle, logits)[:, [place]]
+    marks = images.labels[:, None] == place
+    scores = LabelScores(marks, probabilities, np.zeros(len(marks)), threshold.probability)
+    (metrics,) = compute_per_label(scores, [bundle.class_names[place]], images.dataset.groups)
+    return metrics
 
 
 def _describe_measurement(

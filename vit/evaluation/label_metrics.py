@@ -4,13 +4,14 @@ curve and F1 of each label, and their averages, with 95 % intervals."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit, stdtrit
 
 from vit.evaluation.clusters import TAIL, compute_clustered_interval, number_clusters
+from vit.evaluation.curves import ThresholdRates, measure_thresholds
 from vit.evaluation.intervals import bound_sum
 from vit.evaluation.metrics import NUM_BINS, find_bins
 from vit.prediction.decision import THRESHOLD
@@ -213,6 +214,7 @@ class LabelMetrics:
         predicted: Number of images that are predicted to have it.
         average_precision_interval, roc_auc_interval, precision_interval, recall_interval: 95 %
             intervals.
+        thresholds: Rates at the threshold, and at those with a given sensitivity or specificity.
     """
 
     name: str
@@ -227,6 +229,7 @@ class LabelMetrics:
     roc_auc_interval: tuple[float, float]
     precision_interval: tuple[float, float]
     recall_interval: tuple[float, float]
+    thresholds: list[ThresholdRates] = field(default_factory=list)
 
 
 def compute_per_label(
@@ -242,6 +245,7 @@ def compute_per_label(
     clusters = number_clusters(groups, len(scores))
     whole = np.ones((1, len(scores)))
     parts = _leave_out_parts(clusters)
+    thresholds = np.broadcast_to(scores.thresholds, len(class_names)).tolist()
     rows = []
     for place, name in enumerate(class_names):
         has_label, guessed = scores.labels[:, place], scores.predicted[:, place]
@@ -266,6 +270,12 @@ def compute_per_label(
                 roc_auc_interval=_bound_rate(values[1], left_out[1], step),
                 precision_interval=compute_clustered_interval(is_hit[guessed], clusters[guessed]),
                 recall_interval=compute_clustered_interval(is_hit[has_label], clusters[has_label]),
+                thresholds=measure_thresholds(
+                    scores.probabilities[:, place],
+                    has_label,
+                    clusters,
+                    threshold=thresholds[place],
+                ),
             )
         )
     return rows

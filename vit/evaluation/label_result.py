@@ -2,7 +2,7 @@
 `evaluation.md` and `predictions.csv`."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -248,4 +248,26 @@ def _format_markdown(evaluation: LabelEvaluation) -> str:
         cells = ["–" if value is None else format_percent(value, count) for value in values]
         name = html.escape(row.name).replace("|", "\\|")
         lines.append(f"| {name} | {row.support:,} | {' | '.join(cells)} |")
+    lines += format_thresholds(evaluation.per_label, count)
     return "\n".join([*lines, format_tables(evaluation.subgroups)]).rstrip() + "\n"
+
+
+def format_thresholds(rows: Sequence[LabelMetrics], count: int) -> list[str]:
+    """Return the lines of a table in Markdown: sensitivity and specificity of each label at its
+    threshold, and one at given values of the other."""
+    lines = ["", "| label | threshold for | probability | sensitivity | specificity |"]
+    lines.append("|---|---|---:|---:|---:|")
+    for row in rows:
+        name = html.escape(row.name).replace("|", "\\|")
+        for rates in row.thresholds:
+            cells = [
+                format_percent(value, count)
+                + (f" ({format_interval(interval, count)})" if interval else "")
+                for value, interval in (
+                    (rates.sensitivity, rates.sensitivity_interval),
+                    (rates.specificity, rates.specificity_interval),
+                )
+            ]
+            rule = rates.rule or "the prediction"
+            lines.append(f"| {name} | {rule} | {rates.threshold:.4g} | {' | '.join(cells)} |")
+    return lines

@@ -9,6 +9,7 @@ from scipy.special import betaincinv
 
 from vit.bundle import Bundle
 from vit.evaluation.clusters import compute_design_effect, number_clusters
+from vit.evaluation.curves import Errors, count_errors
 from vit.evaluation.images import EvaluationSet
 from vit.model.model_file import OperatingPoint
 from vit.prediction.labels import compute_probabilities
@@ -179,22 +180,11 @@ def choose_threshold(
     Raises:
         ValueError: There are too few images, or none of the thresholds keeps the promise.
     """
-    num_positive = int(is_positive.sum())
-    num_negative = len(is_positive) - num_positive
-    if not num_positive or not num_negative:
-        have = "all of them have" if num_positive else "none of them has"
+    errors = count_errors(probabilities, is_positive)
+    if not errors.num_positive or not errors.num_negative:
+        have = "all of them have" if errors.num_positive else "none of them has"
         raise ValueError(f"{have} {name}; choose on images with and without it")
-    # NaN counts as probability 0
-    probabilities = np.nan_to_num(probabilities)
-    values, places = np.unique(probabilities, return_inverse=True)
-    # candidate j predicts the label from above values[j - 1] on: j = 0 for every image
-    thresholds = _halve(np.concatenate([[0.0], values]), np.append(values, 1.0))
-    missed = np.append(0, np.cumsum(np.bincount(places, is_positive)))
-    alarms = num_negative - np.append(0, np.cumsum(np.bincount(places, ~is_positive)))
-    if values[-1] >= 1:
-        # no threshold excludes an image of 100 %
-        thresholds, missed, alarms = thresholds[:-1], missed[:-1], alarms[:-1]
-    hits = num_positive - missed
+    missed, alarms = errors.missed, errors.alarms
 
     if rule.name == "sensitivity":
         allowed = _count_allowed(is_positive, rule, clusters, f"images with {name}")
@@ -205,18 +195,13 @@ def choose_threshold(
         if alarms[chosen] > allowed:
             raise ValueError(f"too many images without {name} have a probability of 100 %")
     elif rule.name == "precision":
-        chosen = _find_precise(rule, hits, alarms, probabilities, thresholds, is_positive, clusters)
+        chosen = _find_precise(rule, errors, probabilities, is_positive, clusters)
     elif rule.name == "f1":
-        chosen = int((2 * hits / (hits + alarms + num_positive)).argmax())
+        hits = errors.num_positive - missed
+        chosen = int((2 * hits / (hits + alarms + errors.num_positive)).argmax())
     else:
         chosen = int((rule.value * missed + alarms).argmin())
-    return float(thresholds[chosen])
-
-
-def _halve(lower: Floats, upper: Floats) -> Floats:
-    """Return values halfway, above `lower` even if no number lies between."""
-    middle = (lower + upper) / 2
-    return np.where(middle > lower, middle, upper)
+    return float(errors.thresholds[chosen])
 
 
 def _count_allowed(is_counted: Bools, rule: Rule, clusters: Ints, what: str) -> float:
@@ -237,18 +222,12 @@ def _count_allowed(is_counted: Bools, rule: Rule, clusters: Ints, what: str) -> 
 
 
 def _find_precise(
-    rule: Rule,
-    hits: Floats,
-    alarms: Floats,
-    probabilities: Floats,
-    thresholds: Floats,
-    is_positive: Bools,
-    clusters: Ints,
+    rule: Rule, errors: Errors, probabilities: Floats, is_positive: Bools, clusters: Ints
 ) -> int:
     """Return the first candidate whose precision is high enough beyond noise. See
     `choose_threshold`."""
     risk = _RISK / _NUM_SIZES
-    predicted = hits + alarms
+    predicted = errors.num_positive - errors.missed + errors.alarms
     # fewer predictions can't show it even if all are right
     fewest = np.log(risk) / np.log(rule.value)
     sizes = np.geomspace(min(fewest, len(is_positive)), len(is_positive), _NUM_SIZES)
@@ -258,7 +237,7 @@ def _find_precise(
     for chosen in candidates.tolist():
         if not predicted[chosen]:
             continue
-        is_predicted = probabilities >= thresholds[chosen]
+        is_predicted = probabilities >= errors.thresholds[chosen]
         correct = is_positive[is_predicted]
         effect = compute_design_effect(correct - correct.mean(), clusters[is_predicted], correct)
         num_hits, num_alarms = correct.sum() / effect, (~correct).sum() / effect

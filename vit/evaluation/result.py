@@ -21,6 +21,7 @@ from vit.evaluation.calibration import Calibration, save_fitted
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
+from vit.evaluation.label_metrics import LabelMetrics
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
 from vit.evaluation.subgroups import SubgroupTable
@@ -90,6 +91,8 @@ class Evaluation(BaseModel):
     intervals: dict[str, tuple[float, float]]
     # every class of the model, in its order
     per_class: list[ClassMetrics]
+    # the rarer of two classes, or the class of the operating point, against the rest
+    against_rest: LabelMetrics | None = None
     reliability: list[Bin]
     # null if no temperature was ever fitted
     calibration: Calibration | None
@@ -160,6 +163,17 @@ class Evaluation(BaseModel):
                 interval = "–".join(map(format_number, self.intervals[name]))
             field = type(self).model_fields[name]
             rows.append(MetricRow(str(field.title), value, interval, str(field.description)))
+        rest = self.against_rest
+        if rest is not None:
+            for title, rate, bounds in (
+                ("ROC AUC", rest.roc_auc, rest.roc_auc_interval),
+                ("Average precision", rest.average_precision, rest.average_precision_interval),
+            ):
+                if rate is not None:
+                    value = format_percent(rate, self.num_images)
+                    interval = format_interval(bounds, self.num_images)
+                    title = f"{title} of {rest.name}"
+                    rows.append(MetricRow(title, value, interval, "this class against the rest"))
         return rows
 
     def list_metrics(self) -> list[str]:

@@ -69,9 +69,7 @@ def describe_decision(bundle: Bundle) -> str:
     point = bundle.operating_point
     if not point:
         return ""
-    thresholds = ", ".join(f"{name} {value:.4g}" for name, value in point["thresholds"].items())
+    chosen = point["thresholds"].items()
+    thresholds = ", ".join(f"{name} from {value:.4g} on" for name, value in chosen)
     rest = "" if bundle.is_multilabel else ", otherwise the most probable of the others"
-    return (
-        f"operating point {point['rule']}: predicted from a probability of {shorten(thresholds, 200)}"
-        f" on{rest}"
-    )
+    return f"operating point {point['rule']}: predicts {shorten(thresholds, 200)}{rest}"

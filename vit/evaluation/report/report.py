@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from vit.bundle import Bundle
+from vit.evaluation.label_result import format_thresholds
 from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.report.charts import (
     Chart,
@@ -21,6 +22,7 @@ from vit.evaluation.report.charts import (
 )
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions, find_confused_pairs
+from vit.evaluation.report.curves import build_curve_charts
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.subgroups import format_tables
 from vit.explanation.best_method import AUTO, choose_methods
@@ -40,6 +42,7 @@ from vit.explanation.render.scale import PatchMap, fit_scale, relative_to_unifor
 from vit.explanation.training_photos import TrainingPhotos
 from vit.model.find_file import find_model_file
 from vit.prediction.conformal import describe_low_coverage
+from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import Pixels
 from vit.runtime.device import copy_to_device, copy_to_host
 from vit.runtime.machine import read_work_clock
@@ -153,6 +156,7 @@ def build_report(result: "EvaluationResult") -> str:
         "class_names": class_names,
         "reliability": build_reliability_chart(evaluation.reliability),
         "selective": build_selective_chart(result.scores.confidence, result.scores.correct),
+        "curves": _draw_curves(result),
         "pictures": pictures,
         "maps": maps,
         "about_maps": _describe_maps(drawn, len(pictures)) if drawn else "",
@@ -165,14 +169,26 @@ def build_report(result: "EvaluationResult") -> str:
     return render_page(_TEMPLATES / "report.html.jinja", context)
 
 
+def _draw_curves(result: "EvaluationResult") -> list[Chart]:
+    """Draw the curves of one class against the rest."""
+    metrics = result.evaluation.against_rest
+    if metrics is None or not metrics.thresholds:
+        return []
+    place = result.bundle.class_names.index(metrics.name)
+    probabilities = compute_probabilities(result.bundle, result.logits)[:, place]
+    return build_curve_charts(probabilities, result.scores.labels == place, metrics.thresholds[0])
+
+
 def render_markdown(result: "EvaluationResult") -> str:
     """Return the metrics as a table in Markdown."""
     evaluation = result.evaluation
     percent = partial(format_percent, count=evaluation.num_images)
+    rest = evaluation.against_rest
     context = {
         "e": evaluation,
         "data": evaluation.data,
         "percent": percent,
+        "thresholds": format_thresholds([rest], evaluation.num_images) if rest else [],
         "subgroups": format_tables(evaluation.subgroups),
     }
     return render_page(_TEMPLATES / "evaluation.md.jinja", context)
@@ -182,7 +198,8 @@ def _choose_cards(result: "EvaluationResult") -> list[tuple["MetricRow", str]]:
     """Return the three metrics that most readers need, each with a remark: the accuracy, the mean
     over the classes, and the calibration error."""
     evaluation = result.evaluation
-    rows = dict(zip(evaluation.list_metrics(), evaluation.list_rows(), strict=True))
+    # more rows follow those of the metrics
+    rows = dict(zip(evaluation.list_metrics(), evaluation.list_rows(), strict=False))
     means = rows.get("macro_recall", rows["macro_f1"])
     confidence = float(result.scores.confidence.mean())
     percent = partial(format_percent, count=evaluation.num_images)
