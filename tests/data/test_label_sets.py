@@ -1,7 +1,9 @@
 """Several labels an image: recognised in tables and in Python's objects, and divided into splits."""
 
 import json
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,42 @@ def test_a_table_of_several_labels_is_recognised(folder: Path, form: str) -> Non
     assert names == NAMES
     assert (marks == MARKS).all()
     assert "several labels an image (" in "; ".join(splits.source.guesses)
+
+
+def test_the_tables_of_other_programs_are_read_together(folder: Path, tmp_path: Path) -> None:
+    """Roboflow has a table in each split; LightlyTrain has a table beside folders of classes."""
+    places = {"train": (0, 40), "valid": (40, 50), "test": (50, 60)}
+    for split, (start, end) in places.items():
+        own = tmp_path / "roboflow" / split
+        own.mkdir(parents=True)
+        rows = ["filename, bird, cat, dog"]
+        for index in range(start, end):
+            shutil.copy(folder / f"{index:02}.png", own)
+            rows.append(", ".join([f"{index:02}.png", *map(str, MARKS[index].astype(int))]))
+        (own / "_classes.csv").write_text("\n".join(rows))
+    splits = open_dataset("folder", root=tmp_path / "roboflow")
+    assert splits.split("all").class_names == NAMES
+    for split, (start, end) in zip(("train", "validation", "test"), places.values(), strict=True):
+        part = splits.split(split)
+        assert (part.labels[np.argsort(part.ids)] == MARKS[start:end]).all()
+
+    for split, (start, end) in {"train": (0, 45), "val": (45, 60)}.items():
+        rows = ["image_path,label"]
+        for index in range(start, end):
+            labels = SETS[index] or ["cat"]
+            own = tmp_path / "lightly" / split / labels[0]
+            own.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder / f"{index:02}.png", own)
+            rows.append(f'{split}/{labels[0]}/{index:02}.png,"{",".join(labels)}"')
+        (tmp_path / "lightly" / f"{split}.csv").write_text("\n".join(rows))
+    rule = LabelRule(task="multilabel")
+    splits = open_dataset("folder", root=tmp_path / "lightly", labels=rule)
+    assert splits.split("all").class_counts.tolist() == [12, 48, 24]
+    assert sum(len(splits.split(name)) for name in ("train", "validation", "test")) == NUM_IMAGES
+    # without a word, the folders are the classes, and the user is told
+    images = open_dataset("folder", root=tmp_path / "lightly").split("all")
+    assert not images.is_multilabel
+    assert "train.csv, val.csv in lightly/ is not read" in images.notes[0]
 
 
 def test_json_lines_with_lists_are_recognised(folder: Path) -> None:
@@ -198,3 +236,159 @@ def test_one_hot_rows_and_names_stay_classes() -> None:
         find_python_objects((PIXELS, ["a", "b"] * 30), None, task="multilabel")
     with pytest.raises(ValueError, match="the label 5 of dataset is not one of 3 names"):
         find_python_objects((PIXELS, [[5], [1, 2]] * 30), NAMES)
+
+
+def test_a_rare_label_and_groups_are_in_every_split(folder: Path) -> None:
+    rows = []
+    for index, labels in enumerate(SETS):
+        # five images have a sixth label, two of them in one group
+        names = [*labels, "rare"] if index in (3, 4, 20, 33, 51) else labels
+        rows.append(f"{index:02}.png,{'|'.join(names)},{index // 2}")
+    header = "path,labels,group"
+    for columns in (2, 3):
+        table = join_rows(
+            [",".join(row.split(",")[:columns]) for row in rows],
+            header=",".join(header.split(",")[:columns]),
+        )
+        splits = open_table(folder, table)
+        parts = [splits.split(name) for name in ("train", "validation", "test")]
+        assert all(part.labels[:, part.class_names.index("rare")].any() for part in parts)
+        if columns == 3:
+            groups = [set(part.groups or ()) for part in parts]
+            assert sum(map(len, groups)) == len(set.union(*groups)) == 30
+
+
+def write_rows(labels: Sequence[str]) -> str:
+    return join_rows([f'{i:02}.png,"{labels[i % len(labels)]}"' for i in range(NUM_IMAGES)])
+
+
+def write_flags(values: Sequence[Sequence[Any]], names: str = "cat,dog,bird") -> str:
+    rows = [f"{i:02}.png,{','.join(map(str, values[i % len(values)]))}" for i in range(NUM_IMAGES)]
+    return join_rows(rows, header=f"path,{names}")
+
+
+def write_lines(labels: Sequence[Any]) -> str:
+    lines = [
+        json.dumps({"path": f"{i:02}.png", "label": labels[i % len(labels)]})
+        for i in range(NUM_IMAGES)
+    ]
+    return "\n".join(lines)
+
+
+_MANY = [f"label {number}" for number in range(5000)]
+# the table, the task that the user names, and the expected names of the labels, number of images
+# with each, or message; a second message is a note
+BAD: dict[str, tuple[str, str | None, Any, str]] = {
+    "unknown separator": (
+        write_rows(["cat", "dog", "cat:dog"]), None, r"such as 'cat:dog'; keep one label, .*task=", "",
+    ),
+    "unknown separator, several": (
+        write_rows(["cat", "dog", "cat:dog"]), "multilabel", {"cat": 40, "dog": 40}, "",
+    ),
+    "spaces between tags": (
+        write_rows(["haze cloudy", "haze water", "cloudy water", "haze cloudy water"]), "multilabel",
+        {"cloudy": 45, "haze": 45, "water": 45}, "",
+    ),
+    "mixed separators": (
+        write_rows(["cat|dog", "dog;cat", "bird", "cat, bird", "cat"]), None,
+        {"bird": 24, "cat": 48, "dog": 24}, "",
+    ),
+    "a class with a sign": (
+        write_rows(["AC/DC", "R&B", "rock, hard"]), None,
+        {"AC/DC": 20, "R&B": 20, "rock, hard": 20}, "",
+    ),
+    "ranges": (write_rows(["3", "5", "3-5"]), None, {"3": 20, "5": 20, "3-5": 20}, "in one"),
+    "one label alone": (
+        write_rows(["cat", ""]), "multilabel", r"has the label 'cat' alone; give the images", "",
+    ),
+    "one joined class": (
+        write_rows(["a|b", "c", "d"]), None, {"a|b": 20, "c": 20, "d": 20},
+        r"1 classes hold '\|', such as 'a\|b': if these are several labels, data.task=multilabel",
+    ),
+    "5,000 labels": (
+        write_lines([_MANY[i * 100 : i * 100 + 200] for i in range(49)]), None, 5000, "",
+    ),
+    "numbers": (write_rows(["1|2", "2", "10|2", "1"]), None, {"1": 30, "2": 45, "10": 15}, ""),
+    "NaN in a list": (write_lines([["a"], ["a", "b"], float("nan")]), None, "nan is not a list", ""),
+    "nan as text": (
+        write_rows(["a|b", "a", "nan"]), None, {"a": 40, "b": 20, "nan": 20},
+        r"look missing are labels of their own: 'nan' 20; leave the value empty",
+    ),
+    "empty cells": (write_rows(["a|b", "a", "", "  "]), None, {"a": 30, "b": 15}, ""),
+    "a label twice": (write_rows(["a|b|a", "b|b", "a"]), None, {"a": 40, "b": 40}, ""),
+    "separator at the end": (write_rows(["a|", "|b", "a||b"]), None, {"a": 40, "b": 40}, ""),
+    "a label named like a separator": (
+        write_lines([["|"], ["a", "|"], ["a"]]), None, {"a": 40, "|": 40}, "",
+    ),
+    "2 among 0 and 1": (
+        write_flags([(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 2)]), None,
+        r"'bird' holds 0 and 1, and '2' in line 5 and 14 more; write 0 or 1, or remove", "",
+    ),
+    "-1 among 0 and 1": (
+        write_flags([(-1, 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 0)]), None, "'cat' .* '-1' in line 2", "",
+    ),
+    "nothing among 0 and 1": (
+        write_flags([("", 1, 1), (1, 0, 1), (1, 1, 0), (0, 0, 0)]), None, "'cat' .* '' in line 2", "",
+    ),
+    "yes and true": (
+        write_flags([("yes", "TRUE", "no"), ("no", "False", "y"), ("Yes", "true", "y")]), None,
+        {"bird": 40, "cat": 40, "dog": 40}, "",
+    ),
+    "a name in two encodings": (
+        write_rows(["caf\u00e9|a", "cafe\u0301|b", "a"]), None, "in how their characters are encoded", "",
+    ),
+    "small and large letters": (
+        write_rows(["Cat|dog", "cat", "dog"]), None, {"Cat": 20, "cat": 20, "dog": 40},
+        "labels that differ in case or zeros alone: 'Cat' 20, 'cat' 20",
+    ),
+    "a missing file": (
+        write_rows(["a|b", "a"]).replace("07.png", "gone.png"), None, "line 9: gone.png is not a file", "",
+    ),
+    "a label on every image": (
+        write_rows(["photo|a", "photo|b", "photo"]), None, {"a": 20, "b": 20, "photo": 60},
+        "every training image has the label photo; add others, or leave it out",
+    ),
+    "no labels at all": (write_rows([""]), "multilabel", "names fewer than two classes: none", ""),
+    "lists and texts": (
+        write_lines([["a", "b"], "a", ["c"], "b"]), None, {"a": 30, "b": 30, "c": 15}, "",
+    ),
+    "objects": (write_lines([["a", "b"], {"a": 1}]), None, r"\{'a': 1\} is not a list of labels", ""),
+    "one list a class": (write_lines([["a"], ["b"]]), None, {"a": 30, "b": 30}, ""),
+    "classes as the user says": (
+        write_rows(["a|b", "a", "b"]), "classes", {"a": 20, "a|b": 20, "b": 20}, "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_odd_labels_are_right_or_a_sentence(folder: Path, case: str) -> None:
+    text, task, expected, note = BAD[case]
+    table = folder / ("odd.jsonl" if text.startswith("{") else "odd.csv")
+    table.write_text(text, encoding="utf-8")
+
+    def read() -> ImageDataset:
+        return open_dataset("folder", root=table, labels=LabelRule(task=task)).split("train")
+
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+        return
+    read()
+    splits = open_dataset("folder", root=table, labels=LabelRule(task=task))
+    images = splits.split("all")
+    if isinstance(expected, int):
+        assert len(images.class_names) == expected
+        assert len(splits.describe_classes()) < 1000
+        return
+    counts = dict(zip(images.class_names, images.class_counts.tolist(), strict=True))
+    assert counts == expected
+    single = case in (
+        "a class with a sign",
+        "one joined class",
+        "ranges",
+        "one list a class",
+        "classes as the user says",
+    )
+    assert images.is_multilabel != single
+    assert not note or re.search(note, " ".join(images.notes))

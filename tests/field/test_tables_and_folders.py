@@ -584,7 +584,7 @@ def test_an_image_in_two_folders_of_classes_is_said(tmp_path: Path) -> None:
     ("members", "sentence"),
     [
         (("jpg", "json"), "no label 0.cls for the image 0, only .json 4; write its class"),
-        (("jpg", "txt", "json"), "only .json 4, .txt 4"),
+        (("jpg", "xmp", "json"), "only .json 4, .xmp 4"),
         (("image.jpg", "label.cls"), "holds no images <key>.jpg, only .cls 4, .jpg 4; a sample is"),
         (("jpg", "png", "cls"), "two images or labels of the key 0"),
     ],
@@ -595,8 +595,10 @@ def test_shards_without_cls_say_what_they_hold(
     with tarfile.open(tmp_path / "train-0000.tar", "w") as tar:
         for name in (f"{number}.{member}" for number in range(4) for member in members):
             information = tarfile.TarInfo(name)
-            information.size = 1
-            tar.addfile(information, io.BytesIO(b"1"))
+            # a .json file without labels
+            content = b"{}" if name.endswith("json") else b"1"
+            information.size = len(content)
+            tar.addfile(information, io.BytesIO(content))
     with pytest.raises(ValueError, match=sentence):
         read(tmp_path)
 

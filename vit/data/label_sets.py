@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from vit.data.class_names import check_classes
 from vit.runtime.arguments import shorten
 
 # Images with several labels, or none, from which a set isn't one of classes with a few mistakes: a
@@ -58,8 +59,8 @@ def number_label_sets(labels: np.ndarray) -> np.ndarray:
     _, numbers, counts = np.unique(labels, axis=0, return_inverse=True, return_counts=True)
     numbers = numbers.reshape(-1)
     # the rarest label of each image; an image without labels has C
-    totals = np.where(labels, labels.sum(axis=0), len(labels) + 1)
-    rarest = np.where(labels.any(axis=1), totals.argmin(axis=1), labels.shape[1])
+    order = np.argsort(labels.sum(axis=0), kind="stable")
+    rarest = np.where(labels.any(axis=1), order[labels[:, order].argmax(axis=1)], labels.shape[1])
     is_rare = counts[numbers] < _FEW
     numbers[is_rare] = len(counts) + rarest[is_rare]
     strata: np.ndarray = np.unique(numbers, return_inverse=True)[1].reshape(-1).astype(np.int64)
@@ -75,21 +76,40 @@ def describe_label_sets(labels: np.ndarray) -> str:
     )
 
 
-def describe_untrained(labels: Mapping[str, np.ndarray], class_names: Sequence[str]) -> list[str]:
-    """Write a sentence about labels that are in a split and not in training.
+def mark_splits(
+    label_sets: Mapping[str, Sequence[Iterable[str]]], class_names: Sequence[str], *, origin: str
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Mark the labels of the images of each split.
 
     Args:
-        labels: Split → which labels each image has, bool [n, C].
-        class_names: Name of each label.
+        label_sets: Split → names of the labels of each of its images.
+        class_names: All labels, in the order of the columns.
+        origin: Name of the data, at the start of messages.
+
+    Returns:
+        Split → bool [n, C]; and sentences about labels that no training image has, or all have.
+
+    Raises:
+        ValueError: There are fewer than two labels, or two look the same.
     """
-    if "train" not in labels:
-        return []
-    untrained = np.flatnonzero(~labels["train"].any(axis=0)).tolist()
-    lacking = [class_names[place] for place in untrained]
-    if not lacking:
-        return []
-    text = f"no training image has the label {shorten(', '.join(lacking))}"
-    return [f"{text}; add some, or leave it out with data.classes"]
+    if len(class_names) == 1:
+        raise ValueError(
+            f"{origin} has the label {shorten(class_names[0])!r} alone; give the images without it a"
+            " class of their own, and leave out data.task"
+        )
+    check_classes(class_names, origin=origin)
+    marks = {split: mark_labels(sets, class_names) for split, sets in label_sets.items()}
+    notes = []
+    if "train" in marks:
+        for places, text in (
+            (~marks["train"].any(axis=0), "no training image has the label"),
+            (marks["train"].all(axis=0), "every training image has the label"),
+        ):
+            names = [class_names[place] for place in np.flatnonzero(places).tolist()]
+            if names:
+                text = f"{text} {shorten(', '.join(names))}"
+                notes.append(f"{text}; add others, or leave it out with data.classes")
+    return marks, notes
 
 
 def are_several(num_others: int, count: int) -> bool:

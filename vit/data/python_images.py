@@ -164,11 +164,20 @@ def find_class_names(dataset: Any) -> Sequence[str] | None:
         features = getattr(dataset, "features", None)
         if names is None and isinstance(features, Mapping):
             labels = [features[key] for key in _LABEL_KEYS if key in features]
-            names = getattr(labels[0], "names", None) if labels else None
+            names = find_feature_names(labels[0]) if labels else None
         if names is not None:
             return tuple(map(str, names))
         dataset = getattr(dataset, "dataset", None)
     return None
+
+
+def find_feature_names(feature: Any) -> tuple[str, ...] | None:
+    """Return the names of the classes in a feature of a set of Hugging Face, one class or a list of
+    them; None if it has none."""
+    # a list of one feature, which older versions write so, or a feature of lists
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", feature)
+    names = getattr(inner, "names", None)
+    return None if names is None else tuple(map(str, names))
 
 
 def read_labels(labels: Sequence[Any]) -> tuple[list[str] | list[int], int | None]:

@@ -1,8 +1,10 @@
 """Tar shards give the same samples as files do, at random, from folders, braces and globs."""
 
 import io
+import json
 import pickle
-from collections.abc import Sequence
+import tarfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +132,61 @@ def test_an_image_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     source = open_dataset("webdataset", root=tmp_path).split("all")
     with pytest.raises(ValueError, match=r"a\.tar/y can't be read as an image"):
         source.image(1)
+
+
+SETS = [["bee"], ["ant", "cow"], [], ["cow"], ["ant"]] * 3
+MARKS = [[name in labels for name in ("ant", "bee", "cow")] for labels in SETS]
+# suffix of the file, and its text
+TEXTS: dict[str, tuple[str, Callable[[int], str]]] = {
+    "bars": ("cls", lambda number: "|".join(SETS[number])),
+    "lines": ("cls", lambda number: "\n".join(SETS[number])),
+    "a list": ("cls", lambda number: json.dumps(SETS[number])),
+    "numbers": ("cls", lambda number: " ".join(str(place) for place in find_places(number))),
+    "0 and 1": ("cls", lambda number: json.dumps(MARKS[number])),
+    "json": ("json", lambda number: json.dumps(SETS[number])),
+    "a key": ("json", lambda number: json.dumps({"url": "x", "labels": SETS[number]})),
+    "commas": ("txt", lambda number: ", ".join(SETS[number])),
+}
+
+
+def find_places(number: int) -> list[int]:
+    return [place for place, mark in enumerate(MARKS[number]) if mark]
+
+
+def write_texts(folder: Path, suffix: str, texts: Sequence[str]) -> Path:
+    write_shard(folder / "a.tar", texts)
+    # webdataset's own encoders would refuse some of these texts
+    with (
+        tarfile.open(folder / "a.tar") as old,
+        tarfile.open(folder / "train-0.tar", "w") as new,
+    ):
+        for member in old:
+            content = old.extractfile(member)
+            member.name = member.name.replace(".cls", f".{suffix}")
+            new.addfile(member, content)
+    (folder / "a.tar").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("form", TEXTS)
+def test_several_labels_are_read_from_the_file_of_a_sample(tmp_path: Path, form: str) -> None:
+    suffix, write = TEXTS[form]
+    write_texts(tmp_path, suffix, [write(number) for number in range(len(SETS))])
+    opened = open_dataset("webdataset", root=tmp_path, cache_dir=tmp_path / "cache")
+    images = opened.split("all")
+    assert images.labels.tolist() == MARKS
+    assert "several labels an image (" in opened.source.guesses[0]
+    if form not in ("numbers", "0 and 1"):
+        assert images.class_names == ("ant", "bee", "cow")
+
+
+def test_captions_and_missing_classes_are_no_labels(tmp_path: Path) -> None:
+    write_texts(tmp_path / "captions", "txt", [f"photo {number} of a bee" for number in range(6)])
+    with pytest.raises(ValueError, match="6 images hold 6 different texts, such as 'photo 0 of"):
+        open_dataset("webdataset", root=tmp_path / "captions", cache_dir=tmp_path)
+    write_texts(tmp_path / "empty", "cls", ["a", "b", "", "a"])
+    with pytest.raises(ValueError, match=r"has no label s002\.cls for the image s002"):
+        open_dataset("webdataset", root=tmp_path / "empty", cache_dir=tmp_path)
+    write_texts(tmp_path / "one", "txt", ["a", "b"] * 4)
+    opened = open_dataset("webdataset", root=tmp_path / "one", cache_dir=tmp_path)
+    assert opened.split("all").labels.tolist() == [0, 1] * 4

@@ -169,7 +169,7 @@ def test_the_cache_key_follows_the_table_and_its_files(make_folder: MakeFolder) 
         (
             "a.jsonl",
             '{"path": "0.png", "label": ["x", "y"]}',
-            "line 1: label .* is neither a text nor a whole number; give each image one class",
+            "line 1: x and y are labels; an image has one class: keep one, leave the image out, or",
         ),
         (
             "a.jsonl",

@@ -83,13 +83,14 @@ def find_folder(request: Request) -> SourceSplits:
     # a table counts where the folders don't say which classes there are
     others = list_other_tables(path)
     is_named = request.labels._replace(task=None) != LabelRule()
-    if others and (is_named or not has_classes(path)):
+    several = request.labels.task == "multilabel"
+    if others and (is_named or several or not has_classes(path)):
         tables, reasons = guess_tables(path, request.labels)
         if tables:
             names = " and ".join(table.name for table in tables)
             guess = f"{names} of {path.absolute().name}/ names the classes"
             return find_tables(path, tables, request, guesses=[guess])
-        if reasons:
+        if reasons and not (several and has_classes(path)):
             raise ValueError(f"{path} has no folders of classes. {' '.join(reasons)}")
     if is_named:
         raise ValueError(f"{path} holds no table that names images; give the path of the table")

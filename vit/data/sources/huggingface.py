@@ -19,9 +19,11 @@ from PIL import Image
 from vit.data.class_names import check_label, check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import read_image
+from vit.data.python_images import find_feature_names
 from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
+from vit.data.sources.table_labels import find_label_column, name_flags, take_class
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import expand_home
 from vit.runtime.hub import offline_if_unreachable
@@ -88,7 +90,8 @@ def find_huggingface(request: Request) -> SourceSplits:
     """Find the splits of a data set that the library `datasets` reads.
 
     An image is in the column image or img; its class is in label, labels or class, as a number, a
-    name, or a number that the file's features name. Splits without labels are left out.
+    name, or a number that the file's features name; several labels are a list of these, or a number
+    0 or 1 for each. Splits without labels are left out.
 
     Args:
         request: Its root is "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, a directory that
@@ -110,7 +113,7 @@ def find_huggingface(request: Request) -> SourceSplits:
     labels: dict[str, list[Any]] = {}
     for name, table in tables.items():
         split = SPLIT_OF.get(name.lower())
-        values = _read_labels(table, label_column, f"{origin} {name}") if split else []
+        values = _read_labels(table, label_column) if split else []
         if split is None or not values:
             continue
         if split in name_of:
@@ -124,28 +127,40 @@ def find_huggingface(request: Request) -> SourceSplits:
         raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
 
     # labels are numbers whose names the features have, or the names themselves
-    class_names = getattr(features[label_column], "names", None)
+    class_names = find_feature_names(features[label_column])
+    several = find_label_column(labels, class_names, task=request.labels.task, origin=origin)
+    guesses: Sequence[str] = ()
+    notes: list[str] = []
+    if several is not None:
+        class_names, guesses = several.class_names, several.guesses
+        notes += several.notes
+    else:
+        for split, values in labels.items():
+            values = list(map(take_class, name_flags(values, class_names)))
+            for row, value in enumerate(values):
+                check_label(value, origin=f"{origin} {name_of[split]} row {row}")
+            labels[split] = values
     if class_names is None:
         class_names = sort_class_names(str(value) for values in labels.values() for value in values)
         labels = {
             split: number_labels(map(str, values), class_names).tolist()
             for split, values in labels.items()
         }
-    class_names = tuple(map(str, class_names))
-    named_labels = {
-        split: [class_names[number] for number in numbers if 0 <= number < len(class_names)]
-        for split, numbers in labels.items()
-    }
-    check_labels(named_labels, class_names, request.classes, origin=origin)
+    if several is None:
+        named_labels = {
+            split: [class_names[number] for number in numbers if 0 <= number < len(class_names)]
+            for split, numbers in labels.items()
+        }
+        check_labels(named_labels, class_names, request.classes, origin=origin)
 
     # the user is told, because a split may have been spelled in another way
     left_out = [name for name in tables if name not in name_of.values()]
-    notes = tuple(f"the split {name!r} was left out" for name in left_out)
+    notes += [f"the split {name!r} was left out" for name in left_out]
 
     def load(split: str) -> ImageDataset:
         name = name_of[split]
+        numbers = several.labels[split] if several else np.array(labels[split], dtype=np.int64)
         # -1 among other labels, or a number beyond the names
-        numbers = np.array(labels[split], dtype=np.int64)
         for wrong in numbers[(numbers < 0) | (numbers >= len(class_names))]:
             text = f"label {wrong} is not one of the {len(class_names)} classes"
             raise ValueError(f"{origin} {name}: {text}; correct it, or remove the row")
@@ -161,14 +176,14 @@ def find_huggingface(request: Request) -> SourceSplits:
             labels=numbers,
             ids=ids,
             reader=reader,
-            notes=notes,
+            notes=tuple(notes),
             read_column=partial(read_rows_column, {name: tables[name]}, origin=origin),
         )
         return dataset.keep_classes(request.classes)
 
     origins = {split: f"the split {name!r}" for split, name in name_of.items()}
     unused = {f"rows of {name!r}": len(tables[name]) for name in left_out}
-    return SourceSplits(origins, load, unused).with_test_split()
+    return SourceSplits(origins, load, unused, guesses).with_test_split()
 
 
 def read_rows_column(
@@ -309,12 +324,8 @@ def _find_column(features: Mapping[str, Any], names: Sequence[str], origin: str)
     raise ValueError(f"{origin} has no column {wanted}, only {only}; rename the right one")
 
 
-def _read_labels(table: Any, column: str, origin: str) -> list[Any]:
-    """Read the label of each row; none if no row has one (-1, as in test splits of the Hub, or
-    null)."""
+def _read_labels(table: Any, column: str) -> list[Any]:
+    """Read the label of each row, or its list of labels; none if no row has one (-1, as in test
+    splits of the Hub, null, or an empty list)."""
     values = list(table[column])
-    if all(value is None or value == -1 for value in values):
-        return []
-    for row, value in enumerate(values):
-        check_label(value, origin=f"{origin} row {row}")
-    return values
+    return [] if all(value in (None, -1, [], [-1]) for value in values) else values

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit.data.class_names import check_classes, check_labels, number_labels, sort_class_names
+from vit.data.class_names import check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, SourceSplits
-from vit.data.label_sets import describe_untrained, mark_labels
+from vit.data.label_sets import mark_splits
 from vit.data.sources.base import FileReader, count_suffixes
 
 
@@ -68,10 +68,9 @@ def find_listed(
     numbers: dict[str, np.ndarray] = {}
     if any(isinstance(label, tuple) for label in label_of):
         class_names = sort_class_names(name for label in label_of for name in label)
-        check_classes(class_names, origin=origin)
-        for split, listed in by_split.items():
-            numbers[split] = mark_labels((image.label for image in listed), class_names)
-        notes += describe_untrained(numbers, class_names)
+        label_sets = {split: [image.label for image in each] for split, each in by_split.items()}
+        numbers, about_labels = mark_splits(label_sets, class_names, origin=origin)
+        notes += about_labels
     else:
         names = {
             split: [str(image.label) for image in listed] for split, listed in by_split.items()

@@ -1,4 +1,5 @@
-"""WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` side by side in tar files.
+"""WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` (or .json, .txt) side by side in tar
+files.
 
 A shard is indexed once, and an image is then read by its offset: samples are reached at random, as
 with files. For the index of a shard in object storage only the headers are downloaded; then the
@@ -17,10 +18,11 @@ import shutil
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Self
 
@@ -34,12 +36,22 @@ from vit.data.images import is_image_name, read_image
 from vit.data.sources import remote
 from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes, describe_counts
 from vit.data.sources.remote import StoredFile
+from vit.data.sources.table_labels import (
+    check_several,
+    find_label_column,
+    name_flags,
+    take_class,
+)
 from vit.runtime.arguments import hide_tokens, shorten
 from vit.runtime.files import expand_home, open_cached, read_arrays, write_arrays
 
 _MAX_SHARDS = 1_000_000
-# bytes of a .cls file that are read
-_LABEL_BYTES = 2**10
+# suffixes of files with labels, the first that is there counts
+_LABEL_SUFFIXES = ("cls", "json", "txt")
+# keys of labels in a .json file
+_LABEL_KEYS = ("labels", "label", "classes", "class", "cls")
+# bytes of such a file that are read
+_LABEL_BYTES = 2**16
 # bytes of images from object storage that are kept in the cache
 _CACHE_BYTES = 32_000_000_000
 # a CRC-32 behind the bytes of each of them
@@ -48,11 +60,13 @@ _CHECKSUM_BYTES = 4
 
 class _Sample(NamedTuple):
     key: str
-    # the text of the .cls file
+    # the text of its file
     label: str
     # place of the image, in bytes
     offset: int
     size: int
+    # suffix of the label's file
+    suffix: str = "cls"
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +192,26 @@ def find_shards(request: Request) -> SourceSplits:
         split: [sample.label for path in splits[split] for sample in shard_at[path][1]]
         for split in splits
     }
-    class_names = sort_class_names(label for names in labels.values() for label in names)
-    check_labels(labels, class_names, request.classes, origin=path)
+    samples = [sample for _, each, _ in shard_at.values() for sample in each]
+    _check_texts(samples, path)
+    numbers: Mapping[str, np.ndarray]
+    notes: Sequence[str]
+    guesses: Sequence[str] = ()
+    several = find_label_column(labels, None, task=request.labels.task, origin=path)
+    if several is not None:
+        class_names, numbers, notes, guesses = several
+    else:
+        _check_not_empty(shard_at.values())
+        labels = {
+            split: [str(take_class(value)) for value in name_flags(names)]
+            for split, names in labels.items()
+        }
+        class_names = sort_class_names(label for names in labels.values() for label in names)
+        check_labels(labels, class_names, request.classes, origin=path)
+        numbers = {split: number_labels(names, class_names) for split, names in labels.items()}
+        notes = ()
+        if request.labels.task is None:
+            notes = check_several(list(chain(*labels.values())), origin=path)
 
     def load(split: str) -> ImageDataset:
         shards = [shard_at[path] for path in splits[split]]
@@ -195,13 +227,39 @@ def find_shards(request: Request) -> SourceSplits:
         dataset = ImageDataset(
             name="webdataset",
             class_names=class_names,
-            labels=number_labels(labels[split], class_names),
+            labels=numbers[split],
             ids=names,
             reader=reader,
+            notes=tuple(notes),
         )
         return dataset.keep_classes(request.classes)
 
-    return SourceSplits(origins, load, unused).with_test_split()
+    return SourceSplits(origins, load, unused, guesses).with_test_split()
+
+
+def _check_not_empty(shards: Iterable[tuple[StoredFile, Sequence[_Sample], object]]) -> None:
+    """Raise ValueError for an image without a class."""
+    for file, samples, _ in shards:
+        for sample in samples:
+            if not sample.label:
+                raise _ask_for_label(hide_tokens(file.path), sample.key, "")
+
+
+def _ask_for_label(shard: str, key: str, others: str) -> ValueError:
+    text = f"{shard} has no label {key}.cls for the image {key}{others}"
+    return ValueError(f"{text}; write its class, a name or a number, into {key}.cls")
+
+
+def _check_texts(samples: Sequence[_Sample], origin: str) -> None:
+    """Raise ValueError if .txt files hold captions instead of labels."""
+    texts = [sample.label for sample in samples if sample.suffix == "txt"]
+    words = {word.strip() for text in texts for word in re.split(r"[|;,\n]", text)}
+    if len(words) > max(len(texts) / 2, 2):
+        raise ValueError(
+            f"{origin}: the .txt files of {len(texts):,} images hold {len(words):,} different texts,"
+            f" such as {shorten(texts[0], 60)!r}, no labels; write the class of each image into a"
+            " <key>.cls"
+        )
 
 
 def _recognizes(place: str) -> bool:
@@ -333,7 +391,8 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
     name = hide_tokens(file.path)
     # key → offset, size
     images: dict[str, tuple[int, int]] = {}
-    labels: dict[str, str] = {}
+    # suffix → key → text
+    texts: dict[str, dict[str, str]] = {suffix: {} for suffix in _LABEL_SUFFIXES}
     unused: Counter[str] = Counter()
     repeated: set[str] = set()
     try:
@@ -352,30 +411,47 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
                 if is_image_name(f"x.{suffix}") and "." not in suffix:
                     repeated |= {key} & images.keys()
                     images[key] = (member.offset_data, member.size)
-                elif suffix == "cls":
-                    repeated |= {key} & labels.keys()
+                elif suffix in texts:
+                    repeated |= {key} & texts[suffix].keys()
                     content = tar.extractfile(member)
                     # true for a regular file
                     assert content is not None
-                    labels[key] = content.read(_LABEL_BYTES).decode().strip()
+                    text = content.read(_LABEL_BYTES).decode().strip()
+                    texts[suffix][key] = _read_json(text) if suffix == "json" else text
                 else:
                     unused += count_suffixes([member.name])
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
         raise ValueError(f"{name} is not a complete tar file: {error}") from error
 
+    chosen = next((suffix for suffix in texts if any(texts[suffix].values())), "cls")
+    labels = texts.pop(chosen)
+    unused.update({f".{suffix}": len(other) for suffix, other in texts.items() if other})
     others = f", only {describe_counts(unused)}" if unused else ""
     if not images:
         text = f"{name} holds no images <key>.jpg{others}"
         raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
-    # empty labels count as missing
     for key in images:
-        if not labels.get(key):
-            text = f"{name} has no label {key}.cls for the image {key}{others}"
-            raise ValueError(f"{text}; write its class, a name or a number, into {key}.cls")
+        if key not in labels:
+            raise _ask_for_label(name, key, others)
     if repeated:
         text = f"{name} has two images or labels of the key {min(repeated)}"
         raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
     if without_image := len(labels.keys() - images.keys()):
         unused["labels without an image"] = without_image
-    samples = [_Sample(key, labels[key], offset, size) for key, (offset, size) in images.items()]
+    samples = [
+        _Sample(key, labels[key], offset, size, chosen) for key, (offset, size) in images.items()
+    ]
     return samples, dict(unused)
+
+
+def _read_json(text: str) -> str:
+    """Return the label or the list of labels in a .json file as text; empty if there is none."""
+    with suppress(ValueError, RecursionError):
+        content = json.loads(text)
+        if isinstance(content, dict):
+            content = next((content[key] for key in _LABEL_KEYS if key in content), "")
+        if isinstance(content, list):
+            return json.dumps(content, ensure_ascii=False)
+        if isinstance(content, str | int) and not isinstance(content, bool):
+            return str(content).strip()
+    return ""

@@ -79,6 +79,7 @@ def choose_columns(table: Table, rule: LabelRule, finder: FileFinder) -> Columns
     flags = _find_flags(table, others)
     if not flags:
         raise _ask(table, "no column is known to hold the classes", "label")
+    _check_near_flags(table, set(others) - set(flags))
     columns = shorten(", ".join(table.columns[place] for place in flags))
     table.guesses.append(f"one column for each class ({columns})")
     return Columns(path, flags, split, splits, group)
@@ -277,6 +278,21 @@ def _find_flags(table: Table, others: Sequence[int]) -> list[int]:
     """Find the columns that hold 0 or 1, if there are at least two."""
     found = [place for place in others if all(map(_is_flag, table.values(place)))]
     return found if table.columns and table.rows and len(found) >= 2 else []
+
+
+def _check_near_flags(table: Table, others: Collection[int]) -> None:
+    """Raise ValueError for a column of 0 and 1 in which some values are something else: it would be
+    left out."""
+    for place in sorted(others):
+        values = [str(value) for value in table.values(place)]
+        wrong = [
+            line for (line, _), value in zip(table.rows, values, strict=True) if not _is_flag(value)
+        ]
+        if len(wrong) <= len(values) / 2 and {"0", "1"} & {value[:1] for value in values}:
+            value = next(value for value in values if not _is_flag(value))
+            text = f"{_describe(table, place)} holds 0 and 1, and {shorten(value, 30)!r} in line {wrong[0]}"
+            more = f" and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
+            raise ValueError(f"{table.path}: {text}{more}; write 0 or 1, or remove the column")
 
 
 def _is_flag(value: Any) -> bool:

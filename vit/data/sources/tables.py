@@ -28,7 +28,9 @@ from vit.data.sources.table_labels import (
     check_several,
     find_oddities,
     finds_several,
+    name_flags,
     split_labels,
+    take_class,
     tidy_numbers,
 )
 from vit.data.sources.table_paths import FileFinder, find_table_split
@@ -167,7 +169,7 @@ def find_tables(
     labels = [name for image in images for name in as_tuple(image.label)]
     if not several and request.labels.task is None:
         notes += check_several(labels, origin=origin)
-    notes += find_oddities(labels)
+    notes += find_oddities(labels, several=several)
     if num_doubled and not several:
         ways.append(f"{num_doubled:,} rows listed an image again, with the same label")
     unused = count_unlisted(root, (image.path for image in images), lists=tables)
@@ -406,7 +408,7 @@ class _TableReader:
         """Read the labels as they are written into `values`."""
         table, places = self.table, self._columns.classes
         if len(places) == 1:
-            self.values, phrase = tidy_numbers(table.values(places[0]))
+            self.values, phrase = tidy_numbers(name_flags(table.values(places[0])))
             table.guesses += phrase
         else:
             self.values = [
@@ -427,13 +429,15 @@ class _TableReader:
         """Read the class of each row, None for a wrong one."""
         labels: list[str | None] = []
         for (line, _), value in zip(self.table.rows, self.values, strict=True):
-            if isinstance(value, tuple) and len(value) != 1:
-                text = f"{shorten(' and '.join(value), 60)} are 1" if value else "no class is 1"
+            if isinstance(value, list | tuple) and len(value) != 1:
+                named = shorten(" and ".join(map(str, value)), 60)
+                text = f"{named} are {1 if isinstance(value, tuple) else 'labels'}"
+                text = text if value else "no class is 1"
                 remedy = "an image has one class: keep one, leave the image out, or set"
                 self._add(line, text, f"{remedy} data.task=multilabel")
                 labels.append(None)
                 continue
-            label = value[0] if isinstance(value, tuple) else value
+            label = take_class(value)
             if not is_label(label):
                 text = f"label {shorten(repr(label), 60)} is neither a text nor a whole number"
                 self._add(line, text, "give each image one class")
