@@ -33,6 +33,7 @@ from vit.model.model_info import (
     count_classes,
     find_class_names,
     find_preprocess,
+    find_problem_type,
     keep_mode,
     unwrap_model,
 )
@@ -169,7 +170,8 @@ class Bundle:
     def is_multilabel(self) -> bool:
         """True if an image may have several labels: each has a probability of its own, the sigmoid
         of its logit."""
-        return self.data.get("task") == MULTILABEL
+        problem = find_problem_type(self.model)
+        return self.data.get("task") == MULTILABEL or problem == "multi_label_classification"
 
     @property
     def temperature(self) -> float:

@@ -135,9 +135,9 @@ def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
         vit.evaluate(run.bundle, dataset=(PIXELS, [NAMES[i % 3] for i in range(NUM_IMAGES)]))
 
 
-@pytest.mark.parametrize("function", ["explain", "export_model", "summarize_classes"])
+@pytest.mark.parametrize("function", ["export_model", "summarize_classes"])
 def test_other_commands_say_what_they_cannot_do(run: Any, tmp_path: Path, function: str) -> None:
-    options: dict[str, Any] = {"images": PIXELS[:2]} if function == "explain" else {}
+    options: dict[str, Any] = {}
     if function == "export_model":
         options = {"output": tmp_path / "model.onnx"}
     call = getattr(vit, function, None)

@@ -107,13 +107,13 @@ def load_images(bundle: Bundle, dataset: DatasetSplits, split: str | None) -> Ev
     return EvaluationSet(
         dataset=decoded,
         ids=tuple(printable(name) for name in decoded.ids),
-        labels=_renumber(decoded, class_indices, len(bundle.class_names)),
+        labels=renumber_labels(decoded, class_indices, len(bundle.class_names)),
         preprocess=preprocess,
         title=printable(dataset.title),
     )
 
 
-def _renumber(dataset: ImageDataset, class_indices: Ints, num_classes: int) -> Ints | Bools:
+def renumber_labels(dataset: ImageDataset, class_indices: Ints, num_classes: int) -> Ints | Bools:
     """Return the labels of images as classes of the model.
 
     Args:

@@ -38,7 +38,7 @@ def attribute(
         images: Normalised images [B, C, H, W], on the model's device.
         method: Name of a method of `vit.explain`.
         target: See `vit.explain`. A list or a tensor [B] has a class for each
-            image.
+            image. For several labels, "auto" is the most probable one.
         map_options: See `vit.explain`.
         batch_size: Images at a time. None: see `vit.explain`. On a GPU, as many
             of them as fit its memory.
@@ -55,6 +55,7 @@ def attribute(
         >>> maps = vit.attribute(model, images, target=labels)
         >>> maps.shape  # [B, rows, columns]
     """
+    is_multilabel = False
     if isinstance(model, nn.Module):
         _check_images(images, model)
         reader = read_model(model, images)
@@ -65,7 +66,8 @@ def attribute(
         _check_images(images, bundle.model)
         reader = read_bundle(bundle)
         class_names = bundle.class_names
-    kind = find_output_kind(reader.model, class_names)
+        is_multilabel = bundle.is_multilabel
+    kind = find_output_kind(reader.model, class_names, is_multilabel=is_multilabel)
     check_count(target, len(images))
     built = build_target(target, class_names, kind)
     parts = []

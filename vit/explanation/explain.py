@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vit.bundle import ModelLike, keeps_mode, open_model, require_classes
+from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.best_method import MAX_CHECKED_IMAGES, choose_methods, read_best_method
@@ -67,8 +67,8 @@ def explain(
             known and libra-removal if not, and then rollout; for more, rollout
             alone. For a model without attention (ResNet, ConvNeXt, Swin),
             "auto" is grad-cam and input-x-gradient.
-        target: Class to explain: a name, an index, "auto" (the predicted one),
-            "all" or "top3"; also "A - B" and "sigmoid:A". An index is an
+        target: Class to explain: a name, an index, "auto" (the predicted one,
+            or every predicted label), "all" or "top3"; also "A - B" and "sigmoid:A". An index is an
             integer, or a text where no class is called by a number. "A - B" is
             the difference of two classes' logits; "sigmoid:A" is one label of a
             multi-label model. A function from outputs [B, C] to numbers [B] is
@@ -133,7 +133,6 @@ def explain(
         class_names=class_names,
         preprocess=preprocess,
     )
-    require_classes(bundle, "vit explain")
     # listed once, because listing many images takes a while
     inputs = None if images is None else list(list_images(images))
     expected = num_images if inputs is None else len(inputs)

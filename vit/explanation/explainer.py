@@ -36,7 +36,9 @@ from vit.explanation.targets import (
     Target,
     TargetLike,
     build_target,
+    choose_decided,
     compute_probabilities,
+    find_decided,
     find_output_kind,
     has_many,
     list_targets,
@@ -125,11 +127,17 @@ class Explainer:
         )
         # number of images that fit a GPU's memory together
         self._part_size = self.batch_size
-        self._kind: OutputKind = find_output_kind(bundle.model, bundle.class_names)
+        self._kind: OutputKind = find_output_kind(
+            bundle.model, bundle.class_names, is_multilabel=bundle.is_multilabel
+        )
         if has_many(target):
             target = list_targets(target)
         self._target_name = target
         self._target = build_target(target, bundle.class_names, self._kind)
+        # the most probable class otherwise, without a copy to the host
+        self._has_thresholds = self._kind == "labels" or bool(bundle.operating_point)
+        if self._has_thresholds and target == "auto":
+            self._target = replace(self._target, choose=partial(choose_decided, bundle))
         _check_target(target, self._methods)
         self._is_verified = False
         self._completeness_error: float | None = None
@@ -301,7 +309,15 @@ class Explainer:
                     f"{result.item.name}, so there is nothing to explain"
                 )
             result.probabilities = probabilities[row].numpy()
-            result.targets = tuple(targets[row, : self._num_classes_explained].tolist())
+            # labels that fill a row are repeated
+            explained = dict.fromkeys(targets[row, : self._num_classes_explained].tolist())
+            result.targets = tuple(explained)
+            if self._has_thresholds:
+                (present,) = find_decided(self.bundle, logits[row : row + 1].float().numpy())
+                result.predicted = present[0] if present else int(probabilities[row].argmax())
+                result.labels = present if self._kind == "labels" else None
+            elif len(result.probabilities):
+                result.predicted = int(result.probabilities.argmax())
             if self._target.name is not None:
                 name = self._target.name(int(targets[row, 0]))
                 result.output = f"{name} = {scores[row, 0].item():.4g}"
@@ -396,13 +412,15 @@ class Explainer:
         """Add the map of each class to each image."""
         method = maps.method
         for row, result in enumerate(results):
-            for column, values in enumerate(maps.values[row].numpy()):
+            num_columns = len(set(targets[row].tolist())) if method.class_specific else 1
+            for column, values in enumerate(maps.values[row, :num_columns].numpy()):
                 map_result = MapResult(
                     method=method,
                     key=f"{result.item.name}.{method.name}",
                     values=values,
                     prefix_mass=float(maps.prefix_mass[row, column]),
                     entropy=float(maps.entropy[row, column]),
+                    is_label=self._kind == "labels",
                 )
                 if method.uses_libra:
                     map_result.completeness_error = self._completeness_error
@@ -420,8 +438,9 @@ class Explainer:
                     else:
                         map_result.target = index
                         map_result.target_name = self.bundle.class_names[index]
+                        map_result.is_predicted = result.labels is None or index in result.labels
                     # files of several classes of one image need the class in their names
-                    if self._target_name != "auto":
+                    if self._target_name != "auto" or self._kind == "labels":
                         map_result.key += f".{clean_name(map_result.target_name)}"
                 result.maps.append(map_result)
 

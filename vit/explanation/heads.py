@@ -100,7 +100,7 @@ def measure_heads(
     Args:
         bundle: The model, with its class names and preprocessing.
         images: Paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them.
-        target: "auto" (the predicted class), or one class by its name or index.
+        target: "auto" (the predicted class, or the most probable label), or one class by its name or index.
         batch_size: Images at a time.
 
     Returns:
@@ -116,7 +116,7 @@ def measure_heads(
         >>> print(effects.table)
     """
     reader = read_bundle(bundle)
-    kind = find_output_kind(bundle.model, bundle.class_names)
+    kind = find_output_kind(bundle.model, bundle.class_names, is_multilabel=bundle.is_multilabel)
     explained = build_target(target, bundle.class_names, kind)
     items = items_from_images(list_images(images))
     check_count(target, len(items))

@@ -28,7 +28,8 @@ from vit.explanation.render.token_details import TokenDetails
 from vit.prediction.conformal import is_unusual
 from vit.runtime.arguments import shorten
 
-ClassValues = Mapping[str, Any]  # index, name and probability
+# index, name and probability; for a prediction of several labels also these
+ClassValues = Mapping[str, Any]
 _MAX_NAMED_SINKS = 3  # below a picture
 
 
@@ -36,7 +37,17 @@ def describe_prediction(predicted: ClassValues) -> str:
     """Describe a prediction in words; without probabilities it is the name alone."""
     if predicted["probability"] is None:
         return str(predicted["name"])
-    return f"predicted {predicted['name']}  {100 * predicted['probability']:.1f} %"
+    most_probable = _describe_probability(predicted)
+    labels = predicted.get("labels")
+    if labels is None:
+        return f"predicted {most_probable}"
+    if not labels:
+        return f"no label predicted; most probable: {most_probable}"
+    return f"predicted {', '.join(map(_describe_probability, labels))}"
+
+
+def _describe_probability(described: ClassValues) -> str:
+    return f"{described['name']}  {100 * described['probability']:.1f} %"
 
 
 def build_photo_tile(
@@ -94,6 +105,8 @@ class MapResult:
         completeness_error: Difference of the number explained from the sum of input times gradient,
             by LibraGrad's rules, as a fraction of the number: measured on one image of the model;
             None if it is at most 1 %.
+        is_label: The model predicts several labels an image.
+        is_predicted: False for a label that the model doesn't predict.
         scale: Scale of the colours; set when all images of the batch are explained.
     """
 
@@ -108,6 +121,8 @@ class MapResult:
     sanity_check: SanityCheck | None = None
     sinks: tuple[Sink, ...] = ()
     completeness_error: float | None = None
+    is_label: bool = False
+    is_predicted: bool = True
     scale: ColourScale | None = None
 
     def __repr__(self) -> str:
@@ -152,12 +167,15 @@ class MapResult:
         if self.target is not None:
             against = f" (red) and against {name} (blue)" if self.method.signed else ""
             text = f"evidence for {name}{against}"
+            text += "" if self.is_predicted else f"; {name} is not predicted"
         elif name is not None:
             # a number that is not about a class has no evidence, only patches that change it
             against = " (red) and lower it (blue)" if self.method.signed else ""
             text = f"patches that raise {name}{against}"
         else:
-            text = f"{self.method.title} (the same for every class)"
+            text = (
+                f"{self.method.title} (the same for every {'label' if self.is_label else 'class'})"
+            )
         # differences that are not drawn have to be named
         is_flat = self.scale is not None and self.scale.is_flat
         return f"{text}; nearly even" if is_flat else text
@@ -176,7 +194,10 @@ class ImageResult:
         maps: Maps in the order of the methods, then in the order of the classes.
         probabilities: Probabilities of the classes at the temperature of the model file; empty if
             the model has no probabilities.
+        predicted: Index of the predicted class, or of the most probable label that is predicted, if
+            any is; None if the model has no probabilities.
         targets: Classes that are explained; empty if the target isn't about a class.
+        labels: Labels that are predicted, the most probable first; None for one class an image.
         output: Name and value of such a target.
         p_value: See `vit.predict`; None if the model file can't tell or nothing is tested.
         tokens: Details of each token, if they were asked for.
@@ -189,7 +210,9 @@ class ImageResult:
     pixels: UInt8[np.ndarray, "H W 3"] | None
     maps: list[MapResult] = field(default_factory=list)
     probabilities: Float[np.ndarray, " C"] = field(default_factory=lambda: np.empty(0, np.float32))
+    predicted: int | None = None
     targets: tuple[int, ...] = ()
+    labels: list[int] | None = None
     output: str = ""
     p_value: float | None = None
     tokens: TokenDetails | None = None
@@ -205,17 +228,21 @@ class ImageResult:
         rows, columns = self.maps[0].values.shape[-2:]
         return rows, columns
 
-    @property
-    def predicted(self) -> int | None:
-        """Index of the most probable class; None if the model has no probabilities."""
-        return int(self.probabilities.argmax()) if len(self.probabilities) else None
-
     def describe_class(self, index: int | None, class_names: Sequence[str]) -> ClassValues:
         """Describe a class and its probability; for None, the target and its value."""
         if index is None:
             return {"index": None, "name": self.output, "probability": None}
         probability = float(self.probabilities[index]) if len(self.probabilities) else None
         return {"index": index, "name": class_names[index], "probability": probability}
+
+    def describe_predicted(self, class_names: Sequence[str]) -> ClassValues:
+        """Describe the predicted class or the target, see `describe_class`; where an image may
+        have several labels, "labels" describes those that are predicted."""
+        described = self.describe_class(self.predicted, class_names)
+        if self.labels is None or self.predicted is None:
+            return described
+        labels = [self.describe_class(index, class_names) for index in self.labels]
+        return {**described, "labels": labels}
 
     def describe_target(self, result: MapResult, class_names: Sequence[str]) -> ClassValues | None:
         """Describe the class or target of a map; None if the map is the same for every class."""
@@ -227,7 +254,7 @@ class ImageResult:
 
     def describe_prediction(self, class_names: Sequence[str]) -> str:
         """Describe the model's prediction in words."""
-        return describe_prediction(self.describe_class(self.predicted, class_names))
+        return describe_prediction(self.describe_predicted(class_names))
 
     def read_image(self) -> Image.Image:
         """The upright RGB image."""
@@ -306,7 +333,7 @@ class Explanations:
                 build_photo_tile(
                     photo,
                     title=image.item.title,
-                    predicted=image.describe_class(image.predicted, class_names),
+                    predicted=image.describe_predicted(class_names),
                     p_value=image.p_value,
                 )
             ]
@@ -338,7 +365,7 @@ class Explanations:
     @property
     def maps(self) -> dict[str, Float[Tensor, "n ..."]]:
         """Maps of each method, float32 on the patch grid: [n, rows, columns], or for T classes
-        [n, T, rows, columns]."""
+        [n, T, rows, columns]. Images of fewer labels than others end with maps of NaN."""
         maps = {}
         for name in self.methods:
             # a method that doesn't depend on the class has one map, even if others have several
@@ -346,15 +373,16 @@ class Explanations:
                 [result.values for result in image.maps if result.method.name == name]
                 for image in self.images
             ]
+            stacked = torch.from_numpy(_stack(values, np.nan))  # [n, T, …]
             # one class is the usual case, and it has no axis
-            stacked = torch.from_numpy(np.array(values))  # [n, T, …]
             maps[name] = stacked[:, 0] if stacked.shape[1] == 1 else stacked
         return maps
 
     @property
     def targets(self) -> Int[Tensor, "n ..."]:
-        """Class that is explained for each image, [n], or [n, T]."""
-        targets = torch.tensor([image.targets for image in self.images])
+        """Class that is explained for each image, [n], or [n, T], in which -1 stands where an image
+        has fewer labels than others."""
+        targets = torch.from_numpy(_stack([image.targets for image in self.images], -1))
         return targets[:, 0] if targets.shape[1] == 1 else targets
 
     @property
@@ -376,3 +404,9 @@ class Explanations:
             ]
             for name in self.methods
         }
+
+
+def _stack(rows: Sequence[Sequence[Any]], fill: float) -> np.ndarray:
+    """Stack rows [n, T, ...], of which shorter ones are filled up."""
+    width = max(map(len, rows))
+    return np.array([[*row, *[np.full_like(row[0], fill)] * (width - len(row))] for row in rows])

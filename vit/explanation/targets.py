@@ -2,8 +2,9 @@
 
 If the model chooses one of several classes, the number is the logit of a class, and the effect of
 removed patches is the change of its probability. The probability of a label in a multi-label model
-is a sigmoid. The output of a model with one output (regression, or a binary classifier with one
-logit) and the result of a function of the outputs are taken as they are.
+is a sigmoid, and `vit.explain` explains each label that is predicted. The output of a model with
+one output (regression, or a binary classifier with one logit) and the result of a function of the
+outputs are taken as they are.
 """
 
 import re
@@ -12,11 +13,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeGuard, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vit.bundle import Bundle
+from vit.model.model_info import find_problem_type
+from vit.prediction.decision import decide_classes, decide_labels
+from vit.prediction.labels import compute_probabilities as predict_probabilities
+from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import shorten
 from vit.runtime.tensors import Logits
 
@@ -102,14 +109,57 @@ class CosineTarget:
         return F.cosine_similarity(features, self.embedding.to(features)[None], dim=1)
 
 
-def find_output_kind(model: nn.Module, class_names: Sequence[str]) -> OutputKind:
-    """Find the kind of the outputs from the number of classes and Hugging Face's `problem_type`."""
-    problem = getattr(getattr(model, "config", None), "problem_type", None)
+def find_output_kind(
+    model: nn.Module, class_names: Sequence[str], *, is_multilabel: bool = False
+) -> OutputKind:
+    """Find the kind of the outputs from the number of classes and Hugging Face's `problem_type`.
+
+    Args:
+        model: The model.
+        class_names: Name of each output.
+        is_multilabel: An image may have several labels by the model's file.
+    """
     if not class_names:
         return "features"
+    if is_multilabel:
+        return "labels"
+    problem = find_problem_type(model)
     if len(class_names) == 1 or problem == "regression":
         return "numbers"
     return "labels" if problem == "multi_label_classification" else "classes"
+
+
+def find_decided(bundle: Bundle, logits: Float32s) -> list[list[int]]:
+    """Find the labels that a model predicts for each image, the most probable first, or its class.
+
+    Args:
+        bundle: The model, with its temperature and thresholds.
+        logits: [n, C].
+    """
+    probabilities = predict_probabilities(bundle, logits)
+    if not bundle.is_multilabel:
+        return [[int(place)] for place in decide_classes(bundle, probabilities)]
+    is_present = decide_labels(bundle, probabilities)
+    order = np.argsort(-probabilities, axis=1, kind="stable")
+    return [
+        [place for place in row if present[place]]
+        for row, present in zip(order.tolist(), is_present, strict=True)
+    ]
+
+
+def choose_decided(bundle: Bundle, logits: Logits) -> Int[Tensor, "B T"]:
+    """Choose what a model predicts by its thresholds: the class of each image, or its labels, the
+    most probable first (without any, the most probable label). Shorter rows repeat their first
+    label."""
+    values = logits.float().cpu().numpy()
+    present = find_decided(bundle, values)
+    chosen = [
+        labels[:_MAX_CLASSES] or [int(row.argmax())]
+        for labels, row in zip(present, values, strict=True)
+    ]
+    width = max(map(len, chosen))
+    rows = [labels + labels[:1] * (width - len(labels)) for labels in chosen]
+    return torch.tensor(rows, device=logits.device)
 
 
 def compute_probabilities(logits: Logits, kind: OutputKind) -> Float[Tensor, "B _"]:
@@ -130,7 +180,7 @@ def build_target(
     """Build the number that is explained, and the choice of classes.
 
     Args:
-        target: "auto" (the predicted class), a class's name or index, "all", or "top3" (any
+        target: "auto" (the predicted class, or the most probable label), a class's name or index, "all", or "top3" (any
             number), the most probable first; "A - B", the difference of two classes' logits;
             "sigmoid:A", one label of a multi-label model; a function from outputs [B, C] to
             numbers [B]; or a class, a difference or a label for each image.

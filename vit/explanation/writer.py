@@ -282,7 +282,7 @@ class MapWriter:
             "sha256": image.sha256,
             "size": list(image.geometry.original_size),
             "box": list(image.geometry.box),
-            "predicted": image.describe_class(image.predicted, self.bundle.class_names),
+            "predicted": image.describe_predicted(self.bundle.class_names),
             "p_value": image.p_value,
             "grid": list(image.grid),
             "map_key": maps[0]["map_key"],

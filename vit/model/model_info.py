@@ -85,6 +85,12 @@ def find_class_names(model: nn.Module) -> tuple[str, ...]:
     return names or tuple(f"class {index}" for index in range(count))
 
 
+def find_problem_type(model: nn.Module) -> str | None:
+    """Return Hugging Face's `problem_type` of a model's outputs, such as
+    "multi_label_classification"; None if the model has none."""
+    return getattr(getattr(model, "config", None), "problem_type", None)
+
+
 def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
     """Return the known values of the `Preprocess` that the weights were trained with.
 

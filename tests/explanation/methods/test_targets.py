@@ -3,10 +3,12 @@ classifier was changed so that its one output is the target."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,6 +18,7 @@ import vit
 from tests.explanation.methods.test_removal import Gates
 from tests.explanation.model_zoo import build_timm, prepare
 from vit.analysis.faithfulness.benchmark import Benchmark
+from vit.analysis.faithfulness.measure import _find_right
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.checks.sanity_checks import check_maps
@@ -283,3 +286,126 @@ def test_targets_of_images_that_mean_nothing_are_refused(target: Any, message: s
     images = torch.randn(4, 3, 8, 8)
     with pytest.raises(ValueError, match=message):
         vit.attribute(model, images, method="gae", target=target, batch_size=1)
+
+
+class Patches(nn.Module):
+    """A linear model of several labels: the logit of a label is 16 times the mean of its colour
+    less 2, so that a patch of its colour alone is evidence for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 4, stride=4)
+        self.conv.weight.data = 16 * torch.eye(3)[:, :, None, None].expand(3, 3, 4, 4) / 16
+        self.conv.bias.data.fill_(-2.0)  # type: ignore[union-attr]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images).mean(dim=(2, 3))
+
+
+def make_labels(**metadata: Any) -> tuple[Bundle, np.ndarray]:
+    """A model of the labels red, green and blue, and photos: red and a darker green in opposite
+    quarters, and a weak blue in one patch."""
+    preprocess = Preprocess((16, 16), mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    bundle = Bundle.from_model(
+        Patches(), class_names=("red", "green", "blue"), preprocess=preprocess
+    )
+    bundle = replace(bundle, data={"task": "multilabel"}, metadata={**bundle.metadata, **metadata})
+    photos = np.zeros((2, 16, 16, 3), dtype=np.uint8)
+    photos[0, :8, :8, 0] = 255
+    photos[0, 8:, 8:, 1] = 204
+    photos[1, 4:8, 8:12, 2] = 153
+    return bundle, photos
+
+
+def test_each_label_that_is_present_has_its_map_and_its_test(tmp_path: Path) -> None:
+    bundle, photos = make_labels()
+    options: dict[str, Any] = {"methods": "input-x-gradient", "sanity_checks": True}
+    result = vit.explain(bundle, list(photos), **options, output=tmp_path / "maps")
+    # the logits are 16/4 - 2 = 2, 16/5 - 2 = 1.2 and -2; 16 · 0.6/16 - 2 = -1.4 is no label
+    assert result.targets.tolist() == [[0, 1], [2, -1]]
+    assert [image.labels for image in result.images] == [[0, 1], []]
+    expected = torch.tensor([[2, 1.2, -2], [-2, -2, -1.4]]).sigmoid()
+    torch.testing.assert_close(result.probabilities, expected, atol=1e-6, rtol=0)
+    maps = result.maps["input-x-gradient"]
+    assert maps[1, 1].isnan().all()
+    quarters = [(slice(2), slice(2)), (slice(2, 4), slice(2, 4))]
+    for label, (rows, columns) in enumerate(quarters):
+        assert maps[0, label, rows, columns].sum() == pytest.approx(maps[0, label].sum())
+    captions = [
+        image["maps"]
+        for image in json.loads((tmp_path / "maps/manifest.json").read_text())["images"]
+    ]
+    assert captions[0][1]["caption"] == "evidence for green (red) and against green (blue)"
+    assert captions[1][0]["caption"].endswith("; blue is not predicted")
+    predicted = [image.describe_prediction(bundle.class_names) for image in result.images]
+    assert predicted[0] == "predicted red  88.1 %, green  76.9 %"
+    assert predicted[1] == "no label predicted; most probable: blue  19.8 %"
+    sheet = json.loads((tmp_path / "maps/manifest.json").read_text())["images"][0]["predicted"]
+    assert [label["name"] for label in sheet["labels"]] == ["red", "green"]
+
+    # the test by hand: each patch painted with the photo's mean colour, the label's own sigmoid
+    for label in (0, 1):
+        pixels = torch.from_numpy(photos[0] / 255).double()
+        drops, values = [], []
+        for patch in range(16):
+            place = (
+                slice(patch // 4 * 4, patch // 4 * 4 + 4),
+                slice(patch % 4 * 4, patch % 4 * 4 + 4),
+            )
+            painted = pixels.clone()
+            painted[place] = pixels.mean(dim=(0, 1))
+            logits = [16 * image[..., label].mean() - 2 for image in (pixels, painted)]
+            drops.append(float(logits[0].sigmoid() - logits[1].sigmoid()))
+            values.append(float(maps[0, label].flatten()[patch]))
+        roots = np.sign(values) * np.sqrt(np.abs(np.array(values) - np.median(values)))
+        check = result.sanity_checks["input-x-gradient"][0][label]
+        assert check.agreement == pytest.approx(np.corrcoef(roots, drops)[0, 1], abs=1e-5)
+
+
+def test_thresholds_decide_which_labels_are_explained() -> None:
+    thresholds = {"red": 0.9, "green": 0.5, "blue": 0.19}
+    bundle, photos = make_labels(operating_point={"rule": "f1", "thresholds": thresholds})
+    options: dict[str, Any] = {"methods": "input-x-gradient", "sanity_checks": False}
+    result = vit.explain(bundle, list(photos), **options)
+    assert result.targets.tolist() == [1, 2]
+    names = ["red", "green"]
+    named = vit.explain(bundle, list(photos), target=names, **options)
+    assert [image.maps[0].is_predicted for image in named.images] == [False, False]
+    # alone and in a batch, and as tensors
+    both = vit.explain(bundle, list(photos), target="all", **options).maps["input-x-gradient"]
+    images = bundle.preprocess.normalize(torch.from_numpy(photos))
+    alone = vit.attribute(bundle, images[:1], method="input-x-gradient", target="green")
+    assert torch.equal(alone[0], result.maps["input-x-gradient"][0])
+    assert torch.equal(both[0, 1], alone[0])
+    difference = vit.attribute(bundle, images, method="input-x-gradient", target="red - green")
+    parts = [
+        vit.attribute(bundle, images, method="input-x-gradient", target=name) for name in names
+    ]
+    torch.testing.assert_close(difference, parts[0] - parts[1])
+
+    # one class against the rest, below and above its threshold (0.0155)
+    for threshold, expected in ((0.02, 0), (0.01, 2)):
+        point = {"rule": "f1", "thresholds": {"blue": threshold}}
+        classes = replace(bundle, data={}, metadata={"operating_point": point})
+        result = vit.explain(classes, list(photos[:1]), **options)
+        assert result.targets.tolist() == [expected]
+        assert result.images[0].predicted == expected
+
+
+def test_faithfulness_takes_a_right_label_of_each_image() -> None:
+    bundle, photos = make_labels()
+    data = (np.stack([photos[0]] * 10), np.array([[0, 1, 1]] * 10))
+    result = vit.measure_faithfulness(
+        bundle, dataset=data, class_names=bundle.class_names, methods="input-x-gradient",
+        num_images=8,
+    )  # fmt: skip
+    assert result.summary["metrics"]["srg"]["methods"]["input-x-gradient"]["mean"] > 0.3
+    # red isn't a label of the image, and blue isn't predicted
+    logits = np.array([[2, 1.2, -2]] * 2, dtype=np.float32)
+    labels = np.array([[False, True, True], [False, False, True]])
+    assert _find_right(bundle, logits, labels).tolist() == [1, -1]
+    with pytest.raises(ValueError, match="0 of 10 images are predicted correctly"):
+        vit.measure_faithfulness(
+            bundle, dataset=(data[0], np.array([[0, 0, 1]] * 10)), methods="input-x-gradient",
+            class_names=bundle.class_names,
+        )  # fmt: skip

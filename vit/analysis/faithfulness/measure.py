@@ -13,13 +13,14 @@ from torch import Tensor
 
 from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark
 from vit.analysis.faithfulness.result import FaithfulnessResult, write_best_method
-from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model, require_classes
+from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
-from vit.evaluation.images import check_data, match_classes, open_data
+from vit.evaluation.images import check_data, match_classes, open_data, renumber_labels
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.registry import find_methods, list_methods
 from vit.explanation.targets import (
     CLASS,
+    LABEL,
     Target,
     TargetLike,
     build_target,
@@ -27,7 +28,10 @@ from vit.explanation.targets import (
     find_output_kind,
 )
 from vit.model.logits import compute_logits
+from vit.prediction.decision import decide_classes, decide_labels
+from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import Pixels, Predictor, read_from
+from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments
 from vit.runtime.device import describe_device
 from vit.runtime.progress import show_progress
@@ -66,7 +70,7 @@ def measure_faithfulness(
         methods: Names of map methods, or "all". After "all" the best method
             is kept beside the model file, for `vit.explain(methods="best")`.
         target: Class to explain. "auto": the true class of each image that is
-            predicted correctly. Any other target of `vit.explain` for one
+            predicted correctly, or its most probable label that is. Any other target of `vit.explain` for one
             class is measured on images whatever the model predicts for them:
             removing patches lowers its value, adding them raises it.
         num_images: Images to measure on, at least 8.
@@ -98,7 +102,6 @@ def measure_faithfulness(
     # a wrong name is reported before the model is loaded
     find_methods(names)
     bundle = open_model(model, device=device, random_weights=random_weights)
-    require_classes(bundle, "the faithfulness benchmark")
     source = open_data(bundle, data, root, dataset, class_names).split(split)
     batch_size = batch_size or choose_explain_batch_size(
         bundle.preprocess.image_size, bundle.device
@@ -136,7 +139,7 @@ def measure_faithfulness(
     # the best of some methods, or of an untrained model, isn't a choice for `vit explain`
     if (
         set(names) == set(list_methods())
-        and measured is CLASS
+        and measured in (CLASS, LABEL)
         and target == "auto"
         and not random_weights
     ):
@@ -159,13 +162,13 @@ def _choose_images(
     Returns:
         The images, the class of each that is explained, their ids, and the target.
     """
-    kind = find_output_kind(bundle.model, bundle.class_names)
-    if target == "auto" and kind == "classes":
+    kind = find_output_kind(bundle.model, bundle.class_names, is_multilabel=bundle.is_multilabel)
+    if target == "auto" and kind in ("classes", "labels"):
         # no map can point at evidence for a wrong prediction
         correct = select_correct_images(
             bundle, source, count=count, batch_size=batch_size, seed=seed
         )
-        return *correct, CLASS
+        return *correct, LABEL if bundle.is_multilabel else CLASS
     measured = build_target(target, bundle.class_names, kind)
     chosen = dict(islice(_read_shuffled(bundle, source, seed), count))
     images, ids = _prepare(bundle, source, chosen, "can be read")
@@ -187,7 +190,7 @@ def select_correct_images(
     bundle: Bundle, dataset: ImageDataset, *, count: int, batch_size: int = 32, seed: int = 0
 ) -> tuple[Images, Int[Tensor, " n"], list[str]]:
     """Choose images that the model predicts correctly: no map can point at evidence for a wrong
-    prediction.
+    prediction. Where an image may have several labels, its most probable right one is taken.
 
     Args:
         bundle: The model.
@@ -203,27 +206,44 @@ def select_correct_images(
         ValueError: Fewer than `MIN_IMAGES` are predicted correctly.
     """
     class_indices = match_classes(
-        dataset.labels, source_classes=dataset.class_names, model_classes=bundle.class_names
+        np.flatnonzero(dataset.class_counts),
+        source_classes=dataset.class_names,
+        model_classes=bundle.class_names,
     )
-    labels = class_indices[dataset.labels]
+    labels = renumber_labels(dataset, class_indices, len(bundle.class_names))
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
     images = _read_shuffled(bundle, dataset, seed)
-    correct: dict[int, Pixels] = {}
+    correct: dict[int, tuple[Pixels, int]] = {}
     with show_progress("choosing images", count) as advance:
         while len(correct) < count and (batch := dict(islice(images, batch_size))):
             read = read_from(list(batch.values()))
-            predicted = predictor.predict(read, count=len(batch)).argmax(axis=1)
-            right = [
-                index
-                for index, answer in zip(batch, predicted, strict=True)
-                if answer == labels[index]
-            ]
-            correct |= {index: batch[index] for index in right}
+            logits = predictor.predict(read, count=len(batch))
+            right = {
+                index: (batch[index], int(answer))
+                for index, answer in zip(
+                    batch, _find_right(bundle, logits, labels[list(batch)]), strict=True
+                )
+                if answer >= 0
+            }
+            correct |= right
             advance(len(right))
 
     chosen = dict(islice(correct.items(), count))
-    inputs, ids = _prepare(bundle, dataset, chosen, "are predicted correctly")
-    return inputs, torch.from_numpy(labels[list(chosen)]), ids
+    pixels = {index: read for index, (read, _) in chosen.items()}
+    inputs, ids = _prepare(bundle, dataset, pixels, "are predicted correctly")
+    return inputs, torch.tensor([answer for _, answer in chosen.values()]), ids
+
+
+def _find_right(bundle: Bundle, logits: Float32s, labels: Ints | Bools) -> Ints:
+    """Return the predicted class of each image if it is right, else -1; of several labels the most
+    probable one that is."""
+    probabilities = compute_probabilities(bundle, logits)
+    if not bundle.is_multilabel:
+        predicted = decide_classes(bundle, probabilities)
+        return np.where(predicted == labels, predicted, -1)
+    is_right = decide_labels(bundle, probabilities) & labels
+    best: Ints = np.where(is_right, probabilities, -1).argmax(axis=1)
+    return np.where(is_right.any(axis=1), best, -1)
 
 
 def _read_shuffled(

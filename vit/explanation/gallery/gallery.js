@@ -10,6 +10,7 @@ const COLOURS = "token colours", SIMILARITY = "similarity to a patch", NORMS = "
 const LAYERED = [ATTENTION, LENS, COLOURS, SIMILARITY, NORMS];
 const OUTLIER = 2; // times the median norm
 const RANKS = ["most probable", "2nd most probable", "3rd most probable"];
+const EACH = "each"; // every label that is explained, side by side
 const NUMBERS = {agreement: "correlation with the loss without each patch", p_value: "p"};
 const CARDS_AT_ONCE = 24;
 const CONFIDENCES = [["0", "below 50\u00a0%"], ["50", "50 to 90\u00a0%"], ["90", "90\u00a0% and above"]];
@@ -41,12 +42,12 @@ class Explained {
     return `patch (row ${Math.floor((token - this.prefix) / this.grid[1])}, column ${(token - this.prefix) % this.grid[1]})`;
   }
 
-  /** The map of a method for a class: its rank among those explained, or "class:" and its index. */
+  /** The map of a method for a class: its rank among those explained, "class:" and its index, or EACH for the first. */
   map(method, wanted) {
     const maps = this.maps.filter(map => map.method === method);
     if (maps.length && !maps[0].target) return maps[0];
     if (wanted.startsWith("class:")) return maps.find(map => map.target.index === Number(wanted.slice(6)));
-    return maps.sort((a, b) => b.target.percent - a.target.percent)[Number(wanted)];
+    return maps.sort((a, b) => b.target.percent - a.target.percent)[wanted === EACH ? 0 : Number(wanted)];
   }
 
   /** The stored attention of a layer and head ("mean" of them), or undefined where it was left out. */
@@ -355,8 +356,10 @@ class Card {
     this.figure.card = this;
     this.figure.addEventListener("keydown", event => event.key === "Escape" && this.keep(null));
     this.part("path").textContent = this.image.title;
-    const {name, percent} = this.image.predicted; // without a percentage, what the model gives
-    this.part("predicted").textContent = percent === null ? name : `predicted: ${name} ${percent.toFixed(1)}\u00a0%`;
+    const {name, percent, labels} = this.image.predicted; // without a percentage, what the model gives
+    const sure = answers => answers.map(each => `${each.name} ${each.percent.toFixed(1)}\u00a0%`).join(", ");
+    this.part("predicted").textContent = percent === null ? name : labels && !labels.length
+      ? `no label predicted; most probable: ${sure([this.image.predicted])}` : `predicted: ${sure(labels || [this.image.predicted])}`;
     this.part("neighbours").replaceChildren(...listNeighbours(this.image.neighbours));
     this.part("nearest").hidden = !this.image.neighbours.length;
     this.part("expand").addEventListener("click", () => this.expand());
@@ -382,14 +385,21 @@ class Card {
     this.part("tokens").hidden = !names.length;
   }
 
-  /** A canvas for each of what the settings show: the photo, the map, or every method's. */
+  /** The targets of a method's maps that the settings show side by side. */
+  targets({target}, method) {
+    const maps = target === EACH ? this.image.maps.filter(map => map.method === method && map.target) : [];
+    return maps.length ? maps.map(map => `class:${map.target.index}`) : [target];
+  }
+
+  /** A canvas for each of what the settings show: the photo, the map, or every method's; with EACH one a label. */
   addPanels(settings) {
     const methods = settings.view === "methods" ? ["", ...unique(this.image.maps.map(map => map.method))]
       : settings.view === "both" ? ["", settings.method] : [settings.method];
-    if (this.panels && this.panels.length === methods.length) {
-      this.panels.forEach((panel, i) => panel.method = methods[i]);
+    const shown = methods.flatMap(method => this.targets(settings, method).map(target => ({method, target})));
+    if (this.panels && this.panels.length === shown.length) {
+      this.panels.forEach((panel, i) => Object.assign(panel, shown[i]));
     } else {
-      this.panels = methods.map(method => ({method, canvas: document.createElement("canvas"), name: document.createElement("span"),
+      this.panels = shown.map(each => ({...each, canvas: document.createElement("canvas"), name: document.createElement("span"),
         badges: document.createElement("div")}));
       this.part("panels").replaceChildren(...this.panels.map(({canvas, name, badges}) => {
         const box = document.createElement("div");
@@ -400,11 +410,12 @@ class Card {
       }));
       for (const panel of this.panels) if (panel.method) this.listen(panel.canvas);
     }
-    for (const {method, canvas, name} of this.panels) {
-      name.textContent = settings.view === "methods" ? method || "photo" : "";
+    for (const {method, target, canvas, name} of this.panels) {
+      const label = method && settings.target === EACH && this.image.map(method, target)?.target?.name;
+      name.textContent = [settings.view === "methods" ? method || "photo" : "", label].filter(Boolean).join(": ");
       canvas.className = method ? "map" : "photo";
       canvas.setAttribute("role", method ? "application" : "img");
-      canvas.setAttribute("aria-label", method ? `${this.image.title}: ${method}; the arrow keys move between patches` : `${this.image.title}: the photo`);
+      canvas.setAttribute("aria-label", method ? `${this.image.title}: ${[method, label].filter(Boolean).join(", ")}; the arrow keys move between patches` : `${this.image.title}: the photo`);
     }
   }
 
@@ -489,11 +500,11 @@ class Card {
     }
     if (!this.near || !this.photo.complete) return;
     for (const panel of this.panels) {
-      const {canvas, method} = panel;
+      const {canvas, method, target} = panel;
       [canvas.width, canvas.height] = frame.size;
       const context = canvas.getContext("2d", {willReadFrequently: true});
       drawPhoto(context, image, this.photo, settings);
-      const view = method && image.view({...settings, method}, this.token);
+      const view = method && image.view({...settings, method, target}, this.token);
       this.mark(panel, view);
       if (!view) continue;
       const picture = context.getImageData(0, 0, canvas.width, canvas.height);
@@ -513,22 +524,24 @@ class Card {
   }
 
   describe(settings) {
-    const {image, token} = this, view = this.view = image.view(settings, token), map = view && view.map;
+    const {image, token} = this, view = this.view = image.view(settings, token);
+    const maps = this.targets(settings, settings.method).map(target => image.view({...settings, target}, token)?.map).filter(Boolean);
+    const isOne = maps.length < 2;
     const focused = document.activeElement.closest("figure") || element("cards").firstElementChild; // one speaks, not all
     this.part("said").setAttribute("aria-live", focused === this.figure ? "polite" : "off");
-    this.part("about").textContent = view ? this.sayToken(view, settings) || view.about
+    this.part("about").textContent = view ? this.sayToken(view, settings) || (isOne ? view.about : maps.map(map => map.caption).join("; "))
       : settings.method === SIMILARITY ? (image.features ? "point at a patch to see which others are like it" : "not in this page: explain fewer images at once")
-      : "no map of this class was made for this image";
-    const most = view ? this.sayMost(view) : "";
+      : `no map of this ${page.noun} was made for this image`;
+    const most = view && isOne ? this.sayMost(view) : "";
     for (const place of this.figure.querySelectorAll(".most")) place.textContent = most;
     this.part("legend").hidden = !view || Boolean(view.colours);
     if (view) {
       const span = view.high - view.low, even = (1 - view.low) / span, zero = -view.low / span;
-      this.part("low").textContent = show(view.low, view.unit);
-      this.part("high").textContent = show(view.high, view.unit) + (view.unit === "×" ? view.of || " the average patch" : "") + (view.flat ? ", nearly even: drawn flat" : "");
+      this.part("low").textContent = isOne ? show(view.low, view.unit) : "";
+      this.part("high").textContent = !isOne ? "each map has its own scale" : show(view.high, view.unit) + (view.unit === "×" ? view.of || " the average patch" : "") + (view.flat ? ", nearly even: drawn flat" : "");
       this.part("legend").querySelector("i").style.background = ramp(view.signed);
       const mark = this.part("legend").querySelector("b"), at = view.signed ? zero : even;
-      mark.hidden = view.unit !== "×" || !(at > 0 && at < 1);
+      mark.hidden = !isOne || view.unit !== "×" || !(at > 0 && at < 1);
       mark.style.left = `${100 * at}%`;
       mark.title = view.signed ? "0" : view.of ? "1×, the median" : "1×, the average patch";
     }
@@ -537,20 +550,20 @@ class Card {
       button.textContent = image.tokens.names[number] + value;
       button.setAttribute("aria-pressed", token === number);
     });
-    this.judge(map);
+    this.judge(maps);
   }
 
-  /** The reason of the verdict, and other numbers, folded below. */
-  judge(map) {
-    const check = map && map.sanity_check, sinks = this.part("sinks");
-    this.part("verdict").textContent = !map ? "" : check ? `map ${check.verdict}: ${check.reason}`
-      : "map not tested: for more than 64 images, add --checks";
+  /** The reason of each map's verdict, and other numbers, folded below. */
+  judge(maps) {
+    const map = maps[0], check = map && map.sanity_check, sinks = this.part("sinks");
+    this.part("verdict").textContent = !map ? "" : !check ? "map not tested: for more than 64 images, add --checks" : maps.map(
+      each => `map ${maps.length > 1 ? `of ${each.target.name} ` : ""}${each.sanity_check.verdict}: ${each.sanity_check.reason}`).join("; ");
     sinks.textContent = map ? map.sinks : "";
     sinks.hidden = !sinks.textContent;
-    const numbers = check ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
+    const numbers = check && maps.length < 2 ? Object.entries(check).filter(([, value]) => typeof value === "number") : [];
     const facts = numbers.map(([name, value]) => `${NUMBERS[name] || name} ${Number.isInteger(value) ? value : value.toFixed(3)}`);
     if (check) facts.push(`removed: ${check.patches}`);
-    if (map) facts.unshift(map.title, `${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
+    if (maps.length === 1) facts.unshift(map.title, `${(100 * map.prefix_mass).toFixed(0)} % in prefix tokens`, `entropy ${map.entropy.toFixed(2)}`, map.scale);
     this.part("facts").textContent = facts.filter(Boolean).join(" · ");
   }
 
@@ -680,8 +693,8 @@ function listClasses() {
   const targets = page.images.map(image => image.targets), most = Math.max(0, ...targets.map(each => each.length));
   const ranks = Array.from({length: most}, (_, i) => [String(i), RANKS[i] || `${i + 1}th most probable`]);
   const names = unique(targets.flat()).map(index => [`class:${index}`, page.classes[index]]);
-  if (most < 2) return [["0", names.length === 1 ? names[0][1] : "the predicted class"]];
-  return [...ranks, ...names.sort(byName)];
+  if (most < 2) return [["0", names.length === 1 ? names[0][1] : `the predicted ${page.noun}`]];
+  return [...(page.noun === "label" ? [[EACH, "each label"]] : ranks), ...names.sort(byName)];
 }
 
 /** Say how many images there are, and what is to be known of all maps of the method. */
@@ -694,9 +707,10 @@ function summarise() {
 /** The menus that depend on the method. */
 function update() {
   const method = element("method").value, specific = method === LENS || page.images.some(image => image.specific.includes(method));
-  const classes = specific ? listClasses() : [["0", "every class"]];
+  const classes = specific ? listClasses() : [["0", `every ${page.noun}`]];
   fill("class", method === LENS ? classes.filter(([value]) => value.startsWith("class:") || Number(value) < 3) : classes);
-  fill("minus", specific && classes.length > 1 && method !== LENS ? [["none", "nothing"], ...classes] : [["none", "nothing"]]);
+  const others = specific && classes.length > 1 && method !== LENS ? classes.filter(([value]) => value !== EACH) : [];
+  fill("minus", [["none", "nothing"], ...others]);
   const numbers = count => Array.from({length: count}, (_, i) => [String(i), String(i)]);
   const most = kind => Math.max(0, ...page.images.map(image => image[kind]));
   const before = element("layer").options.length;
@@ -723,7 +737,7 @@ function list() {
   const order = element("sort").value, images = page.images;
   const rank = index => page.verdicts.indexOf(worst(images[index], method));
   const kept = images.map((_, index) => index).filter(index =>
-    (predicted === "all" || String(classOf(images[index])) === predicted)
+    (predicted === "all" || classesOf(images[index]).map(String).includes(predicted))
     && (band === "all" || bandOf(images[index]) === band)
     && (verdict === "all" || worst(images[index], method) === verdict));
   const confidence = index => images[index].predicted.percent;
@@ -774,16 +788,16 @@ if (page.images.some(image => image.layers)) methods.push(ATTENTION);
 if (page.images.some(image => image.lens)) methods.push(LENS);
 if (page.images.some(image => image.features)) methods.push(COLOURS, SIMILARITY, NORMS);
 fill("method", methods.map(method => [method, method + (method === page.best ? " (best)" : "")]));
-const classOf = image => image.predicted.index;
+const classesOf = ({predicted}) => (predicted.labels || [predicted]).map(each => each.index);
 const bandOf = image => CONFIDENCES.findLast(([least]) => image.predicted.percent >= Number(least))[0];
 /** A menu of the kinds of images that there are, with the number of each. */
 function fillFilter(name, all, kindOf, pairs) {
-  const kinds = page.images.map(kindOf), found = pairs.filter(([kind]) => kinds.includes(kind));
+  const kinds = page.images.flatMap(kindOf), found = pairs.filter(([kind]) => kinds.includes(kind));
   const counted = found.map(([kind, text]) => [String(kind), `${text} (${kinds.filter(each => each === kind).length})`]);
   fill(name, [["all", all], ...(counted.length > 1 ? counted : [])]);
 }
 const byName = (a, b) => a[1].localeCompare(b[1]);
-fillFilter("predicted", "every class", classOf, unique(page.images.map(classOf)).map(index => [index, page.classes[index]]).sort(byName));
+fillFilter("predicted", `every ${page.noun}`, classesOf, unique(page.images.flatMap(classesOf)).map(index => [index, page.classes[index]]).sort(byName));
 fillFilter("confidence", "every confidence", bandOf, CONFIDENCES);
 const verdicts = page.verdicts.filter(verdict => page.images.some(image => Object.values(image.verdicts).includes(verdict)));
 fill("verdict", [["all", "every verdict"], ...(verdicts.length > 1 ? verdicts.map(verdict => [verdict, verdict]) : [])]);

@@ -106,6 +106,7 @@ class Gallery:
         page = {
             "palettes": [_encode(palette(signed=signed)) for signed in (False, True)],
             "classes": list(self._bundle.class_names),
+            "noun": "label" if self._bundle.is_multilabel else "class",
             "verdicts": VERDICTS,
             "badges": BADGES,
             # the sort is stable, so the others keep their order
@@ -142,9 +143,7 @@ class Gallery:
         tokens = image.tokens
         return {
             "title": printable(image.item.title),
-            "predicted": _use_percent(
-                image.describe_class(image.predicted, self._bundle.class_names)
-            ),
+            "predicted": _use_percent(image.describe_predicted(self._bundle.class_names)),
             # the p-value of an unusual image
             "unusual": image.p_value if is_unusual(image.p_value) else None,
             "verdicts": verdicts,
@@ -208,10 +207,13 @@ class Gallery:
 
 
 def _use_percent(described: ClassValues) -> dict[str, Any]:
-    """Return a class with its probability in percent."""
+    """Return a class, and the labels of a prediction, with the probability in percent."""
     probability = described["probability"]
     percent = None if probability is None else round(100 * probability, 1)
-    return {"index": described["index"], "name": described["name"], "percent": percent}
+    values = {"index": described["index"], "name": described["name"], "percent": percent}
+    if "labels" in described:
+        values["labels"] = [_use_percent(label) for label in described["labels"]]
+    return values
 
 
 def _fit_pictures(neighbours: Sequence[Neighbour]) -> list[Neighbour]:
