@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,10 @@ from vit.bundle import load_bundle, save_bundle, update_metadata
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
+from vit.data.splits import SplitRule
+from vit.evaluation.clusters import compute_clustered_interval
+from vit.evaluation.metrics import score_logits
+from vit.evaluation.out_of_fold import OutOfFold
 from vit.model.vision_transformer import VisionTransformer
 
 CLASSES = ("bee", "cat", "dog")
@@ -410,3 +415,65 @@ def test_a_root_without_training_images_is_evaluated(
     options = ("--root", tmp_path / "elsewhere", "--split", "test", "--output", output)
     cli.succeed("evaluate", model_file, *options)
     assert json.loads((output / "evaluation.json").read_text())["num_images"] == 18
+
+
+def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
+    evaluate: Evaluate, save_model: SaveModel, root: Path, tmp_path: Path
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    config = {
+        "data": {
+            "name": "folder", "root": str(root), "validation_fraction": 0.0, "group_by": r"/(\d)\.png",
+        },
+        "train": {"seed": 1},
+    }  # fmt: skip
+    everything = decode_dataset(
+        open_dataset("folder", root=root, rule=SplitRule(validation_fraction=0)).split("train"),
+        size=None,
+        progress=False,
+    )
+    save_model(
+        run / "model.safetensors",
+        preprocess=Preprocess((16, 16)),
+        class_names=CLASSES,
+        config=config,
+        training_hashes=tuple(np.ascontiguousarray(everything.hashes)),
+        embed_dim=16,
+        num_heads=2,
+    )
+    # one image is never left out
+    chosen = np.random.default_rng(0).permutation(18)[:17]
+    images = everything.subset(chosen)
+    logits = np.random.default_rng(1).normal(size=(17, 3)).astype(np.float32)
+    predictions = OutOfFold(tuple(images.ids), images.digests, np.arange(17) % 3, logits)
+    predictions.save(run)
+    code, screen, error = evaluate(run, "--output", out, "--by", "folder", "--num-examples", "1")
+    assert code == 0, error
+    metrics = json.loads((out / "evaluation.json").read_text())
+    assert (metrics["split"], metrics["num_images"]) == ("cross-validation", 17)
+    scores = score_logits(logits, images.labels)
+    groups = [name[-5] for name in images.ids]
+    assert metrics["top1"] == scores.correct.mean()
+    assert metrics["intervals"]["top1"] == list(
+        compute_clustered_interval(scores.correct, np.unique(groups, return_inverse=True)[1])
+    )
+    assert sum(row["num_images"] for row in metrics["subgroups"][0]["rows"]) == 17
+    rows = read_predictions(out / "predictions.csv")
+    assert [row["path"] for row in rows] == list(images.ids)
+    assert [row["group"] for row in rows] == groups
+    assert metrics["duplicates_of_training"] is None
+    assert "1 images are always trained on" in " ".join(screen.split())
+    assert "the model has seen these images" in (out / "report.html").read_text()
+    # of the training images, those that the model itself predicts
+    _, _, error = evaluate(run, "--output", tmp_path / "x", "--calibrate")
+    assert "this run was cross-validated; name some with --data" in error
+    _, _, error = evaluate(
+        run, "--output", tmp_path / "x", "--split", "cross-validation", "--data", root
+    )
+    assert "split cross-validation is that of a run of vit train --folds" in error
+    replace(predictions, digests=images.digests[::-1]).save(run)
+    _, _, error = evaluate(run, "--output", tmp_path / "x")
+    assert "the images have changed since the run was cross-validated" in error
+    replace(predictions, logits=logits[:, :2]).save(run)
+    _, _, error = evaluate(run, "--output", tmp_path / "x")
+    assert "cross_validation.npz is of another model" in error

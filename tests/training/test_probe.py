@@ -1,5 +1,6 @@
 """A run of pretrained weights starts from a probe: a model like any other, never lost again."""
 
+import csv
 import html
 import json
 import shutil
@@ -511,8 +512,18 @@ def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
     assert result["interval"][0] < result["top1"] < result["interval"][1]
     bundle = load_bundle(run)
     assert bundle.data["splits"]["train"]["num_images"] == 537
+    # a report of the out-of-fold predictions, as of a test split
+    cli.succeed("evaluate", run, "-o", tmp_path / "evaluation")
+    evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert evaluation["split"] == "cross-validation"
+    assert evaluation["top1"] == result["top1"]
+    assert evaluation["intervals"]["top1"] == result["interval"]
+    assert evaluation["macro_f1"] == result["macro_f1"]
+    with (tmp_path / "evaluation" / "predictions.csv").open() as file:
+        written = {row["path"]: row["predicted"] for row in csv.DictReader(file)}
+    assert written == {row["path"]: row["predicted"] for row in result["predictions"]}
     # no image is left that it hasn't seen
-    failure = cli.run("evaluate", run, "-o", tmp_path / "evaluation")
+    failure = cli.run("evaluate", run, "--split", "test", "-o", tmp_path / "test")
     assert "the test split is empty" in failure.err
 
     failure = cli.run(

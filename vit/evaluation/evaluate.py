@@ -41,6 +41,7 @@ from vit.evaluation.metrics import (
     score_logits,
 )
 from vit.evaluation.operating_point import choose_operating_point, parse_rule
+from vit.evaluation.out_of_fold import CROSS_VALIDATION, load_out_of_fold
 from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.evaluation.subgroups import build_tables, read_values
 from vit.prediction.conformal import measure_sets
@@ -103,9 +104,11 @@ def evaluate(
         data: A data set's name, a folder, a table or shards. None: the
             model's own.
         root: Folder of the data set that `data` names. None: its usual place.
-        split: Split to measure on: train, validation, test or all. None:
-            test, or all without splits. For images that were passed
-            to `vit.train`, the default is the validation split.
+        split: Split to measure on: train, validation, test, all, or
+            cross-validation of a run with `folds`, each image by a probe that
+            hasn't seen it. None: the latter, else test, or all without
+            splits. For images that were passed to `vit.train`, the default is
+            the validation split.
         dataset: Images instead of `data`, as `vit.train` takes them. They
             are the split "test", or of a pair "validation".
         class_names: Class names of `dataset`. None: its own, or the model's.
@@ -183,6 +186,20 @@ def evaluate(
         )
         if is_fitted and (split or data_splits.default_split) == "validation":
             raise ValueError(hint)
+        found = None
+        if data is None and dataset is None and split in (None, CROSS_VALIDATION):
+            found = load_out_of_fold(bundle)
+        if split == CROSS_VALIDATION and found is None:
+            raise ValueError(
+                f"split {split} is that of a run of vit train --folds, named without other images"
+            )
+        if found is not None:
+            if is_fitted or corruptions or tta != "none":
+                raise ValueError(
+                    "calibrate, operating_point, corruptions and tta need images that the model"
+                    " hasn't seen, and this run was cross-validated; name some with --data"
+                )
+            split = "train"
         columns = (by,) if isinstance(by, str) else tuple(by)
         source = data_splits.split(split)
         values = {column: read_values(source, column) for column in columns}
@@ -197,7 +214,12 @@ def evaluate(
         predictor = Predictor.from_bundle(
             bundle, batch_size=batch_size, precision=precision, tta=tta
         )
-        notes = list_notes(bundle, images)
+        logits = None
+        notes = []
+        if found is not None:
+            notes = found.describe(images)
+            images, logits = found.select(images), found.logits
+        notes = list_notes(bundle, images) + notes
         fitted = bundle
         if is_fitted:
             fitted, sentences = _fit(
@@ -218,6 +240,7 @@ def evaluate(
             corruptions=corruptions,
             notes=notes,
             values=values,
+            logits=logits,
         )
         result = replace(result, has_new_values=fitted is not bundle and not in_place)
         if isinstance(result, LabelEvaluationResult):
@@ -304,6 +327,7 @@ def measure_model(
     corruptions: bool,
     notes: Sequence[str],
     values: Mapping[str, Mapping[str, str]],
+    logits: Float32s | None = None,
 ) -> EvaluationResult | LabelEvaluationResult:
     """Measure a model. In a process group all processes share the images, and each gets the result.
 
@@ -315,12 +339,14 @@ def measure_model(
         corruptions: See `evaluate`.
         notes: Facts that a reader should know, in sentences.
         values: Column → id of an image → its value.
+        logits: Out-of-fold logits of the images, [n, C]. None: they are computed.
     """
     process = current_process()
     parts = {
         column: [found[name] for name in images.dataset.ids] for column, found in values.items()
     }
-    logits = _predict(predictor, images, title="evaluating")
+    if logits is None:
+        logits = _predict(predictor, images, title="evaluating")
     accuracies = None
     corruption_error = None
     if corruptions:
@@ -422,10 +448,14 @@ def _describe_measurement(
 ) -> dict[str, Any]:
     """Return what every evaluation records besides its metrics, by the name of the field."""
     dataset = images.dataset
+    overlap = None
+    # a cross-validated model has seen all of them, and the probes that predict them have not
+    if dataset.split != CROSS_VALIDATION:
+        overlap = find_overlap(bundle, images, is_correct=scores.correct)
     return {
         "num_images": len(images),
         "unreadable": [(printable(name), printable(reason)) for name, reason in dataset.unreadable],
-        "duplicates_of_training": find_overlap(bundle, images, is_correct=scores.correct),
+        "duplicates_of_training": overlap,
         "subgroups": build_tables(parts, scores, dataset.groups),
         "cost": cost,
         "data": images.title or dataset.name,

@@ -204,7 +204,7 @@ def build_tables(
         num_groups = np.bincount(np.unique(np.stack([numbers, clusters]), axis=1)[0])
         has_groups = len(np.unique(clusters)) < len(correct)
         if has_groups and (num_groups == 1).all():
-            # of a group, its images alone can tell
+            # only the images of a group can tell about it
             own_groups, clusters = None, np.arange(len(correct))
             notes.append("Each part is one group, so intervals and test are by image.")
             has_groups = False
@@ -270,7 +270,7 @@ def _name_parts(column: str, texts: Sequence[str]) -> tuple[list[str], list[str]
         notes.append(f"{len(known):,} values of {column} are cut into quartiles.")
     counts = Counter(names)
     few = {name for name, count in counts.items() if count < _MIN_IMAGES}
-    # of small ones alone, each stays
+    # if all are small, each stays
     if 1 < len(few) < len(counts):
         joined = f"{len(few):,} others"
         names = [joined if name in few else name for name in names]
@@ -325,7 +325,7 @@ def compute_permutation_p_value(correct: Bools, parts: Ints, clusters: Ints) -> 
     inside = np.argsort(clusters, kind="stable")
     inside = inside[is_split[clusters[inside]]]
     owner = clusters[inside]
-    # what changes places: whole groups, then these images; by their numbers of images and hits
+    # whole groups, then these images, change places, with their numbers of images and hits
     sizes = np.append(np.bincount(clusters)[~is_split], np.ones(len(inside)))
     hits = np.append(np.bincount(clusters, correct)[~is_split], correct[inside])
     mean = correct.mean()

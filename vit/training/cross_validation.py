@@ -2,18 +2,22 @@
 nor another image of its group."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from vit.config import Config
-from vit.data.dataset import printable
+from vit.data.dataset import ImageDataset, printable
 from vit.evaluation.clusters import compute_clustered_interval, number_clusters
 from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.evaluation.out_of_fold import OutOfFold
 from vit.prediction.features import Features, compute_features
-from vit.prediction.probabilities import Ints
+from vit.prediction.probabilities import Float32s, Ints
+from vit.runtime.files import write_json
 from vit.runtime.numbers import format_interval, format_percent
+from vit.runtime.processes import current_process
 from vit.training.folds import (
     assign_folds,
     describe_always_trained,
@@ -24,6 +28,7 @@ from vit.training.linear_probe import Balance, fit_probe
 from vit.training.probe import is_probe_alone
 from vit.training.resolve import FOLDS_OVERRIDES
 from vit.training.run import Run
+from vit.training.run_directory import CROSS_VALIDATION_FILE
 from vit.training.validation import build_predictor
 
 
@@ -52,6 +57,8 @@ class CrossValidation:
         num_groups: Groups of these images; None where each image is its own group.
         interval: 95 % interval of `top1`, clustered by group.
         always_trained: Classes of which no image was left out. See `assign_folds`.
+        measured: Places of the images that were left out, among all, [num_images].
+        logits: Their logits, [num_images, C].
     """
 
     num_folds: int
@@ -63,7 +70,28 @@ class CrossValidation:
     majority: float
     chance: float
     predictions: list[FoldPrediction]
-    always_trained: list[str] = field(default_factory=list)
+    always_trained: list[str]
+    measured: Ints = field(repr=False)
+    logits: Float32s = field(repr=False)
+
+    def save(self, directory: Path, images: ImageDataset) -> None:
+        """Write cross_validation.json into a run's directory, and the logits, from which `vit
+        evaluate` measures the images as a test split.
+
+        Args:
+            directory: The directory.
+            images: The decoded training images.
+        """
+        out_of_fold = OutOfFold(
+            ids=tuple(row.path for row in self.predictions),
+            digests=images.digests[self.measured],
+            folds=np.array([row.fold for row in self.predictions]),
+            logits=self.logits,
+        )
+        out_of_fold.save(directory)
+        values = asdict(self)
+        del values["measured"], values["logits"]
+        write_json(directory / CROSS_VALIDATION_FILE, values)
 
     def describe(self) -> str:
         """The result in a sentence."""
@@ -86,12 +114,13 @@ def check_folds(config: Config) -> None:
         )
 
 
-def cross_validate_run(run: Run, *, num_folds: int) -> CrossValidation:
-    """Cross-validate the probe of a run on its training images. Their features are in the cache."""
+def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> CrossValidation:
+    """Cross-validate the probe of a run on its training images, and write the result into its
+    directory. Their features are in the cache."""
     assert run.uncut_model is not None, "there is one where nothing follows the probe"
     images = run.data.decode(run.data.train)
     predictor = build_predictor(run.data, run.uncut_model, device=run.trainer.train_step.device)
-    return cross_validate(
+    result = cross_validate(
         compute_features(predictor, images, cache_dir=run.data.splits.cache_dir),
         images.labels,
         ids=[printable(image_id) for image_id in images.ids],
@@ -100,6 +129,9 @@ def cross_validate_run(run: Run, *, num_folds: int) -> CrossValidation:
         num_folds=num_folds,
         balanced=run.data.probe_balance,
     )
+    if current_process().is_main:
+        result.save(directory, images)
+    return result
 
 
 def cross_validate(
@@ -180,4 +212,6 @@ def cross_validate(
         chance=1 / len(class_names),
         predictions=predictions,
         always_trained=[class_names[label] for label in list_always_trained(folds, labels)],
+        measured=measured,
+        logits=logits[measured],
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from vit.evaluation.out_of_fold import OUT_OF_FOLD_FILE
 from vit.runtime.console import echo
 from vit.runtime.files import TEMPORARIES, remove, remove_temporaries
 from vit.runtime.locks import lock_file
@@ -14,7 +15,13 @@ CROSS_VALIDATION_FILE = "cross_validation.json"
 _LOCK_FILE = ".lock"
 _DRY_RUN_FILE = "dry_run.png"
 # Measurements of a run. A run that starts anew in its directory removes them.
-_RESULT_FILES = (METRICS_FILE, "tensorboard", CROSS_VALIDATION_FILE, "learning_curve.json")
+_RESULT_FILES = (
+    METRICS_FILE,
+    "tensorboard",
+    CROSS_VALIDATION_FILE,
+    OUT_OF_FOLD_FILE,
+    "learning_curve.json",
+)
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
 _RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", _DRY_RUN_FILE, CONFIG_FILE)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -15,7 +15,7 @@ from vit.data.dataset import ImageDataset, LabelRule
 from vit.data.workers import Transform
 from vit.runtime.arguments import check_arguments, check_kind, describe_kind
 from vit.runtime.console import build_console
-from vit.runtime.files import write_json, write_text
+from vit.runtime.files import write_text
 from vit.runtime.metrics_file import METRICS_FILE, check_metrics
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config, find_device
@@ -30,7 +30,6 @@ from vit.training.result import TrainingResult
 from vit.training.run import Run, RunParts, build_run
 from vit.training.run_directory import (
     CONFIG_FILE,
-    CROSS_VALIDATION_FILE,
     open_run_directory,
 )
 from vit.training.tensorboard import save_first_images
@@ -93,7 +92,8 @@ def train(
         folds: With `init`: cross-validate a linear probe on all images in this
             number of folds. Each image is predicted by a probe of
             the other folds, which has seen neither it nor its group. The
-            result is in `cross_validation.json`. None: images are held out.
+            result is in `cross_validation.json`, and `vit evaluate` reports on
+            it. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
             is one. Pass `transform`, `dataset`, `model`, `loss`,
             `class_weights` and `callbacks` again.
@@ -231,9 +231,8 @@ def train(
         if calibrated is not None and show_plan and process.is_main:
             build_console(stderr=True).print(calibrated, soft_wrap=True)
         if folds is not None:
-            cross_validation = cross_validate_run(run, num_folds=folds)
+            cross_validation = cross_validate_run(run, num_folds=folds, directory=directory)
             if process.is_main:
-                write_json(directory / CROSS_VALIDATION_FILE, asdict(cross_validation))
                 build_console(stderr=True).print(cross_validation.describe(), soft_wrap=True)
 
     multilabel = run.data.train.is_multilabel

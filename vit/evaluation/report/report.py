@@ -14,6 +14,7 @@ from PIL import Image
 from vit.bundle import Bundle
 from vit.evaluation.label_result import format_thresholds
 from vit.evaluation.metrics import ClassMetrics
+from vit.evaluation.out_of_fold import CROSS_VALIDATION
 from vit.evaluation.report.charts import (
     Chart,
     build_history_chart,
@@ -39,7 +40,7 @@ from vit.explanation.render.page import (
     resize_picture,
 )
 from vit.explanation.render.scale import PatchMap, fit_scale, relative_to_uniform
-from vit.explanation.training_photos import TrainingPhotos
+from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model_file
 from vit.prediction.conformal import describe_low_coverage
 from vit.prediction.labels import compute_probabilities
@@ -120,10 +121,15 @@ def build_report(result: "EvaluationResult") -> str:
         result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
     )
     errors = [example.path for example in evaluation.examples.most_confident_errors]
-    nearest = training_photos.find(_read_images(result, errors), _NUM_NEIGHBOURS)
-    contrasts = explain_confusions(
-        result, training_photos, seconds=min(_MAX_CONTRAST_SECONDS, result.seconds / 3)
-    )
+    # a cross-validated model has seen the images, so it and its training photos don't explain errors
+    is_seen = evaluation.split == CROSS_VALIDATION
+    nearest: list[list[Neighbour]] = [[] for _ in errors]
+    contrasts = []
+    if not is_seen:
+        nearest = training_photos.find(_read_images(result, errors), _NUM_NEIGHBOURS)
+        contrasts = explain_confusions(
+            result, training_photos, seconds=min(_MAX_CONTRAST_SECONDS, result.seconds / 3)
+        )
     pictures, drawn, maps_missing = _draw_examples(
         result,
         deadline,
@@ -347,6 +353,8 @@ def _draw_examples(
     pictures = dict(zip(paths, photos, strict=True))
     if not pixels:
         return pictures, None, ""
+    if result.evaluation.split == CROSS_VALIDATION:
+        return pictures, None, "the model has seen these images, unlike the probes of the folds"
     try:
         return pictures, draw_maps(result.bundle, pixels, deadline, verify=verify), ""
     except ValueError as error:
