@@ -294,10 +294,14 @@ def load_bundle(
     if is_timm_folder(source):
         source = f"timm:{source}"
     if str(source).startswith("timm:"):
-        from vit.model.timm_weights import create_timm  # timm takes a second to import
+        # timm takes a second to import
+        from vit.model.timm_weights import create_timm, is_multilabel_folder
 
-        module = create_timm(str(source).removeprefix("timm:"), pretrained=not random_weights)
-        return dataclasses.replace(Bundle.from_model(module.to(device)), name=str(source))
+        name = str(source).removeprefix("timm:")
+        module = create_timm(name, pretrained=not random_weights)
+        data = {"task": MULTILABEL} if is_multilabel_folder(name) else {}
+        bundle = Bundle.from_model(module.to(device))
+        return dataclasses.replace(bundle, data=data, name=str(source))
 
     path = find_model_file(source)
     bundle = build_bundle(

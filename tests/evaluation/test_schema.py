@@ -10,7 +10,8 @@ import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
 from vit.evaluation.predictions import load_predictions
-from vit.evaluation.result import Evaluation, load_evaluation
+from vit.evaluation.result import Evaluation
+from vit.evaluation.saved import load_evaluation
 from vit.prediction.conformal import SetMetrics
 from vit.runtime.files import write_json
 

@@ -8,7 +8,6 @@ key is removed or changes its meaning, not when a key is added. Fractions are 0 
 import html
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from vit.bundle import MODEL_FILE, MULTILABEL, Bundle
+from vit.bundle import MODEL_FILE, Bundle
 from vit.evaluation.calibration import Calibration, save_fitted
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
@@ -27,7 +26,6 @@ from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
 from vit.evaluation.subgroups import SubgroupTable
 from vit.prediction.conformal import SetMetrics, describe_low_coverage, find_low_coverage
 from vit.prediction.probabilities import Float32s
-from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import FileContent, Result, expand_home, write_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
@@ -335,36 +333,3 @@ class EvaluationResult(SavedEvaluation):
             "evaluation.md": render_markdown(self),
             "report.html": build_report(self),
         }
-
-
-def load_evaluation(path: Path) -> Evaluation:
-    """Read an evaluation file.
-
-    Raises:
-        ValueError: The file is damaged or from another version.
-    """
-    try:
-        values = read_json(path)
-        if not (isinstance(values, dict) and values.get("task") == MULTILABEL):
-            return check_schema(Evaluation, values, origin="it")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not an evaluation of this version: {error}; evaluate again"
-        ) from None
-    raise ValueError(f"{path} is of images with several labels; name an evaluation of classes")
-
-
-def find_evaluation(model: str, sha256: str) -> Evaluation | None:
-    """Return the latest evaluation of the model file with this hash, in or beside the run that
-    `model` names; None if there is none."""
-    run = Path(model) if Path(model).is_dir() else Path(model).parent
-    evaluations = []
-    for path in (*run.glob(f"*/{EVALUATION_FILE}"), *run.parent.glob(f"*/{EVALUATION_FILE}")):
-        # a file of another version, or a damaged one, is skipped
-        with suppress(ValueError, OSError):
-            evaluations.append(load_evaluation(path))
-    return max(
-        (evaluation for evaluation in evaluations if evaluation.model_sha256 == sha256),
-        key=lambda evaluation: evaluation.conditions.get("time") or "",
-        default=None,
-    )

@@ -19,6 +19,7 @@ from vit.model.model_info import find_preprocess
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.model.weights import build_to_fit, check_fit, infer_architecture, read_weights
 from vit.runtime.arguments import Size, check_kind, first_line
+from vit.runtime.documents import read_json
 from vit.runtime.hub import offline_if_unreachable
 
 _LOCAL = "local-dir:"
@@ -63,6 +64,14 @@ def create_timm(name: str, *, pretrained: bool) -> nn.Module:
         hint = f"; {OTHER_MODELS}" if is_local else ""
         raise ValueError(f"timm can't load {name!r} ({first_line(error)}){hint}") from error
     return module.eval()
+
+
+def is_multilabel_folder(name: str) -> bool:
+    """Tell if the config.json of a folder of timm says that an image may have several labels, as
+    `vit export` writes it."""
+    path = Path(name.removeprefix(_LOCAL)) / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    return isinstance(config, dict) and config.get("problem_type") == "multi_label_classification"
 
 
 def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:

@@ -16,7 +16,9 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 from torch import nn
 
+import vit
 from tests.conftest import Launcher, Outcome, SaveModel
+from tests.deploy.conftest import TASKS, change_task
 from tests.deploy.export.odd_images import write_odd_images
 from vit.bundle import load_bundle, update_metadata
 from vit.data.images import read_image
@@ -100,13 +102,21 @@ def test_timm_opens_the_folder_and_computes_equal_logits(
     assert tuple(theirs.pretrained_cfg["label_names"]) == NAMES
 
 
-def test_what_was_exported_to_timm_comes_back(save: Save, export: Export, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", TASKS)
+def test_what_was_exported_to_timm_comes_back(
+    task: str, save: Save, export: Export, tmp_path: Path
+) -> None:
     path, model = save()
+    path = change_task(path, tmp_path / "changed.safetensors", task)
     export(path, "timm", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert ("problem_type" in config) == (task != "classes")
+    assert config.get("operating_point", {}) == load_bundle(path).operating_point
     bundle = load_bundle(f"timm:local-dir:{tmp_path / 'out'}")
     images = torch.randn(3, 3, 8, 16)
     torch.testing.assert_close(bundle.model(images), model(images), atol=1e-5, rtol=0)
     assert bundle.class_names == NAMES
+    assert bundle.is_multilabel == ("labels" in task)
     assert bundle.preprocess == load_bundle(path).preprocess
 
 
@@ -216,20 +226,40 @@ def test_exported_code_reads_images_as_vit_does(save: Save, export: Export, tmp_
         assert answers == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("task", TASKS)
 def test_a_pipeline_of_transformers_predicts_as_vit_does(
-    tiny_run: Path, export: Export, tmp_path: Path, cli: Launcher
+    task: str, tiny_model_file: Path, export: Export, tmp_path: Path
 ) -> None:
     from transformers import pipeline
 
-    export(tiny_run, "huggingface", tmp_path / "out")
-    Image.fromarray(load_sample_images().images[1]).save(tmp_path / "flower.png")
+    path = change_task(tiny_model_file, tmp_path / "model.safetensors", task)
+    export(path, "huggingface", tmp_path / "out")
+    names = load_bundle(path).class_names
+    images = [tmp_path / "china.png", tmp_path / "flower.png"]
+    for image, pixels in zip(images, load_sample_images().images, strict=True):
+        Image.fromarray(pixels).save(image)
     found = pipeline("image-classification", model=str(tmp_path / "out"), trust_remote_code=True)
-    (best, *_) = found(str(tmp_path / "flower.png"))
-    told = json.loads(
-        cli.succeed("predict", tiny_run, tmp_path / "flower.png", "--precision", "float32").out
-    )
-    assert best["label"] == told["predictions"][0]["name"]
-    assert best["score"] == pytest.approx(told["predictions"][0]["probability"], abs=1e-5)
+    expected = vit.predict(path, images, top_k=4, precision="float32").predictions
+    for rows, prediction in zip(
+        found([str(image) for image in images], top_k=4), expected, strict=True
+    ):
+        assert [row["label"] for row in rows] == [name for _, name, _ in prediction.classes]
+        scores = [probability for _, _, probability in prediction.classes]
+        assert [row["score"] for row in rows] == pytest.approx(scores, abs=1e-5)
+        if task == "classes":
+            assert "predicted" not in rows[0]
+            continue
+        chosen = {row["label"] for row in rows if row["predicted"]}
+        labels = prediction.labels
+        shown = {row["label"] for row in rows}
+        assert chosen == ({rows[0]["label"]} if labels is None else set(labels) & shown)
+    # its loss is that of the task
+    targets = torch.eye(len(names))[:1] if "labels" in task else torch.tensor([0])
+    logits = torch.linspace(-1, 1, len(names))[None]
+    found.model.vit.forward = lambda pixels: logits * found.model.config.logit_temperature
+    loss = found.model(pixel_values=torch.zeros(1), labels=targets).loss
+    losses = nn.BCEWithLogitsLoss() if "labels" in task else nn.CrossEntropyLoss()
+    assert float(loss) == pytest.approx(float(losses(logits, targets)), rel=1e-6)
 
 
 # beside the folder of tests/export/test_onnx_folder.py, which has another stem

@@ -20,11 +20,14 @@ from sklearn.datasets import load_sample_images
 
 import vit
 from tests.conftest import Launcher, SaveModel
+from tests.deploy.conftest import TASKS, change_task
 from vit.bundle import load_bundle, save_bundle, update_metadata
 from vit.data.preprocess import Preprocess
+from vit.deploy.export.onnx_file import Decision
 from vit.deploy.export.python_formats import write_program
 from vit.explanation.checks.sanity_checks import VERDICTS
 from vit.explanation.methods.rollout import LogitsAndRollout
+from vit.prediction.decision import decide_classes, decide_labels
 
 NAMES = tuple(f"class {index}, 'ä'" for index in range(10))
 MODES = ("RGB", "L", "RGBA", "LA", "P", "P transparent", "CMYK", "I;16", "1", "EXIF 6", "EXIF 3")
@@ -105,9 +108,16 @@ def folder(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # which `vit predict` says of the photographs of more bits
 @pytest.mark.filterwarnings("ignore:16-bit images")
 @pytest.mark.extended
+@pytest.mark.parametrize("task", TASKS)
 def test_the_exported_program_predicts_200_photographs_as_vit_does(
-    photos: Path, model_file: Path, folder: Path, cli: Launcher
+    photos: Path, model_file: Path, folder: Path, cli: Launcher, task: str, tmp_path: Path
 ) -> None:
+    if task != "classes":
+        model_file = change_task(model_file, tmp_path / "model.safetensors", task)
+        folder = vit.export_model(model_file, output=tmp_path / "out").parent
+        facts = json.loads((folder / "model.json").read_text())
+        assert facts.get("task") == ("multilabel" if "labels" in task else None)
+        assert ("operating_point" in facts) == ("threshold" in task)
     paths = sorted(map(str, photos.iterdir()))
     assert len(paths) == 200
     told = cli.succeed("predict", model_file, *paths, "--top-k", 10, "--precision", "float32").out
@@ -119,11 +129,14 @@ def test_the_exported_program_predicts_200_photographs_as_vit_does(
     assert [of_image["path"] for of_image in found] == paths
     tops = [of_image["predictions"][0]["name"] for of_image in found]
     assert tops == [of_image["predictions"][0]["name"] for of_image in expected]
+    assert [of_image.get("labels") for of_image in found] == [
+        of_image.get("labels") for of_image in expected
+    ]
     assert len(set(tops)) >= 4  # it is no model that always answers the same
     for ours, theirs in zip(found, expected, strict=True):
         by_name = {each["name"]: each["probability"] for each in theirs["predictions"]}
         for each in ours["predictions"]:
-            assert each["probability"] == pytest.approx(by_name[each["name"]], abs=1e-4), ours[
+            assert each["probability"] == pytest.approx(by_name[each["name"]], abs=1e-5), ours[
                 "path"
             ]
 
@@ -166,6 +179,8 @@ def test_the_file_says_all_that_is_needed(folder: Path) -> None:
     }
     assert "python predict.py PHOTO" in (folder / "README.md").read_text()
     onnx.checker.check_model(onnx.load(folder / "model.onnx"), full_check=True)
+    # nothing of the machine that wrote it
+    assert b"onnx_file.py" not in (folder / "model.onnx").read_bytes()
 
 
 def test_any_number_of_images_gives_the_rollout_of_each(model_file: Path, folder: Path) -> None:
@@ -178,6 +193,26 @@ def test_any_number_of_images_gives_the_rollout_of_each(model_file: Path, folder
         np.testing.assert_allclose(maps, explanation.maps["rollout"][order], atol=1e-5)
         np.testing.assert_allclose(probabilities, explanation.probabilities[order], atol=1e-5)
         assert probabilities.sum(axis=1) == pytest.approx(np.ones(len(given)), abs=1e-5)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_traced_decision_is_that_of_predict(
+    task: str, model_file: Path, tmp_path: Path
+) -> None:
+    bundle = load_bundle(change_task(model_file, tmp_path / "model.safetensors", task))
+    probabilities = np.random.default_rng(0).dirichlet(np.full(10, 0.3), 500)
+    decision = Decision.from_bundle(bundle)
+    if task == "classes":
+        assert decision is None
+        return
+    assert decision is not None
+    predicted = decision(torch.from_numpy(probabilities)).numpy()
+    if bundle.is_multilabel:
+        expected = decide_labels(bundle, probabilities)
+    else:
+        expected = np.eye(10, dtype=bool)[decide_classes(bundle, probabilities)]
+    np.testing.assert_array_equal(predicted, expected)
+    assert (predicted[:, 1] != (probabilities.argmax(axis=1) == 1)).sum() > 20
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
@@ -255,6 +290,22 @@ def test_the_card_says_what_is_known(digits: Path, tmp_path: Path, cli: Launcher
         assert picture.width > 300
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_the_card_says_what_is_predicted(task: str, tiny_model_file: Path, tmp_path: Path) -> None:
+    path = change_task(tiny_model_file, tmp_path / "model.safetensors", task)
+    vit.export_model(path, format="timm", output=tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("## Labels" in card) == ("10 labels, several an image" in card) == ("labels" in task)
+    assert ("their sigmoids are the probabilities" in card) == ("labels" in task)
+    assert ("A label is predicted from a probability of 0.5 on." in card) == (task == "labels")
+    thresholds = {
+        "class from a threshold": "`1` 0.2; below it, the most probable of the other classes.",
+        "labels from thresholds": "`0` 0.3, `2` 0.7; the other labels 0.5.",
+    }
+    assert ("Operating point" in card) == (task in thresholds)
+    assert thresholds.get(task, "") in card
+
+
 def test_the_card_of_a_model_without_data_and_of_strange_names(
     save_model: SaveModel, tmp_path: Path
 ) -> None:
@@ -320,16 +371,20 @@ def test_text_of_a_model_file_is_no_markup_in_its_card(
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("task", TASKS)
 def test_sets_and_p_values_are_those_of_vit(
-    tiny_model_file: Path, photos: Path, tmp_path: Path
+    task: str, tiny_model_file: Path, photos: Path, tmp_path: Path
 ) -> None:
-    vit.export_model(tiny_model_file, output=tmp_path / "out")
+    path = change_task(tiny_model_file, tmp_path / "model.safetensors", task)
+    vit.export_model(path, output=tmp_path / "out")
     paths = sorted(map(str, photos.iterdir()))[:6]
     command = [sys.executable, str(tmp_path / "out/predict.py"), *paths]
     outcome = subprocess.run(command, capture_output=True, text=True, check=True)
     answers = [json.loads(line) for line in outcome.stdout.splitlines()]
-    expected = vit.predict(tiny_model_file, paths, device="cpu", precision="float32").predictions
+    expected = vit.predict(path, paths, device="cpu", precision="float32").predictions
     for answer, prediction in zip(answers, expected, strict=True):
+        assert answer.get("labels") == prediction.labels
+        assert answer["note"] == prediction.note
         assert answer["prediction_set"] == prediction.prediction_set
         # counted in float32, where the distance of an image may tie with another's
         assert answer["p_value"] == pytest.approx(prediction.p_value, abs=0.01)

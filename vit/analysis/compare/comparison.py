@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.evaluation.clusters import number_clusters
+from vit.evaluation.label_result import LabelEvaluation
 from vit.evaluation.predictions import GROUP_COLUMN, PREDICTIONS_FILE, load_predictions
 from vit.evaluation.result import (
     EVALUATION_FILE,
     Evaluation,
     EvaluationResult,
-    load_evaluation,
 )
+from vit.evaluation.saved import load_evaluation
 from vit.evaluation.significance import (
     SIGNIFICANCE,
     compare_models,
@@ -328,6 +329,9 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
     if not (directory / EVALUATION_FILE).is_file():
         raise FileNotFoundError(f"{directory} has no {EVALUATION_FILE}; run vit evaluate first")
     evaluation = load_evaluation(directory / EVALUATION_FILE)
+    if isinstance(evaluation, LabelEvaluation):
+        text = "is of images with several labels; name an evaluation of classes"
+        raise ValueError(f"{directory / EVALUATION_FILE} {text}")
     # the file may be edited or damaged, and nan would spread to all differences
     if not all(map(math.isfinite, (evaluation.top1, *evaluation.intervals["top1"]))):
         raise ValueError(f"{directory / EVALUATION_FILE}: top1 is not a number; evaluate again")

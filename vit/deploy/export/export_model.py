@@ -7,12 +7,13 @@ from typing import Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from vit.bundle import Bundle, ModelLike, keeps_mode, open_model, require_classes
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.open import name_data, open_for_model
 from vit.deploy.export.onnx_file import check_packages, export_onnx
 from vit.deploy.export.python_formats import export_huggingface, export_timm
 from vit.evaluation.images import load_images
-from vit.evaluation.result import find_evaluation
+from vit.evaluation.label_result import LabelEvaluation
+from vit.evaluation.saved import find_evaluation
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import find_items
 from vit.explanation.render.overlay import save_overlay
@@ -74,7 +75,6 @@ def export_model(
             f"--precision and --attention are options of --format onnx, not of {format}"
         )
     bundle = open_model(model, device="cpu")
-    require_classes(bundle, "the export")
     # the exporters know the layers of this project alone
     if not isinstance(bundle.model, VisionTransformer):
         bundle = replace(bundle, model=load_timm(bundle.model))
@@ -132,9 +132,12 @@ def _write_card(directory: Path, bundle: Bundle, to: str) -> None:
     class_names = [_quote(name) for name in bundle.class_names]
     metrics = []
     if evaluation is not None:
+        names: tuple[str, ...] = ("top1", "top5", "macro_f1", "ece")
+        if isinstance(evaluation, LabelEvaluation):
+            names = ("map", "roc_auc", "macro_f1", "micro_f1", "exact_match")
         metrics = [
             (name, getattr(evaluation, name), *evaluation.intervals[name])
-            for name in ("top1", "top5", "macro_f1", "ece")
+            for name in names
             # with few classes top-5 says nothing
             if name != "top5" or len(class_names) >= 10
         ]

@@ -11,16 +11,18 @@ from typing import Literal, Self
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vit.bundle import Bundle
+from vit.bundle import MULTILABEL, Bundle
 from vit.data.dataset import ImageDataset
 from vit.deploy.export.photo_model import PhotoModel
 from vit.deploy.export.python_formats import write_program
+from vit.evaluation.label_metrics import LabelScores, compute_label_metrics
 from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.model.model_file import NUM_NEIGHBOURS
 from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.decision import read_class_threshold, read_thresholds
 from vit.runtime.files import write_atomically, write_text
 from vit.runtime.version import __version__
 
@@ -43,12 +45,48 @@ class LogitsAndFeatures(nn.Module):
         return self.model.forward_head(tokens), self.model.pool(tokens, self.model.global_pool)
 
 
+class Decision(nn.Module):
+    """The decision of `vit.prediction.decision`, made of operations that every runtime has.
+
+    Args:
+        thresholds: Probability from which each label is predicted, [C]; or that of the class.
+        place: The class that is predicted from its threshold on, against the rest; None for labels.
+    """
+
+    thresholds: Tensor
+
+    def __init__(self, thresholds: Tensor, place: int | None) -> None:
+        super().__init__()
+        self.register_buffer("thresholds", thresholds.float())
+        self.place = place
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> Self | None:
+        """Build it; None where the most probable class is predicted."""
+        if bundle.is_multilabel:
+            return cls(torch.from_numpy(read_thresholds(bundle)), None)
+        threshold = read_class_threshold(bundle)
+        if threshold is None:
+            return None
+        return cls(torch.tensor(threshold.probability), threshold.place)
+
+    def forward(self, probabilities: Float[Tensor, "B C"]) -> Bool[Tensor, "B C"]:
+        """Decide which labels each image has, or which class."""
+        if self.place is None:
+            return probabilities >= self.thresholds
+        places = torch.arange(probabilities.shape[1], device=probabilities.device)
+        others = probabilities.masked_fill(places == self.place, -1).argmax(dim=1, keepdim=True)
+        is_reached = probabilities[:, self.place, None] >= self.thresholds
+        return places == torch.where(is_reached, self.place, others)
+
+
 class Answers(nn.Module):
     """The prediction sets and p-values of `vit.prediction.conformal`, made of operations that every
     runtime has.
 
     Args:
-        threshold: Smallest probability, without a temperature, of a class in the set.
+        threshold: Smallest probability, without a temperature, of a class in the set; None for no
+            sets.
         training_features: Features [m, D] of training images, of length one.
         distances: Distances [n] of images that were not trained on, ascending.
     """
@@ -56,7 +94,9 @@ class Answers(nn.Module):
     training_features: Tensor
     distances: Tensor
 
-    def __init__(self, threshold: float, training_features: Tensor, distances: Tensor) -> None:
+    def __init__(
+        self, threshold: float | None, training_features: Tensor, distances: Tensor
+    ) -> None:
         super().__init__()
         self.threshold = threshold
         self.register_buffer("training_features", training_features)
@@ -64,10 +104,10 @@ class Answers(nn.Module):
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Self | None:
-        """Build it from a model file; None where the file lacks thresholds or features."""
+        """Build it from a model file; None where the file lacks features."""
         thresholds = bundle.metadata.get("conformal", {}).get("thresholds", {})
         threshold = thresholds.get(str(COVERAGE))
-        if threshold is None or bundle.likeness is None:
+        if bundle.likeness is None:
             return None
         training_features = torch.from_numpy(bundle.likeness.training_features).float()
         return cls(
@@ -79,16 +119,22 @@ class Answers(nn.Module):
 
     def forward(
         self, logits: Float[Tensor, "B C"], features: Float[Tensor, "B D"]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute which classes are in the set, bool [B, C], and p-values [B]."""
-        sets = logits.softmax(dim=-1) >= self.threshold
+    ) -> tuple[Tensor, ...]:
+        """Compute which classes are in the set, bool [B, C], if there is a threshold, and p-values
+        [B]."""
+        sets = () if self.threshold is None else (logits.softmax(dim=-1) >= self.threshold,)
         units = features / features.norm(dim=1, keepdim=True).clamp(min=1e-12)
         cosines = units @ self.training_features.T  # [B, m]
         k = min(NUM_NEIGHBOURS, len(self.training_features))
         nearest = cosines.topk(k, dim=1).values[:, -1:]
         distances = (2 - 2 * nearest).clamp(min=0).sqrt()  # [B, 1]
         num_as_far = (self.distances >= distances).sum(dim=1)
-        return sets, (num_as_far + 1).float() / (len(self.distances) + 1)
+        return *sets, (num_as_far + 1).float() / (len(self.distances) + 1)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its outputs."""
+        return ["p_value"] if self.threshold is None else ["prediction_set", "p_value"]
 
 
 def check_packages() -> None:
@@ -113,9 +159,10 @@ def export_onnx(
     """Write model.onnx, its facts as model.json, and predict.py.
 
     The model takes "images" in RGB, uint8 [batch, height, width, 3] of any size, and gives
-    "probabilities" [batch, classes]. In float32, if the model file holds thresholds, it also gives
-    "prediction_set", bool [batch, classes], and "p_value" [batch]: quantised weights would need
-    other thresholds.
+    "probabilities" [batch, classes]. Where an image may have several labels, or the model file has an
+    operating point, it also gives "predicted", bool [batch, classes]. In float32, as far as the model
+    file holds what they need, it also gives "prediction_set", bool [batch, classes], and "p_value"
+    [batch]: quantised weights would need other thresholds.
 
     Args:
         bundle: The model.
@@ -143,9 +190,9 @@ def export_onnx(
         if images is not None:
             # in the runtime that will run the files
             accuracy = {
-                "top1": {
-                    "float32": _measure_top1(float_path, images),
-                    "int8": _measure_top1(path, images),
+                "map" if bundle.is_multilabel else "top1": {
+                    "float32": _measure(float_path, images),
+                    "int8": _measure(path, images),
                 },
                 "data": images.name,
                 "split": images.split,
@@ -164,8 +211,12 @@ def export_onnx(
         "precision": precision,
         "attention": attention,
         "accuracy": accuracy,
-        "coverage": None if answers is None else COVERAGE,
+        "coverage": None if answers is None or answers.threshold is None else COVERAGE,
     }
+    if bundle.is_multilabel:
+        facts["task"] = MULTILABEL
+    if bundle.operating_point:
+        facts["operating_point"] = bundle.operating_point
     texts = {
         name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()
     }
@@ -189,9 +240,19 @@ def _write_onnx(path: Path, bundle: Bundle, answers: Answers | None, *, attentio
         traced = LogitsAndRollout(model)
     elif answers is not None:
         traced = LogitsAndFeatures(model)
+    decision = Decision.from_bundle(bundle)
+    if decision is not None:
+        outputs.append("predicted")
     if answers is not None:
-        outputs += ["prediction_set", "p_value"]
-    traced = PhotoModel(traced, bundle.preprocess, temperature=bundle.temperature, answers=answers)
+        outputs += answers.names
+    traced = PhotoModel(
+        traced,
+        bundle.preprocess,
+        temperature=bundle.temperature,
+        multilabel=bundle.is_multilabel,
+        decision=decision,
+        answers=answers,
+    )
     # these sizes differ from each other and from the model's: the tracer would identify equal ones
     height, width = bundle.preprocess.image_size
     example = torch.zeros(2, height + 3, width + 8, 3, dtype=torch.uint8)
@@ -208,6 +269,9 @@ def _write_onnx(path: Path, bundle: Bundle, answers: Answers | None, *, attentio
             dynamic_shapes=({0: "batch", 1: "height", 2: "width"},),
         )
         assert exported is not None
+        # paths and lines of the code on this machine
+        for node in exported.model.graph.all_nodes():
+            node.metadata_props.clear()
         write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
 
 
@@ -234,19 +298,25 @@ def _quantise(source: Path, path: Path) -> None:
         write_atomically(path, write)
 
 
-def _measure_top1(path: Path, images: ImageDataset) -> float:
-    """Measure the share of `images`, decoded to `resize_size`, that a file predicts correctly."""
+def _measure(path: Path, images: ImageDataset) -> float:
+    """Measure a file on images decoded to `resize_size`: the share of them that it predicts correctly,
+    or the mean average precision of labels."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(path)
     assert images.pixels is not None
-    num_correct = 0
+    names = [output.name for output in session.get_outputs()]
+    # an operating point decides
+    name = "predicted" if "predicted" in names and not images.is_multilabel else "probabilities"
+    parts = []
     for start in range(0, len(images), _BATCH_SIZE):
         batch = np.array(images.pixels[start : start + _BATCH_SIZE])
-        labels = images.labels[start : start + _BATCH_SIZE]
-        scores = session.run(None, {"images": batch})[0]  # [B, C]
-        num_correct += int((scores.argmax(axis=1) == labels).sum())
-    return num_correct / len(images)
+        parts += session.run([name], {"images": batch})
+    scores = np.concatenate(parts)  # [n, C]
+    if images.is_multilabel:
+        values = LabelScores(images.labels, scores.astype(float), np.zeros(len(images)))
+        return compute_label_metrics(values)["map"]
+    return float((scores.argmax(axis=1) == images.labels).mean())
 
 
 @contextmanager

@@ -32,6 +32,8 @@ class PhotoModel(nn.Module):
             and ends with features.
         preprocess: The preprocessing of the model.
         temperature: Divisor of the logits before the softmax.
+        multilabel: Each label has a probability of its own, the sigmoid of its logit.
+        decision: From probabilities to what is predicted; None where that is the most probable class.
         answers: From logits and features to further outputs; None for no more.
     """
 
@@ -45,9 +47,13 @@ class PhotoModel(nn.Module):
         preprocess: Preprocess,
         *,
         temperature: float,
+        multilabel: bool = False,
+        decision: nn.Module | None = None,
         answers: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.multilabel = multilabel
+        self.decision = decision
         self.answers = answers
         self.model = model
         self.preprocess = preprocess
@@ -60,16 +66,18 @@ class PhotoModel(nn.Module):
 
     def forward(self, images: UInt8[Tensor, "B height width 3"]) -> tuple[Tensor, ...]:
         """Compute the probabilities [B, C] of RGB images, the outputs of `model` between its logits
-        and features, and the answers."""
+        and features, what is predicted, and the answers."""
         pixels = images.permute(0, 3, 1, 2).float()  # [B, 3, height, width]
         normalised = torch.addcmul(self.shift, self._resize(pixels), self.scale)
         outputs = self.model(normalised)
         if not isinstance(outputs, tuple):
             outputs = (outputs, None)
         logits, *others, features = outputs
-        probabilities = (logits / self.temperature).softmax(dim=-1)
+        scaled = logits / self.temperature
+        probabilities = scaled.sigmoid() if self.multilabel else scaled.softmax(dim=-1)
+        predicted = () if self.decision is None else (self.decision(probabilities),)
         answers = () if self.answers is None else self.answers(logits, features)
-        return probabilities, *others, *answers
+        return probabilities, *others, *predicted, *answers
 
     def _resize(self, pixels: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B 3 H W"]:
         """Compute `Preprocess.to_uint8` of each image."""

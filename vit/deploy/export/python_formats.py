@@ -41,6 +41,9 @@ def export_timm(bundle: Bundle, directory: Path) -> Path:
     `import timm_vit` where that file is in it. Fixed sine-cosine positions become learned ones of
     the same values."""
     config = _describe_for_timm(bundle)
+    if bundle.is_multilabel or bundle.operating_point:
+        # timm doesn't read this: its models give logits
+        config |= {**_describe_task(bundle), "logit_temperature": bundle.temperature}
     if config["architecture"] == _OURS:
         _write_code(directory)
     _write_weights(bundle, directory / MODEL_FILE, prefix="")
@@ -64,7 +67,7 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
         "arguments": variant | _describe_for_timm(bundle)["model_args"],
         "logit_temperature": bundle.temperature,
         "dtype": "float32",
-        "problem_type": "single_label_classification",
+        **_describe_task(bundle),
         "id2label": dict(enumerate(bundle.class_names)),
         "label2id": {name: index for index, name in enumerate(bundle.class_names)},
         "auto_map": {
@@ -96,6 +99,15 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
     }
     _write_json(directory / "preprocessor_config.json", processor)
     return directory
+
+
+def _describe_task(bundle: Bundle) -> dict[str, Any]:
+    """Return the keys that say how logits become probabilities, and these what is predicted."""
+    kind = "multi_label" if bundle.is_multilabel else "single_label"
+    task: dict[str, Any] = {"problem_type": f"{kind}_classification"}
+    if bundle.operating_point:
+        task["operating_point"] = bundle.operating_point
+    return task
 
 
 def write_program(path: Path) -> None:

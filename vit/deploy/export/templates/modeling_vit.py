@@ -24,6 +24,8 @@ from vit.data.depth import guess_range, is_deep, read_values, refuse_dicom, scal
 
 from .timm_vit import build
 
+MULTILABEL = "multi_label_classification"
+
 
 class ViTConfig(PretrainedConfig):
     model_type = "vit_with_stem"
@@ -40,16 +42,38 @@ class ViTForImageClassification(PreTrainedModel):
 
     def forward(self, pixel_values, labels=None, **unused):
         logits = self.vit(pixel_values) / self.config.logit_temperature
-        loss = None if labels is None else F.cross_entropy(logits, labels)
+        loss = None
+        if labels is not None and self.config.problem_type == MULTILABEL:
+            loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+        elif labels is not None:
+            loss = F.cross_entropy(logits, labels)
         return ImageClassifierOutput(loss=loss, logits=logits)
 
 
 class ViTPipeline(ImageClassificationPipeline):
     """Passes images on as they are: the library's own pipeline converts them to RGB first, which cuts
-    16-bit grey off at 255 and drops transparency."""
+    16-bit grey off at 255 and drops transparency. Where thresholds decide, "predicted" says so for each
+    label or class, and the predicted class comes first."""
 
     def preprocess(self, image, timeout=None):
         return self.image_processor(image, return_tensors="pt").to(self.dtype)
+
+    def postprocess(self, outputs, function_to_apply=None, top_k=5):
+        config = self.model.config
+        rows = super().postprocess(outputs, function_to_apply, config.num_labels)
+        thresholds = (getattr(config, "operating_point", None) or {}).get("thresholds", {})
+        if config.problem_type == MULTILABEL:
+            for row in rows:
+                row["predicted"] = row["score"] >= thresholds.get(row["label"], 0.5)
+        elif thresholds:
+            ((name, threshold),) = thresholds.items()
+            others = [row for row in rows if row["label"] != name]
+            (chosen,) = [row for row in rows if row["label"] == name]
+            if chosen["score"] < threshold:
+                chosen = others[0]
+            rows.sort(key=lambda row: row is not chosen)
+            rows = [{**row, "predicted": row is chosen} for row in rows]
+        return rows[:top_k]
 
 
 def read_rgb(image, value_range=None):

@@ -1,4 +1,5 @@
-"""Predict the classes of photographs: python predict.py IMAGE ... prints a JSON line for each."""
+"""Predict the classes or labels of photographs: python predict.py IMAGE ... prints a JSON line for
+each."""
 
 import json
 import sys
@@ -44,16 +45,24 @@ for path in sys.argv[1:]:
         outputs = dict(zip(kinds, session.run(kinds, {"images": pixels}), strict=True))
         scores = outputs["probabilities"][0]
         order = np.argsort(-scores, kind="stable").tolist()
-        best = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in order[:5]]
-        answer = {"path": path, "predictions": best, "note": ""}
-        answer |= {"prediction_set": None, "p_value": None}
-        if "p_value" in outputs:
+        listed = order
+        answer = {"path": path}
+        if facts.get("task") == "multilabel":
+            answer["labels"] = [names[i] for i in order if outputs["predicted"][0, i]]
+        elif "predicted" in outputs:
+            # the predicted class comes first, whatever its probability
+            listed = sorted(order, key=lambda i: not outputs["predicted"][0, i])
+        best = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in listed[:5]]
+        answer |= {"predictions": best, "note": "", "prediction_set": None, "p_value": None}
+        if "prediction_set" in outputs:
             chosen = [names[i] for i in order if outputs["prediction_set"][0, i]]
-            p_value = float(outputs["p_value"][0])
-            answer |= {"prediction_set": chosen, "p_value": p_value}
-            # unlike the training photos, or not one class for sure
-            answer["note"] = "unsure" if len(chosen) != 1 else ""
-            if p_value <= MAX_P_UNUSUAL:
+            answer["prediction_set"] = chosen
+            # an operating point decides in any case
+            answer["note"] = "unsure" if len(chosen) != 1 and "predicted" not in outputs else ""
+        if "p_value" in outputs:
+            answer["p_value"] = float(outputs["p_value"][0])
+            # unlike the training photos
+            if answer["p_value"] <= MAX_P_UNUSUAL:
                 answer["note"] = "unusual"
     except Exception as error:  # broken bytes raise nearly any error in Pillow's decoders
         answer = {"path": path, "error": str(error)}
