@@ -79,6 +79,8 @@ class Card:
 CARDS = {
     # a product of 8,192² matrices, and a copy read and written (H100 80GB HBM3)
     "H100": Card(798e12, 3.0e12, "measured"),
+    # the same product; the memory of its data sheet (4.8 TB/s), at the share that the H100's copy reaches
+    "H200": Card(790e12, 4.3e12, "measured; data sheet"),
     "L4": Card(121e12, 300e9, "data sheet"),
 }
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.model.attention import (
     MultiHeadAttention,
+    _can_use_cudnn,
     centre_keys,
     mask_from_key_padding,
     scaled_dot_product_attention,
@@ -440,6 +442,21 @@ def test_no_row_of_centred_keys_is_far_below_zero(dtype, size):
     # what rounding moves the mean score by
     moved = 0.0 if dtype == torch.float64 else 2**-8 * size * 64
     assert list_row_totals(query, centre_keys(key)).min() > math.log(64) - moved
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_keys_are_centred_where_attention_is_in_half_precision_on_a_gpu(precision):
+    """Traced on tensors without memory; norms of keys leave float32 for autocast to convert."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    # torch.autocast turns itself off without a GPU
+    torch.set_autocast_enabled("cuda", precision == "autocast")
+    try:
+        for device in ("cuda", "cpu"):
+            with FakeTensorMode():
+                key = torch.empty(2, 3, 5, 4, dtype=dtype, device=device)
+            assert _can_use_cudnn(key) == (device == "cuda" and precision != "float32")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 @pytest.mark.parametrize("case", ["self", "first token", "causal", "mask"])

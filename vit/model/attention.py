@@ -296,7 +296,8 @@ def _attend_fused(
 
 
 def _can_use_cudnn(key: Tensor) -> bool:
-    """Return whether torch may choose cuDNN's kernel, which takes half precision on a GPU.
+    """Return whether torch may choose cuDNN's kernel, which takes half precision on a GPU. Autocast
+    converts to it inside the operation.
 
     On an H100 or H200 its backward pass computes exp(0 − l) for keys beyond the last one, with l the
     logarithm of the sum of a row's exponentials. For 64, 192, 320, … keys that is infinite if
@@ -304,7 +305,8 @@ def _can_use_cudnn(key: Tensor) -> bool:
     with a mask: https://github.com/pytorch/pytorch/issues/196678; for one query and 128 keys, those
     of keys and values: https://github.com/NVIDIA/cudnn-frontend/issues/1072).
     """
-    return key.is_cuda and key.dtype in (torch.bfloat16, torch.float16)
+    is_half = key.dtype in (torch.bfloat16, torch.float16)
+    return key.is_cuda and (is_half or torch.is_autocast_enabled("cuda"))
 
 
 def centre_keys(key: Float[Tensor, "... Nk K"]) -> Float[Tensor, "... Nk K"]:
