@@ -3,7 +3,7 @@ queries and keys (`model.qk_norm`), or QK-clip.
 
     nice -n 10 python research/attention_scores.py CIFAR10 --output benchmarks/results
 
-CIFAR10 is a folder with train/ and test/. The run is a small form of cifar10/speedrun with its
+CIFAR10 is a folder with train/ and test/, whole or in part. The run is a small form of cifar10/speedrun with its
 learning rates, on a CPU in bfloat16. QK-clip (Kimi K2, arXiv 2507.20534, section 2.1) scales
 queries and keys of a head by sqrt(100 / s) after a step whose largest score s was above 100.
 

@@ -240,9 +240,11 @@ class TrainConfig(_Section):
     # micro-batches in a step
     grad_accum_steps: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     seed: int = Field(0, ge=0)
-    # cpu, cuda or cuda:N; auto: a GPU if there is one
+    # cpu, cuda, cuda:N or mps; auto: an NVIDIA or AMD GPU if there is one
     device: str = "auto"
     precision: Literal["auto", Precision] = "auto"
+    # on a GPU, products of float32 numbers round their factors to 10 bits of the mantissa
+    tf32: bool = False
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -273,6 +275,8 @@ class TrainConfig(_Section):
     calibrate: bool = True
     # training images whose features the model file keeps, for p_value and similar
     max_training_features: int = Field(2000, ge=0)
+    # numbers in which processes send each other gradients; bfloat16 is half as much over a slow network
+    gradient_exchange: Literal["float32", "bfloat16"] = "float32"
     # seconds after which a silent process counts as lost
     timeout_seconds: float = Field(600, gt=0)
 

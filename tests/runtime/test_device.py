@@ -1,19 +1,36 @@
 """Devices and precisions by name."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from vit.model.vision_transformer import VisionTransformer
+from vit.optim.optimizer import create_optimizer
 from vit.runtime import device as device_module
-from vit.runtime.device import choose_device, choose_precision, cpu_multiplies_bfloat16
+from vit.runtime.device import (
+    choose_device,
+    choose_precision,
+    copy_to_device,
+    count_free_bytes,
+    count_total_bytes,
+    cpu_multiplies_bfloat16,
+    free_cached_memory,
+)
+from vit.training.micro_batches import choose_grad_accum_steps
+from vit.training.train_step import TrainStep
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    for name in ("gpu", "mps"):
-        with pytest.raises(ValueError, match=f"unknown device '{name}'; use auto, cpu, cuda"):
+    for name in ("gpu", "mps:1"):
+        with pytest.raises(
+            ValueError, match=f"unknown device '{name}'; use auto, cpu, cuda, cuda:N"
+        ):
             choose_device(name)
+    with pytest.raises(ValueError, match="torch finds no GPU of Apple here; use auto or cpu"):
+        choose_device("mps")
     with pytest.raises(
         ValueError, match="unknown precision 'float8'; known: auto, bfloat16, float16"
     ):
@@ -85,27 +102,65 @@ def test_a_card_becomes_the_current_one_and_is_asked_for_its_precision(
         choose_device("cuda:3")
 
 
+def test_a_gpu_of_apple_is_taken_where_torch_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a CPU can show it: its memory is asked for by the names that torch has for it."""
+    # torch's compiler reads what the original is wrapped around
+    monkeypatch.setattr(torch.backends.mps, "is_available", lru_cache(lambda: True))
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1000)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 300)
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: None)
+    mps = choose_device("mps")
+    assert mps == torch.device("mps")
+    assert choose_precision("auto", mps) == "float32"
+    assert count_free_bytes(mps) == 700
+    assert count_total_bytes(mps) == 1000
+    free_cached_memory(mps)
+    model = VisionTransformer(8, 4, num_classes=2, embed_dim=8, depth=1, num_heads=1)
+    options: dict[str, Any] = {"batch_size": 9, "image_size": (8, 8), "precision": "float32"}
+    assert choose_grad_accum_steps(model, device=mps, **options) == 1
+    copied: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: copied.append(device) or tensor)
+    values = (torch.zeros(3), [torch.ones(2)])
+    assert copy_to_device(values, mps) == values
+    assert copied == [mps, mps]
+
+
+def test_tf32_is_for_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = VisionTransformer(8, 4, num_classes=2, embed_dim=8, depth=1, num_heads=1)
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.matmul.allow_tf32))
+    images, labels = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
+    for tf32 in (True, False):
+        optimizer = create_optimizer("sgd", model, lr=0.0)
+        step = TrainStep(model, optimizer, lambda step: 1.0, precision="float32", tf32=tf32)
+        step(images, labels)
+        model(images)
+    assert seen == [True, False, False, False]
+
+
+NEWER = "install a newer torch, or use cpu"
+LEGACY = "install torch 2.14 for CUDA 12.6, the last release with them, or use cpu"
+
+
 @pytest.mark.parametrize(
-    ("capability", "kernels", "has_kernels"),
+    ("capability", "kernels", "remedy"),
     [
-        ((7, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # V100
-        ((6, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # P100
-        ((8, 9), "sm_75 sm_80 sm_86 sm_90", True),  # L4, by the code for 8.6
-        ((12, 1), "sm_75 sm_80 sm_90 compute_90", True),  # later than all, by PTX
-        ((11, 0), "sm_75 sm_80 sm_90a", False),
-        ((9, 0), "gfx90a gfx942", True),  # an AMD card, whose names are others
+        ((7, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", LEGACY),  # V100
+        ((6, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", LEGACY),  # P100
+        ((8, 9), "sm_75 sm_80 sm_86 sm_90", ""),  # L4, by the code for 8.6
+        ((12, 1), "sm_75 sm_80 sm_90 compute_90", ""),  # later than all, by PTX
+        ((11, 0), "sm_75 sm_80 sm_90a", NEWER),
+        ((9, 0), "gfx90a gfx942", ""),  # an AMD card, whose names are others
     ],
 )
 def test_a_card_without_kernels_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: str, has_kernels: bool
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: str, remedy: str
 ) -> None:
     Cards(monkeypatch, [capability], kernels)
-    if has_kernels:
+    if not remedy:
         assert choose_device("cuda") == torch.device("cuda", 0)
         return
-    with pytest.raises(
-        ValueError, match="has no kernels for it; install a torch for an older CUDA"
-    ):
+    with pytest.raises(ValueError, match=f"has no kernels for it; {remedy}"):
         choose_device("auto")
 
 

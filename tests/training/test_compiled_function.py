@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -14,7 +15,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.conftest import Launcher
-from vit.training.compiled_function import CompiledFunction
+from vit.model.vision_transformer import VisionTransformer
+from vit.training.compiled_function import CompiledBlocks, CompiledFunction
 
 
 def cube(values: Tensor) -> Tensor:
@@ -138,3 +140,51 @@ def test_more_shapes_are_compiled_than_torch_would(monkeypatch: pytest.MonkeyPat
         function(torch.ones(length, requires_grad=True))
     assert len(compiled) == 12
     assert function.is_compiled
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "the compiler fails"])
+def test_blocks_are_compiled_alone_and_share_their_code(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """One graph for each image size, whatever the number of blocks and the form of the targets."""
+    compiled: list[Any] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        if fails:
+            raise RuntimeError("no Python.h")
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=lambda graph, _: make_boxed_func(graph))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    torch._dynamo.reset()
+    model = VisionTransformer(
+        8,
+        2,
+        num_classes=3,
+        embed_dim=16,
+        depth=3,
+        num_heads=2,
+        global_pool="avg",
+        pos_embed="sincos",
+    ).train()
+
+    model.patch_embed.dynamic_img_size = True
+
+    def compute(images: Tensor, targets: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(model(images), targets)
+
+    function = CompiledBlocks(compute, model.blocks)
+    for size in (8, 4):
+        images = torch.randn(2, 3, size, size)
+        for targets in (torch.tensor([0, 2]), torch.rand(2, 3)):
+            gradients = []
+            for compute_loss in (compute, function):
+                with warnings.catch_warnings(record=fails, action="always"):
+                    loss = compute_loss(images, targets)
+                gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+            torch.testing.assert_close(*gradients)
+            assert all("forward" not in vars(block) for block in model.blocks)
+    assert function.is_compiled != fails
+    assert len(compiled) == (1 if fails else 2)

@@ -75,6 +75,21 @@ def test_without_pretrained_weights_the_training_images_are_measured(root: Path)
     np.testing.assert_allclose(data.preprocess.std, pixels.std(axis=(0, 1, 2)), atol=1e-4)
 
 
+def test_the_main_process_decides_for_all_where_images_are_kept(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OtherProcess:
+        def broadcast(self, value: object) -> object:
+            assert isinstance(value, tuple)
+            assert value[0] == "resident"
+            return "workers", "the memory of process 0 is full"
+
+    monkeypatch.setattr("vit.training.data.current_process", OtherProcess)
+    data = build(root)
+    assert (data.pipeline, data.train.pixels) == ("workers", None)
+    assert data.pipeline_reason == "the memory of process 0 is full"
+
+
 def test_training_and_evaluation_walk_each_folder_once(
     cli: Launcher,
     empty_yaml: Path,

@@ -278,6 +278,9 @@ class Muon(torch.optim.Optimizer):
         numbers = torch.arange(first, first + count, device=stack.device)
         ours = compute(stack[numbers.clamp(max=len(stack) - 1)])
 
-        directions = stack.new_empty(process.world_size * count, *stack.shape[1:])
-        dist.all_gather_into_tensor(directions, ours.contiguous())
-        return directions[: len(stack)]
+        # Directions are numbers of the products' type, so that nothing is lost if they are sent in it.
+        # As bytes, because gloo doesn't know every type.
+        ours = ours.to(self._dtype).contiguous()
+        directions = ours.new_empty(process.world_size * count, *stack.shape[1:])
+        dist.all_gather_into_tensor(directions.view(torch.uint8), ours.view(torch.uint8))
+        return directions[: len(stack)].to(stack.dtype)

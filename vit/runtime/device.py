@@ -6,6 +6,7 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, cast, get_args
@@ -21,6 +22,8 @@ T = TypeVar("T")
 
 # NVIDIA's driver writes this file if there is a card.
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+# Compute capability of the oldest cards that torch for CUDA 13 has kernels for.
+_OLDEST_CAPABILITY = (7, 5)
 # Linux's names for instructions that multiply bfloat16.
 _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
@@ -33,7 +36,7 @@ def choose_device(name: str) -> torch.device:
     by cuDNN afterwards.
 
     Args:
-        name: auto (a GPU if there is one), cpu, cuda or cuda:N.
+        name: auto (a CUDA GPU if there is one), cpu, cuda, cuda:N or mps (a GPU of Apple).
 
     Raises:
         ValueError: The name is unknown, this machine has no such device, or the installed torch has
@@ -44,10 +47,12 @@ def choose_device(name: str) -> torch.device:
             warnings.warn(f"{reason}; this run uses the CPU", stacklevel=2)
         return torch.device("cpu")
 
-    if name != "auto" and not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?", name):
-        raise ValueError(f"unknown device {shorten(name)!r}; use auto, cpu, cuda or cuda:N")
+    if name != "auto" and not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?|mps(:0)?", name):
+        raise ValueError(f"unknown device {shorten(name)!r}; use auto, cpu, cuda, cuda:N or mps")
     device = torch.device("cuda" if name == "auto" else name)
-    if device.type == "cpu":
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("train.device mps: torch finds no GPU of Apple here; use auto or cpu")
+    if device.type in ("cpu", "mps"):
         return device
 
     if not torch.cuda.is_available():
@@ -102,10 +107,13 @@ def _check_kernels(device: torch.device) -> None:
         if is_same_family and compiled_for <= capability:
             return
     name = torch.cuda.get_device_name(device)
+    remedy = "install a newer torch"
+    if capability < _OLDEST_CAPABILITY:
+        # https://github.com/pytorch/pytorch/issues/190385
+        remedy = "install torch 2.14 for CUDA 12.6, the last release with them"
     raise ValueError(
         f"{device} ({name}, compute capability {capability[0]}.{capability[1]}): torch "
-        f"{torch.__version__} has no kernels for it; install a torch for an older CUDA, such as "
-        "12.6, or use cpu"
+        f"{torch.__version__} has no kernels for it; {remedy}, or use cpu"
     )
 
 
@@ -123,6 +131,8 @@ def choose_precision(name: str, device: torch.device) -> Precision:
     check_choice(name, ("auto", *get_args(Precision)), name="precision")
     if name != "auto":
         return cast(Precision, name)
+    if device.type == "mps":
+        return "float32"
     if device.type == "cuda":
         # torch answers for its current device only.
         with torch.cuda.device(device):
@@ -147,6 +157,21 @@ def use_deterministic_algorithms(deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+@contextmanager
+def allow_tf32(allowed: bool) -> Iterator[None]:
+    """Let a GPU multiply float32 matrices in TF32 meanwhile, if it is `allowed`; otherwise change
+    nothing."""
+    products = torch.backends.cuda.matmul
+    before = products.allow_tf32
+    if allowed:
+        products.allow_tf32 = True
+    try:
+        yield
+    finally:
+        if allowed:
+            products.allow_tf32 = before
+
+
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """Return the context in which a forward pass uses `precision`; float32 changes nothing."""
     return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
@@ -156,6 +181,8 @@ def count_free_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU's memory that tensors can use: the driver's free memory, and the
     memory that torch keeps of freed tensors."""
     backend = torch.get_device_module(device)
+    if device.type == "mps":
+        return int(backend.recommended_max_memory() - backend.driver_allocated_memory())
     cached = backend.memory_reserved(device) - backend.memory_allocated(device)
     return int(backend.mem_get_info(device)[0] + cached)
 
@@ -163,7 +190,10 @@ def count_free_bytes(device: torch.device) -> int:
 @lru_cache
 def count_total_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU's memory, free or not."""
-    return int(torch.get_device_module(device).mem_get_info(device)[1])
+    backend = torch.get_device_module(device)
+    if device.type == "mps":
+        return int(backend.recommended_max_memory())
+    return int(backend.mem_get_info(device)[1])
 
 
 def free_cached_memory(device: torch.device) -> None:
@@ -260,6 +290,9 @@ def copy_to_device(values: T, device: torch.device) -> T:
     """
     if device.type == "cpu":
         return values
+    if device.type == "mps":
+        # host and device share their memory
+        return cast(T, _map_tensors(values, lambda tensor: tensor.to(device)))
     tensors = list_tensors(values)
     # The tensors are small: one copy of all takes a fraction of the time of one copy for each.
     # When the copy is done, torch keeps the pinned memory for the next batch.

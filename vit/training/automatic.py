@@ -43,7 +43,7 @@ from vit.training.tokens import keep_tokens
 # section → key → value, not yet validated
 Sections = dict[str, dict[str, Any]]
 
-DEFAULT_MINUTES = {"cpu": 5.0, "cuda": 20.0}
+DEFAULT_MINUTES = {"cpu": 5.0, "mps": 5.0, "cuda": 20.0}
 # Fraction of the minutes for training steps. The rest is for starting, decoding, augmentation and
 # evaluation.
 _TRAINING_FRACTION = 0.8

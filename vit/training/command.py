@@ -43,7 +43,7 @@ def train(
         epochs: Passes over the training images (train.epochs).
         batch_size: Images in a step (train.batch_size).
         image_size: Side of the model's input in pixels (data.image_size).
-        device: auto, cpu, cuda or cuda:N (train.device).
+        device: auto, cpu, cuda, cuda:N or mps (train.device).
         seed: Seed of weights, order and augmentation (train.seed).
     """
     preset = architecture

@@ -3,10 +3,11 @@
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from vit.runtime.arguments import first_line
 
@@ -93,3 +94,30 @@ class CompiledFunction:
                 stacklevel=2,
             )
             return self._original(*args)
+
+
+class CompiledBlocks(CompiledFunction):
+    """A function of a model whose encoder blocks are compiled, each alone. Equal blocks share their
+    code, and the loss is not part of it, so that an image size takes a fraction of the time of
+    `CompiledFunction`. In several processes the gradients of a block are exchanged while the next
+    one's are computed.
+
+    Args:
+        function: Function that runs the model.
+        blocks: The model's encoder blocks. Whoever runs them otherwise runs them as they are.
+    """
+
+    def __init__(self, function: Callable[..., Any], blocks: Iterable[nn.Module]) -> None:
+        super().__init__(function)
+        self._blocks = {block: torch.compile(block.forward, dynamic=False) for block in blocks}
+        self._function = self._run
+
+    def _run(self, *args: Any) -> Any:
+        for block, forward in self._blocks.items():
+            block.forward = forward
+        try:
+            return self._original(*args)
+        finally:
+            for block in self._blocks:
+                # the method of the class
+                del block.forward

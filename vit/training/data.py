@@ -33,7 +33,7 @@ from vit.data.statistics import (
 from vit.data.workers import Decoding, Transform, apply_transform
 from vit.runtime.arguments import check_choice
 from vit.runtime.files import default_cache_dir
-from vit.runtime.processes import Process
+from vit.runtime.processes import Process, current_process
 
 # Images at most that mean and standard deviation are measured on; the second number counts where
 # they are decoded for it alone.
@@ -200,9 +200,9 @@ def build_data(
         reason = "images in object storage are read as training goes"
     else:
         num_images = len(train) + (len(validation) if validation is not None else 0)
-        pipeline, reason = choose_pipeline(
-            num_images * math.prod(preprocess.resize_size) * 3, device=device
-        )
+        choice = choose_pipeline(num_images * math.prod(preprocess.resize_size) * 3, device=device)
+        # The main process decides for all; the free memory of their devices differs.
+        pipeline, reason = current_process().broadcast(choice)
 
     decode = partial(
         decode_dataset,

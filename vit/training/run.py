@@ -379,7 +379,7 @@ def build_train_step(
     """
     train = config.train
     precision = choose_precision(train.precision, device)
-    parallel_model = wrap_model(model.to(device), process)
+    parallel_model = wrap_model(model.to(device), process, exchange=train.gradient_exchange)
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -428,21 +428,29 @@ def build_train_step(
         grad_accum_steps=grad_accum_steps,
         ema_decay=train.ema_decay,
         halt_on_nonfinite=train.on_nonfinite == "stop",
+        tf32=train.tf32,
         compile=compile,
         threads=threads,
     )
 
 
-def wrap_model(model: nn.Module, process: Process) -> nn.Module:
-    """In a run of several processes, average the model's gradients over them. The gradients of the
-    last layers are exchanged during the backward pass of the first."""
+def wrap_model(model: nn.Module, process: Process, *, exchange: str) -> nn.Module:
+    """In a run of several processes, average the model's gradients over them, sent in the data type
+    `exchange`. The gradients of the last layers are exchanged during the backward pass of the
+    first."""
     if process.world_size == 1:
         return model
     num_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
     # One bucket of torch's size would hold a small model whole, and its exchange would begin only
     # when the backward pass has ended.
     bucket_mb = min(max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0), _MAX_BUCKET_MB)
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    if exchange == "bfloat16":
+        # takes a second to import
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        wrapped.register_comm_hook(None, bf16_compress_hook)
+    return wrapped
 
 
 def choose_compile(

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from vit.model.checkpoint import StepState, check_number
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.device import Precision, autocast, free_cached_memory
+from vit.runtime.device import Precision, allow_tf32, autocast, free_cached_memory
 from vit.runtime.threads import BatchThreads
-from vit.training.compiled_function import CompiledFunction
+from vit.training.compiled_function import CompiledBlocks, CompiledFunction
 from vit.training.loss_scale import LossScale
 from vit.training.step_graphs import StepGraphs
 from vit.training.threaded_step import forward_backward_on_threads
@@ -77,7 +77,9 @@ class TrainStep:
             gradients add up to those of the whole batch.
         ema_decay: Decay of the average of the weights; None keeps no average.
         halt_on_nonfinite: After a step that is not finite, no later step changes anything.
-        compile: Compile the forward pass and the loss, and with them the backward pass.
+        tf32: See `vit.runtime.device.allow_tf32`.
+        compile: Compile the forward pass and the loss, and with them the backward pass; on a GPU and
+            in several processes, the encoder blocks of a model of ours.
         threads: Threads of a CPU that divide the batch, for a model that is not wrapped. Each takes
             at least one micro-batch.
     """
@@ -96,6 +98,7 @@ class TrainStep:
     grad_accum_steps: int = 1
     ema_decay: float | None = None
     halt_on_nonfinite: bool = False
+    tf32: bool = False
     compile: bool = False
     threads: BatchThreads | None = None
 
@@ -110,17 +113,17 @@ class TrainStep:
             self._values = _floating_values(self.module)
             self._average_values = _floating_values(self.average)
 
+        self.device = next(self.model.parameters()).device
         self._forward: Callable[..., Any] = self._compute_loss
         if self.compile:
-            self._forward = CompiledFunction(self._compute_loss)
+            self._forward = self._build_compiled()
 
         self.num_steps = 0  # done so far
-        self.device = next(self.model.parameters()).device
         self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
 
         # Numbers that change from step to step are on the device, where a CUDA graph reads them.
-        # torch's fused optimizers take a rate as float32 on CUDA, as float64 on a CPU.
-        rate_dtype = torch.float32 if self.device.type == "cuda" else torch.float64
+        # torch's fused optimizers take a rate as float32 on a GPU, as float64 on a CPU.
+        rate_dtype = torch.float32 if self.device.type in ("cuda", "mps") else torch.float64
         self._full_rates: list[float] = []
         self._rates: list[Tensor] = []
         for group in self.optimizer.param_groups:
@@ -139,6 +142,16 @@ class TrainStep:
         is_capturable = isinstance(self.model, VisionTransformer) and self.loss is None
         if is_capturable and not self.model.grad_checkpointing and self.device.type == "cuda":
             self.graphs = StepGraphs(self.run_on_device, self.optimizer, self.device)
+
+    def _build_compiled(self) -> CompiledFunction:
+        """Compile the blocks alone where time is dear or gradients are exchanged: on a GPU and in
+        several processes. On a CPU the whole is compiled, once for each size."""
+        is_parallel = isinstance(self.model, DistributedDataParallel)
+        if isinstance(self.module, VisionTransformer) and (
+            is_parallel or self.device.type != "cpu"
+        ):
+            return CompiledBlocks(self._compute_loss, self.module.blocks)
+        return CompiledFunction(self._compute_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -166,11 +179,12 @@ class TrainStep:
                 teacher, its logits follow.
         """
         self.set_schedule_values()
-        if self.graphs is None:
-            result = self.run_on_device(images, targets)
-        else:
-            settings = (getattr(self.module, "patch_drop_rate", 0.0), self.grad_accum_steps)
-            result = self.graphs(images, targets, settings=settings)
+        with allow_tf32(self.tf32):
+            if self.graphs is None:
+                result = self.run_on_device(images, targets)
+            else:
+                settings = (getattr(self.module, "patch_drop_rate", 0.0), self.grad_accum_steps)
+                result = self.graphs(images, targets, settings=settings)
         self.num_steps += 1
         return result
 

@@ -186,7 +186,10 @@ class Trainer:
             model = cast(Any, self.train_step.module)
             model.patch_drop_rate = plan.patch_drop_rate(progress.epoch)
 
-        progress.epoch_sums = progress.epoch_sums.to(self.train_step.device)
+        device = self.train_step.device
+        if device.type == "mps":  # which has no float64
+            progress.epoch_sums = progress.epoch_sums.float()
+        progress.epoch_sums = progress.epoch_sums.to(device)
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
         for batch in self._batches(start_step=progress.step_in_epoch):
             self._fit_length()
