@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.special import expit
 from scipy.stats import beta, betabinom, kstest
 
 from tests.evaluation.conftest import MakePredictions
@@ -19,6 +20,7 @@ from vit.prediction.conformal import (
     count_needed,
     describe_low_coverage,
     explain_missing,
+    find_label_threshold,
     find_low_coverage,
     find_threshold,
     predict_p_values,
@@ -192,3 +194,62 @@ def test_answers_of_a_model_and_why_there_are_none(bundle: Bundle) -> None:
     like = replace(some, likeness=likeness)
     assert predict_p_values(like, features) == [0.25, 0.25]
     assert predict_p_values(like, None) is None
+
+
+def draw_labels(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Four labels, of which an image may have none, and probabilities that know a little."""
+    labels = rng.random((count, 4)) < (0.1, 0.3, 0.5, 0.2)
+    return expit(rng.normal(1.5 * labels - 1, 1.0)), labels
+
+
+def test_a_threshold_of_labels_by_hand() -> None:
+    # of ten such images and a new one, one may miss half of its labels
+    probabilities = np.tile([0.5, 0.9], (10, 1))
+    probabilities[0] = (0.1, 0.2)
+    labels = np.ones((10, 2), dtype=bool)
+    # 0.1 × 11 − 1 = 0.1: no label of theirs may be missed; 0.14 × 11 − 1 = 0.54: half an image may
+    assert find_label_threshold(probabilities, labels, coverage=0.9) == (0.1, 10)
+    assert find_label_threshold(probabilities, labels, coverage=0.86) == (0.2, 10)
+    assert find_label_threshold(probabilities[:8], labels[:8], coverage=0.9) == (None, 8)
+    # images without labels can't miss any
+    nothing = np.zeros((5, 2), dtype=bool)
+    more = np.concatenate([probabilities, np.full((5, 2), 0.3)])
+    assert find_label_threshold(more, np.concatenate([labels, nothing]), coverage=0.86) == (0.2, 10)
+    # with one label an image they are the prediction sets of classes
+    rng = np.random.default_rng(0)
+    scores = rng.random((173, 3))
+    marks = np.eye(3, dtype=bool)[rng.integers(0, 3, 173)]
+    for coverage in (0.9, 0.95):
+        expected = find_threshold(scores[marks], coverage=coverage)
+        assert find_label_threshold(scores, marks, coverage=coverage) == (expected, 173)
+
+
+def test_a_threshold_of_labels_is_that_of_mapie() -> None:
+    from mapie.risk_control import MultiLabelClassificationController
+
+    probabilities, labels = draw_labels(np.random.default_rng(1), 60)
+    probabilities, labels = probabilities[labels.any(axis=1)], labels[labels.any(axis=1)]
+    values = np.unique(probabilities[labels])
+    # a threshold just below each label's probability
+    grid = np.concatenate([[values[0] / 2], (values[:-1] + values[1:]) / 2])
+    for coverage in (0.8, 0.9):
+        peer = MultiLabelClassificationController(
+            lambda x: x, risk="recall", method="crc", target_level=coverage, predict_params=grid
+        )
+        peer.calibrate(probabilities, labels)
+        threshold, _ = find_label_threshold(probabilities, labels, coverage=coverage)
+        assert threshold == values[np.searchsorted(values, peer.best_predict_param[0])]
+
+
+def test_labels_are_missed_as_rarely_as_promised() -> None:
+    rng = np.random.default_rng(2)
+    others, other_labels = draw_labels(rng, 20_000)
+    has_labels = other_labels.any(axis=1)
+    counts = other_labels[has_labels].sum(axis=1)
+    found = []
+    for _ in range(200):
+        threshold, _ = find_label_threshold(*draw_labels(rng, 100), coverage=0.9)
+        hits = ((others >= threshold) & other_labels)[has_labels].sum(axis=1)
+        found.append((hits / counts).mean())
+    # the standard error of the mean of 200 is 0.002
+    assert 0.9 - 0.006 <= np.mean(found) <= 0.92

@@ -20,7 +20,8 @@ def predict(
     """Predict the most probable classes of images.
 
     prediction_set names the classes that include the right one as often as --coverage says;
-    without exactly one class, the photo is unsure. With a p_value of at most 0.05 it is unusual:
+    without exactly one class, the photo is unsure. Of a photo with several labels it includes that
+    fraction. With a p_value of at most 0.05 it is unusual:
     unlike the training photos. Both are null if the model file has no thresholds.
 
     An unreadable image gets a line with an error. If none can be read, the exit code is 1.

@@ -380,7 +380,7 @@ def measure_model(
             _describe_measurement(
                 bundle, images, predictor, label_scores, cost=cost, notes=notes, parts=parts
             ),
-            calibration=measure_calibration(bundle, logits, images.labels),
+            logits=logits,
         )
         return LabelEvaluationResult(
             measured, label_scores, images, bundle, is_main=process.is_main

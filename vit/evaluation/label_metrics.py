@@ -53,6 +53,12 @@ class LabelScores:
         correct: Bools = (self.predicted == self.labels).all(axis=1)
         return correct
 
+    @property
+    def label_probability(self) -> Floats:
+        """Probability of the least probable label that each image has, 1 without labels, [n]."""
+        probability: Floats = np.where(self.labels, self.probabilities, 1.0).min(axis=1)
+        return probability
+
     def subset(self, chosen: Bools | Ints) -> LabelScores:
         """Return the scores of some images."""
         return replace(
@@ -312,6 +318,18 @@ def compute_label_intervals(
     largest = max(float(scores.loss.max()), 1e-12) / len(scores)
     intervals["loss"] = _bound_total(metrics["loss"], losses, largest)
     return intervals
+
+
+def bound_mean(values: Floats, groups: Sequence[str] | None = None) -> tuple[float, float]:
+    """Compute the 95 % interval of a mean of values from 0 to 1.
+
+    Args:
+        values: One for each image, [n].
+        groups: Group of each image. None: each is its own group.
+    """
+    parts = _leave_out_parts(number_clusters(groups, len(values)))
+    left_out = parts @ values / parts.sum(axis=1)
+    return _bound_rate(float(values.mean()), left_out, 1 / len(values))
 
 
 def _leave_out_parts(clusters: Ints) -> NDArray[np.float64]:

@@ -11,12 +11,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
-from vit.evaluation.calibration import Calibration
+from vit.evaluation.calibration import Calibration, measure_calibration
 from vit.evaluation.cost import Cost
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.label_metrics import (
     LabelMetrics,
     LabelScores,
+    bound_mean,
     compute_label_intervals,
     compute_label_metrics,
     compute_per_label,
@@ -24,8 +25,29 @@ from vit.evaluation.label_metrics import (
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_label_predictions
 from vit.evaluation.result import MetricRow, SavedEvaluation, render_rows
 from vit.evaluation.subgroups import SubgroupTable, format_tables
+from vit.prediction.conformal import LEVELS, mark_sets
+from vit.prediction.probabilities import Bools, Float32s
 from vit.runtime.files import FileContent
 from vit.runtime.numbers import format_interval, format_number, format_percent
+
+
+@dataclass(frozen=True)
+class LabelSetMetrics:
+    """Sets of labels on labelled images.
+
+    Attributes:
+        coverage: Fraction of an image's labels that should be in its set, on average.
+        num_images: Number of validation images with labels that the threshold is from.
+        measured: Mean fraction, of the images that have labels.
+        interval: Its 95 % interval.
+        mean_size: Mean number of labels in a set.
+    """
+
+    coverage: float
+    num_images: int
+    measured: float
+    interval: tuple[float, float]
+    mean_size: float
 
 
 class LabelEvaluation(BaseModel):
@@ -66,6 +88,8 @@ class LabelEvaluation(BaseModel):
     per_label: list[LabelMetrics]
     # null if no temperature was ever fitted
     calibration: Calibration | None = None
+    # sets of labels with a promised fraction of an image's labels; empty without thresholds
+    label_sets: list[LabelSetMetrics] = []
     # accuracy by the values of each column of --by
     subgroups: list[SubgroupTable] = []
     # number of evaluated images
@@ -127,6 +151,15 @@ class LabelEvaluation(BaseModel):
                 bounds = format_interval(interval, self.num_images)
             field = type(self).model_fields[name]
             rows.append(MetricRow(str(field.title), shown, bounds, str(field.description)))
+        for sets in self.label_sets:
+            rows.append(
+                MetricRow(
+                    f"Labels in sets of {100 * sets.coverage:.0f} %",
+                    format_percent(sets.measured, self.num_images),
+                    format_interval(sets.interval, self.num_images),
+                    f"fraction of an image's labels in its set of {format_number(sets.mean_size)}",
+                )
+            )
         return rows
 
     def describe_accuracy(self) -> str:
@@ -172,7 +205,7 @@ def measure_labels(
     scores: LabelScores,
     shared: Mapping[str, Any],
     *,
-    calibration: Calibration | None = None,
+    logits: Float32s,
 ) -> LabelEvaluation:
     """Compute the evaluation of a model whose images may have several labels.
 
@@ -181,7 +214,7 @@ def measure_labels(
         images: The images.
         scores: Their scores.
         shared: Fields that every evaluation has, besides its metrics.
-        calibration: Effect of its temperature.
+        logits: Their logits, [n, C].
     """
     dataset = images.dataset
     metrics = compute_label_metrics(scores)
@@ -192,9 +225,42 @@ def measure_labels(
         **known,
         intervals=compute_label_intervals(scores, dataset.groups),
         per_label=compute_per_label(scores, bundle.class_names, dataset.groups),
-        calibration=calibration,
+        calibration=measure_calibration(bundle, logits, scores.labels),
+        label_sets=measure_label_sets(bundle, logits, scores.labels, dataset.groups),
         **shared,
     )
+
+
+def measure_label_sets(
+    bundle: Bundle, logits: Float32s, labels: Bools, groups: Sequence[str] | None = None
+) -> list[LabelSetMetrics]:
+    """Measure a model's sets of labels for each coverage; none without thresholds in its file.
+
+    Args:
+        bundle: The model.
+        logits: [n, C].
+        labels: Which labels each image has, [n, C].
+        groups: Group of each image. None: each is its own group.
+    """
+    chosen = np.flatnonzero(labels.any(axis=1))
+    counts = labels[chosen].sum(axis=1)
+    kept = None if groups is None else [groups[index] for index in chosen.tolist()]
+    measured = []
+    for coverage in LEVELS:
+        in_set = mark_sets(bundle, logits, coverage=coverage)
+        if in_set is None or not len(chosen):
+            continue
+        found = (in_set & labels)[chosen].sum(axis=1) / counts
+        measured.append(
+            LabelSetMetrics(
+                coverage=coverage,
+                num_images=bundle.metadata["conformal"]["num_images"],
+                measured=float(found.mean()),
+                interval=bound_mean(found, kept),
+                mean_size=float(in_set.sum(axis=1).mean()),
+            )
+        )
+    return measured
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import betaincinv
+from scipy.special import betaincinv, expit
 
-from vit.bundle import Bundle
+from vit.bundle import MULTILABEL, Bundle
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.probabilities import (
+    Bools,
     Float32s,
     Floats,
     Ints,
@@ -48,6 +49,38 @@ def find_threshold(probabilities: Floats, *, coverage: float) -> float | None:
         return None
     # NaN counts as probability 0
     return float(np.sort(np.nan_to_num(probabilities))[count - rank])
+
+
+def find_label_threshold(
+    probabilities: Floats, labels: Bools, *, coverage: float
+) -> tuple[float | None, int]:
+    """Find the smallest probability with which a label is in the set of an image.
+
+    Of a new image that has labels, on average at least the fraction `coverage` of its labels is in
+    its set: conformal risk control (Angelopoulos, Bates, Fisch, Lei & Schuster 2024, theorem 1),
+    whose risk is the fraction of an image's labels that are missed.
+
+    Args:
+        probabilities: Probability of each label of held-out images, [n, C].
+        labels: Which labels each of them has, [n, C].
+        coverage: Fraction of an image's labels that should be in its set.
+
+    Returns:
+        The threshold, None if there are too few images that have labels; and their number.
+    """
+    counts = labels.sum(axis=1)
+    num_images = int((counts > 0).sum())
+    allowed = round((1 - coverage) * (num_images + 1) - 1, 9)
+    if allowed < 0:
+        return None, num_images
+    # NaN counts as probability 0
+    values = np.nan_to_num(probabilities)[labels]
+    order = np.argsort(values, kind="stable")
+    values = values[order]
+    shares = np.repeat(1 / np.maximum(counts, 1), counts)[order]
+    # for each label the risk of a threshold at its own probability, in images
+    missed = np.append(0.0, np.cumsum(shares))[np.searchsorted(values, values)]
+    return float(values[np.flatnonzero(missed <= allowed + 1e-9)[-1]]), num_images
 
 
 def _find_rank(count: int, coverage: float) -> int:
@@ -125,8 +158,23 @@ def predict_sets(bundle: Bundle, logits: Float32s, *, coverage: float) -> list[l
     threshold = read_threshold(bundle.metadata, coverage)
     if threshold is None:
         return None
-    # without the temperature, which may have been fitted after the threshold
-    return build_sets(np.exp(compute_log_probabilities(logits, 1.0)), threshold)
+    return build_sets(_compute_probabilities(bundle, logits), threshold)
+
+
+def mark_sets(bundle: Bundle, logits: Float32s, *, coverage: float) -> Bools | None:
+    """Return which classes or labels are in the set of each image, [n, C]; None without a threshold.
+    See `predict_sets`."""
+    threshold = read_threshold(bundle.metadata, coverage)
+    return None if threshold is None else _compute_probabilities(bundle, logits) >= threshold
+
+
+def _compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
+    """Compute probabilities [n, C] without the temperature, which may have been fitted after the
+    threshold."""
+    if bundle.is_multilabel:
+        probabilities: Floats = expit(logits.astype(np.float64))
+        return probabilities
+    return np.exp(compute_log_probabilities(logits, 1.0))
 
 
 def predict_p_values(bundle: Bundle, features: Float32s | None) -> list[float] | None:
@@ -159,7 +207,9 @@ def read_threshold(metadata: Mapping[str, Any], coverage: float) -> float | None
 
 def describe_limits(metadata: Mapping[str, Any]) -> str:
     """Return what `describe_low_coverage` says of the thresholds in the metadata of a model file;
-    empty if there are none."""
+    empty if there are none. Where an image has several labels it isn't known."""
+    if metadata.get("data", {}).get("task") == MULTILABEL:
+        return ""
     return "; ".join(
         describe_low_coverage(metadata["conformal"]["num_images"], coverage)
         for coverage in LEVELS
@@ -217,13 +267,13 @@ def measure_sets(bundle: Bundle, logits: Float32s, labels: Ints) -> list[SetMetr
     """
     measured = []
     for coverage in LEVELS:
-        threshold = read_threshold(bundle.metadata, coverage)
-        if threshold is None:
+        if read_threshold(bundle.metadata, coverage) is None:
             continue
         size = np.zeros(len(labels))
         is_right = np.zeros(len(labels), dtype=bool)
         for rows in chunk_rows(logits):
-            in_set = np.exp(compute_log_probabilities(logits[rows], 1.0)) >= threshold
+            in_set = mark_sets(bundle, logits[rows], coverage=coverage)
+            assert in_set is not None, "there is a threshold"
             size[rows] = in_set.sum(axis=1)
             is_right[rows] = in_set[np.arange(len(in_set)), labels[rows]]
         is_single = size == 1

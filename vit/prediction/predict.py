@@ -49,8 +49,9 @@ def predict(
         images: Paths, folders, PIL images, uint8 arrays [H, W, 3] or
             [n, H, W, 3], or one of them.
         top_k: Classes for each image.
-        coverage: How often a `prediction_set` should include the right class:
-            0.9 or 0.95.
+        coverage: How often a `prediction_set` should include the right class,
+            or the fraction of an image's labels that it should include: 0.9
+            or 0.95.
         sort_into: Folder to copy the photos into: one folder for each class,
             "unsure" and "unusual". A photo goes to "unusual" if its `p_value`
             is at most 0.05, to its class if its `prediction_set` has one
@@ -239,7 +240,7 @@ def predict_images(
                 p_value=None if p_values is None else p_values[row],
                 features=features[row] if with_features and features is not None else None,
                 similar=None if neighbours is None else neighbours[row],
-                is_decided=bool(bundle.operating_point),
+                is_decided=bundle.is_multilabel or bool(bundle.operating_point),
             )
 
     for batch in _decode_batches(images, predictor.preprocess, batch_size):

@@ -29,14 +29,16 @@ class Prediction:
             class that it predicts comes first.
         error: Why the image can't be read.
         prediction_set: Names of the classes that include the right one as often as `coverage` says,
-            the most probable first; None if the model file holds no threshold.
+            the most probable first; None if the model file holds no threshold. Of several labels an
+            image, this fraction of its labels is among them on average.
         p_value: Small if the image is unusual: the fraction of held-out images that are at least as
             far from the training images. None if the model file can't tell.
         features: Pooled features that the head reads, float32 [D]; None unless asked for.
         similar: The most similar training images; None unless asked for.
         labels: Names of the labels that the image is predicted to have, the most probable first;
             None for a model of one class an image.
-        is_decided: True if the model file's operating point says what is predicted.
+        is_decided: True if thresholds say what is predicted: those of labels, or the operating
+            point's.
     """
 
     path: str
@@ -52,8 +54,8 @@ class Prediction:
     @property
     def note(self) -> str:
         """ "unusual" for an image unlike the training images, else "unsure" if the prediction set
-        doesn't have exactly one class; empty without a doubt or without thresholds. An operating
-        point decides in any case, so that nothing is unsure."""
+        doesn't have exactly one class; empty without a doubt or without thresholds. The threshold
+        of a label or of an operating point decides in any case, so that nothing is unsure."""
         if is_unusual(self.p_value):
             return "unusual"
         chosen = self.prediction_set
@@ -129,11 +131,10 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
 def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write a line for each image, and yield the prediction once it is written.
 
-    The columns are the path, the note, the classes of the prediction set with
-    bars between them, the p-value, the error, and class_1, probability_1 and so on for as many
-    classes as the first image that can be read has. For a model of several labels an image the set
-    is that of its labels. Names have � for control characters, and an
-    apostrophe where a spreadsheet would see a formula.
+    The columns are the path, the note, for a model of several labels an image its labels with bars
+    between them, the classes of the prediction set, the p-value, the error, and class_1,
+    probability_1 and so on for as many classes as the first image that can be read has. Names have �
+    for control characters, and an apostrophe where a spreadsheet would see a formula.
     """
     # without carriage returns, so that command-line tools can read the last column
     writer = csv.writer(file, lineterminator="\n")
@@ -147,13 +148,15 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
     num_classes = len(waiting[-1].classes) if waiting else 0
     ranks = range(1, num_classes + 1)
     columns = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
-    writer.writerow(("path", "note", "prediction_set", "p_value", "error", *columns))
+    has_labels = bool(waiting) and waiting[-1].labels is not None
+    header = ["path", "note", *(["labels"] if has_labels else []), "prediction_set", "p_value"]
+    writer.writerow((*header, "error", *columns))
     for prediction in chain(waiting, predictions):
-        names = prediction.prediction_set if prediction.labels is None else prediction.labels
-        chosen = "|".join(map(_format_cell, names or ()))
-        p_value = "" if prediction.p_value is None else prediction.p_value
-        cells: list[object] = [_format_cell(prediction.path), prediction.note, chosen]
-        cells += [p_value, _format_cell(prediction.error or "")]
+        cells: list[object] = [_format_cell(prediction.path), prediction.note]
+        for names in (prediction.labels, prediction.prediction_set)[0 if has_labels else 1 :]:
+            cells.append("|".join(map(_format_cell, names or ())))
+        cells.append("" if prediction.p_value is None else prediction.p_value)
+        cells.append(_format_cell(prediction.error or ""))
         for _, name, probability in prediction.classes:
             cells += [_format_cell(name), probability]
         writer.writerow(cells)

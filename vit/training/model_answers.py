@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
+from scipy.special import expit
 
 from vit.bundle import MODEL_FILE, Bundle, build_bundle
 from vit.data.dataset import choose_evenly, printable
@@ -14,7 +15,7 @@ from vit.evaluation.calibration import cross_fit_temperature, use_temperature
 from vit.model.logits import has_features
 from vit.model.model_file import Likeness, check_likeness, write_model_file
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.conformal import LEVELS, find_threshold
+from vit.prediction.conformal import LEVELS, find_label_threshold, find_threshold
 from vit.prediction.features import compute_features, compute_readable_features
 from vit.prediction.neighbours import compute_distances, normalize_rows
 from vit.runtime.arguments import first_line
@@ -54,13 +55,13 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
     # A copy of the run's own module takes the best weights, so that none is built again.
     module = copy.deepcopy(train_step.module)
     bundle = build_bundle(content, path, model=module, device=train_step.device)
-    probabilities = np.zeros(0)
+    num_images = 0
+    thresholds: dict[str, float] = {}
     temperature = None
     calibration: dict[str, object] = {}
     said = None
     if run.trainer.validator is not None:
         held_aside = run.trainer.validator.held_aside
-        probabilities = held_aside.probabilities
         # Each image at an epoch that it did not choose.
         validation = run.data.decoded_validation
         indices = held_aside.indices
@@ -70,15 +71,22 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
         if temperature is not None and run.config.train.calibrate:
             calibration, sentence = use_temperature(temperature, validation, out_of_fold=True)
             said = sentence if calibration else None
-    thresholds = {}
-    for coverage in LEVELS:
-        threshold = find_threshold(probabilities, coverage=coverage)
-        if threshold is not None:
-            thresholds[str(coverage)] = threshold
+        num_images = len(held_aside.probabilities)
+        for coverage in LEVELS:
+            if bundle.is_multilabel:
+                threshold, num_images = find_label_threshold(
+                    expit(held_aside.logits.astype(np.float64)),
+                    validation.labels[indices],
+                    coverage=coverage,
+                )
+            else:
+                threshold = find_threshold(held_aside.probabilities, coverage=coverage)
+            if threshold is not None:
+                thresholds[str(coverage)] = threshold
 
     # A run that has ended must not fail because of them.
     conformal: dict[str, object] = {
-        "num_images": len(probabilities),
+        "num_images": num_images,
         "thresholds": thresholds,
         "no_likeness": "",
     }

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.data.loader import TrainLoader
+from vit.evaluation.metrics import Scores
 from vit.runtime.files import write_atomically
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.validation import ImageValidator
@@ -77,6 +78,9 @@ class TensorBoard(Observer):
         if self.writer is None:
             return
         scores = self.validator.last_scores if self.validator else None
+        # a confusion matrix needs one class an image
+        if not isinstance(scores, Scores):
+            scores = None
         if self._last_epoch_step is not None and self.loader is not None and scores:
             from vit.evaluation.report.confusion import (
                 plot_confusion,  # matplotlib takes half a second

@@ -31,7 +31,8 @@ class HeldAside:
 
     Args:
         select_by: Measure of the best model.
-        probabilities: Probability of the right class, [n]; empty before the first validation.
+        probabilities: Probability of the right class, or of the least probable label of each image,
+            [n]; empty before the first validation.
         logits: Logits [k, C] of the images `indices`: all images, or evenly spaced ones.
         best: Best measures of the half without and of the half with the last bit of the hash.
     """
@@ -46,7 +47,7 @@ class HeldAside:
         """The images whose logits are kept, [k]."""
         return choose_evenly(len(self.probabilities), len(self.logits))
 
-    def update(self, scores: Scores, logits: Float32s, digests: np.ndarray) -> None:
+    def update(self, scores: Scores | LabelScores, logits: Float32s, digests: np.ndarray) -> None:
         """Take the logits of an epoch for each half whose other half finds the epoch the best.
 
         Args:
@@ -110,23 +111,20 @@ def _count_kept(num_images: int, num_classes: int) -> int:
     return min(num_images, max(1, _MAX_LOGITS // num_classes))
 
 
-def measure(scores: Scores) -> Validation:
+def measure(scores: Scores | LabelScores) -> Validation:
     """Return the measures by which an epoch is chosen."""
+    if isinstance(scores, LabelScores):
+        metrics = compute_label_metrics(scores)
+        return Validation(
+            loss=metrics["loss"],
+            top1=metrics["exact_match"],
+            macro_f1=metrics["macro_f1"],
+            map=metrics["map"],
+        )
     return Validation(
         loss=float(scores.loss.mean()),
         top1=float(scores.correct.mean()),
         macro_f1=compute_metrics(scores)["macro_f1"],
-    )
-
-
-def measure_labels(scores: LabelScores) -> Validation:
-    """Return the measures by which an epoch is chosen where images have several labels."""
-    metrics = compute_label_metrics(scores)
-    return Validation(
-        loss=metrics["loss"],
-        top1=metrics["exact_match"],
-        macro_f1=metrics["macro_f1"],
-        map=metrics["map"],
     )
 
 
@@ -149,14 +147,14 @@ class ImageValidator:
     Args:
         data: Images of the run, with validation images.
         device: The model's device.
-        held_aside: Logits that outlast the epochs; of single classes only.
+        held_aside: Logits that outlast the epochs.
         last_scores: Scores of the last evaluation.
     """
 
     data: TrainingData
     device: torch.device
     held_aside: HeldAside
-    last_scores: Scores | None = None
+    last_scores: Scores | LabelScores | None = None
 
     def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
         """Measure a model. All processes call it; `warn` gets a sentence for each unreadable
@@ -175,8 +173,9 @@ class ImageValidator:
             lambda start, stop: preprocess.crop(images[start:stop]), count=len(dataset.labels)
         )
         if dataset.is_multilabel:
-            return measure_labels(score_label_logits(logits, dataset.labels))
-        self.last_scores = score_logits(logits, dataset.labels)
+            self.last_scores = score_label_logits(logits, dataset.labels)
+        else:
+            self.last_scores = score_logits(logits, dataset.labels)
         self.held_aside.update(self.last_scores, logits, dataset.digests)
         return measure(self.last_scores)
 
