@@ -24,7 +24,7 @@ def read_numbers(text: str) -> list[float]:
 
 def test_notebooks_are_small() -> None:
     for path in NOTEBOOKS:
-        assert path.stat().st_size < 1_200_000, path.name
+        assert path.stat().st_size < 900 * 1024, path.name
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -257,6 +257,16 @@ def test_maps_take_no_longer_than_they_may(tiny_bundle: Bundle) -> None:
     assert counts == [(12, 12), (12, 4), (4, 4), (4, 0)]
 
 
+def test_the_work_of_an_evaluation_is_that_of_its_device(tiny_bundle: Bundle) -> None:
+    """Maps may take as much: time in which other programs run doesn't count."""
+    count = iter(range(9))
+    images = np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)
+    with patch(
+        "vit.evaluation.evaluate.read_work_clock", lambda device: {"cpu": next(count)}[device]
+    ):
+        assert vit.evaluate(tiny_bundle, dataset=images, device="auto").seconds == 1
+
+
 def test_a_nearly_even_map_is_not_drawn() -> None:
     photo = np.zeros((16, 16, 3), np.uint8)
     values = np.ones((4, 4), np.float32)

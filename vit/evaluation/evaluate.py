@@ -170,8 +170,8 @@ def evaluate(
         raise ValueError(hint)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
-        start = read_work_clock(device_name)
         bundle = open_model(model, device=device_name)
+        start = read_work_clock(bundle.device.type)
         if bundle.is_multilabel and corruptions:
             raise ValueError(
                 "corruptions is for models of one class an image, and this one predicts several"
@@ -245,7 +245,7 @@ def evaluate(
         result = replace(result, has_new_values=fitted is not bundle and not in_place)
         if isinstance(result, LabelEvaluationResult):
             return result
-        return replace(result, seconds=read_work_clock(device_name) - start)
+        return replace(result, seconds=read_work_clock(bundle.device.type) - start)
 
 
 def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
