@@ -35,6 +35,7 @@ from starlette.exceptions import HTTPException
 
 from vit.deploy.serve import app as serve
 
+NAMES = ("ant", "<b>", "cow")
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 PART = b'--x\r\nContent-Disposition: form-data; name="image"'
 FILE = PART + b'; filename="a"\r\n\r\n'
@@ -56,7 +57,7 @@ def photo() -> bytes:
 def bundle(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) -> Bundle:
     path = save_model(
         tmp_path_factory.mktemp("serve") / "run" / "model.safetensors",
-        class_names=("ant", "<b>", "cow"),
+        class_names=NAMES,
     )
     return load_bundle(path)
 
@@ -101,6 +102,42 @@ def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
     ]
     assert notes == ["", "unusual"]
     assert vit.predict(known, picture).predictions[0].note == "unusual"
+
+
+@pytest.mark.parametrize("thresholds", [{}, {"ant": 0.0, "cow": 0.01}, dict.fromkeys(NAMES, 1.0)])
+def test_a_photo_gets_its_labels_and_the_map_of_each(
+    bundle: Bundle, photo: bytes, thresholds: dict[str, float]
+) -> None:
+    point = {"rule": "f1", "thresholds": thresholds, "num_images": 9}
+    metadata = bundle.metadata | ({"operating_point": point} if thresholds else {})
+    labels = replace(bundle, data={**bundle.data, "task": "multilabel"}, metadata=metadata)
+    client = TestClient(serve.build_app(labels), base_url="http://127.0.0.1")
+    answer = client.post("/predict?map=array&top_k=1", files={"image": photo}).json()
+    (expected,) = vit.predict(labels, Image.open(io.BytesIO(photo)), top_k=3).predictions
+    assert answer["labels"] == expected.labels
+    # the most probable, and all that are predicted
+    kept = [
+        row for row in expected.classes if row[1] in {expected.classes[0][1], *answer["labels"]}
+    ]
+    assert [
+        (each["index"], each["name"], each["probability"]) for each in answer["classes"]
+    ] == kept
+    explained = vit.explain(labels, Image.open(io.BytesIO(photo))).images[0].maps
+    explained = [each for each in explained if each.method.name == "libra-removal"]
+    assert [each["label"] for each in answer["maps"]] == [each.target_name for each in explained]
+    assert [each["label"] for each in answer["maps"]] == (answer["labels"] or [kept[0][1]])
+    for found, each in zip(answer["maps"], explained, strict=True):
+        np.testing.assert_allclose(found["values"], each.values, rtol=1e-5, atol=1e-7)
+        assert found["caption"] == each.describe()
+    assert "map" not in answer
+    unexplained = client.post("/predict?map=none", files={"image": photo}).json()
+    assert unexplained["maps"] == []
+    page = client.get("/").text
+    assert "finds any of 3 labels" in page
+    assert ("Operating point f1: predicts " in page) == bool(thresholds)
+    assert not re.findall(
+        r">[^<]*class[^<]*<", page.partition("<script>")[0].partition("<body>")[2]
+    )
 
 
 def test_the_page_names_the_classes_and_has_the_example_photos_of_the_package(
@@ -431,11 +468,26 @@ def test_the_page_takes_photos_by_keyboard_and_by_drop(
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("labels", [False, True])
 def test_the_page_shows_the_nearest_training_photos_and_runs_no_name(
-    named_bundle: Bundle, browser: Any
+    named_bundle: Bundle, browser: Any, labels: bool
 ) -> None:
     root = Path(named_bundle.config["data"]["root"])
-    name, _ = named_bundle.metadata["conformal"]["training_images"][-1]
+    conformal = named_bundle.metadata["conformal"]
+    name, _ = conformal["training_images"][-1]
+    if labels:
+        images = [(path, -1) for path, _ in conformal["training_images"]]
+        metadata = {
+            **named_bundle.metadata,
+            "conformal": {**conformal, "training_images": images},
+            "operating_point": {
+                "rule": NASTY_CLASS,
+                "thresholds": dict.fromkeys(named_bundle.class_names, 0.0),
+                "num_images": 9,
+            },
+        }
+        data = {**named_bundle.data, "task": "multilabel"}
+        named_bundle = replace(named_bundle, data=data, metadata=metadata)
     with serve_in_thread(named_bundle) as (port, _):
         browser.get(f"http://127.0.0.1:{port}")
         browser.find_element("id", "file").send_keys(str(root / name))
@@ -447,9 +499,24 @@ def test_the_page_shows_the_nearest_training_photos_and_runs_no_name(
         items = browser.find_elements("css selector", ".neighbours li")
         assert len(items) == serve.NUM_SIMILAR
         assert [span.text for span in items[0].find_elements("tag name", "span")] == [
-            f"{NASTY_CLASS}, 1.00",
+            "1.00" if labels else f"{NASTY_CLASS}, 1.00",
             name.rpartition("/")[2],
         ]
+        buttons = browser.find_elements("css selector", "#maps button")
+        assert len(buttons) == (len(named_bundle.class_names) if labels else 0)
+        if labels:
+            answer = browser.find_element("id", "answer").text
+            assert answer.startswith(f"{buttons[0].text} ")
+            assert all(f", {button.text} " in answer for button in buttons[1:])
+            assert [button.get_attribute("aria-pressed") for button in buttons[:2]] == [
+                "true",
+                "false",
+            ]
+            first = browser.find_element("id", "map").get_attribute("src")
+            second = buttons[1].text
+            buttons[1].click()
+            assert browser.find_element("id", "map").get_attribute("src") != first
+            assert f"evidence for {second}" in browser.find_element("id", "about").text
         image = items[0].find_element("tag name", "img")
         assert image.get_attribute("alt") == f"training photo {name}"
         browser.find_element("css selector", "#examples button").send_keys("\ue007")  # Enter

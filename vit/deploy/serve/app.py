@@ -40,6 +40,7 @@ from vit.explanation.render.scale import palette
 from vit.explanation.training_photos import TrainingPhotos
 from vit.model.find_file import list_example_photos, list_pretrained
 from vit.prediction.conformal import LEVELS
+from vit.prediction.decision import describe_decision
 from vit.prediction.neighbours import Similar
 from vit.prediction.predict import predict_images
 from vit.prediction.records import describe_classes, describe_similar
@@ -84,7 +85,7 @@ class AnswerOptions(BaseModel):
 
     Attributes:
         map: The attention map over the photo, its values, or none.
-        top_k: Number of classes.
+        top_k: Number of classes; labels that are predicted are always among them.
         similar: Number of training images most similar to the photo.
         pictures: Add their pictures, where they can be read.
     """
@@ -155,6 +156,8 @@ class _Service:
             "max_bytes": MAX_BYTES,
             "has_map": self.explainer is not None,
             "finds_unusual": bundle.likeness is not None,
+            "labels": bundle.is_multilabel,
+            "decision": describe_decision(bundle),
             "coverage": f"{100 * _COVERAGE:.0f} %",
             "badges": BADGES,
             "ramps": [_describe_ramp(signed=signed) for signed in (False, True)],
@@ -181,12 +184,17 @@ class _Service:
         if self.no_similar:
             return []
         images = self.bundle.metadata["conformal"]["training_images"]
-        # the first image of each class
-        paths = {class_index: path for path, class_index in reversed(images)}
+        if self.bundle.is_multilabel:
+            # an image has no class of its own
+            named = [(f"photo {n}", path) for n, (path, _) in enumerate(images[:_NUM_EXAMPLES], 1)]
+        else:
+            # the first image of each class
+            paths = {class_index: path for path, class_index in reversed(images)}
+            names = self.bundle.class_names
+            named = [(names[index], paths[index]) for index in sorted(paths)[:_NUM_EXAMPLES]]
         examples = []
-        for class_index in sorted(paths)[:_NUM_EXAMPLES]:
-            name = self.bundle.class_names[class_index]
-            picture = self.training_photos.draw(Similar(paths[class_index], name, 1.0)).picture
+        for name, path in named:
+            picture = self.training_photos.draw(Similar(path, name, 1.0)).picture
             if picture is not None:
                 examples.append({"name": name, "picture": picture})
         return examples
@@ -238,29 +246,42 @@ class _Service:
             photo = self.bundle.preprocess.to_rgb(read_image(upload.file, name="the upload"))
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
+        labels = self.bundle.is_multilabel
         (prediction,) = predict_images(
             self.bundle,
             photo,
-            top_k=options.top_k,
+            top_k=len(self.bundle.class_names) if labels else options.top_k,
             coverage=_COVERAGE,
             batch_size=1,
             similar=options.similar,
         )
+        present = prediction.labels or []
+        classes = [
+            each
+            for rank, each in enumerate(prediction.classes)
+            if rank < options.top_k or each[1] in present
+        ]
         facts: dict[str, object] = {
-            "classes": describe_classes(prediction.classes),
+            "classes": describe_classes(classes),
             "note": prediction.note,
             "prediction_set": prediction.prediction_set,
             "p_value": prediction.p_value,
         }
+        if labels:
+            facts["labels"] = present
         if prediction.similar is not None:
             facts["similar"] = describe_similar(prediction.similar)
             if options.pictures:
                 facts["similar_pictures"] = [
                     self.training_photos.draw(image).picture for image in prediction.similar
                 ]
-        facts["map"] = None
+        maps: list[Json] = []
         if self.explainer is not None and options.map != "none":
-            facts["map"] = _explain(self.explainer, photo, as_picture=options.map == "png")
+            maps = _explain(self.explainer, photo, as_picture=options.map == "png")
+        if labels:
+            facts["maps"] = maps
+        else:
+            facts["map"] = maps[0] if maps else None
         return facts
 
 
@@ -358,23 +379,30 @@ def _refuse_size() -> HTTPException:
     return HTTPException(413, f"the upload is larger than {MAX_BYTES / 2**20:.0f} MB")
 
 
-def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> Json:
-    """Return the map of a photo: a picture of it over the photo, or its values."""
+def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> list[Json]:
+    """Return the map of a photo, or one of each label: a picture of it over the photo, or its
+    values."""
     (explained,) = explainer.explain(items_from_images([photo])).images
-    (map,) = explained.maps
-    assert map.scale is not None
-    facts = {
-        "method": map.method.name,
-        "title": map.method.title,
-        "caption": map.describe(),
-        "signed": map.method.signed,
-        "sanity_check": map.sanity_check and asdict(map.sanity_check),
-    }
-    if not as_picture:
-        return {**facts, "values": map.values.tolist()}
     shown = resize_picture(photo, min_side=_MIN_SIDE, max_side=MAX_SIDE)
-    overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
-    return {**facts, "png": encode_picture(overlay, "PNG")}
+    maps = []
+    for map in explained.maps:
+        assert map.scale is not None
+        facts = {
+            "method": map.method.name,
+            "title": map.method.title,
+            "caption": map.describe(),
+            "signed": map.method.signed,
+            "sanity_check": map.sanity_check and asdict(map.sanity_check),
+        }
+        if explainer.bundle.is_multilabel:
+            facts["label"] = map.target_name
+        if as_picture:
+            overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
+            facts["png"] = encode_picture(overlay, "PNG")
+        else:
+            facts["values"] = map.values.tolist()
+        maps.append(facts)
+    return maps
 
 
 def _describe_ramp(*, signed: bool) -> str:

@@ -33,7 +33,7 @@ def serve(
         device: See `vit.evaluate`.
     """
     # torch, which `vit --help` does without
-    from vit.bundle import load_bundle, require_classes
+    from vit.bundle import load_bundle
     from vit.runtime.device import choose_device
 
     try:
@@ -47,7 +47,6 @@ def serve(
     hosts = [*LOCAL_HOSTS, host, *list_addresses(host), *(allow_host or [])]
     with show_progress(f"opening {model}"):
         bundle = load_bundle(model, device=choose_device(device))
-        require_classes(bundle, "vit serve")
         server = build_app(bundle, method=method, hosts=hosts, num_similar=similar)
     run_server(
         server,

@@ -3,7 +3,8 @@ function listNeighbours(neighbours) {
   return neighbours.map(({path, class_name, similarity, picture}) => {
     const item = document.createElement("li"), said = document.createElement("span"), name = document.createElement("span");
     if (picture) item.append(Object.assign(new Image(), {src: picture, alt: `training photo ${path}`}));
-    said.textContent = `${class_name}, ${similarity.toFixed(2)}`;
+    // a photo with several labels has no class
+    said.textContent = [class_name, similarity.toFixed(2)].filter(Boolean).join(", ");
     Object.assign(name, {className: "muted", textContent: path.split("/").at(-1), title: path});
     item.append(said, name);
     return item;
