@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ from vit.prediction.decision import (
     read_class_threshold,
     read_thresholds,
 )
-from vit.prediction.labels import compute_probabilities
+from vit.prediction.labels import compute_probabilities, find_classes
 from vit.prediction.predictor import TTA, Predictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
@@ -353,7 +354,7 @@ def measure_model(
         measure_corruptions = find_product("corruptions")
         if measure_corruptions is None:
             raise ValueError("this installation of vit can't measure corruptions; leave them out")
-        accuracies = measure_corruptions(predictor, images)
+        accuracies = measure_corruptions(predictor, images, partial(find_classes, bundle))
         # not divided by the error of a baseline model
         errors = [1 - top1 for severities in accuracies.values() for top1 in severities]
         corruption_error = sum(errors) / len(errors)

@@ -4,8 +4,8 @@ import numpy as np
 from scipy.special import expit, softmax
 
 from vit.bundle import Bundle
-from vit.prediction.decision import decide_labels
-from vit.prediction.probabilities import Float32s, Floats
+from vit.prediction.decision import decide_classes, decide_labels
+from vit.prediction.probabilities import Float32s, Floats, Ints
 
 
 def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
@@ -33,3 +33,17 @@ def find_labels(bundle: Bundle, probabilities: Floats) -> list[str] | None:
     (is_found,) = decide_labels(bundle, probabilities[None])
     order = np.argsort(-probabilities, kind="stable").tolist()
     return [bundle.class_names[place] for place in order if is_found[place]]
+
+
+def find_classes(bundle: Bundle, logits: Float32s) -> Ints:
+    """Return the class that is predicted for each image, [n].
+
+    Args:
+        bundle: A model of one class an image.
+        logits: [n, C].
+    """
+    if not bundle.operating_point:
+        # the softmax may round two logits to the same probability
+        classes: Ints = logits.argmax(axis=1)
+        return classes
+    return decide_classes(bundle, compute_probabilities(bundle, logits))

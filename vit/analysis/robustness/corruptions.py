@@ -22,6 +22,7 @@ from PIL import Image
 from vit.data.workers import import_albumentations
 from vit.evaluation.images import EvaluationSet
 from vit.prediction.predictor import Pixels, Predictor
+from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 
@@ -57,8 +58,18 @@ class Corruption:
     apply: Callable[[Pictures, Level, Generators], Pictures] | None = None
 
 
-def measure_corruptions(predictor: Predictor, images: EvaluationSet) -> dict[str, list[float]]:
-    """Measure top-1 under each corruption at severities 1 to 5: 75 passes over the images."""
+def measure_corruptions(
+    predictor: Predictor,
+    images: EvaluationSet,
+    decide: Callable[[Float32s], Ints] = lambda logits: logits.argmax(axis=1),
+) -> dict[str, list[float]]:
+    """Measure top-1 under each corruption at severities 1 to 5: 75 passes over the images.
+
+    Args:
+        predictor: The model, with the conditions under which it runs.
+        images: The images.
+        decide: From logits [n, C] to the predicted classes, [n].
+    """
     total = len(CORRUPTIONS) * len(SEVERITIES) * len(images)
     top1: dict[str, list[float]] = {name: [] for name in CORRUPTIONS}
 
@@ -72,7 +83,7 @@ def measure_corruptions(predictor: Predictor, images: EvaluationSet) -> dict[str
             for severity in SEVERITIES:
                 read = partial(read_corrupted, name, severity)
                 logits = predictor.predict(read, count=len(images), on_progress=advance)
-                top1[name].append(float((logits.argmax(axis=1) == images.labels).mean()))
+                top1[name].append(float((decide(logits) == images.labels).mean()))
     return top1
 
 

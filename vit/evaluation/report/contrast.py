@@ -24,6 +24,7 @@ from vit.explanation.methods.maps import compute_maps
 from vit.explanation.render.page import encode_photo, encode_relative_map
 from vit.explanation.targets import build_difference
 from vit.explanation.training_photos import TrainingPhotos
+from vit.prediction.labels import find_classes
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
 from vit.runtime.device import copy_to_device
@@ -239,7 +240,8 @@ def _turn_answers(
     logits = compute_without(
         compute_kept, places.to(images.device), removed.flatten(0, 2).to(images.device)
     )
-    answers = logits.argmax(dim=1).cpu().reshape(-1, num_images)  # [N · M, B]
+    classes = find_classes(bundle, logits.float().cpu().numpy())
+    answers = torch.from_numpy(classes).reshape(-1, num_images)  # [N · M, B]
     sets = removed.flatten(0, 1)  # [N · M, B, P], the smallest first
 
     turned: list[tuple[list[int], int | None]] = [([], None)] * num_images
