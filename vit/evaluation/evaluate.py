@@ -243,10 +243,11 @@ def evaluate(
             values=values,
             logits=logits,
         )
-        result = replace(result, has_new_values=fitted is not bundle and not in_place)
-        if isinstance(result, LabelEvaluationResult):
-            return result
-        return replace(result, seconds=read_work_clock(bundle.device.type) - start)
+        return replace(
+            result,
+            has_new_values=fitted is not bundle and not in_place,
+            seconds=read_work_clock(bundle.device.type) - start,
+        )
 
 
 def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:

@@ -172,6 +172,9 @@ class Evaluation(BaseModel):
                     interval = format_interval(bounds, self.num_images)
                     title = f"{title} of {rest.name}"
                     rows.append(MetricRow(title, value, interval, "this class against the rest"))
+        if self.mean_corruption_error is not None:
+            value = format_percent(self.mean_corruption_error, self.num_images)
+            rows.append(MetricRow("Mean corruption error", value, "", "mean over 15 corruptions"))
         return rows
 
     def list_metrics(self) -> list[str]:
