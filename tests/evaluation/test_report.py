@@ -426,6 +426,30 @@ def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) ->
     assert sentences[1].startswith("It fails most on")
 
 
+def test_what_is_not_known_of_the_data_is_said(case: EvaluationResult) -> None:
+    evaluation = case.evaluation.model_copy(update={"unreadable": []})
+
+    def describe(overlap: TrainTestOverlap | None, *, is_guessing: bool) -> str:
+        with patch.object(Evaluation, "beats_guessing", lambda _: not is_guessing):
+            described = evaluation.model_copy(update={"duplicates_of_training": overlap})
+            return describe_in_plain_words(replace(case, evaluation=described))[-1]
+
+    none = replace(case.evaluation.duplicates_of_training, exact=0)
+    start = "No problems found in the data: no"
+    assert describe(none, is_guessing=False) == (
+        f"{start} suspicious label or training image or unreadable file."
+    )
+    unknown = "Whether the model was trained on some of the images isn't known."
+    text = f"{start} suspicious label or unreadable file. {unknown}"
+    assert describe(None, is_guessing=False) == text
+    assert describe(None, is_guessing=True) == (
+        f"{start} unreadable file. Labels can't be checked by a model that may be guessing. {unknown}"
+    )
+    assert describe(case.evaluation.duplicates_of_training, is_guessing=False) == (
+        "Possible problems in the data: 1 images are the same as in training, or nearly."
+    )
+
+
 # --- in a browser
 # ------------------------------------------------------------------------------------------
 
