@@ -1,5 +1,6 @@
 """`vit evaluate`: metrics with confidence intervals, errors and their attention maps."""
 
+from functools import partial
 from pathlib import Path
 
 from vit.runtime.command import Call, Command
@@ -10,17 +11,20 @@ from vit.runtime.files import compute_and_save
 _NUM_WORST = 8
 
 
-def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
+def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool = False) -> None:
     """Measure a model on held-out images, with intervals.
 
     Writes report.html, evaluation.json and .md, predictions.csv (rank is the number of classes with
     a higher probability than the right one) and, for classes, confusion.png.
 
     Args:
+        model: Model files, runs, timm:NAME or imagenette; the probabilities of several are averaged.
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """
-    result = compute_and_save(measure, output, overwrite=overwrite)
+    result = compute_and_save(
+        partial(measure, model if len(model) > 1 else model[0]), output, overwrite=overwrite
+    )
     if not result.is_main:
         return
     evaluation = result.evaluation

@@ -45,6 +45,7 @@ from vit.explanation.targets import CLASS, Target
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model_file
 from vit.prediction.conformal import describe_low_coverage
+from vit.prediction.ensemble import Ensemble
 from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import Pixels
 from vit.runtime.device import copy_to_device, copy_to_host
@@ -123,11 +124,10 @@ def build_report(result: "EvaluationResult") -> str:
         result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
     )
     errors = [example.path for example in evaluation.examples.most_confident_errors]
-    # a cross-validated model has seen the images, so it and its training photos don't explain errors
-    is_seen = evaluation.split == CROSS_VALIDATION
+    problem = _find_problem(result)
     nearest: list[list[Neighbour]] = [[] for _ in errors]
     contrasts = []
-    if not is_seen:
+    if not problem:
         nearest = training_photos.find(read_images(result.images, errors), _NUM_NEIGHBOURS)
         contrasts = explain_confusions(
             result, training_photos, seconds=min(_MAX_CONTRAST_SECONDS, result.seconds / 3)
@@ -187,6 +187,16 @@ def _draw_curves(result: "EvaluationResult") -> list[Chart]:
     place = result.bundle.class_names.index(metrics.name)
     probabilities = compute_probabilities(result.bundle, result.logits)[:, place]
     return build_curve_charts(probabilities, result.scores.labels == place, metrics.thresholds[0])
+
+
+def _find_problem(result: "EvaluationResult") -> str:
+    """Return why neither maps nor training photos can explain these predictions; empty if they
+    can."""
+    if result.evaluation.split == CROSS_VALIDATION:
+        return "the model has seen these images, unlike the probes of the folds"
+    if isinstance(result.bundle, Ensemble):
+        return "they are of one model, and these are predictions of several"
+    return ""
 
 
 def render_markdown(result: "EvaluationResult") -> str:
@@ -368,8 +378,8 @@ def _draw_examples(
     pictures = dict(zip(paths, photos, strict=True))
     if not pixels:
         return pictures, None, ""
-    if result.evaluation.split == CROSS_VALIDATION:
-        return pictures, None, "the model has seen these images, unlike the probes of the folds"
+    if problem := _find_problem(result):
+        return pictures, None, problem
     try:
         return pictures, draw_maps(result.bundle, pixels, deadline, verify=verify), ""
     except ValueError as error:
