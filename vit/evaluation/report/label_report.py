@@ -10,7 +10,6 @@ from PIL import Image
 
 from vit.evaluation.label_metrics import LabelMetrics, LabelScores
 from vit.evaluation.metrics import bin_confidence
-from vit.evaluation.out_of_fold import CROSS_VALIDATION
 from vit.evaluation.report.charts import Chart, build_reliability_chart
 from vit.evaluation.report.curves import build_curve_charts
 from vit.evaluation.report.report import (
@@ -20,6 +19,7 @@ from vit.evaluation.report.report import (
     describe_maps,
     describe_training,
     draw_maps,
+    find_problem,
     load_history,
     read_images,
 )
@@ -226,11 +226,9 @@ def _fold_labels(
     ranks = [rank for kinds in chosen.values() for images in kinds for rank in range(len(images))]
     cases = [cases[i] for i in np.argsort(ranks, kind="stable").tolist()] if cases else []
     pixels = read_images(result.images, [result.images.ids[index] for index, _ in cases])
-    about = missing = ""
+    about, missing = "", find_problem(result)
     maps: dict[tuple[int, int], DrawnMap] = {}
-    if result.evaluation.split == CROSS_VALIDATION:
-        missing = "the model has seen these images, unlike the probes of the folds"
-    elif cases:
+    if cases and not missing:
         target = LABEL.with_classes(torch.tensor([place for _, place in cases]))
         try:
             drawn = draw_maps(result.bundle, pixels, deadline, target=target)

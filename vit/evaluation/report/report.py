@@ -57,6 +57,7 @@ from vit.runtime.progress import show_progress
 
 if TYPE_CHECKING:
     # A result writes its own report.
+    from vit.evaluation.label_result import LabelEvaluationResult
     from vit.evaluation.result import Evaluation, EvaluationResult, MetricRow
 
 _TEMPLATES = Path(__file__).parent
@@ -124,7 +125,7 @@ def build_report(result: "EvaluationResult") -> str:
         result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
     )
     errors = [example.path for example in evaluation.examples.most_confident_errors]
-    problem = _find_problem(result)
+    problem = find_problem(result)
     nearest: list[list[Neighbour]] = [[] for _ in errors]
     contrasts = []
     if not problem:
@@ -189,7 +190,7 @@ def _draw_curves(result: "EvaluationResult") -> list[Chart]:
     return build_curve_charts(probabilities, result.scores.labels == place, metrics.thresholds[0])
 
 
-def _find_problem(result: "EvaluationResult") -> str:
+def find_problem(result: "EvaluationResult | LabelEvaluationResult") -> str:
     """Return why neither maps nor training photos can explain these predictions; empty if they
     can."""
     if result.evaluation.split == CROSS_VALIDATION:
@@ -378,7 +379,7 @@ def _draw_examples(
     pictures = dict(zip(paths, photos, strict=True))
     if not pixels:
         return pictures, None, ""
-    if problem := _find_problem(result):
+    if problem := find_problem(result):
         return pictures, None, problem
     try:
         return pictures, draw_maps(result.bundle, pixels, deadline, verify=verify), ""
