@@ -4,7 +4,6 @@ library."""
 import dataclasses
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib.metadata import version
@@ -203,15 +202,22 @@ def require_classes(bundle: Bundle, what: str) -> None:
         )
 
 
+def require_classifier(bundle: Bundle) -> None:
+    """Raise ValueError for a model that has features only."""
+    if not bundle.class_names:
+        raise ValueError(
+            f"{bundle.name or 'the model'} has no classifier; use vit.embed for its features, or train"
+            " one with vit train PHOTOS --init"
+        )
+
+
 def keeps_mode(function: Function) -> Function:
-    """Decorate a public function whose first parameter is a model, or a list of them. It may put the
-    model into evaluation mode; afterwards a user's module is in the mode that it was in before."""
+    """Decorate a public function whose first parameter is a model. It may put the model into
+    evaluation mode; afterwards a user's module is in the mode that it was in before."""
 
     @wraps(function)
     def run(model: ModelLike, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for each in model if isinstance(model, list | tuple) else [model]:
-                stack.enter_context(keep_mode(each.model if isinstance(each, Bundle) else each))
+        with keep_mode(model.model if isinstance(model, Bundle) else model):
             return function(model, *args, **kwargs)
 
     return cast(Function, run)

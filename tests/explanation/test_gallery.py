@@ -801,8 +801,16 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
     for best, first in (("gae", "gae"), ("libra-removal", "rollout"), (None, "rollout")):
         gallery = Gallery(bundle, num_images=1, best_method=best)
 
-        def add(images: list[ImageResult], gallery: Gallery = gallery) -> None:
-            gallery.add([replace(image, p_value=0.012) for image in images])
+        # the second page is of an unsure photo
+        p_value, note = (None, "unsure") if best == "libra-removal" else (0.012, "unusual")
+
+        def add(
+            images: list[ImageResult],
+            gallery: Gallery = gallery,
+            p_value: float | None = p_value,
+            note: str = note,
+        ) -> None:
+            gallery.add([replace(image, p_value=p_value, note=note) for image in images])
 
         explain_with(bundle, items, settings, add, token_bytes=gallery.token_bytes)
         gallery.write(tmp_path / "gallery.html", title="best")
@@ -815,6 +823,8 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
             said = browser.find_element("class name", "best").get_attribute("textContent")
             assert f"measured {best} to be the best method for this model" in said
             assert ("it is not on this page" in said) == (best != first)
+        badge = browser.find_elements("class name", "badge")[0]
+        assert badge.text == ("! unusual" if note == "unusual" else "? unsure")
     badge, tested = browser.find_elements("class name", "badge")
     assert (badge.text, tested.text) == ("! unusual", "– map not tested")
     assert badge.get_attribute("aria-label") == "unusual: unlike the training photos (p = 0.012)"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
@@ -64,3 +65,19 @@ def test_the_command_writes_them_beside_its_predictions(
     assert "ends neither in .npz nor in .parquet" in failure.err
     with pytest.raises(ValueError, match="has no features"):
         vit.embed(model, images)
+
+
+def test_a_model_without_a_classifier_has_features_alone(photos: list[Path]) -> None:
+    model = timm.create_model("test_vit", pretrained=False, num_classes=0).eval()
+    bundle = vit.Bundle.from_model(model)
+    features = vit.embed(bundle, photos, device="cpu", precision="float32")
+    with torch.inference_mode():
+        expected = model(bundle.preprocess([Image.open(path) for path in photos]))
+    np.testing.assert_allclose(features, expected.numpy(), rtol=1e-5, atol=1e-6)
+    dataset = [(np.zeros((8, 8, 3), np.uint8), "a")]
+    for call in (
+        lambda: vit.predict(bundle, photos),
+        lambda: vit.evaluate(bundle, dataset=dataset),
+    ):
+        with pytest.raises(ValueError, match=r"has no classifier; use vit.embed"):
+            call()

@@ -3,6 +3,7 @@
 import csv
 import html
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,6 +81,14 @@ def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
         assert "With twice as many photos (774)" in " ".join(outcome.text.split())
 
     return build_once("probe_alone", build)
+
+
+def test_info_tells_the_accuracy_and_the_date_of_a_probe(probe_alone: Path, cli: Launcher) -> None:
+    text = " ".join(cli.succeed("info", probe_alone).out.split())
+    found = vit.evaluate(probe_alone, split="validation", device="cpu").evaluation
+    correct = round(found.top1 * found.num_images)
+    assert f"accuracy {correct} of {found.num_images} validation images (" in text
+    assert re.search(r"trained linear probe only, 20\d\d-\d\d-\d\d", text)
 
 
 @pytest.fixture

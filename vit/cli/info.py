@@ -92,22 +92,43 @@ def _describe_model(source: str) -> dict[str, object]:
 def _describe_run(source: str, metadata: Mapping[str, Any]) -> dict[str, object]:
     """Describe the training run that the model file lies in; empty for a file without one."""
     from vit.model.find_file import find_model_file
+    from vit.runtime.documents import read_json
     from vit.runtime.metrics_file import METRICS_FILE, load_metrics
+    from vit.training.run_directory import CROSS_VALIDATION_FILE
 
-    file = find_model_file(source).parent / METRICS_FILE
+    model_file = find_model_file(source)
+    file = model_file.parent / METRICS_FILE
     epochs = []
     # with a damaged file only these lines are missing
     with suppress(ValueError):
         epochs = load_metrics(file)
-    if not epochs:
-        return {}
-    end = datetime.fromtimestamp(file.stat().st_mtime).astimezone()
-    shown: dict[str, object] = {
-        "trained": f"{len(epochs)} epochs, {epochs[-1]['step']:,} steps, until {end:%Y-%m-%d %H:%M}"
-    }
+    shown: dict[str, object] = {}
+    if epochs:
+        end = datetime.fromtimestamp(file.stat().st_mtime).astimezone()
+        length = f"{len(epochs)} epochs, {epochs[-1]['step']:,} steps"
+        shown["trained"] = f"{length}, until {end:%Y-%m-%d %H:%M}"
+    elif metadata.get("step") == 0:
+        end = datetime.fromtimestamp(model_file.stat().st_mtime).astimezone()
+        shown["trained"] = f"linear probe only, {end:%Y-%m-%d %H:%M}"
+    if "evaluation" in metadata:
+        return shown
     validated = [epoch["val_top1"] for epoch in epochs if epoch.get("val_top1") is not None]
-    if validated and "evaluation" not in metadata:
+    if validation := metadata.get("validation"):
+        top1, count = validation["top1"], validation["num_images"]
+        shown["accuracy"] = (
+            f"{round(top1 * count):,} of {count:,} validation images ({format_percent(top1, count)})"
+        )
+    elif validated:
         shown["accuracy"] = f"{100 * max(validated):.1f} % of the validation images, at its best"
+    elif (folds := model_file.with_name(CROSS_VALIDATION_FILE)).is_file():
+        with suppress(ValueError, KeyError, TypeError):
+            found = read_json(folds)
+            count = found["num_images"]
+            interval = format_interval(found["interval"], count)
+            shown["accuracy"] = (
+                f"{format_percent(found['top1'], count)} ({interval} with 95 % confidence) of"
+                f" {count:,} images in cross-validation"
+            )
     return shown
 
 

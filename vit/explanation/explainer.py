@@ -44,8 +44,9 @@ from vit.explanation.targets import (
     list_targets,
     starts_with_predicted,
 )
-from vit.prediction.conformal import predict_p_values
+from vit.prediction.conformal import predict_p_values, predict_sets
 from vit.prediction.predictor import Predictor, read_from
+from vit.prediction.records import find_note
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import (
     autocast,
@@ -261,8 +262,8 @@ class Explainer:
             explain_part(0)
         else:
             list(self._threads.map(explain_part, starts))
-        if self.sanity_checks and self.bundle.likeness is not None:
-            self._add_p_values(results)
+        if self.sanity_checks and (self.bundle.likeness or self.bundle.metadata.get("conformal")):
+            self._add_notes(results)
         # verifying the capture waits for the device, and one batch is enough
         self._is_verified = True
 
@@ -327,15 +328,21 @@ class Explainer:
             checks_by_class = [class_checks.to_list() for class_checks in method_checks]
             self._add_maps(results, method_maps, targets, scores, checks_by_class)
 
-    def _add_p_values(self, results: Sequence[ImageResult]) -> None:
-        """Compare the images with the training images, as `vit predict` does."""
+    def _add_notes(self, results: Sequence[ImageResult]) -> None:
+        """Say which images are unusual or unsure, as `vit predict` does."""
         predictor = Predictor.from_bundle(self.bundle, precision=self.precision)
-        pixels = [result.pixels for result in results if result.pixels is not None]
-        _, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
-        p_values = predict_p_values(self.bundle, features)
-        assert p_values is not None
-        for result, p_value in zip(results, p_values, strict=True):
+        read = read_from([result.pixels for result in results if result.pixels is not None])
+        features = None
+        if self.bundle.likeness is None:
+            logits = predictor.predict(read, count=len(results))
+        else:
+            logits, features = predictor.predict_with_features(read, count=len(results))
+        unknown = [None] * len(results)
+        p_values = predict_p_values(self.bundle, features) or unknown
+        sets = predict_sets(self.bundle, logits, coverage=0.95) or unknown
+        for result, p_value, chosen in zip(results, p_values, sets, strict=True):
             result.p_value = p_value
+            result.note = find_note(p_value, chosen, is_decided=self._has_thresholds)
 
     def _check_maps(
         self, forward: Forward, targets: Tensor, maps: Sequence[Maps]

@@ -51,15 +51,13 @@ def _describe_probability(described: ClassValues) -> str:
 
 
 def build_photo_tile(
-    picture: Image.Image, *, title: str, predicted: ClassValues, p_value: float | None
+    picture: Image.Image, *, title: str, predicted: ClassValues, p_value: float | None, note: str
 ) -> Tile:
     """Build the tile of a photo on the contact sheet."""
     lines = [title]
-    badge = None
     if is_unusual(p_value):
-        badge = "unusual"
         lines.append(f"unlike the training photos (p = {p_value:.3f})")
-    return Tile(picture, describe_prediction(predicted), badge, lines)
+    return Tile(picture, describe_prediction(predicted), note or None, lines)
 
 
 def build_map_tile(
@@ -200,6 +198,7 @@ class ImageResult:
         labels: Labels that are predicted, the most probable first; None for one class an image.
         output: Name and value of such a target.
         p_value: See `vit.predict`; None if the model file can't tell or nothing is tested.
+        note: "unusual" or "unsure" as in `vit.predict`; empty without a doubt.
         tokens: Details of each token, if they were asked for.
     """
 
@@ -215,6 +214,7 @@ class ImageResult:
     labels: list[int] | None = None
     output: str = ""
     p_value: float | None = None
+    note: str = ""
     tokens: TokenDetails | None = None
 
     def __repr__(self) -> str:
@@ -335,6 +335,7 @@ class Explanations:
                     title=image.item.title,
                     predicted=image.describe_predicted(class_names),
                     p_value=image.p_value,
+                    note=image.note,
                 )
             ]
             for result in image.maps:

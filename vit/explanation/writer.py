@@ -86,6 +86,7 @@ class _Entry(_Part):
     size: tuple[_Side, _Side]
     predicted: _Class
     p_value: float | None = None
+    note: str = ""
     maps: list[_Map]
 
 
@@ -284,6 +285,7 @@ class MapWriter:
             "box": list(image.geometry.box),
             "predicted": image.describe_predicted(self.bundle.class_names),
             "p_value": image.p_value,
+            "note": image.note,
             "grid": list(image.grid),
             "map_key": maps[0]["map_key"],
             "overlay": maps[0]["overlay"],
@@ -337,6 +339,7 @@ class MapWriter:
                         title=entry["title"],
                         predicted=entry["predicted"],
                         p_value=entry.get("p_value"),
+                        note=entry.get("note", ""),
                     )
                 )
             check = result["sanity_check"]

@@ -19,6 +19,19 @@ from vit.runtime.files import FileContent, Result
 TopClasses = list[tuple[int, str, float]]
 
 
+def find_note(
+    p_value: float | None, prediction_set: Sequence[object] | None, *, is_decided: bool
+) -> str:
+    """Return "unusual" for an image unlike the training images, else "unsure" if the prediction set
+    doesn't have exactly one class; empty without a doubt or without thresholds. The threshold of a
+    label or of an operating point decides in any case, so that nothing is unsure. See `Prediction`
+    for the arguments."""
+    if is_unusual(p_value):
+        return "unusual"
+    is_unsure = prediction_set is not None and len(prediction_set) != 1 and not is_decided
+    return "unsure" if is_unsure else ""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The most probable classes of one image, or why there are none.
@@ -39,7 +52,6 @@ class Prediction:
             None for a model of one class an image.
         is_decided: True if thresholds say what is predicted: those of labels, or the operating
             point's.
-        uncertainty: See `vit.prediction.decision.measure_uncertainty`.
     """
 
     path: str
@@ -51,18 +63,11 @@ class Prediction:
     similar: list[Similar] | None = None
     labels: list[str] | None = None
     is_decided: bool = False
-    uncertainty: float = field(default=0.0, compare=False)
 
     @property
     def note(self) -> str:
-        """ "unusual" for an image unlike the training images, else "unsure" if the prediction set
-        doesn't have exactly one class; empty without a doubt or without thresholds. The threshold
-        of a label or of an operating point decides in any case, so that nothing is unsure."""
-        if is_unusual(self.p_value):
-            return "unusual"
-        chosen = self.prediction_set
-        is_unsure = chosen is not None and len(chosen) != 1 and not self.is_decided
-        return "unsure" if is_unsure else ""
+        """The doubt about the answer, see `find_note`."""
+        return find_note(self.p_value, self.prediction_set, is_decided=self.is_decided)
 
 
 @dataclass(frozen=True, repr=False)

@@ -105,7 +105,11 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
         conformal["no_likeness"] = first_line(error)
     if process.is_main:
         out_of_fold = None if temperature is None else temperature.model_dump()
-        values = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
+        values: dict[str, object] = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
+        best = run.trainer.progress.best
+        if run.trainer.validator is not None and not bundle.is_multilabel:
+            count = len(run.data.decoded_validation)
+            values["validation"] = {"top1": best.top1, "num_images": count}
         metadata = {**content.metadata, **values, **calibration}
         likeness = likeness or content.likeness
         write_model_file(path, replace(content, metadata=metadata, likeness=likeness))

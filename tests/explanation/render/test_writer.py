@@ -541,16 +541,22 @@ def test_overlays_without_captions_are_the_pictures_alone(
 
 
 def test_unusual_photos_are_called_so(bundle: Bundle, tmp_path: Path) -> None:
-    """The p-value is that of `vit.predict`, computed only where maps are tested."""
+    """The p-value and the note are those of `vit.predict`, only where maps are tested."""
     pixels = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
     training = vit.embed(bundle, pixels[:1])
     # 19 held-out images that are nearly the training image
     likeness = Likeness(np.asarray(training), np.full(19, 0.05, np.float32))
-    known = replace(bundle, likeness=likeness)
+    # every class is in the set
+    conformal = {"thresholds": {"0.95": 0.0}}
+    known = replace(bundle, likeness=likeness, metadata=bundle.metadata | {"conformal": conformal})
     found = explain(known, pixels, methods="rollout")
     predicted = vit.predict(known, pixels).predictions
     assert [image.p_value for image in found.images] == [each.p_value for each in predicted]
     assert [image.p_value for image in found.images] == [1.0, 0.05, 0.05]
+    assert [image.note for image in found.images] == [each.note for each in predicted]
+    assert [image.note for image in found.images] == ["unsure", "unusual", "unusual"]
+    alone = explain(replace(known, likeness=None), pixels, methods="rollout")
+    assert [image.note for image in alone.images] == ["unsure"] * 3
     assert np.asarray(found.draw_sheet()).shape[0] > 0
     tiles = [
         build_photo_tile(
@@ -558,21 +564,20 @@ def test_unusual_photos_are_called_so(bundle: Bundle, tmp_path: Path) -> None:
             title="a.png",
             predicted={"name": "cat", "probability": 0.5},
             p_value=image.p_value,
+            note=image.note,
         )
         for image in found.images
     ]
-    assert [tile.badge for tile in tiles] == [None, "unusual", "unusual"]
+    assert [tile.badge for tile in tiles] == ["unsure", "unusual", "unusual"]
     gallery = Gallery(known, num_images=3)
     items = items_from_images([Image.fromarray(image) for image in pixels])
     explain_with(known, items, {"methods": ["rollout"], "sanity_checks": True}, gallery.add)
     gallery.write(tmp_path / "gallery.html", title="three")
     page = re.search(r'id="page">(.*?)</script>', (tmp_path / "gallery.html").read_text(), re.S)
     assert page is not None
-    assert [each["unusual"] is not None for each in json.loads(page[1])["images"]] == [
-        False,
-        True,
-        True,
-    ]
+    described = json.loads(page[1])["images"]
+    assert [each["unusual"] is not None for each in described] == [False, True, True]
+    assert [each["unsure"] for each in described] == [True, False, False]
     untested = explain(known, pixels, methods="rollout", sanity_checks=False)
     assert [image.p_value for image in untested.images] == [None] * 3
 

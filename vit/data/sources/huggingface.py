@@ -247,7 +247,9 @@ def _check_inside(reader: RowReader, request: Request, origin: str) -> None:
     for path in reader.list_paths():
         if not os.path.abspath(path).startswith(inside):
             text = f"a row names {shorten(path)}, which is outside {folder}"
-            raise ValueError(f"{origin}: {text}; set data.allow_outside=true to read it")
+            raise ValueError(
+                f"{origin}: {text}; use vit train with data.allow_outside=true to read it"
+            )
 
 
 def _list_parquet(path: Path) -> dict[str, list[str]]:

@@ -358,7 +358,7 @@ class _TableReader:
             folder = file.partition("/")[0]
             if folder == ".." and not allow_outside:
                 text = f"{shorten(written, 60)} is outside {root}"
-                remedy = "train with data.allow_outside=true, or put a link to it below the folder"
+                remedy = "put a link to it below the folder, or use vit train with data.allow_outside=true"
                 self._add(line, text, remedy)
                 continue
             place = f"{split} in {self._path.name}"

@@ -27,7 +27,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
-from vit.bundle import Bundle
+from vit.bundle import Bundle, require_classifier
 from vit.data.images import read_image
 from vit.explanation.best_method import AUTO, choose_methods, replace_best
 from vit.explanation.explainer import Explainer
@@ -114,8 +114,9 @@ def build_app(
             any. 0: no answer names a training photo.
 
     Raises:
-        ValueError: The method is unknown.
+        ValueError: The method is unknown, or the model has no classifier.
     """
+    require_classifier(bundle)
     service = _Service(bundle, method=method, num_similar=num_similar)
     # the framework's own pages load scripts from another site
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -384,10 +385,10 @@ def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> l
     values."""
     (explained,) = explainer.explain(items_from_images([photo])).images
     shown = resize_picture(photo, min_side=_MIN_SIDE, max_side=MAX_SIDE)
-    maps: list[Json] = []
+    maps = []
     for map in explained.maps:
         assert map.scale is not None
-        facts: dict[str, object] = {
+        facts = {
             "method": map.method.name,
             "title": map.method.title,
             "caption": map.describe(),

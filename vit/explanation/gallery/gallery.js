@@ -421,9 +421,10 @@ class Card {
 
   /** The badges of a picture: the photo's is on the first, the verdict on the map that was tested. */
   mark(panel, view) {
-    const {unusual} = this.image, badges = [];
+    const {unusual, unsure} = this.image, badges = [];
     if (unusual !== null && panel === this.panels[0])
       badges.push(badge("unusual", `unusual: unlike the training photos (p = ${unusual.toFixed(3)})`));
+    if (unsure && panel === this.panels[0]) badges.push(badge("unsure", "unsure: not exactly one class is possible"));
     if (view && view.map) {
       const {verdict} = view.map.sanity_check || {verdict: page.verdicts.at(-1)};
       badges.push(badge(verdict, `patch-removal test: ${verdict}`));

@@ -146,6 +146,7 @@ class Gallery:
             "predicted": _use_percent(image.describe_predicted(self._bundle.class_names)),
             # the p-value of an unusual image
             "unusual": image.p_value if is_unusual(image.p_value) else None,
+            "unsure": image.note == "unsure",
             "verdicts": verdicts,
             "targets": sorted(
                 {result.target for result in image.maps if result.target is not None}
