@@ -4,6 +4,7 @@ library."""
 import dataclasses
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib.metadata import version
@@ -212,12 +213,14 @@ def require_classifier(bundle: Bundle) -> None:
 
 
 def keeps_mode(function: Function) -> Function:
-    """Decorate a public function whose first parameter is a model. It may put the model into
-    evaluation mode; afterwards a user's module is in the mode that it was in before."""
+    """Decorate a public function whose first parameter is a model, or a list of them. It may put the
+    model into evaluation mode; afterwards a user's module is in the mode that it was in before."""
 
     @wraps(function)
     def run(model: ModelLike, *args: Any, **kwargs: Any) -> Any:
-        with keep_mode(model.model if isinstance(model, Bundle) else model):
+        with ExitStack() as stack:
+            for each in model if isinstance(model, list | tuple) else [model]:
+                stack.enter_context(keep_mode(each.model if isinstance(each, Bundle) else each))
             return function(model, *args, **kwargs)
 
     return cast(Function, run)

@@ -18,6 +18,7 @@ from vit.evaluation.label_metrics import (
     compute_per_label,
     score_label_logits,
 )
+from vit.evaluation.report.label_report import find_error_pairs
 
 
 def draw(num_images: int, num_labels: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -144,3 +145,19 @@ def test_intervals_cover(
             covered[name] += low <= true[name] <= high
     # 95 % less three standard errors of 200 draws
     assert all(count >= 0.904 * num_draws for count in covered.values()), covered
+
+
+def test_errors_that_occur_together_are_counted_by_hand() -> None:
+    """Ten images: cat is missed in four, in three of which dog is falsely found; dog is falsely
+    found in four of the nine images without it."""
+    labels = np.zeros((10, 3), dtype=bool)
+    predicted = np.zeros((10, 3), dtype=bool)
+    labels[:4, 0] = True
+    predicted[:3, 1] = predicted[5, 1] = True
+    labels[9, 1] = True
+    # bird is found once where cat is missed
+    predicted[3, 2] = True
+    scores = LabelScores(labels, predicted.astype(float), np.zeros(10))
+    (pair,) = find_error_pairs(scores, ("cat", "dog", "bird"))
+    assert (pair.missed, pair.found, pair.images) == ("cat", "dog", 3)
+    assert pair.chance == pytest.approx(4 * 4 / 9)

@@ -29,6 +29,7 @@ from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Example, Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.intervals import compute_intervals
+from vit.evaluation.label_result import LabelEvaluationResult
 from vit.evaluation.metrics import (
     ConfusedPair,
     compute_metrics,
@@ -39,6 +40,7 @@ from vit.evaluation.metrics import (
 from vit.evaluation.report import report
 from vit.evaluation.report.confusion import compute_confusion
 from vit.evaluation.report.contrast import ExplainedPair, explain_confusions, find_confused_pairs
+from vit.evaluation.report.label_report import build_label_report
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.report.report import (
     DrawnMap,
@@ -251,7 +253,7 @@ def test_maps_take_no_longer_than_they_may(tiny_bundle: Bundle) -> None:
             drawn = report.draw_maps(tiny_bundle, pictures, now + seconds)
             tested = [map.verdict for map in drawn.maps if map.verdict]
             counts.append((len(drawn.maps), len(tested)))
-            text = report._describe_maps(drawn, len(pictures))
+            text = report.describe_maps(drawn, len(pictures))
             assert ("Of 12 pictures," in text) == (counts[-1] != (12, 12))
     # tests stop while there is time to draw the other maps
     assert counts == [(12, 12), (12, 4), (4, 4), (4, 0)]
@@ -275,7 +277,7 @@ def test_a_nearly_even_map_is_not_drawn() -> None:
     values[0, 0] = 3
     assert report._draw_map(photo, values, METHODS["rollout"])
     drawn = DrawnMaps(METHODS["rollout"], [DrawnMap(None, "not confirmed"), DrawnMap("x", None)])
-    assert "nearly even are not drawn (1)" in report._describe_maps(drawn, 2)
+    assert "nearly even are not drawn (1)" in report.describe_maps(drawn, 2)
 
 
 def test_a_model_that_may_guess_judges_no_label(case: EvaluationResult) -> None:
@@ -422,6 +424,30 @@ def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) ->
     sentences = describe_in_plain_words(result)
     assert sentences[0] == result.evaluation.describe_guessing()
     assert sentences[1].startswith("It fails most on")
+
+
+def test_what_is_not_known_of_the_data_is_said(case: EvaluationResult) -> None:
+    evaluation = case.evaluation.model_copy(update={"unreadable": []})
+
+    def describe(overlap: TrainTestOverlap | None, *, is_guessing: bool) -> str:
+        with patch.object(Evaluation, "beats_guessing", lambda _: not is_guessing):
+            described = evaluation.model_copy(update={"duplicates_of_training": overlap})
+            return describe_in_plain_words(replace(case, evaluation=described))[-1]
+
+    none = replace(case.evaluation.duplicates_of_training, exact=0)
+    start = "No problems found in the data: no"
+    assert describe(none, is_guessing=False) == (
+        f"{start} suspicious label or training image or unreadable file."
+    )
+    unknown = "Whether the model was trained on some of the images isn't known."
+    text = f"{start} suspicious label or unreadable file. {unknown}"
+    assert describe(None, is_guessing=False) == text
+    assert describe(None, is_guessing=True) == (
+        f"{start} unreadable file. Labels can't be checked by a model that may be guessing. {unknown}"
+    )
+    assert describe(case.evaluation.duplicates_of_training, is_guessing=False) == (
+        "Possible problems in the data: 1 images are the same as in training, or nearly."
+    )
 
 
 # --- in a browser
@@ -589,6 +615,50 @@ def test_a_phone_scrolls_down_only_and_nothing_failed(page: Any, tmp_path: Path)
         assert len(np.unique(np.asarray(picture.convert("L")))) > 50  # something is drawn
     assert title.startswith("<img src=x")  # the name, shown and not run
     assert log == []
+
+
+def evaluate_labels() -> LabelEvaluationResult:
+    """An untrained model of several labels on 40 images; no image has the last label."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    bundle = Bundle.from_model(
+        vit.VisionTransformer(num_classes=4, **sizes),
+        class_names=NAMES,
+        preprocess=Preprocess((16, 16)),
+    )
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
+    marks = (random.random((40, 4)) < (0.3, 0.5, 0.2, 0)).astype(int)
+    result = vit.evaluate(
+        replace(bundle, data={"task": "multilabel"}), dataset=(pixels, marks), class_names=NAMES
+    )
+    assert isinstance(result, LabelEvaluationResult)
+    return result
+
+
+@pytest.mark.browser
+def test_a_report_of_labels_has_their_rows_and_errors(browser: Any, tmp_path: Path) -> None:
+    result = evaluate_labels()
+    page = build_label_report(result)
+    assert "http:" not in page.replace("http://www.w3.org", "")
+    assert "<b>bee" not in page
+    assert page.count('class="interval"') == 3  # the last label has no average precision
+    scores = result.scores
+    for place, name in enumerate(NAMES[:3]):
+        missed = int((scores.labels & ~scores.predicted)[:, place].sum())
+        false = int((scores.predicted & ~scores.labels)[:, place].sum())
+        support = int(scores.labels[:, place].sum())
+        said = f"{name}: {missed} of {support} missed, {false} falsely found"
+        assert html.escape(said).replace("&#x27;", "&#39;") in page
+    (tmp_path / "labels.html").write_text(page, encoding="utf-8")
+    browser.get((tmp_path / "labels.html").as_uri())
+    browser.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert find_low_contrast(browser) == []
+    assert find_unnamed(browser) == []
+    with phone(browser):
+        browser.refresh()
+        assert find_wide(browser) == []
+    assert browser.get_log("browser") == []
 
 
 def test_a_result_shows_itself_in_a_line_and_in_a_notebook_as_a_table(

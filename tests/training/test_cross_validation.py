@@ -111,3 +111,35 @@ def test_the_ends_of_the_interval() -> None:
     assert high == 1
     assert 0.5 < low < stats.beta.ppf(0.025, 10, 1) + 1e-9
     assert compute_clustered_interval(np.array([True, False]), np.zeros(2, dtype=int)) == (0, 1)
+
+
+def test_labels_are_predicted_by_probes_of_the_other_folds() -> None:
+    """Groups whose features are their own: what a label is can't be told of another group."""
+    rng = np.random.default_rng(0)
+    bursts = np.repeat(np.arange(40), BURST)
+    marks = (rng.random((40, 3)) < (0.5, 0.3, 0.2))[bursts]
+    features = make_features(rng.normal(size=(40, 32))[bursts] + 0.1 * rng.normal(size=(160, 32)))
+
+    def validate(groups: list[str] | None) -> CrossValidation:
+        return cross_validate(
+            features,
+            marks,
+            ids=[f"{number}.jpg" for number in range(160)],
+            class_names=("cat", "dog", "owl"),
+            groups=groups,
+            num_folds=5,
+        )
+
+    naive, grouped = validate(None), validate([f"burst{burst}" for burst in bursts])
+    assert naive.map is not None
+    assert naive.map > 0.95
+    assert grouped.interval[0] < grouped.chance < grouped.interval[1]
+    assert grouped.chance == pytest.approx(marks.mean())
+    assert len({(item.group, item.fold) for item in grouped.predictions}) == 40
+    first = grouped.predictions[0]
+    assert first.predicted == [
+        name
+        for name, probability in zip(("cat", "dog", "owl"), first.probability, strict=True)
+        if probability >= 0.5
+    ]
+    assert "mean average precision" in grouped.describe()

@@ -4,13 +4,14 @@ it was not fitted on."""
 import numpy as np
 import pytest
 import torch
-from scipy.special import softmax
+from scipy.special import expit, softmax
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from vit.prediction.features import Features
-from vit.training.linear_probe import assign_folds, fit_probe
+from vit.training.linear_probe import assign_folds, fit_path, fit_probe
 
 
 def make_features(
@@ -50,6 +51,102 @@ def test_probabilities_are_scikit_learns(num_classes: int, balanced: bool) -> No
     probabilities = softmax(probe.compute_logits(values), axis=1)
     np.testing.assert_allclose(probabilities, reference.predict_proba(values), atol=1e-9)
     assert probe.weight.shape == (num_classes, 8)
+
+
+def make_labels(num_images: int = 90) -> tuple[Features, np.ndarray]:
+    """Features of `make_features`, three labels that one readout tells, and one that nothing tells."""
+    features, labels = make_features(images_a_class=num_images // 3)
+    rng = np.random.default_rng(0)
+    marks = np.zeros((len(labels), 4), dtype=bool)
+    marks[np.arange(len(labels)), labels] = rng.random(len(labels)) < 0.9
+    marks[:, 1] |= labels == 2
+    marks[:, 3] = rng.random(len(labels)) < 0.3
+    return features, marks
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_each_label_is_scikit_learns_regression(balanced: bool) -> None:
+    features, marks = make_labels()
+    # a label of every image and one of none have no regression
+    marks = np.concatenate([marks, np.ones((90, 1), bool), np.zeros((90, 1), bool)], axis=1)
+    probe = fit_probe(features, marks, num_classes=6, balanced=balanced)
+    assert probe.readout == (2, "avg")
+    assert probe.top1 is None
+    assert probe.map is not None
+    values = features[probe.readout].numpy().astype(np.float64)
+    standardised = StandardScaler().fit_transform(values)
+    probabilities = expit(probe.compute_logits(values))
+    for strength in (probe.strength, 1e-3, 1.0):
+        ((weight, bias, _),) = fit_path(values, marks, [strength], balanced=balanced)
+        for label in range(4):
+            positive = (~marks[:, label]).sum() / marks[:, label].sum() if balanced else 1.0
+            reference = LogisticRegression(
+                C=strength,
+                solver="newton-cholesky",
+                tol=1e-12,
+                class_weight={True: positive, False: 1.0},
+            ).fit(standardised, marks[:, label])
+            np.testing.assert_allclose(
+                weight[label] * StandardScaler().fit(values).scale_, reference.coef_[0], atol=1e-6
+            )
+            expected = reference.predict_proba(standardised)[:, 1]
+            fitted = expit(values @ weight[label] + bias[label])
+            np.testing.assert_allclose(fitted, expected, atol=1e-6)
+            if strength == probe.strength:
+                np.testing.assert_allclose(probabilities[:, label], expected, atol=1e-6)
+    assert probabilities[:, 4].min() > 0.99
+    assert probabilities[:, 5].max() < 0.01
+
+
+def test_a_label_that_a_fold_holds_alone_is_not_measured_there() -> None:
+    """The strength is that of least loss, by scikit-learn, on the pairs that the others tell of."""
+    features, marks = make_labels()
+    values = {(2, "avg"): features[2, "avg"]}
+    folds = np.arange(90) % 3
+    # all images with the label are left out together
+    marks[:, 3] = (folds == 1) & (np.arange(90) < 30)
+    probe = fit_probe(values, marks, num_classes=4, folds=folds)
+    array = values[2, "avg"].numpy().astype(np.float64)
+    strengths = 10.0 ** np.arange(-4, 1.5, 0.5)
+    losses = np.zeros(len(strengths))
+    logits = np.zeros((len(strengths), 90, 4))
+    for fold in range(3):
+        is_out = folds == fold
+        scaler = StandardScaler().fit(array[~is_out])
+        for place, strength in enumerate(strengths):
+            for label in range(4):
+                marked = marks[~is_out, label]
+                if not marked.any():
+                    logits[place, is_out, label] = np.log(0.5 / (len(marked) + 0.5))
+                    continue
+                model = LogisticRegression(C=strength, solver="newton-cholesky", tol=1e-12)
+                model.fit(scaler.transform(array[~is_out]), marked)
+                out = model.decision_function(scaler.transform(array[is_out]))
+                logits[place, is_out, label] = out
+                signs = np.where(marks[is_out, label], -1, 1)
+                losses[place] += np.logaddexp(0, signs * out).sum()
+    best = losses.argmin()
+    assert probe.strength == pytest.approx(strengths[best])
+    expected = average_precision_score(marks, logits[best], average="macro")
+    assert probe.map == pytest.approx(expected, abs=1e-9)
+    with pytest.raises(ValueError, match="needs a label that some training images have and others"):
+        fit_probe(values, np.ones((90, 2), dtype=bool), num_classes=2)
+
+
+def test_folds_of_labels_leave_out_each_image_once() -> None:
+    _, marks = make_labels()
+    marks = np.concatenate([marks, np.zeros((90, 1), bool)], axis=1)
+    marks[[3, 40, 41], 4] = True
+    folds = assign_folds(marks)
+    assert np.ptp(np.bincount(folds)) <= 1
+    # of each label a fifth, also of the one with three images, which are in three folds
+    counts = np.array([marks[folds == fold].sum(axis=0) for fold in range(5)])
+    assert (np.ptp(counts, axis=0) <= 4).all()
+    assert counts[:, 4].max() == 1
+    groups = [f"patient {index // 3}" for index in range(90)]
+    by_group = assign_folds(marks, groups)
+    assert by_group.min() == 0
+    assert all(len(set(by_group[3 * each : 3 * each + 3].tolist())) == 1 for each in range(30))
 
 
 def test_the_readout_that_tells_the_classes_apart_is_chosen() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.metrics import average_precision_score
 from torch import nn
 from torch.nn import functional as F
 
@@ -96,18 +97,11 @@ def test_folders_of_classes_are_not_taken_for_several_labels(tmp_path: Path) -> 
         (tmp_path / "photos" / name).mkdir(parents=True)
         for index in range(8):
             Image.fromarray(PIXELS[index]).save(tmp_path / "photos" / name / f"{index}.png")
-    table = tmp_path / "photos" / "labels.csv"
-    rows = [f"a/{index}.png,{'x|y' if index % 2 else 'x'}" for index in range(8)]
     data = {**CONFIG["data"], "name": "folder", "root": str(tmp_path / "photos")}
     with pytest.raises(
         ValueError, match="photos have one class each; list their labels in a table"
     ):
         vit.train({**CONFIG, "data": {**data, "task": "multilabel"}}, output=tmp_path / "run")
-    table.write_text("\n".join(["path,labels", *rows]))
-    with pytest.raises(
-        ValueError, match="begins with a linear probe of one class an image, and these"
-    ):
-        vit.train(table, init="imagenette", output=tmp_path / "probe")
 
 
 def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
@@ -124,6 +118,10 @@ def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
     written = np.array([row.split(",")[-3:] for row in rows[1:]], dtype=float)
     assert (written == result.scores.probabilities).all()
     assert "| cat |" in (tmp_path / "evaluation" / "evaluation.md").read_text()
+    page = (tmp_path / "evaluation" / "report.html").read_text()
+    assert f": {NUM_IMAGES} images" in page
+    assert ", 3 labels</h1>" in page
+    assert "cat</td>" in page
     # the probabilities of `vit.predict` are those of the evaluation
     predicted = vit.predict(run.bundle, list(PIXELS[:4])).predictions
     for index, prediction in enumerate(predicted):
@@ -177,3 +175,54 @@ def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> Non
     resumed = vit.train(CONFIG, resume=True, **arguments)
     assert resumed.steps == run.steps
     assert resumed.model_path.read_bytes() == run.model_path.read_bytes()
+
+
+def test_pretrained_features_get_a_probe_of_each_label(run: Any, tmp_path: Path) -> None:
+    """The run's own model is the pretrained one. Fine-tuning after the probe goes on from it."""
+    weights = run.directory / "model.safetensors"
+    groups = np.arange(NUM_IMAGES) // 2
+    table = tmp_path / "labels.csv"
+    rows = []
+    for index, marks in enumerate(MARKS):
+        Image.fromarray(PIXELS[index]).save(tmp_path / f"{index}.png")
+        names = [name for name, mark in zip(NAMES, marks, strict=True) if mark]
+        rows.append(f"{index}.png,{'|'.join(names)},{groups[index]}")
+    table.write_text("\n".join(["path,labels,group", *rows]))
+    overrides = ["data.image_size=8", "data.crop_pct=1", "train.precision=float32"]
+    folded = vit.train(
+        table,
+        init=str(weights),
+        folds=4,
+        overrides=[*overrides, "train.device=cpu"],
+        output=tmp_path / "folds",
+    )
+    values = json.loads((tmp_path / "folds" / "cross_validation.json").read_text())
+    predictions = values["predictions"]
+    assert len(predictions) == NUM_IMAGES
+    order = [int(row["path"].removesuffix(".png")) for row in predictions]
+    assert len({(row["group"], row["fold"]) for row in predictions}) == NUM_IMAGES // 2
+    probabilities = np.array([row["probability"] for row in predictions])
+    expected = average_precision_score(MARKS[order], probabilities, average="macro")
+    assert values["map"] == pytest.approx(expected, abs=1e-9)
+    low, high = values["interval"]
+    assert low < values["map"] < high
+    assert values["top1"] is None
+    curve = json.loads((tmp_path / "folds" / "learning_curve.json").read_text())
+    assert curve["measure"] == "map"
+    assert len(curve["points"]) >= 4
+    # the model file holds the regression of all images
+    evaluated = vit.evaluate(folded.bundle, data=str(table), split="all", precision="float32")
+    assert evaluated.evaluation.map > values["map"]
+
+    tuned = vit.train(
+        table,
+        init=str(weights),
+        overrides=[*overrides, "train.device=cpu", "train.max_steps=4", "train.batch_size=16"],
+        output=tmp_path / "tuned",
+    )
+    assert tuned.steps == 4
+    maps = [epoch["val_map"] for epoch in tuned.metrics if epoch["val_map"] is not None]
+    # the probe counts, too
+    assert tuned.best_map is not None
+    assert tuned.best_map >= max(maps)
+    assert tuned.bundle.is_multilabel

@@ -277,7 +277,10 @@ def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
         raise ValueError("--resume goes on in a directory; name it with --output")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("several processes need one directory; name it with --output")
-    name = next((value for value in arguments.values() if isinstance(value, str)), command)
+    first = (
+        value[0] if isinstance(value, list) else value for value in arguments.values() if value
+    )
+    name = next((value for value in first if isinstance(value, str)), command)
     source = Path(name)
     if source.exists():
         source = source.resolve()

@@ -1,35 +1,34 @@
 """`vit evaluate`: metrics with confidence intervals, errors and their attention maps."""
 
+from functools import partial
 from pathlib import Path
 
 from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
 from vit.runtime.files import compute_and_save
-from vit.runtime.numbers import format_percent
 
 # rows of a table of --by in the terminal
 _NUM_WORST = 8
 
 
-def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
+def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool = False) -> None:
     """Measure a model on held-out images, with intervals.
 
-    Writes report.html, evaluation.json and .md, confusion.png and predictions.csv, where rank is
-    the number of classes with a higher probability than the right one.
+    Writes report.html, evaluation.json and .md, predictions.csv (rank is the number of classes with
+    a higher probability than the right one) and, for classes, confusion.png.
 
     Args:
+        model: Model files, runs, timm:NAME or imagenette; the probabilities of several are averaged.
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """
-    result = compute_and_save(measure, output, overwrite=overwrite)
+    result = compute_and_save(
+        partial(measure, model if len(model) > 1 else model[0]), output, overwrite=overwrite
+    )
     if not result.is_main:
         return
     evaluation = result.evaluation
     rows = [(row.title, row.value, row.interval) for row in evaluation.list_rows()]
-    # it is measured for models of one class an image alone
-    error = getattr(evaluation, "mean_corruption_error", None)
-    if error is not None:
-        rows.append(("Mean corruption error", format_percent(error, evaluation.num_images), ""))
     title = f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})"
     table = build_table(rows, ("metric", "value", "95 % interval"), title=title)
     console = build_console()
@@ -41,9 +40,7 @@ def evaluate(measure: Call, *, output: Path, overwrite: bool = False) -> None:
         console.print(part.describe())
         if len(part.rows) > 1:
             console.print(build_table(part.list_rows()[:_NUM_WORST], part.headings))
-    # there is no page of several labels an image
-    if (output / "report.html").is_file():
-        console.print(f"open {output / 'report.html'} in a browser")
+    console.print(f"open {output / 'report.html'} in a browser")
 
 
 COMMAND = Command(

@@ -21,10 +21,14 @@ def check_paths(values: Mapping[str, Any]) -> None:
             check(values[name])
 
 
-def _check_model(model: str) -> None:
+def _check_model(model: str | Sequence[str]) -> None:
     from vit.data.images import is_image_name
     from vit.model.find_file import find_model_file, is_timm_folder
 
+    if not isinstance(model, str):
+        for each in model:
+            _check_model(each)
+        return
     if model.startswith("timm:") or is_timm_folder(model):
         return
     path = find_model_file(model)

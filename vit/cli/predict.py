@@ -7,6 +7,7 @@ from typing import Literal
 
 import typer
 
+from vit.model.find_file import is_model_name
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 
@@ -22,12 +23,14 @@ def predict(
     prediction_set names the classes that include the right one as often as --coverage says;
     without exactly one class, the photo is unsure. Of a photo with several labels it includes that
     fraction. With a p_value of at most 0.05 it is unusual:
-    unlike the training photos. Both are null if the model file has no thresholds.
+    unlike the training photos. Both are null if the model file has no thresholds, and for several
+    models.
 
     An unreadable image gets a line with an error. If none can be read, the exit code is 1.
 
     Args:
-        images: Files or folders, or - for a list of paths on standard input.
+        images: Files or folders, or - for a list of paths on standard input. Models before them
+            (runs, model files, timm:NAME) are averaged with MODEL.
         output_format: Format of standard output; auto is table in a terminal, otherwise jsonl.
     """
     # torch, which `vit --help` does without
@@ -42,11 +45,17 @@ def predict(
         output_format = "table" if sys.stdout.isatty() and not call.keywords["similar"] else "jsonl"
     if call.keywords["similar"] and output_format != "jsonl":
         raise ValueError("--similar needs --format jsonl: other formats have no place for photos")
+    models = [call.keywords["model"]]
+    while images and is_model_name(images[0]):
+        models.append(images.pop(0))
+    if not images:
+        raise ValueError(f"{models[-1]} is a model; name images after it")
+    keywords = {**call.keywords, "model": models if len(models) > 1 else models[0]}
     # a folder that is named alone is an error if it holds no images
     is_one_path = len(images) == 1 and images[0] != "-"
     inputs = images[0] if is_one_path else list_names(images)
     # one batch after another, whereas the function keeps all predictions in memory
-    predictions = iterate_predictions(images=inputs, **call.keywords)
+    predictions = iterate_predictions(images=inputs, **keywords)
     write = {"table": write_table, "jsonl": write_jsonl, "csv": write_csv}[output_format]
     count = 0
     num_unreadable = 0

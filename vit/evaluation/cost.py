@@ -1,6 +1,7 @@
 """The cost of a prediction: time, FLOPs and memory."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,21 @@ def measure_cost(
         peak_memory_bytes=peak_memory_bytes,
         peak_memory_of="device" if on_cuda else "process",
         threads=torch.get_num_threads(),
+    )
+
+
+def add_costs(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of models that all predict each image, one after another."""
+    return Cost(
+        parameters=sum(cost.parameters for cost in costs),
+        flops_per_image=sum(cost.flops_per_image for cost in costs),
+        batch_size=costs[0].batch_size,
+        images_per_second=1 / sum(1 / cost.images_per_second for cost in costs),
+        latency_p50_seconds=sum(cost.latency_p50_seconds for cost in costs),
+        latency_p95_seconds=sum(cost.latency_p95_seconds for cost in costs),
+        peak_memory_bytes=max(cost.peak_memory_bytes for cost in costs),
+        peak_memory_of=costs[0].peak_memory_of,
+        threads=costs[0].threads,
     )
 
 

@@ -14,14 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit.bundle import (
-    Bundle,
-    ModelLike,
-    collect_versions,
-    keeps_mode,
-    open_model,
-    require_classifier,
-)
+from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, require_classifier
 from vit.data.dataset import LabelRule, printable
 from vit.evaluation.calibration import (
     calibrate_bundle,
@@ -30,7 +23,7 @@ from vit.evaluation.calibration import (
     save_fitted,
     was_used_for_epoch,
 )
-from vit.evaluation.cost import Cost, measure_cost
+from vit.evaluation.cost import Cost, add_costs, measure_cost
 from vit.evaluation.examples import choose_examples
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.intervals import compute_intervals
@@ -60,8 +53,9 @@ from vit.prediction.decision import (
     read_class_threshold,
     read_thresholds,
 )
+from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
 from vit.prediction.labels import compute_probabilities, find_classes
-from vit.prediction.predictor import TTA, Predictor
+from vit.prediction.predictor import TTA, Predictor, Read
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import describe_device
@@ -81,7 +75,7 @@ _MACHINE_KEYS = {
 @keeps_mode
 @check_arguments(num_examples=(0, None), batch_size=(1, None))
 def evaluate(
-    model: ModelLike,
+    model: ModelLike | Sequence[ModelLike],
     *,
     data: str | Path | None = None,
     root: str | Path | None = None,
@@ -108,7 +102,8 @@ def evaluate(
     Args:
         model: A model file, a run, timm:NAME or imagenette (a small model
             that comes with the package). From Python also a bundle or a
-            module of timm, torchvision or Hugging Face.
+            module of timm, torchvision or Hugging Face. Of several models
+            with the same classes, the probabilities are averaged.
         data: A data set's name, a folder, a table or shards. None: the
             model's own.
         root: Folder of the data set that `data` names. None: its usual place.
@@ -178,9 +173,14 @@ def evaluate(
         raise ValueError(hint)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
-        bundle = open_model(model, device=device_name)
+        bundle = open_models(model, device=device_name)
         require_classifier(bundle)
         start = read_work_clock(bundle.device.type)
+        is_ensemble = isinstance(bundle, Ensemble)
+        if is_ensemble and (is_fitted or corruptions):
+            raise ValueError(
+                "calibrate, operating_point and corruptions are for one model; name one"
+            )
         if bundle.is_multilabel and corruptions:
             raise ValueError(
                 "corruptions is for models of one class an image, and this one predicts several"
@@ -190,13 +190,21 @@ def evaluate(
             # a wrong rule is reported before the images are decoded
             parse_rule(operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel)
         labels = LabelRule(label_by, path_column, label_column)
+        # several models are measured on the images of the first one's training by default
         data_splits = open_data(
-            bundle, data, root, dataset, class_names, labels=labels, group_by=group_by
+            list_members(bundle)[0],
+            data,
+            root,
+            dataset,
+            class_names,
+            labels=labels,
+            group_by=group_by,
         )
         if is_fitted and (split or data_splits.default_split) == "validation":
             raise ValueError(hint)
         found = None
-        if data is None and dataset is None and split in (None, CROSS_VALIDATION):
+        is_own = data is None and dataset is None and not is_ensemble
+        if is_own and split in (None, CROSS_VALIDATION):
             found = load_out_of_fold(bundle)
         if split == CROSS_VALIDATION and found is None:
             raise ValueError(
@@ -228,6 +236,14 @@ def evaluate(
         if found is not None:
             notes = found.describe(images)
             images, logits = found.select(images), found.logits
+        if isinstance(bundle, Ensemble):
+            logits = _average(
+                bundle,
+                images,
+                [load_images(member, data_splits, split).read for member in bundle.members],
+                predictor,
+            )
+            notes.append(f"the mean probabilities of {len(bundle.members)} models were measured")
         notes = list_notes(bundle, images) + notes
         fitted = bundle
         if is_fitted:
@@ -251,16 +267,17 @@ def evaluate(
             values=values,
             logits=logits,
         )
-        result = replace(result, has_new_values=fitted is not bundle and not in_place)
-        if isinstance(result, LabelEvaluationResult):
-            return result
-        return replace(result, seconds=read_work_clock(bundle.device.type) - start)
+        return replace(
+            result,
+            has_new_values=fitted is not bundle and not in_place,
+            seconds=read_work_clock(bundle.device.type) - start,
+        )
 
 
 def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
     """Return what a reader should know about the images, in sentences."""
     notes = list(images.dataset.notes)
-    if was_used_for_epoch(bundle, images):
+    if any(was_used_for_epoch(member, images) for member in list_members(bundle)):
         notes.append(
             "these images chose the best epoch of this model, so its accuracy on them is too high:"
             " quote its accuracy on other images"
@@ -348,7 +365,8 @@ def measure_model(
         corruptions: See `evaluate`.
         notes: Facts that a reader should know, in sentences.
         values: Column → id of an image → its value.
-        logits: Out-of-fold logits of the images, [n, C]. None: they are computed.
+        logits: Logits of the images, [n, C]: those of probes that haven't seen them, or of several
+            models. None: they are computed.
     """
     process = current_process()
     parts = {
@@ -369,9 +387,17 @@ def measure_model(
     cost = None
     # the other processes wait, because their work would slow what is timed
     if process.is_main:
-        pixels = torch.from_numpy(np.array(images.read(0, predictor.batch_size)))
-        inputs = predictor.preprocess.normalize(pixels.to(predictor.device))
-        cost = measure_cost(predictor.model, inputs, precision=predictor.precision)
+        count = min(predictor.batch_size, len(images))
+        cost = add_costs(
+            [
+                measure_cost(
+                    member.model,
+                    torch.zeros(count, 3, *member.preprocess.image_size, device=predictor.device),
+                    precision=predictor.precision,
+                )
+                for member in list_members(bundle)
+            ]
+        )
     cost = process.broadcast(cost)
     assert cost is not None
 
@@ -479,6 +505,37 @@ def _describe_measurement(
         "seed": bundle.config.get("train", {}).get("seed"),
         "conditions": _describe_conditions(predictor),
     }
+
+
+def _average(
+    ensemble: Ensemble, images: EvaluationSet, reads: Sequence[Read], predictor: Predictor
+) -> Float32s:
+    """Return logits of the mean probabilities of several models, [n, C].
+
+    Args:
+        ensemble: The models.
+        images: The images.
+        reads: Reader of the images for each model.
+        predictor: The first model, with the conditions under which all run.
+    """
+    predictors = [
+        replace(
+            predictor,
+            model=member.model,
+            preprocess=member.preprocess,
+        )
+        for member in ensemble.members
+    ]
+    count = len(images)
+    total = count * len(reads)
+    with show_progress("evaluating", total, shown=current_process().is_main) as advance:
+        return average_logits(
+            ensemble,
+            [
+                own.predict(read, count=count, on_progress=advance)
+                for own, read in zip(predictors, reads, strict=True)
+            ],
+        )
 
 
 def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> Float32s:

@@ -332,6 +332,39 @@ def bound_mean(values: Floats, groups: Sequence[str] | None = None) -> tuple[flo
     return _bound_rate(float(values.mean()), left_out, 1 / len(values))
 
 
+def compare_precision(
+    scores: Sequence[LabelScores], groups: Sequence[str] | None = None
+) -> tuple[Floats, list[tuple[float, float]], Floats]:
+    """Measure the mean average precision of several predictions of the same images.
+
+    Args:
+        scores: Scores of n images by each of P predictions.
+        groups: See `compute_label_intervals`.
+
+    Returns:
+        The precisions, [P], their 95 % intervals, and the covariance of their errors, [P, P]. Both
+        are the jackknife's. See `compute_label_intervals`.
+    """
+    first = scores[0]
+    parts = _leave_out_parts(number_clusters(groups, len(first)))
+    weights = np.concatenate([np.ones((1, len(first))), parts])
+    columns = range(first.labels.shape[1])
+    ranked = [
+        [
+            _rank(each.labels[:, label], each.probabilities[:, label], weights)[0]
+            for label in columns
+        ]
+        for each in scores
+    ]
+    # [P, 1 + k]
+    values = np.stack([_average(np.stack(each, axis=1)) for each in ranked])
+    deviations = values[:, 1:] - values[:, 1:].mean(axis=1, keepdims=True)
+    covariance = deviations @ deviations.T * (1 - 1 / max(len(parts), 1))
+    step = 1 / len(first)
+    intervals = [_bound_rate(float(row[0]), row[1:], step) for row in values]
+    return values[:, 0], intervals, covariance
+
+
 def _leave_out_parts(clusters: Ints) -> NDArray[np.float64]:
     """Return weights that leave out parts of the images in turn, [k, n]. A part has whole groups, at
     random; of a single group there are none."""

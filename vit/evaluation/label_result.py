@@ -1,7 +1,8 @@
 """The result of an evaluation on images with several labels, and its files: `evaluation.json`,
-`evaluation.md` and `predictions.csv`."""
+`evaluation.md`, `report.html` and `predictions.csv`."""
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -174,10 +175,18 @@ class LabelEvaluation(BaseModel):
 
     def describe_guessing(self) -> str:
         """Return the average precision that needs no model in a sentence."""
-        # a random order has the average precision of the label's frequency
+        return f"Guessing would give {format_percent(self._guess, self.num_images)}."
+
+    def beats_guessing(self) -> bool:
+        """Return whether the mean average precision is better than a random order's, beyond what
+        chance gives."""
+        return self.intervals["map"][0] > self._guess
+
+    @property
+    def _guess(self) -> float:
+        """Mean average precision of a random order: the mean frequency of the labels."""
         frequencies = [row.support / self.num_images for row in self.per_label if row.support]
-        guess = float(np.mean(frequencies)) if frequencies else 0.0
-        return f"Guessing would give {format_percent(guess, self.num_images)}."
+        return float(np.mean(frequencies)) if frequencies else 0.0
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
@@ -272,7 +281,7 @@ class LabelEvaluationResult(SavedEvaluation):
         scores: Contribution of each image to the metrics.
         images: The images.
         bundle: The model.
-        is_main, has_new_values: See `EvaluationResult`.
+        is_main, has_new_values, seconds: See `EvaluationResult`.
     """
 
     evaluation: LabelEvaluation
@@ -281,11 +290,15 @@ class LabelEvaluationResult(SavedEvaluation):
     bundle: Bundle
     is_main: bool = True
     has_new_values: bool = False
+    seconds: float = math.inf
 
     def __repr__(self) -> str:
         return f"LabelEvaluationResult{repr(self.evaluation).removeprefix('LabelEvaluation')}"
 
     def build_files(self) -> dict[str, FileContent]:
+        # templates and maps, which not every evaluation needs
+        from vit.evaluation.report.label_report import build_label_report
+
         return {
             PREDICTIONS_FILE: partial(
                 write_label_predictions,
@@ -296,6 +309,7 @@ class LabelEvaluationResult(SavedEvaluation):
                 files=self.images.files,
             ),
             "evaluation.md": _format_markdown(self.evaluation),
+            "report.html": build_label_report(self),
         }
 
 

@@ -171,11 +171,16 @@ def count_classes(scores: Scores) -> Ints:
 def compute_reliability(scores: Scores) -> list[Bin]:
     """Compute mean confidence and accuracy of the images in 15 bins of confidence; both are 0 for
     an empty bin."""
-    bins = find_bins(scores.confidence)
+    return bin_confidence(scores.confidence, scores.correct)
+
+
+def bin_confidence(confidence: Floats, correct: Bools) -> list[Bin]:
+    """Compute the bins of any predictions. See `compute_reliability`."""
+    bins = find_bins(confidence)
     counts = np.bincount(bins, minlength=NUM_BINS)
     divisors = np.maximum(counts, 1)
-    confidence = np.bincount(bins, scores.confidence, minlength=NUM_BINS) / divisors
-    accuracy = np.bincount(bins, scores.correct, minlength=NUM_BINS) / divisors
+    confidence = np.bincount(bins, confidence, minlength=NUM_BINS) / divisors
+    accuracy = np.bincount(bins, correct, minlength=NUM_BINS) / divisors
     edges = np.arange(NUM_BINS + 1) / NUM_BINS
     columns = (edges[:-1], edges[1:], counts, confidence, accuracy)
     return [Bin(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

@@ -25,6 +25,7 @@ from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
 from vit.evaluation.subgroups import SubgroupTable
 from vit.prediction.conformal import SetMetrics, describe_low_coverage, find_low_coverage
+from vit.prediction.ensemble import list_members
 from vit.prediction.probabilities import Float32s
 from vit.runtime.files import FileContent, Result, expand_home, write_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
@@ -172,6 +173,9 @@ class Evaluation(BaseModel):
                     interval = format_interval(bounds, self.num_images)
                     title = f"{title} of {rest.name}"
                     rows.append(MetricRow(title, value, interval, "this class against the rest"))
+        if self.mean_corruption_error is not None:
+            value = format_percent(self.mean_corruption_error, self.num_images)
+            rows.append(MetricRow("Mean corruption error", value, "", "mean over 15 corruptions"))
         return rows
 
     def list_metrics(self) -> list[str]:
@@ -273,7 +277,8 @@ class SavedEvaluation(Result):
         if not self.is_main:
             return
         output = expand_home(directory)
-        if Path(self.bundle.name).resolve().is_relative_to(output.resolve()):
+        names = [Path(member.name) for member in list_members(self.bundle)]
+        if any(name.resolve().is_relative_to(output.resolve()) for name in names):
             raise ValueError(f"{directory} holds the evaluated model; choose another --output")
         # evaluation.json is written last: whoever finds it finds the other files, too
         super().save(directory, overwrite=overwrite)

@@ -29,6 +29,15 @@ def is_timm_folder(source: str | Path) -> bool:
     return (expand_home(source) / "config.json").is_file()
 
 
+def is_model_name(text: str) -> bool:
+    """Tell a model that a user names from images: timm:NAME, a model file, a run, or the name of a
+    model of the package, unless a file or folder has the same name."""
+    path = expand_home(text)
+    if text.startswith("timm:") or path.suffix == ".safetensors":
+        return True
+    return (path / MODEL_FILE).is_file() or (text in list_pretrained() and not path.exists())
+
+
 def find_model_file(source: str | Path) -> Path:
     """Return the model file that a user names: itself, that of a run, or one of the package.
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -16,21 +16,24 @@ from vit.data.images import ImageInputs, list_images, read_image
 from vit.data.preprocess import Preprocess
 from vit.model.logits import count_features
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
-from vit.prediction.decision import decide_classes
+from vit.prediction.decision import decide_classes, measure_uncertainty
+from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
 from vit.prediction.labels import compute_probabilities, find_labels
 from vit.prediction.neighbours import check_similar, find_similar
-from vit.prediction.predictor import Pixels, Predictor, read_from
+from vit.prediction.predictor import TTA, Pixels, Predictor, read_from
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult
 from vit.prediction.sorting import PhotoSorter
-from vit.runtime.arguments import check_arguments
+from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.files import expand_home, save_arrays, write_atomically
+
+_ORDERS = ("none", "uncertainty")
 
 
 @keeps_mode
 @check_arguments(top_k=(1, None), similar=(0, None), batch_size=(1, None))
 def predict(
-    model: ModelLike,
+    model: ModelLike | Sequence[ModelLike],
     images: ImageInputs,
     *,
     top_k: int = 5,
@@ -38,6 +41,8 @@ def predict(
     sort_into: str | Path | None = None,
     embeddings: str | Path | None = None,
     similar: int = 0,
+    tta: str = "none",
+    sort: str = "none",
     batch_size: int = 64,
     device: str = "auto",
     precision: str = "auto",
@@ -64,6 +69,10 @@ def predict(
         similar: Number of most similar training images to name for each
             image. Similarity is the cosine of the features, and the model
             file holds up to 2,000 training images.
+        tta: See `vit.evaluate`.
+        sort: Order of the predictions: none, that of the images, or
+            uncertainty, the most uncertain first, to choose what to label
+            next. It keeps all predictions in memory until the last one.
         batch_size: Images at a time.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
@@ -89,6 +98,8 @@ def predict(
         sort_into=sort_into,
         embeddings=embeddings,
         similar=similar,
+        tta=tta,
+        sort=sort,
         batch_size=batch_size,
         device=device,
         precision=precision,
@@ -141,7 +152,7 @@ def embed(
 
 
 def iterate_predictions(
-    model: ModelLike,
+    model: ModelLike | Sequence[ModelLike],
     images: ImageInputs,
     *,
     top_k: int,
@@ -149,18 +160,24 @@ def iterate_predictions(
     sort_into: str | Path | None,
     embeddings: str | Path | None,
     similar: int,
+    tta: str,
+    sort: str,
     batch_size: int,
     device: str,
     precision: str,
 ) -> Iterator[Prediction]:
-    """Yield the predictions of `predict`, for any number of images: one batch is in memory."""
-    bundle = open_model(model, device=device)
+    """Yield the predictions of `predict`, for any number of images: one batch is in memory, unless
+    they are sorted."""
+    check_choice(tta, TTA, name="tta")
+    check_choice(sort, _ORDERS, name="sort")
+    bundle = open_models(model, device=device)
     require_classifier(bundle)
     predictions = predict_images(
         bundle,
         images,
         top_k=top_k,
         coverage=coverage,
+        tta=tta,
         batch_size=batch_size,
         precision=precision,
         with_features=embeddings is not None,
@@ -170,12 +187,20 @@ def iterate_predictions(
         sorter = PhotoSorter(Path(sort_into), bundle, coverage=coverage)
         sorter.check(images)
         predictions = map(sorter.copy, predictions)
-    if embeddings is None:
-        yield from predictions
-        return
+    if embeddings is not None:
+        path = expand_home(embeddings)
+        _check_embeddings_file(path)
+        predictions = _keep_embeddings(predictions, path)
+    if sort == "uncertainty":
+        # Images that can't be read come last; of equal ones, the first comes first.
+        predictions = iter(
+            sorted(predictions, key=lambda each: (each.error is not None, -each.uncertainty))
+        )
+    yield from predictions
 
-    path = expand_home(embeddings)
-    _check_embeddings_file(path)
+
+def _keep_embeddings(predictions: Iterable[Prediction], path: Path) -> Iterator[Prediction]:
+    """Yield predictions, and write their features into a file after the last one."""
     # only paths and features are kept until the end, not the predictions
     paths = []
     features = []
@@ -195,6 +220,7 @@ def predict_images(
     coverage: float = 0.95,
     batch_size: int = 64,
     precision: str = "auto",
+    tta: str = "none",
     with_features: bool = False,
     similar: int = 0,
 ) -> Iterator[Prediction]:
@@ -202,23 +228,42 @@ def predict_images(
 
     Args:
         bundle: The model, on its device.
-        images: See `predict`; so are `top_k`, `coverage`, `batch_size`, `precision` and `similar`.
+        images: See `predict`; so are `top_k`, `coverage`, `batch_size`, `precision`, `tta` and
+            `similar`.
         with_features: Add the pooled features to each prediction.
     """
     # a wrong option is reported before the first photo is read
     read_threshold(bundle.metadata, coverage)
+    if isinstance(bundle, Ensemble) and (similar or with_features):
+        raise ValueError("similar and embeddings are features of one model; name one")
     if similar:
         check_similar(bundle)
-    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
+    predictors = [
+        Predictor.from_bundle(member, batch_size=batch_size, precision=precision, tta=tta)
+        for member in list_members(bundle)
+    ]
     names = bundle.class_names
 
-    def predict_batch(paths: Sequence[str], pixels: Sequence[Pixels]) -> Iterator[Prediction]:
+    def predict_batch(
+        paths: Sequence[str], pixels: Sequence[Sequence[Pixels]]
+    ) -> Iterator[Prediction]:
+        count = len(paths)
+        # the images as each model sees them
+        reads = [read_from([each[place] for each in pixels]) for place in range(len(predictors))]
         # features are computed only if something needs them: some models have none
         features = None
-        if bundle.likeness is None and not with_features:
-            logits = predictor.predict(read_from(pixels), count=len(pixels))
+        if isinstance(bundle, Ensemble):
+            logits = average_logits(
+                bundle,
+                [
+                    predictor.predict(read, count=count)
+                    for predictor, read in zip(predictors, reads, strict=True)
+                ],
+            )
+        elif bundle.likeness is None and not with_features:
+            logits = predictors[0].predict(reads[0], count=count)
         else:
-            logits, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
+            logits, features = predictors[0].predict_with_features(reads[0], count=count)
         # the temperature changes probabilities, but neither the order of classes nor the sets
         probabilities = compute_probabilities(bundle, logits)
         sets = predict_sets(bundle, logits, coverage=coverage)
@@ -230,6 +275,7 @@ def predict_images(
         if bundle.operating_point and not bundle.is_multilabel:
             # the predicted class comes first, whatever its probability
             order[np.arange(len(order)), decide_classes(bundle, probabilities)] = np.inf
+        uncertainties = measure_uncertainty(bundle, probabilities).tolist()
         for row, path in enumerate(paths):
             # a stable order: of equally probable classes the first one comes first
             best = np.argsort(-order[row], kind="stable")[:top_k].tolist()
@@ -242,9 +288,11 @@ def predict_images(
                 features=features[row] if with_features and features is not None else None,
                 similar=None if neighbours is None else neighbours[row],
                 is_decided=bundle.is_multilabel or bool(bundle.operating_point),
+                uncertainty=uncertainties[row],
             )
 
-    for batch in _decode_batches(images, predictor.preprocess, batch_size):
+    preprocesses = [predictor.preprocess for predictor in predictors]
+    for batch in _decode_batches(images, preprocesses, batch_size):
         readable = [(path, pixels) for path, pixels in batch if not isinstance(pixels, str)]
         predictions = predict_batch(
             [path for path, _ in readable], [pixels for _, pixels in readable]
@@ -257,26 +305,27 @@ def predict_images(
 
 
 def _decode_batches(
-    images: ImageInputs, preprocess: Preprocess, batch_size: int
-) -> Iterator[list[tuple[str, Pixels | str]]]:
-    """Yield the images in batches, each with its path, and its pixels or why it can't be read."""
+    images: ImageInputs, preprocesses: Sequence[Preprocess], batch_size: int
+) -> Iterator[list[tuple[str, list[Pixels] | str]]]:
+    """Yield the images in batches, each with its path, and its pixels as each model sees it or why
+    it can't be read."""
     numbered = enumerate(list_images(images))
     # decoding a photo may take longer than its forward pass; more threads than cores would only keep
     # more large photos in memory
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
         while batch := list(islice(numbered, batch_size)):
-            decoded = pool.map(lambda pair: _decode(pair[1], preprocess), batch)
+            decoded = pool.map(lambda pair: _decode(pair[1], preprocesses), batch)
             paths = [
                 image if isinstance(image, str) else f"image {number}" for number, image in batch
             ]
             yield list(zip(paths, decoded, strict=True))
 
 
-def _decode(image: str | Image.Image, preprocess: Preprocess) -> Pixels | str:
-    """Return the image as the model sees it, uint8 [H, W, 3], or why it can't be read."""
+def _decode(image: str | Image.Image, preprocesses: Sequence[Preprocess]) -> list[Pixels] | str:
+    """Return the image as each model sees it, uint8 [H, W, 3], or why it can't be read."""
     try:
         opened = read_image(Path(image)) if isinstance(image, str) else image
-        return preprocess.to_uint8(opened)
+        return [preprocess.to_uint8(opened) for preprocess in preprocesses]
     except (OSError, ValueError) as error:
         # without the path, which the prediction already names
         return getattr(error, "strerror", None) or str(error)

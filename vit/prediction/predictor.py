@@ -102,11 +102,7 @@ class Predictor:
         """
 
         def compute_batch(images: Tensor) -> Tensor:
-            batch_logits = compute_logits(self.model, images)
-            if self.tta == "hflip":
-                mirrored = compute_logits(self.model, images.flip(-1))
-                batch_logits = (batch_logits + mirrored) / 2
-            return batch_logits
+            return self._augment(compute_logits(self.model, images), images)
 
         logits = self.compute(
             compute_batch,
@@ -115,6 +111,12 @@ class Predictor:
             on_progress=on_progress,
         )
         return cast(Float32s, logits.numpy())
+
+    def _augment(self, logits: Tensor, images: Tensor) -> Tensor:
+        """Return the logits of images with test-time augmentation."""
+        if self.tta == "hflip":
+            logits = (logits + compute_logits(self.model, images.flip(-1))) / 2
+        return logits
 
     @torch.inference_mode()
     def compute(
@@ -191,12 +193,13 @@ class Predictor:
 
     def predict_with_features(self, read: Read, *, count: int) -> tuple[Float32s, Float32s]:
         """Compute the logits [count, num_classes] and the pooled features [count, D] that the head
-        reads; for a model of which `has_features` is true."""
+        reads, which are those of the image alone; for a model of which `has_features` is true."""
 
         def compute_batch(batch: Tensor) -> Tensor:
             logits, features = compute_logits_and_features(self.model, batch)
             # side by side, so that they are copied at once; a model without a classifier has no logits
-            return torch.cat((logits[:, : self.num_classes], features), dim=1)
+            logits = self._augment(logits, batch)[:, : self.num_classes]
+            return torch.cat([logits, features], dim=1)
 
         width = self.num_classes + count_features(self.model)
         results = self.compute(compute_batch, read, shape=(count, width)).numpy()

@@ -52,6 +52,7 @@ class Prediction:
             None for a model of one class an image.
         is_decided: True if thresholds say what is predicted: those of labels, or the operating
             point's.
+        uncertainty: See `vit.prediction.decision.measure_uncertainty`.
     """
 
     path: str
@@ -63,6 +64,7 @@ class Prediction:
     similar: list[Similar] | None = None
     labels: list[str] | None = None
     is_decided: bool = False
+    uncertainty: float = field(default=0.0, compare=False)
 
     @property
     def note(self) -> str:

@@ -277,12 +277,6 @@ def choose_config(
     loaded = None
     pretrained = None
     if user["model"].get("init"):
-        if images.is_multilabel:
-            raise ValueError(
-                "--init begins with a linear probe of one class an image, and these images have several"
-                " labels; leave it out, or take the recipe folder/finetune with model.probe=false and"
-                " model.freeze=none"
-            )
         recipe = load_config(find_recipe("folder/finetune"), overrides)
         loaded, pretrained = load_initial_model(recipe, num_classes=num_classes)
 

@@ -5,16 +5,23 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset, printable
 from vit.evaluation.clusters import compute_clustered_interval, number_clusters
+from vit.evaluation.label_metrics import (
+    compare_precision,
+    compute_label_metrics,
+    score_label_logits,
+)
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.out_of_fold import OutOfFold
 from vit.prediction.features import Features, compute_features
-from vit.prediction.probabilities import Float32s, Ints
+from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.files import write_json
 from vit.runtime.numbers import format_interval, format_percent
 from vit.runtime.processes import current_process
@@ -37,15 +44,16 @@ class FoldPrediction:
     """The out-of-fold prediction of one image.
 
     Attributes:
-        probability: Probability of the predicted class, 0 to 1.
+        label, predicted: The class; or the names of the labels, where images may have several.
+        probability: Probability of the predicted class, 0 to 1, or of each label of the model.
     """
 
     path: str
     group: str | None
     fold: int
-    label: str
-    predicted: str
-    probability: float
+    label: str | list[str]
+    predicted: str | list[str]
+    probability: float | list[float]
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,12 @@ class CrossValidation:
     """The out-of-fold predictions of all images and their accuracy. Accuracies are from 0 to 1.
 
     Attributes:
+        top1: None where images have several labels. Then `interval` is that of `map`, and `chance`
+            the mean frequency of the labels, the precision of a random order.
+        map: Mean average precision of the labels; None for classes.
         num_images: Images that were left out once.
         num_groups: Groups of these images; None where each image is its own group.
-        interval: 95 % interval of `top1`, clustered by group.
+        interval: 95 % interval of the accuracy, clustered by group.
         always_trained: Classes of which no image was left out. See `assign_folds`.
         measured: Places of the images that were left out, among all, [num_images].
         logits: Their logits, [num_images, C].
@@ -64,10 +75,11 @@ class CrossValidation:
     num_folds: int
     num_images: int
     num_groups: int | None
-    top1: float
+    top1: float | None
+    map: float | None
     interval: tuple[float, float]
     macro_f1: float
-    majority: float
+    majority: float | None
     chance: float
     predictions: list[FoldPrediction]
     always_trained: list[str]
@@ -97,11 +109,18 @@ class CrossValidation:
         """The result in a sentence."""
         percent = partial(format_percent, count=self.num_images)
         clusters = "" if self.num_groups is None else f", by {self.num_groups:,} groups"
+        measure, value = ("top-1", self.top1)
+        if self.map is not None:
+            measure, value = ("mean average precision", self.map)
+        assert value is not None
+        guess = ""
+        if self.majority is not None:
+            guess = f"; always the most frequent class: {percent(self.majority)}"
         return (
-            f"{self.num_folds}-fold cross-validation of {self.num_images:,} images: top-1"
-            f" {percent(self.top1)} ({format_interval(self.interval, self.num_images)} with 95 % confidence"
-            f"{clusters}), macro F1 {percent(self.macro_f1)}; always the most frequent class:"
-            f" {percent(self.majority)}; chance: {percent(self.chance)}{describe_always_trained(self.always_trained)}"
+            f"{self.num_folds}-fold cross-validation of {self.num_images:,} images: {measure}"
+            f" {percent(value)} ({format_interval(self.interval, self.num_images)} with 95 % confidence"
+            f"{clusters}), macro F1 {percent(self.macro_f1)}{guess}; chance: {percent(self.chance)}"
+            f"{describe_always_trained(self.always_trained)}"
         )
 
 
@@ -136,7 +155,7 @@ def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> CrossVal
 
 def cross_validate(
     features: Features,
-    labels: Ints,
+    labels: NDArray[Any],
     *,
     ids: Sequence[str],
     class_names: Sequence[str],
@@ -149,7 +168,7 @@ def cross_validate(
 
     Args:
         features: Features of the images, at each readout.
-        labels: [n].
+        labels: [n], or which labels each image has, [n, C].
         ids: Name of each image.
         class_names: Name of each label.
         groups: Group of each image. See `assign_folds`.
@@ -188,30 +207,69 @@ def cross_validate(
         logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
 
     measured = np.flatnonzero(folds >= 0)
-    scores = score_logits(logits[measured], labels[measured])
+    clusters = number_clusters(groups, len(labels))[measured]
+    truth = labels[measured]
+    accuracy: dict[str, Any]
+    if labels.ndim == 2:
+        label_scores = score_label_logits(logits[measured], truth)
+        answers = [
+            (
+                _list_names(has, class_names),
+                _list_names(guessed, class_names),
+                probabilities.tolist(),
+            )
+            for has, guessed, probabilities in zip(
+                truth, label_scores.predicted, label_scores.probabilities, strict=True
+            )
+        ]
+        metrics = compute_label_metrics(label_scores)
+        (mean,), (interval,), _ = compare_precision([label_scores], list(map(str, clusters)))
+        accuracy = {
+            "top1": None,
+            "map": float(mean),
+            "interval": interval,
+            "macro_f1": metrics["macro_f1"],
+            "majority": None,
+            "chance": float(truth.mean(axis=0)[truth.any(axis=0)].mean()),
+        }
+    else:
+        scores = score_logits(logits[measured], truth)
+        answers = [
+            (class_names[label], class_names[predicted], probability)
+            for label, predicted, probability in zip(
+                truth.tolist(), scores.predicted.tolist(), scores.confidence.tolist(), strict=True
+            )
+        ]
+        accuracy = {
+            "top1": float(scores.correct.mean()),
+            "map": None,
+            "interval": compute_clustered_interval(scores.correct, clusters),
+            "macro_f1": compute_metrics(scores)["macro_f1"],
+            "majority": float(np.bincount(truth).max() / len(measured)),
+            "chance": 1 / len(class_names),
+        }
     predictions = [
         FoldPrediction(
             path=ids[index],
             group=None if groups is None else groups[index],
             fold=int(folds[index]),
-            label=class_names[labels[index]],
-            predicted=class_names[scores.predicted[place]],
-            probability=float(scores.confidence[place]),
+            label=label,
+            predicted=predicted,
+            probability=probability,
         )
-        for place, index in enumerate(measured.tolist())
+        for index, (label, predicted, probability) in zip(measured.tolist(), answers, strict=True)
     ]
-    clusters = number_clusters(groups, len(labels))[measured]
     return CrossValidation(
         num_folds=int(folds.max()) + 1,
         num_images=len(measured),
         num_groups=None if groups is None else len(set(clusters.tolist())),
-        top1=float(scores.correct.mean()),
-        interval=compute_clustered_interval(scores.correct, clusters),
-        macro_f1=compute_metrics(scores)["macro_f1"],
-        majority=float(np.bincount(labels[measured]).max() / len(measured)),
-        chance=1 / len(class_names),
+        **accuracy,
         predictions=predictions,
         always_trained=[class_names[label] for label in list_always_trained(folds, labels)],
         measured=measured,
         logits=logits[measured],
     )
+
+
+def _list_names(marks: Bools, class_names: Sequence[str]) -> list[str]:
+    return [class_names[place] for place in np.flatnonzero(marks).tolist()]

@@ -78,6 +78,9 @@ class FittedProbe:
                 f"; top-1 in cross-validation {format_percent(self.probe.top1, self.num_images)}"
             )
             text += describe_always_trained(self.always_trained)
+        elif self.probe.map is not None:
+            mean = format_percent(self.probe.map, self.num_images)
+            text += f"; mean average precision in cross-validation {mean}"
         elif self.always_trained:
             names = shorten(", ".join(self.always_trained))
             text += f"; no cross-validation, because of one group or image: {names}"
@@ -241,7 +244,7 @@ def _sample_classes(dataset: ImageDataset, count: int) -> np.ndarray:
     seed 0, then the second of each class, and so on."""
     rng = np.random.default_rng(0)
     shuffled = rng.permutation(len(dataset))
-    labels = dataset.labels[shuffled]
+    labels = dataset.strata[shuffled]
     order = np.argsort(labels, kind="stable")
     # For each image, its place within its class.
     starts = np.searchsorted(labels[order], np.unique(labels))

@@ -144,11 +144,6 @@ def build_run(
     keep_freed_memory()
 
     model, data = _build_model_and_data(config, parts, device)
-    if data.train.is_multilabel and uses_probe(config):
-        raise ValueError(
-            "a linear probe is for one class an image, and these images have several labels; set"
-            " model.probe=false and model.freeze=none"
-        )
     probe = parts.probe
     uncut_model = parts.uncut_model
     checkpoints = CheckpointStore(directory / "checkpoints")

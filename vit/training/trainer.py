@@ -162,9 +162,15 @@ class Trainer:
             validation = self.validator.validate(model, warn=self._message)
             seconds = time.perf_counter() - self._started_at
             count = len(self.validator.data.decoded_validation)
+            accuracy = (
+                f"{round(validation.top1 * count):,} of {count:,} validation images correct"
+                f" ({format_percent(validation.top1, count)})"
+            )
+            if self.train_step.multilabel:
+                mean = format_percent(validation.map, count)
+                accuracy = f"mean average precision {mean} on {count:,} validation images"
             self._message(
-                f"linear probe: {round(validation.top1 * count):,} of {count:,} validation images correct"
-                f" ({format_percent(validation.top1, count)}), macro F1"
+                f"linear probe: {accuracy}, macro F1"
                 f" {format_percent(validation.macro_f1, count)}  {seconds:.0f} s"
             )
         best = validation

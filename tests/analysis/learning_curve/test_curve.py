@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import average_precision_score
 
 from vit.analysis.learning_curve import curve as curve_module
 from vit.analysis.learning_curve.curve import (
@@ -199,3 +200,31 @@ def test_the_file_is_the_same_each_time_and_is_read_again(tmp_path: Path) -> Non
     (tmp_path / LEARNING_CURVE_FILE).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"learning_curve\.json: points\.0\.top1"):
         load_learning_curve(tmp_path)
+
+
+def test_the_curve_of_labels_is_of_their_average_precision() -> None:
+    """Its forecast holds what twice as many images give, and its last point is scikit-learn's."""
+    num_covered = 0
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        directions = 0.25 * rng.normal(size=(64, 5))
+        values = rng.normal(size=(1400, 64))
+        logits = values @ directions - 1 + rng.normal(size=(1400, 5))
+        marks = logits > 0
+        curve = measure_learning_curve(
+            {READOUT: torch.from_numpy(values[:200]).float()},
+            marks[:200],
+            LinearProbe(READOUT, STRENGTH, np.zeros((5, 64)), np.zeros(5), None, 0.5),
+            class_names=list("abcde"),
+        )
+        assert curve.measure == "map"
+        assert [point.top1 for point in curve.points[::3]] == sorted(
+            point.top1 for point in curve.points[::3]
+        )
+        ((weight, bias, _),) = fit_path(values[:400], marks[:400], [STRENGTH], balanced=False)
+        answers = values[400:] @ weight.T + bias
+        twice = average_precision_score(marks[400:], answers, average="macro")
+        assert curve.forecast is not None
+        num_covered += curve.forecast.interval[0] <= twice <= curve.forecast.interval[1]
+    assert num_covered >= 3
+    assert "as mean average precision" in curve.describe()

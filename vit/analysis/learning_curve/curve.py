@@ -9,14 +9,16 @@ fitted to measured accuracies and gives a forecast for twice as many images.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
+from vit.data.label_sets import number_label_sets
 from vit.evaluation.clusters import compute_clustered_interval, number_clusters
+from vit.evaluation.label_metrics import compare_precision, score_label_logits
 from vit.evaluation.significance import SIGNIFICANCE, compute_mcnemar
 from vit.prediction.features import Features
 from vit.prediction.probabilities import Floats, Ints
@@ -111,6 +113,8 @@ class LearningCurve(BaseModel):
     """The content of `learning_curve.json`. Accuracies and recalls are from 0 to 1.
 
     Attributes:
+        measure: "top1"; or "map" where images have several labels: the mean average precision, which
+            takes the place of each accuracy.
         num_images: Images that the probe was fitted on.
         num_groups: Groups of these images; None if each image is its own.
         num_folds: Folds in which images were left out.
@@ -123,6 +127,7 @@ class LearningCurve(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schema_version: int = 1
+    measure: Literal["top1", "map"] = "top1"
     num_images: Count
     num_groups: int | None
     num_folds: int
@@ -156,10 +161,12 @@ class LearningCurve(BaseModel):
         if self.gains:
             names = ", ".join(gain.name for gain in self.gains[:_MAX_NAMES])
             gains = f" The classes that would gain most: {names}."
+        what = "are expected to be classified correctly"
+        if self.measure == "map":
+            what = "are expected as mean average precision"
         return (
             f"With twice as many photos ({forecast.num_images:,}) about {expected} ({interval})"
-            f" {change} are expected to be classified correctly, by the learning curve of a linear"
-            f" probe.{gains}"
+            f" {change} {what}, by the learning curve of a linear probe.{gains}"
         )
 
 
@@ -177,7 +184,7 @@ def load_learning_curve(directory: Path) -> LearningCurve | None:
 
 def measure_learning_curve(
     features: Features,
-    labels: Ints,
+    labels: NDArray[Any],
     probe: LinearProbe,
     *,
     class_names: Sequence[str],
@@ -188,7 +195,7 @@ def measure_learning_curve(
 
     Args:
         features: Features of the images that the probe was fitted on.
-        labels: Labels of these images, [n].
+        labels: Labels of these images, [n], or which labels each has, [n, C].
         probe: The probe, whose readout and strength are used.
         class_names: Names of the classes.
         groups: Group of each image; a group is left out, or added, as a whole. None: each image is
@@ -203,6 +210,7 @@ def measure_learning_curve(
     clusters = number_clusters(groups, len(labels))
     num_folds = int(folds.max()) + 1
     curve = LearningCurve(
+        measure="map" if labels.ndim == 2 else "top1",
         num_images=len(labels),
         num_groups=None if groups is None else len(set(groups)),
         num_folds=num_folds,
@@ -225,76 +233,93 @@ def measure_learning_curve(
     folds = np.where(folds < num_measured, folds, -1)
     # in many small regressions several threads would wait for one another
     with threadpool_limits(1):
-        sizes, correct = _fit_parts(
+        sizes, answers = _fit_parts(
             values, labels, folds, clusters, fractions, strength=probe.strength, balanced=balanced
         )
     is_out = folds >= 0
-    correct, clusters = correct[is_out], clusters[is_out]
+    answers, clusters = answers[:, is_out], clusters[is_out]
+    correct = answers
+    if labels.ndim == 2:
+        scores = [score_label_logits(each, labels[is_out]) for each in answers]
+        correct = np.stack([each.correct for each in scores])
+        top1, intervals, covariance = compare_precision(scores, list(map(str, clusters)))
+        num_classes = int(labels.any(axis=0).sum())
+    else:
+        top1 = correct.mean(axis=1)
+        intervals = [compute_clustered_interval(row, clusters) for row in correct]
+        covariance = _compute_covariance(correct, clusters)
+        num_classes = len(np.unique(labels))
     points = [
-        CurvePoint(
-            fraction,
-            round(size),
-            float(column.mean()),
-            compute_clustered_interval(column, clusters),
-        )
-        for fraction, size, column in zip(fractions, sizes, correct.T, strict=True)
+        CurvePoint(fraction, round(size), float(value), interval)
+        for fraction, size, value, interval in zip(fractions, sizes, top1, intervals, strict=True)
     ]
     notes = []
     if num_measured < num_folds:
         notes.append(f"only {num_measured} of {num_folds} folds were left out, to save time")
     gains = []
-    if fractions == FRACTIONS:
+    if fractions == FRACTIONS and labels.ndim == 1:
         gains = _find_gains(
-            labels[is_out], correct[:, _HALF], correct[:, -1], clusters, class_names=class_names
+            labels[is_out], correct[_HALF], correct[-1], clusters, class_names=class_names
         )
-    else:
+    if fractions != FRACTIONS:
         notes.append(f"at most {100 * fractions[-1]:.0f} % of the other photos were used")
     curve = curve.model_copy(
         update={"points": points, "gains": gains, "note": ", and ".join(notes) or None}
     )
 
-    return _add_forecast(curve, sizes, correct, clusters, num_classes=len(np.unique(labels)))
-
-
-def _add_forecast(
-    curve: LearningCurve, sizes: Floats, correct: Bools, clusters: Ints, *, num_classes: int
-) -> LearningCurve:
-    """Return the curve with a forecast, or with the reason why there is none."""
     is_usable = sizes >= _MIN_IMAGES_A_CLASS * num_classes
-    num_errors = int((~correct[:, -1]).sum())
+    num_measured = correct.shape[1]
+    num_errors = int((~correct[-1]).sum())
     if is_usable.sum() < _MIN_POINTS:
-        return curve.give_up(f"{curve.num_images:,} photos in {num_classes} classes are too few")
+        what = "classes" if labels.ndim == 1 else "labels"
+        return curve.give_up(f"{curve.num_images:,} photos in {num_classes} {what} are too few")
     if num_errors < _MIN_ERRORS:
-        return curve.give_up(f"{num_errors} errors in {len(correct):,} photos are too few")
+        return curve.give_up(f"{num_errors} errors in {num_measured:,} photos are too few")
     forecast = forecast_twice(
-        sizes[is_usable], correct[:, is_usable], clusters, num_images=curve.num_images
+        sizes[is_usable],
+        1 - top1[is_usable],
+        covariance[np.ix_(is_usable, is_usable)],
+        num_measured=num_measured,
+        num_images=curve.num_images,
     )
     return curve.model_copy(update={"forecast": forecast})
 
 
-def forecast_twice(sizes: Floats, correct: Bools, clusters: Ints, *, num_images: int) -> Forecast:
-    """Fit the power law, and continue it to twice as many images.
-
-    The interval holds 95 % of the forecasts from errors that are drawn with their covariance over
-    the clusters, since those of all sizes are measured on the same images. It is widened by the
-    error that the law makes at the largest size if it is fitted to the sizes up to half of that.
+def _compute_covariance(correct: Bools, clusters: Ints) -> Floats:
+    """Compute the covariance of the errors at several sizes, [P, P], over the clusters.
 
     Args:
-        sizes: Images that the probes were fitted on, [P].
-        correct: True where an image that was left out is predicted correctly, [n, P].
+        correct: True where an image that was left out is predicted correctly, [P, n].
         clusters: Group of each of these images, [n].
-        num_images: Number of all images.
     """
     _, members = np.unique(clusters, return_inverse=True)
     counts = np.bincount(members)
-    num_errors = np.stack([np.bincount(members, ~column) for column in correct.T], axis=1)
-    errors = num_errors.sum(axis=0) / len(correct)
+    num_errors = np.stack([np.bincount(members, ~row) for row in correct], axis=1)
+    errors = num_errors.sum(axis=0) / correct.shape[1]
     deviations = num_errors - np.outer(counts, errors)
-    covariance = deviations.T @ deviations / len(correct) ** 2
+    covariance: Floats = deviations.T @ deviations / correct.shape[1] ** 2
     # the groups are a sample, too: the factor of an unbiased variance
-    covariance *= len(counts) / max(len(counts) - 1, 1)
+    return covariance * (len(counts) / max(len(counts) - 1, 1))
+
+
+def forecast_twice(
+    sizes: Floats, errors: Floats, covariance: Floats, *, num_measured: int, num_images: int
+) -> Forecast:
+    """Fit the power law, and continue it to twice as many images.
+
+    The interval holds 95 % of the forecasts from errors that are drawn with their covariance, since
+    those of all sizes are measured on the same images. It is widened by the error that the law makes
+    at the largest size if it is fitted to the sizes up to half of that.
+
+    Args:
+        sizes: Images that the probes were fitted on, [P].
+        errors: Their errors on images that were left out, [P].
+        covariance: Covariance of the errors, [P, P].
+        num_measured: Images that were left out.
+        num_images: Number of all images.
+    """
     # inverse variances; without a bound an error of 0 would have all of the weight
-    weights = 1 / np.maximum(errors * (1 - errors), 1 / len(correct))
+    weights = 1 / np.maximum(errors * (1 - errors), 1 / num_measured)
 
     rng = np.random.default_rng(0)
     draws = rng.multivariate_normal(errors, covariance, _NUM_DRAWS, method="eigh")
@@ -354,37 +379,41 @@ def _fit_power_law(sizes: Floats, errors: Floats, weights: Floats) -> Floats:
 
 def _fit_parts(
     values: Floats,
-    labels: Ints,
+    labels: NDArray[Any],
     folds: Ints,
     clusters: Ints,
     fractions: Sequence[float],
     *,
     strength: float,
     balanced: Balance,
-) -> tuple[Floats, Bools]:
+) -> tuple[Floats, NDArray[Any]]:
     """Fit probes to each fraction of the images outside each fold.
 
     Returns:
         Mean number of images that the probes were fitted on, [P], and whether they predict each
-        image that was left out correctly, [n, P].
+        image that was left out correctly, [P, n]; of labels the logits, [P, n, C].
     """
     rng = np.random.default_rng(0)
     sizes = np.zeros(len(fractions))
-    correct = np.zeros((len(labels), len(fractions)), dtype=bool)
+    several = labels.ndim == 2
+    strata = number_label_sets(labels) if several else labels
+    answers = np.zeros((len(fractions), *labels.shape), dtype=np.float32 if several else bool)
     num_folds = folds.max() + 1
     for fold in range(num_folds):
         is_out = folds == fold
         inside = np.flatnonzero(~is_out)
-        places = _compute_places(labels[inside], clusters[inside], rng)
+        places = _compute_places(strata[inside], clusters[inside], rng)
         for column, fraction in enumerate(fractions):
             chosen = inside[places < fraction]
             ((weight, bias, classes),) = fit_path(
                 values[chosen], labels[chosen], [strength], balanced=balanced
             )
             logits = values[is_out] @ weight.T + bias
-            correct[is_out, column] = classes[logits.argmax(axis=1)] == labels[is_out]
+            if not several:
+                logits = classes[logits.argmax(axis=1)] == labels[is_out]
+            answers[column, is_out] = logits
             sizes[column] += len(chosen) / num_folds
-    return sizes, correct
+    return sizes, answers
 
 
 def _compute_places(labels: Ints, clusters: Ints, rng: np.random.Generator) -> Floats:

@@ -14,6 +14,8 @@ from vit.explanation.render.page import render_page
 _TEMPLATE = Path(__file__).with_name("learning_curve.html.jinja")
 # pixels
 _INTERVAL_WIDTH = 4
+# measure → the name of its axis
+_AXES = {"top1": "accuracy", "map": "mean average precision"}
 # points of the fitted curve; a line of more than 30 has no circles, and its end should have one
 _NUM_FITTED = 25
 
@@ -45,6 +47,8 @@ def build_chart(curve: LearningCurve) -> Chart:
     marks = []
     for place, (count, top1, (low, high)) in enumerate(shown):
         kind = "of the images left out are correct" if place < num_measured else "expected"
+        if curve.measure == "map":
+            kind = "mean average precision" + ", expected" * (place >= num_measured)
         interval = f"{100 * low:.1f}–{100 * high:.1f} % with 95 % confidence"
         text = f"{count:,} images: {100 * top1:.1f} % {kind}, {interval}"
         x = place_x(count)
@@ -61,5 +65,11 @@ def build_chart(curve: LearningCurve) -> Chart:
         ]
         lines.append(Line("inverse power law, and its forecast", [*fitted, marks[-1]], style=1))
     return Chart(
-        "Learning curve", "training images", "accuracy", x_ticks, y_ticks, lines, intervals
+        "Learning curve",
+        "training images",
+        _AXES[curve.measure],
+        x_ticks,
+        y_ticks,
+        lines,
+        intervals,
     )

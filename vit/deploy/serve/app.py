@@ -385,10 +385,10 @@ def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> l
     values."""
     (explained,) = explainer.explain(items_from_images([photo])).images
     shown = resize_picture(photo, min_side=_MIN_SIDE, max_side=MAX_SIDE)
-    maps = []
+    maps: list[Json] = []
     for map in explained.maps:
         assert map.scale is not None
-        facts = {
+        facts: dict[str, object] = {
             "method": map.method.name,
             "title": map.method.title,
             "caption": map.describe(),

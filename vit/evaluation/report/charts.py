@@ -74,16 +74,19 @@ def build_history_chart(
     return Chart(title, "epoch", y_label, x_ticks, y_ticks, lines)
 
 
-def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
-    """Draw accuracy against confidence."""
+def build_reliability_chart(
+    bins: Sequence[Bin], *, x_label: str = "confidence", y_label: str = "accuracy"
+) -> Chart:
+    """Draw the accuracy, or the frequency of labels, against the confidence."""
+    counted = "images correct" if y_label == "accuracy" else "are there"
     place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
     place_y, y_ticks = fit_axis((0, 1), Chart.bottom, Chart.top)
     bars = []
     for bin in bins:
         if bin.count == 0:
             continue
-        text = f"confidence {bin.lower:.2f}–{bin.upper:.2f}: "
-        text += f"{round(bin.accuracy * bin.count)} of {bin.count} images correct"
+        text = f"{x_label} {bin.lower:.2f}–{bin.upper:.2f}: "
+        text += f"{round(bin.accuracy * bin.count)} of {bin.count} {counted}"
         top = place_y(bin.accuracy)
         # leaves a gap of two pixels between bars
         width = place_x(bin.upper) - place_x(bin.lower) - 2
@@ -91,7 +94,7 @@ def build_reliability_chart(bins: Sequence[Bin]) -> Chart:
         bars.append(Mark(place_x(bin.lower) + 1, top, text, width, height))
     diagonal = [Mark(place_x(value), place_y(value)) for value in (0, 1)]
     ideal = Line("perfectly calibrated", diagonal, style=1)
-    return Chart("Reliability", "confidence", "accuracy", x_ticks, y_ticks, [ideal], bars)
+    return Chart("Reliability", x_label, y_label, x_ticks, y_ticks, [ideal], bars)
 
 
 def build_selective_chart(confidence: Floats, correct: Bools) -> Chart:

@@ -71,20 +71,27 @@ def _describe_trust(evaluation: "Evaluation") -> str:
 
 
 def _describe_data(evaluation: "Evaluation") -> str:
-    facts = []
+    facts, clean, unknown = [], [], ""
     suspects = evaluation.examples.num_label_errors
-    can_judge = evaluation.beats_guessing()
-    if suspects and can_judge:
+    if not evaluation.beats_guessing():
+        unknown += " Labels can't be checked by a model that may be guessing."
+    elif suspects:
         facts.append(f"{suspects} of {evaluation.num_images:,} labels look wrong")
+    else:
+        clean.append("suspicious label")
     overlap = evaluation.duplicates_of_training
-    if overlap is not None and overlap.exact + overlap.near:
+    if overlap is None:
+        unknown += " Whether the model was trained on some of the images isn't known."
+    elif overlap.exact + overlap.near:
         facts.append(
             f"{overlap.exact + overlap.near} images are the same as in training, or nearly"
         )
+    else:
+        clean.append("training image")
     if evaluation.unreadable:
         facts.append(f"{len(evaluation.unreadable)} can't be read")
-    labels = "" if can_judge else " Labels can't be checked by a model that may be guessing."
+    else:
+        clean.append("unreadable file")
     if facts:
-        return f"Possible problems in the data: {', '.join(facts)}.{labels}"
-    checked = f"no {'suspicious label, ' if can_judge else ''}training image or unreadable file"
-    return f"No problems found in the data: {checked}.{labels}"
+        return f"Possible problems in the data: {', '.join(facts)}.{unknown}"
+    return f"No problems found in the data: no {' or '.join(clean)}.{unknown}"

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from vit.bundle import Bundle
+from vit.evaluation.images import EvaluationSet
 from vit.evaluation.label_result import format_thresholds
 from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.out_of_fold import CROSS_VALIDATION
@@ -40,9 +41,11 @@ from vit.explanation.render.page import (
     resize_picture,
 )
 from vit.explanation.render.scale import PatchMap, fit_scale, relative_to_uniform
+from vit.explanation.targets import CLASS, Target
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model_file
 from vit.prediction.conformal import describe_low_coverage
+from vit.prediction.ensemble import Ensemble
 from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import Pixels
 from vit.runtime.device import copy_to_device, copy_to_host
@@ -54,6 +57,7 @@ from vit.runtime.progress import show_progress
 
 if TYPE_CHECKING:
     # A result writes its own report.
+    from vit.evaluation.label_result import LabelEvaluationResult
     from vit.evaluation.result import Evaluation, EvaluationResult, MetricRow
 
 _TEMPLATES = Path(__file__).parent
@@ -67,7 +71,7 @@ _MAX_CONTRAST_SECONDS = 15.0
 # errors that are shown; the others are folded
 _NUM_SHOWN = 6
 # class and text of the badge of each verdict
-_BADGES = {
+BADGES = {
     "confirmed": ("confirmed", "✓ map confirmed"),
     "partly confirmed": ("partly", "~ map partly confirmed"),
     "not confirmed": ("not", "✗ map not confirmed"),
@@ -121,12 +125,11 @@ def build_report(result: "EvaluationResult") -> str:
         result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
     )
     errors = [example.path for example in evaluation.examples.most_confident_errors]
-    # a cross-validated model has seen the images, so it and its training photos don't explain errors
-    is_seen = evaluation.split == CROSS_VALIDATION
+    problem = find_problem(result)
     nearest: list[list[Neighbour]] = [[] for _ in errors]
     contrasts = []
-    if not is_seen:
-        nearest = training_photos.find(_read_images(result, errors), _NUM_NEIGHBOURS)
+    if not problem:
+        nearest = training_photos.find(read_images(result.images, errors), _NUM_NEIGHBOURS)
         contrasts = explain_confusions(
             result, training_photos, seconds=min(_MAX_CONTRAST_SECONDS, result.seconds / 3)
         )
@@ -149,12 +152,14 @@ def build_report(result: "EvaluationResult") -> str:
         "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
         "metrics": evaluation.list_rows(),
+        "outputs": f"{len(class_names)} classes",
+        "beats_guessing": evaluation.beats_guessing(),
         "cards": _choose_cards(result),
         "percent": partial(format_percent, count=evaluation.num_images),
         "interval_text": partial(format_interval, count=evaluation.num_images),
         "number": format_number,
         "describe_low_coverage": describe_low_coverage,
-        "history": _chart_history(load_history(evaluation.model)),
+        "history": chart_history(load_history(evaluation.model)),
         "section": section,
         "matrix": describe_confusion(result.scores, class_names, result.images),
         "contrasts": contrasts,
@@ -165,12 +170,12 @@ def build_report(result: "EvaluationResult") -> str:
         "curves": _draw_curves(result),
         "pictures": pictures,
         "maps": maps,
-        "about_maps": _describe_maps(drawn, len(pictures)) if drawn else "",
+        "about_maps": describe_maps(drawn, len(pictures)) if drawn else "",
         "maps_missing": maps_missing,
-        "badges": _BADGES,
+        "badges": BADGES,
         "num_shown": _NUM_SHOWN,
         "neighbours": dict(zip(errors, nearest, strict=True)),
-        "training": _describe_training(result.bundle),
+        "training": describe_training(result.bundle),
     }
     return render_page(_TEMPLATES / "report.html.jinja", context)
 
@@ -183,6 +188,16 @@ def _draw_curves(result: "EvaluationResult") -> list[Chart]:
     place = result.bundle.class_names.index(metrics.name)
     probabilities = compute_probabilities(result.bundle, result.logits)[:, place]
     return build_curve_charts(probabilities, result.scores.labels == place, metrics.thresholds[0])
+
+
+def find_problem(result: "EvaluationResult | LabelEvaluationResult") -> str:
+    """Return why neither maps nor training photos can explain these predictions; empty if they
+    can."""
+    if result.evaluation.split == CROSS_VALIDATION:
+        return "the model has seen these images, unlike the probes of the folds"
+    if isinstance(result.bundle, Ensemble):
+        return "they are of one model, and these are predictions of several"
+    return ""
 
 
 def render_markdown(result: "EvaluationResult") -> str:
@@ -232,9 +247,14 @@ def load_history(model: str) -> list[dict[str, Any]]:
 
 
 def draw_maps(
-    bundle: Bundle, pictures: Sequence[Pixels], deadline: float, *, verify: bool = True
+    bundle: Bundle,
+    pictures: Sequence[Pixels],
+    deadline: float,
+    *,
+    target: Target = CLASS,
+    verify: bool = True,
 ) -> DrawnMaps:
-    """Draw maps of the predicted classes over pictures as the model sees them, [H, W, 3].
+    """Draw maps over pictures as the model sees them, [H, W, 3].
 
     Maps are drawn until the deadline, at least of the first pictures. They are tested as long as
     there is time to draw the others afterwards.
@@ -243,6 +263,7 @@ def draw_maps(
         bundle: The model.
         pictures: The pictures, the most important ones first.
         deadline: Time by `read_work_clock`.
+        target: What the maps explain, of all the pictures.
         verify: See `compute_maps`.
 
     Raises:
@@ -267,6 +288,7 @@ def draw_maps(
                 reader,
                 bundle.preprocess.normalize(batch),
                 methods=[method],
+                target=target.select(range(first, first + len(pixels))),
                 verify=verify and first == 0,
             )
             values = maps.values[:, 0].cpu().numpy()
@@ -301,7 +323,7 @@ def _choose_classes(evaluation: "Evaluation") -> list[ClassMetrics]:
     return worst_first[:_MAX_CLASSES]
 
 
-def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
+def chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
     charts = []
     loss = {
         "training": _read_series(epochs, "train_loss"),
@@ -310,11 +332,15 @@ def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
     loss = {name: points for name, points in loss.items() if points}
     if loss:
         charts.append(build_history_chart("Loss", loss, y_label="cross-entropy, nats"))
-    top1 = _read_series(epochs, "val_top1")
-    if top1:
-        charts.append(
-            build_history_chart("Accuracy", {"validation": top1}, y_label="top-1", y_range=(0, 1))
-        )
+    for title, label, key in (
+        ("Accuracy", "top-1", "val_top1"),
+        ("Mean average precision", "mAP", "val_map"),
+    ):
+        points = _read_series(epochs, key)
+        if points:
+            charts.append(
+                build_history_chart(title, {"validation": points}, y_label=label, y_range=(0, 1))
+            )
     return charts
 
 
@@ -348,26 +374,28 @@ def _draw_examples(
     )
     # an image may be in several groups
     paths = dict.fromkeys(example.path for group in groups for example in group)
-    pixels = _read_images(result, paths)
+    pixels = read_images(result.images, paths)
     photos = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
     pictures = dict(zip(paths, photos, strict=True))
     if not pixels:
         return pictures, None, ""
-    if result.evaluation.split == CROSS_VALIDATION:
-        return pictures, None, "the model has seen these images, unlike the probes of the folds"
+    if problem := find_problem(result):
+        return pictures, None, problem
     try:
         return pictures, draw_maps(result.bundle, pixels, deadline, verify=verify), ""
     except ValueError as error:
         return pictures, None, str(error)
 
 
-def _describe_maps(drawn: DrawnMaps, num_pictures: int) -> str:
+def describe_maps(
+    drawn: DrawnMaps, num_pictures: int, *, explained: str = "the predicted class"
+) -> str:
     """Describe what the maps show, which are not drawn, and that some are missing to save time."""
     method = drawn.method
     text = f"Next to a picture is its {method.title}, which is the same for every class."
     if method.class_specific:
         against = " and against it (blue)" if method.signed else ""
-        text = f"Next to a picture is the evidence for the predicted class (red){against}."
+        text = f"Next to a picture is the evidence for {explained} (red){against}."
     verdicts = [map.verdict for map in drawn.maps if map.verdict]
     if verdicts:
         text += " Its badge is the result of the patch-removal test: does the prediction change"
@@ -383,7 +411,7 @@ def _describe_maps(drawn: DrawnMaps, num_pictures: int) -> str:
     return text
 
 
-def _describe_training(bundle: Bundle) -> str:
+def describe_training(bundle: Bundle) -> str:
     """Describe in words how the model was trained; empty if it isn't known."""
     train, model = bundle.config.get("train"), bundle.config.get("model", {})
     step = bundle.metadata.get("step")
@@ -397,7 +425,7 @@ def _describe_training(bundle: Bundle) -> str:
     return f"{start}, {length}, seed {train.get('seed')}"
 
 
-def _read_images(result: "EvaluationResult", paths: Iterable[str]) -> list[Pixels]:
+def read_images(images: EvaluationSet, paths: Iterable[str]) -> list[Pixels]:
     """Return evaluated images as the model sees them."""
-    position = {name: index for index, name in enumerate(result.images.ids)}
-    return [result.images.read(position[path], position[path] + 1)[0] for path in paths]
+    position = {name: index for index, name in enumerate(images.ids)}
+    return [images.read(position[path], position[path] + 1)[0] for path in paths]

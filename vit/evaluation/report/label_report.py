@@ -1,0 +1,283 @@
+"""The report of an evaluation on images with several labels: one self-contained HTML file."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vit.evaluation.label_metrics import LabelMetrics, LabelScores
+from vit.evaluation.metrics import bin_confidence
+from vit.evaluation.report.charts import Chart, build_reliability_chart
+from vit.evaluation.report.curves import build_curve_charts
+from vit.evaluation.report.report import (
+    BADGES,
+    DrawnMap,
+    chart_history,
+    describe_maps,
+    describe_training,
+    draw_maps,
+    find_problem,
+    load_history,
+    read_images,
+)
+from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
+from vit.explanation.targets import LABEL
+from vit.prediction.probabilities import Bools
+from vit.runtime.machine import read_work_clock
+from vit.runtime.numbers import format_interval, format_number, format_percent
+
+if TYPE_CHECKING:
+    # A result writes its own report.
+    from vit.evaluation.label_result import LabelEvaluation, LabelEvaluationResult
+    from vit.evaluation.result import MetricRow
+
+_TEMPLATE = Path(__file__).with_name("label_report.html.jinja")
+# labels with curves and examples, the lowest average precision first; more make a large page
+_MAX_FOLDED = 40
+# examples of each kind for a label
+_NUM_EXAMPLES = 3
+_MAX_PAIRS = 10
+
+
+class Mistake(NamedTuple):
+    """An image of which a label is missed or falsely found.
+
+    Attributes:
+        path: Name of the image.
+        probability: Probability of the label.
+        labels: Labels that the image has.
+        picture: The image as a data address.
+        map: Map of the label over it; None if there was no time for it.
+    """
+
+    path: str
+    probability: float
+    labels: list[str]
+    picture: str
+    map: DrawnMap | None
+
+
+class FoldedLabel(NamedTuple):
+    """What is folded below the row of a label."""
+
+    place: int
+    metrics: LabelMetrics
+    charts: list[Chart]
+    num_missed: int
+    missed: list[Mistake]
+    num_false: int
+    false: list[Mistake]
+
+
+class ErrorPair(NamedTuple):
+    """Images of which one label is missed and another falsely found.
+
+    Attributes:
+        missed, found: Names of the labels.
+        images: Number of images.
+        chance: Expected number if the other label were found as often as in all images without it.
+    """
+
+    missed: str
+    found: str
+    images: int
+    chance: float
+
+
+def build_label_report(result: "LabelEvaluationResult") -> str:
+    """Build the page: HTML that needs no other file. Its maps take about as much work as the
+    evaluation at most."""
+    deadline = read_work_clock(result.bundle.device.type) + result.seconds
+    evaluation, scores = result.evaluation, result.scores
+    labels, about_maps, maps_missing = _fold_labels(result, deadline)
+    pairs = find_error_pairs(scores, result.bundle.class_names)
+    context = {
+        "evaluation": evaluation,
+        "run": name_model(evaluation.model),
+        "data": evaluation.data,
+        "outputs": f"{len(evaluation.per_label)} labels",
+        "beats_guessing": evaluation.beats_guessing(),
+        "sentences": _describe_in_plain_words(evaluation, scores, pairs),
+        "warnings": evaluation.list_warnings(),
+        "metrics": evaluation.list_rows(),
+        "cards": _choose_cards(evaluation, scores),
+        "percent": partial(format_percent, count=evaluation.num_images),
+        "interval_text": partial(format_interval, count=evaluation.num_images),
+        "number": format_number,
+        "thresholds": np.broadcast_to(scores.thresholds, len(evaluation.per_label)).tolist(),
+        "labels": labels,
+        "pairs": pairs,
+        "about_maps": about_maps,
+        "maps_missing": maps_missing,
+        "badges": BADGES,
+        "reliability": build_reliability_chart(
+            bin_confidence(scores.probabilities.ravel(), scores.labels.ravel()),
+            x_label="probability",
+            y_label="frequency",
+        ),
+        "history": chart_history(load_history(evaluation.model)),
+        "training": describe_training(result.bundle),
+    }
+    return render_page(_TEMPLATE, context)
+
+
+def _choose_cards(
+    evaluation: "LabelEvaluation", scores: LabelScores
+) -> list[tuple["MetricRow", str]]:
+    """Return the three metrics that most readers need, each with a remark."""
+    rows = dict(zip((*evaluation.intervals, "ece"), evaluation.list_rows(), strict=False))
+    percent = partial(format_percent, count=evaluation.num_images)
+    sure = (
+        f"mean probability {percent(float(scores.probabilities.mean()))},"
+        f" labels that are there {percent(float(scores.labels.mean()))}"
+    )
+    exact = f"all labels right: {rows['exact_match'].value} of the images"
+    return [(rows["map"], "all labels count alike"), (rows["macro_f1"], exact), (rows["ece"], sure)]
+
+
+def _describe_in_plain_words(
+    evaluation: "LabelEvaluation", scores: LabelScores, pairs: list[ErrorPair]
+) -> list[str]:
+    """Return a sentence each on guessing, the worst label, and errors together."""
+    sentences = [evaluation.describe_guessing()]
+    known = [row for row in evaluation.per_label if row.average_precision is not None]
+    if len(known) > 1:
+        worst = min(known, key=lambda row: row.average_precision or 0.0)
+        hits = round((worst.recall or 0) * worst.support)
+        sentences.append(
+            f"It is worst on {worst.name}: {hits} of {worst.support} images that have it are found,"
+            f" and {worst.predicted - hits} others."
+        )
+    missed = int((scores.labels & ~scores.predicted).sum())
+    false = int((scores.predicted & ~scores.labels).sum())
+    sentences.append(
+        f"Of {int(scores.labels.sum()):,} labels {missed:,} are missed; {false:,} are falsely found."
+    )
+    if pairs:
+        pair = pairs[0]
+        sentences[-1] += (
+            f" Where {pair.missed} is missed, {pair.found} is falsely found most often:"
+            f" {pair.images} images."
+        )
+    return sentences
+
+
+def find_error_pairs(
+    scores: LabelScores, class_names: tuple[str, ...] | list[str]
+) -> list[ErrorPair]:
+    """Return the pairs of labels of which one is missed and the other falsely found in the same
+    image, at least twice and more often than by chance; the most frequent first.
+
+    Args:
+        scores: Scores of the images.
+        class_names: Name of each label.
+    """
+    missed = (scores.labels & ~scores.predicted).astype(np.float64)
+    false = (scores.predicted & ~scores.labels).astype(np.float64)
+    lacking = (~scores.labels).astype(np.float64)
+    counts = missed.T @ false  # [missed, falsely found]
+    rate = false.sum(axis=0) / np.maximum(lacking.sum(axis=0), 1)
+    chance = (missed.T @ lacking) * rate
+    is_pair = (counts >= 2) & (counts > chance)
+    order = np.argsort(-np.where(is_pair, counts, 0), axis=None, kind="stable")
+    return [
+        ErrorPair(
+            class_names[first],
+            class_names[second],
+            int(counts[first, second]),
+            float(chance[first, second]),
+        )
+        for first, second in (divmod(int(place), len(counts)) for place in order[:_MAX_PAIRS])
+        if is_pair[first, second]
+    ]
+
+
+def _fold_labels(
+    result: "LabelEvaluationResult", deadline: float
+) -> tuple[list[FoldedLabel], str, str]:
+    """Choose the examples of each label and draw them with their maps.
+
+    Returns:
+        The labels, the lowest average precision first; what the maps show; and why there are none.
+    """
+    scores, rows = result.scores, result.evaluation.per_label
+    order = sorted(
+        (place for place, row in enumerate(rows) if row.support or row.predicted),
+        key=lambda place: (
+            rows[place].average_precision is None,
+            rows[place].average_precision or 0,
+        ),
+    )[:_MAX_FOLDED]
+    is_missed, is_false = scores.labels & ~scores.predicted, scores.predicted & ~scores.labels
+    chosen = {
+        place: (
+            _choose(is_missed[:, place], scores.probabilities[:, place]),
+            _choose(is_false[:, place], -scores.probabilities[:, place]),
+        )
+        for place in order
+    }
+    cases = [
+        (index, place) for place, kinds in chosen.items() for images in kinds for index in images
+    ]
+    # one example of each kind before the second, because there may be no time for every map
+    ranks = [rank for kinds in chosen.values() for images in kinds for rank in range(len(images))]
+    cases = [cases[i] for i in np.argsort(ranks, kind="stable").tolist()] if cases else []
+    pixels = read_images(result.images, [result.images.ids[index] for index, _ in cases])
+    about, missing = "", find_problem(result)
+    maps: dict[tuple[int, int], DrawnMap] = {}
+    if cases and not missing:
+        target = LABEL.with_classes(torch.tensor([place for _, place in cases]))
+        try:
+            drawn = draw_maps(result.bundle, pixels, deadline, target=target)
+            about = describe_maps(drawn, len(cases), explained="the label")
+            maps = dict(zip(cases, drawn.maps, strict=False))
+        except ValueError as error:
+            missing = str(error)
+    pictures = {
+        index: encode_picture(resize_picture(Image.fromarray(photo)))
+        for (index, _), photo in zip(cases, pixels, strict=True)
+    }
+    names = result.bundle.class_names
+
+    def describe(images: list[int], place: int) -> list[Mistake]:
+        return [
+            Mistake(
+                result.images.ids[index],
+                float(scores.probabilities[index, place]),
+                [names[label] for label in np.flatnonzero(scores.labels[index]).tolist()],
+                pictures[index],
+                maps.get((index, place)),
+            )
+            for index in images
+        ]
+
+    folded = []
+    for place in order:
+        missed, false = chosen[place]
+        thresholds = rows[place].thresholds
+        folded.append(
+            FoldedLabel(
+                place,
+                rows[place],
+                build_curve_charts(
+                    scores.probabilities[:, place],
+                    scores.labels[:, place],
+                    thresholds[0] if thresholds else None,
+                ),
+                int(is_missed[:, place].sum()),
+                describe(missed, place),
+                int(is_false[:, place].sum()),
+                describe(false, place),
+            )
+        )
+    return folded, about, missing
+
+
+def _choose(is_error: Bools, ranks: np.ndarray) -> list[int]:
+    """Return the indices of the clearest errors, those of the lowest ranks."""
+    order = np.argsort(np.where(is_error, ranks, np.inf), kind="stable")
+    chosen: list[int] = order[: min(int(is_error.sum()), _NUM_EXAMPLES)].tolist()
+    return chosen
