@@ -140,12 +140,12 @@ def embed(
     bundle = open_model(model, device=device)
     predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = [np.zeros((0, count_features(bundle.model)), dtype=np.float32)]
-    for batch in _decode_batches(images, predictor.preprocess, batch_size):
-        pixels = []
+    for batch in _decode_batches(images, [predictor.preprocess], batch_size):
+        pixels: list[Pixels] = []
         for path, decoded in batch:
             if isinstance(decoded, str):
                 raise ValueError(f"{path} has no features: {decoded}")
-            pixels.append(decoded)
+            pixels += decoded
         _, found = predictor.predict_with_features(read_from(pixels), count=len(pixels))
         features.append(found)
     return np.concatenate(features)
