@@ -106,7 +106,7 @@ def compute_label_metrics(scores: LabelScores) -> dict[str, float]:
     those that some image has and another one lacks. An image without a label that gets none counts
     as right. Metrics without such labels are NaN.
     """
-    rates = _compute_rates(scores, np.ones((1, len(scores))))
+    rates = compute_rates(scores, np.ones((1, len(scores))))
     return {
         **{name: float(values[0]) for name, values in rates.items()},
         "exact_match": float(scores.correct.mean()),
@@ -124,12 +124,15 @@ def compute_label_ece(scores: LabelScores) -> float:
     return float(np.abs(sums).sum() / gaps.size)
 
 
-def _compute_rates(scores: LabelScores, weights: Floats) -> dict[str, Floats]:
-    """Compute the metrics of `_RATES` for several weights of the images.
+def compute_rates(
+    scores: LabelScores, weights: Floats, *, names: Sequence[str] = _RATES
+) -> dict[str, Floats]:
+    """Compute metrics for several weights of the images.
 
     Args:
         scores: Scores of n images.
         weights: Weights of the images, [k, n].
+        names: The metrics. That of all pairs of image and label together takes the longest.
 
     Returns:
         Name → [k].
@@ -151,14 +154,16 @@ def _compute_rates(scores: LabelScores, weights: Floats) -> dict[str, Floats]:
     num_both = labels.sum(axis=1) + predicted.sum(axis=1)
     num_hits = (labels & predicted).sum(axis=1)
     image_f1 = np.where(num_both > 0, 2 * num_hits / np.maximum(num_both, 1), 1.0)
-    return {
+    rates = {
         "map": _average(precisions),
-        "map_micro": np.array([_rank_all(scores, row) for row in weights]),
         "roc_auc": _average(areas),
         "macro_f1": _average(f1),
         "micro_f1": np.where(total > 0, 2 * hits.sum(axis=1) / np.maximum(total, 1e-12), np.nan),
         "image_f1": weights @ image_f1 / weights.sum(axis=1),
     }
+    if "map_micro" in names:
+        rates["map_micro"] = np.array([_rank_all(scores, row) for row in weights])
+    return {name: rates[name] for name in names}
 
 
 def _rank_all(scores: LabelScores, weights: Floats) -> float:
@@ -250,7 +255,7 @@ def compute_per_label(
     """
     clusters = number_clusters(groups, len(scores))
     whole = np.ones((1, len(scores)))
-    parts = _leave_out_parts(clusters)
+    parts = leave_out_parts(clusters)
     thresholds = np.broadcast_to(scores.thresholds, len(class_names)).tolist()
     rows = []
     for place, name in enumerate(class_names):
@@ -302,7 +307,7 @@ def compute_label_intervals(
     """
     clusters = number_clusters(groups, len(scores))
     metrics = compute_label_metrics(scores)
-    left_out = _compute_rates(scores, _leave_out_parts(clusters))
+    left_out = compute_rates(scores, leave_out_parts(clusters))
     counts = scores.labels.sum(axis=0)
     counts = np.minimum(counts, len(scores) - counts)
     counts = counts[counts > 0]
@@ -313,7 +318,7 @@ def compute_label_intervals(
         for name in _RATES
     }
     intervals["exact_match"] = compute_clustered_interval(scores.correct, clusters)
-    parts = _leave_out_parts(clusters)
+    parts = leave_out_parts(clusters)
     losses = parts @ scores.loss / parts.sum(axis=1)
     largest = max(float(scores.loss.max()), 1e-12) / len(scores)
     intervals["loss"] = _bound_total(metrics["loss"], losses, largest)
@@ -327,7 +332,7 @@ def bound_mean(values: Floats, groups: Sequence[str] | None = None) -> tuple[flo
         values: One for each image, [n].
         groups: Group of each image. None: each is its own group.
     """
-    parts = _leave_out_parts(number_clusters(groups, len(values)))
+    parts = leave_out_parts(number_clusters(groups, len(values)))
     left_out = parts @ values / parts.sum(axis=1)
     return _bound_rate(float(values.mean()), left_out, 1 / len(values))
 
@@ -346,18 +351,10 @@ def compare_precision(
         are the jackknife's. See `compute_label_intervals`.
     """
     first = scores[0]
-    parts = _leave_out_parts(number_clusters(groups, len(first)))
+    parts = leave_out_parts(number_clusters(groups, len(first)))
     weights = np.concatenate([np.ones((1, len(first))), parts])
-    columns = range(first.labels.shape[1])
-    ranked = [
-        [
-            _rank(each.labels[:, label], each.probabilities[:, label], weights)[0]
-            for label in columns
-        ]
-        for each in scores
-    ]
     # [P, 1 + k]
-    values = np.stack([_average(np.stack(each, axis=1)) for each in ranked])
+    values = np.stack([compute_rates(each, weights, names=("map",))["map"] for each in scores])
     deviations = values[:, 1:] - values[:, 1:].mean(axis=1, keepdims=True)
     covariance = deviations @ deviations.T * (1 - 1 / max(len(parts), 1))
     step = 1 / len(first)
@@ -365,7 +362,7 @@ def compare_precision(
     return values[:, 0], intervals, covariance
 
 
-def _leave_out_parts(clusters: Ints) -> NDArray[np.float64]:
+def leave_out_parts(clusters: Ints) -> NDArray[np.float64]:
     """Return weights that leave out parts of the images in turn, [k, n]. A part has whole groups, at
     random; of a single group there are none."""
     numbers = np.unique(clusters, return_inverse=True)[1].reshape(-1)

@@ -15,6 +15,7 @@ from vit.runtime.documents import escape_formula, read_table
 
 PREDICTIONS_FILE = "predictions.csv"
 COLUMNS = ("path", "label", "predicted", "probability", "label_probability", "loss", "rank")
+LABEL_COLUMNS = ("path", "labels", "predicted", "loss")
 # columns that a file of an earlier version may lack; the group only where images come in groups
 GROUP_COLUMN = "group"
 FILE_COLUMN = "file"
@@ -112,6 +113,48 @@ def _write(
         writer.writerow([*columns, *(f"{_PROBABILITY}{name}" for name in class_names)])
         rows = zip(*columns.values(), strict=True)
         writer.writerows([*row, *values] for row, values in zip(rows, probabilities, strict=True))
+
+
+def load_label_predictions(
+    path: Path, class_names: Sequence[str]
+) -> tuple[dict[str, list[str]], LabelScores]:
+    """Return the columns of a predictions file of several labels an image by name, and the scores.
+
+    Raises:
+        ValueError: A line is wrong; the message names it.
+    """
+    places = {name: place for place, name in enumerate(class_names)}
+    # reading a cell undoes the escape of its first name alone
+    places |= {escape_formula(name): place for name, place in places.items()}
+    table = read_table(path)
+    _, header = next(table, ("", []))
+    expected = [*LABEL_COLUMNS, *(f"{_PROBABILITY}{name}" for name in class_names)]
+    if [name for name in header if name not in (GROUP_COLUMN, FILE_COLUMN)] != expected:
+        raise ValueError(f"{path} line 1 is not {shorten(','.join(expected))}; evaluate again")
+    rows: list[list[str]] = []
+    numbers = []
+    for line, row in table:
+        if len(row) != len(header):
+            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
+        try:
+            texts = (row[header.index("loss")], *row[len(header) - len(class_names) :])
+            numbers.append([float(text) for text in texts])
+        except ValueError:
+            raise ValueError(f"{line}: a probability is not a number; evaluate again") from None
+        rows.append(row)
+    columns = {name: [row[index] for row in rows] for index, name in enumerate(header)}
+    labels, predicted = (np.zeros((len(rows), len(class_names)), bool) for _ in range(2))
+    for marks, column in ((labels, "labels"), (predicted, "predicted")):
+        for place, cell in enumerate(columns[column]):
+            names = cell.split(SEPARATOR) if cell else []
+            if unknown := [name for name in names if name not in places]:
+                raise ValueError(f"{path}: {shorten(unknown[0])} is no label; evaluate again")
+            marks[place, [places[name] for name in names]] = True
+    values = np.array(numbers)
+    probabilities = values[:, 1:]
+    # any threshold between those that are predicted and the others
+    thresholds = np.where(predicted, probabilities, np.inf).min(axis=0)
+    return columns, LabelScores(labels, probabilities, values[:, 0], thresholds)
 
 
 def load_predictions(path: Path) -> dict[str, list[str]]:

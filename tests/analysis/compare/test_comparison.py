@@ -267,11 +267,11 @@ def test_seeds_of_one_recipe_are_grouped_as_mean_and_deviation(
     first, second = group_seeds(load_evaluations([*seeds, other]))
     assert first.name == "seed0 + seed1 + seed2"
     tops = [1 - np.mean(flip(RANKS, *range(0, 10 * seed, 8)) > 0) for seed in (0, 1, 2)]
-    assert first.top1 == pytest.approx(tops)
+    assert first.values == pytest.approx(tops)
     assert first.deviation == pytest.approx(np.std(tops, ddof=1))
     assert second.deviation is None
     pair = compare_groups(first, second)
-    assert pair.difference == pytest.approx(second.top1[0] - np.mean(tops))
+    assert pair.difference == pytest.approx(second.values[0] - np.mean(tops))
     assert pair.test == "Welch's t-test over 3 and 1 seeds"
 
 

@@ -27,8 +27,9 @@ def compare(
 ) -> None:
     """Compare evaluations of the same images.
 
-    All are compared with the first, by McNemar's test with Holm's correction. Runs that differ in
-    their seeds are compared by Welch's t-test.
+    All are compared with the first, by McNemar's test, or for several labels an image by the
+    jackknife of the mean average precision, with Holm's correction. Runs that differ in their seeds
+    are compared by Welch's t-test.
 
     Args:
         output: Directory for comparison.json, with all images. None: it isn't written.
@@ -44,16 +45,17 @@ def compare(
     for group in comparison.groups:
         # With one seed the interval covers the choice of images, with several the seeds differ.
         if group.deviation is None:
-            interval = group.evaluations[0].evaluation.intervals["top1"]
+            interval = group.evaluations[0].evaluation.intervals[group.metric]
             spread = format_interval(interval, evaluation.num_images)
         else:
             spread = f"± {100 * group.deviation:.2g} %"
-        top1 = format_percent(group.top1.mean(), evaluation.num_images)
+        value = format_percent(group.values.mean(), evaluation.num_images)
         loss = format_number(group.loss) if math.isfinite(group.loss) else "–"
-        rows.append((group.name, len(group.evaluations), top1, spread, loss))
+        rows.append((group.name, len(group.evaluations), value, spread, loss))
+    title = _TITLES[comparison.groups[0].metric]
     table = build_table(
         rows,
-        ("evaluation", "seeds", "top-1", "± sd or 95 % interval", "loss"),
+        ("evaluation", "seeds", title, "± sd or 95 % interval", "loss"),
         title=f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})",
     )
     console = build_console()
@@ -72,6 +74,14 @@ def compare(
         console.print(f"written to {output}")
 
 
+_TITLES = {
+    "top1": "top-1",
+    "map": "mAP",
+    "macro_f1": "macro F1",
+    "micro_f1": "micro F1",
+    "exact_match": "exact match",
+}
+
 COMMAND = Command(
     run=compare,
     function="compare",
@@ -86,15 +96,29 @@ def _show_pair(
     difference, low, high = (
         format_difference(value, num_images) for value in (pair.difference, *pair.interval)
     )
+    title = _TITLES["map" if pair.metrics else "top1"]
     detectable = format_percent(pair.detectable, num_images).removesuffix(" %")
     correction = f" corrected for {num_pairs} comparisons" if num_pairs > 1 else ""
     verdict = "significant" if pair.is_significant else "not significant"
     console.print(
-        f"\n{pair.b} against {pair.a}: top-1 {difference} percentage points"
+        f"\n{pair.b} against {pair.a}: {title} {difference} percentage points"
         f" (95 % interval {low} to {high}): difference {verdict}"
         f" ({pair.test}, p = {pair.corrected_p_value:.2g}{correction});"
         f" a true difference of {detectable} points or more would be found 8 times in 10"
     )
+    for metric in pair.metrics[1:]:
+        difference, low, high = (
+            format_difference(value, num_images)
+            for value in (metric.value_b - metric.value_a, *metric.interval)
+        )
+        console.print(f"  {_TITLES[metric.metric]} {difference} (95 % interval {low} to {high})")
+    for label in pair.label_changes[:num_examples]:
+        before, after = (
+            format_percent(value, label.support)
+            for value in (label.average_precision_a, label.average_precision_b)
+        )
+        text = f"average precision {before} → {after} ({label.support} images)"
+        console.print(f"  {label.name}: {text}")
     for change in pair.recall_changes[:num_examples]:
         before, after = (
             format_percent(recall, change.support) for recall in (change.recall_a, change.recall_b)
@@ -105,4 +129,7 @@ def _show_pair(
         if len(images) > num_examples > 0:
             shown += ", …"
         colon = ": " if shown else ""
-        console.print(f"  {len(images)} images that only {name} predicts correctly{colon}{shown}")
+        which = f"that only {name} predicts correctly"
+        if pair.metrics:
+            which = f"of which only {name} has all labels right"
+        console.print(f"  {len(images)} images {which}{colon}{shown}")

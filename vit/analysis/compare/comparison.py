@@ -4,16 +4,28 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.analysis.compare.labels import (
+    LabelChange,
+    MetricDifference,
+    compare_labels,
+    find_label_changes,
+)
 from vit.evaluation.clusters import number_clusters
-from vit.evaluation.label_result import LabelEvaluation
-from vit.evaluation.predictions import GROUP_COLUMN, PREDICTIONS_FILE, load_predictions
+from vit.evaluation.label_metrics import LabelMetrics, LabelScores
+from vit.evaluation.label_result import LabelEvaluation, LabelEvaluationResult
+from vit.evaluation.predictions import (
+    GROUP_COLUMN,
+    PREDICTIONS_FILE,
+    load_label_predictions,
+    load_predictions,
+)
 from vit.evaluation.result import (
     EVALUATION_FILE,
     Evaluation,
@@ -36,15 +48,24 @@ class NamedEvaluation:
     """An evaluation, its images in the order of the first evaluation that is compared.
 
     Attributes:
+        labels: Class of each image, or its labels.
         groups: Group of each image; None if each is its own.
+        correct: True for an image that is predicted correctly, or of which all labels are right.
+        scores: Scores of several labels an image; None for classes.
     """
 
     name: str
-    evaluation: Evaluation
+    evaluation: Evaluation | LabelEvaluation
     ids: list[str]
     labels: list[str]
     groups: Sequence[str] | None
     correct: NDArray[np.bool_]
+    scores: LabelScores | None = None
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric that is compared."""
+        return "top1" if self.scores is None else "map"
 
 
 @dataclass(frozen=True)
@@ -58,9 +79,14 @@ class Group:
         return " + ".join(member.name for member in self.evaluations)
 
     @property
-    def top1(self) -> Floats:
-        """Accuracy of each seed."""
-        return np.array([member.evaluation.top1 for member in self.evaluations])
+    def metric(self) -> str:
+        """Name of the metric that is compared: "top1", or "map" for several labels an image."""
+        return self.evaluations[0].metric
+
+    @property
+    def values(self) -> Floats:
+        """The metric of each seed."""
+        return np.array([getattr(member.evaluation, self.metric) for member in self.evaluations])
 
     @property
     def loss(self) -> float:
@@ -69,8 +95,14 @@ class Group:
 
     @property
     def deviation(self) -> float | None:
-        """Sample standard deviation of the accuracy over the seeds; None if there is one seed."""
-        return float(self.top1.std(ddof=1)) if len(self.evaluations) > 1 else None
+        """Sample standard deviation of the metric over the seeds; None if there is one seed."""
+        return float(self.values.std(ddof=1)) if len(self.evaluations) > 1 else None
+
+    @property
+    def per_label(self) -> list[list[LabelMetrics]]:
+        """Metrics of every label, for each seed; empty for classes."""
+        evaluations = [member.evaluation for member in self.evaluations]
+        return [each.per_label for each in evaluations if isinstance(each, LabelEvaluation)]
 
     @property
     def correct(self) -> Floats:
@@ -93,7 +125,8 @@ class Pair:
     """B compared with A, image by image.
 
     Attributes:
-        difference: Top-1 of B minus top-1 of A, each the mean over its seeds.
+        difference: Metric of B minus that of A, each the mean over its seeds: top-1 accuracy, or
+            mean average precision for several labels an image.
         interval: Its 95 % interval, which holds 0 if the difference is not significant.
         test: Name of the test.
         p_value: p-value of this pair alone.
@@ -102,8 +135,11 @@ class Pair:
         detectable: Smallest true difference that would be significant in 80 % of such comparisons,
             on as many images.
         recall_changes: The largest change first.
-        only_a: Images that every seed of A predicts correctly and no seed of B.
+        only_a: Images that every seed of A predicts correctly and no seed of B. All labels of an
+            image have to be right.
         only_b: Images that every seed of B predicts correctly and no seed of A.
+        metrics: Mean average precision, F1 and exact match of several labels an image.
+        label_changes: The largest change of a label's average precision first.
     """
 
     a: str
@@ -118,6 +154,8 @@ class Pair:
     recall_changes: list[RecallChange]
     only_a: list[str]
     only_b: list[str]
+    metrics: list[MetricDifference] = field(default_factory=list)
+    label_changes: list[LabelChange] = field(default_factory=list)
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,7 +187,7 @@ class Comparison(Result):
                     "name": group.name,
                     "evaluations": [member.name for member in group.evaluations],
                     "seeds": [member.evaluation.seed for member in group.evaluations],
-                    "top1": group.top1.tolist(),
+                    group.metric: group.values.tolist(),
                     "standard_deviation": group.deviation,
                 }
                 for group in self.groups
@@ -160,7 +198,9 @@ class Comparison(Result):
         return {"comparison.json": format_json(content)}
 
 
-def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
+def compare(
+    evaluations: Sequence[str | Path | EvaluationResult | LabelEvaluationResult],
+) -> Comparison:
     """Compare evaluations of the same images with the first of them.
 
     Args:
@@ -173,11 +213,13 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
         its 95 % interval and the p-value of McNemar's exact test, corrected
         for the number of pairs, and the smallest difference that it would
         have found. In `.groups` the seeds of one recipe are one group, and
-        groups are compared by Welch's t-test over seeds.
+        groups are compared by Welch's t-test over seeds. Where an image may
+        have several labels, the difference is that in mean average precision,
+        by the jackknife, and `.metrics` of a pair has F1 and exact match, too.
 
     Raises:
         ValueError: There are fewer than two evaluations, or they are of
-            different images.
+            different images or labels.
 
     Example:
         >>> comparison = vit.compare(["runs/small-eval", "runs/large-eval"])
@@ -207,7 +249,9 @@ def compare(evaluations: Sequence[str | Path | EvaluationResult]) -> Comparison:
     return Comparison(groups, pairs, notes)
 
 
-def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> list[NamedEvaluation]:
+def load_evaluations(
+    evaluations: Sequence[str | Path | EvaluationResult | LabelEvaluationResult],
+) -> list[NamedEvaluation]:
     """Load evaluations, and bring them to the first one's order of images.
 
     Raises:
@@ -217,7 +261,8 @@ def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> li
     expected = "a list of results of vit.evaluate, or of their directories"
     check_kind(evaluations, (list, tuple), name="evaluations", expected=expected)
     for item in evaluations:
-        check_kind(item, (str, Path, EvaluationResult), name="an evaluation", expected=expected)
+        kinds = (str, Path, EvaluationResult, LabelEvaluationResult)
+        check_kind(item, kinds, name="an evaluation", expected=expected)
     if len(evaluations) < 2:
         raise ValueError("vit compare needs two or more evaluations")
     folders = [Path(item).resolve() for item in evaluations if isinstance(item, str | Path)]
@@ -225,20 +270,26 @@ def load_evaluations(evaluations: Sequence[str | Path | EvaluationResult]) -> li
     common = os.path.commonpath([folder.parent for folder in folders]) if folders else ""
     loaded = []
     for number, item in enumerate(evaluations, start=1):
-        if isinstance(item, EvaluationResult):
-            class_names = item.bundle.class_names
-            loaded.append(
-                NamedEvaluation(
-                    name=f"{item.evaluation.model} ({number})",
-                    evaluation=item.evaluation,
-                    ids=list(item.images.ids),
-                    labels=[class_names[label] for label in item.scores.labels.tolist()],
-                    groups=item.images.groups,
-                    correct=item.scores.correct,
-                )
-            )
-        else:
+        if isinstance(item, str | Path):
             loaded.append(_load(Path(item), os.path.relpath(Path(item).resolve(), common)))
+            continue
+        class_names = item.bundle.class_names
+        scores = item.scores if isinstance(item, LabelEvaluationResult) else None
+        loaded.append(
+            NamedEvaluation(
+                name=f"{item.evaluation.model} ({number})",
+                evaluation=item.evaluation,
+                ids=list(item.images.ids),
+                labels=(
+                    [class_names[label] for label in item.scores.labels.tolist()]
+                    if scores is None
+                    else []
+                ),
+                groups=item.images.groups,
+                correct=item.scores.correct,
+                scores=scores,
+            )
+        )
     return [loaded[0], *(_align(other, loaded[0]) for other in loaded[1:])]
 
 
@@ -288,27 +339,41 @@ def compare_groups(a: Group, b: Group, *, num_pairs: int = 1) -> Pair:
     # The lowest p-value of several pairs has to be below this.
     significance = SIGNIFICANCE / num_pairs
     # with one model each the images are the sample, with several the seeds are
-    if len(a.evaluations) == len(b.evaluations) == 1:
+    is_single = len(a.evaluations) == len(b.evaluations) == 1
+    test = f"Welch's t-test over {len(a.evaluations)} and {len(b.evaluations)} seeds"
+    metrics: list[MetricDifference] = []
+    label_changes: list[LabelChange] = []
+    if first.scores is not None:
+        test = "paired jackknife" if is_single else test
+        scores = [
+            [member.scores for member in group.evaluations if member.scores] for group in (a, b)
+        ]
+        outcome, metrics = compare_labels(scores[0], scores[1], clusters, significance=significance)
+        label_changes = find_label_changes(a.per_label, b.per_label)
+    elif is_single:
         test = "McNemar's exact test"
         outcome = compare_models(mean_b - mean_a, clusters, significance=significance)
     else:
-        test = f"Welch's t-test over {len(a.evaluations)} and {len(b.evaluations)} seeds"
         outcome = compare_seeds(a.correct, b.correct, clusters, significance=significance)
     p_value, interval, detectable = outcome
     ids = np.array(first.ids, dtype=object)
     return Pair(
         a=a.name,
         b=b.name,
-        difference=float((mean_b - mean_a).mean()),
+        difference=(
+            metrics[0].value_b - metrics[0].value_a if metrics else float((mean_b - mean_a).mean())
+        ),
         interval=interval,
         test=test,
         p_value=p_value,
         corrected_p_value=p_value,
         is_significant=p_value < SIGNIFICANCE,
         detectable=detectable,
-        recall_changes=_find_recall_changes(first.labels, mean_a, mean_b),
+        recall_changes=[] if metrics else _find_recall_changes(first.labels, mean_a, mean_b),
         only_a=ids[(mean_a == 1) & (mean_b == 0)].tolist(),
         only_b=ids[(mean_b == 1) & (mean_a == 0)].tolist(),
+        metrics=metrics,
+        label_changes=label_changes,
     )
 
 
@@ -329,23 +394,29 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
     if not (directory / EVALUATION_FILE).is_file():
         raise FileNotFoundError(f"{directory} has no {EVALUATION_FILE}; run vit evaluate first")
     evaluation = load_evaluation(directory / EVALUATION_FILE)
-    if isinstance(evaluation, LabelEvaluation):
-        text = "is of images with several labels; name an evaluation of classes"
-        raise ValueError(f"{directory / EVALUATION_FILE} {text}")
+    metric = "map" if isinstance(evaluation, LabelEvaluation) else "top1"
+    value = getattr(evaluation, metric)
     # the file may be edited or damaged, and nan would spread to all differences
-    if not all(map(math.isfinite, (evaluation.top1, *evaluation.intervals["top1"]))):
-        raise ValueError(f"{directory / EVALUATION_FILE}: top1 is not a number; evaluate again")
+    if value is None or not all(map(math.isfinite, (value, *evaluation.intervals[metric]))):
+        raise ValueError(f"{directory / EVALUATION_FILE}: {metric} is not a number; evaluate again")
     path = directory / PREDICTIONS_FILE
-    columns = load_predictions(path)
+    scores = None
+    if isinstance(evaluation, LabelEvaluation):
+        columns, scores = load_label_predictions(path, [row.name for row in evaluation.per_label])
+    else:
+        columns = load_predictions(path)
     ids = columns["path"]
     # both files are of one evaluation only if nobody replaced one of them
     if len(ids) != evaluation.num_images:
         raise ValueError(
             f"{path} has {len(ids)} predictions of {evaluation.num_images} images; evaluate again"
         )
-    correct = np.array([rank == "0" for rank in columns["rank"]])
+    if scores is not None:
+        correct, labels = scores.correct, columns["labels"]
+    else:
+        correct, labels = np.array([rank == "0" for rank in columns["rank"]]), columns["label"]
     return NamedEvaluation(
-        name, evaluation, ids, columns["label"], columns.get(GROUP_COLUMN), correct
+        name, evaluation, ids, labels, columns.get(GROUP_COLUMN), correct, scores
     )
 
 
@@ -356,11 +427,17 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
         ValueError: They are other images.
     """
     a, b = first.evaluation, other.evaluation
+    if first.metric != other.metric:
+        several, single = (first, other) if first.scores is not None else (other, first)
+        raise ValueError(
+            f"{several.name} is of several labels an image and {single.name} of one class an image;"
+            " compare evaluations of one kind"
+        )
     if a.fingerprint != b.fingerprint:
         raise ValueError(
-            f"{first.name} and {other.name} were evaluated on different images"
+            f"{first.name} and {other.name} were evaluated on different images or labels"
             f" ({a.data} {a.split} {a.fingerprint[:12]}, {b.data} {b.split} {b.fingerprint[:12]});"
-            " evaluate both on the same images"
+            " evaluate both on the same images, with labels in the same order"
         )
     position = {name: index for index, name in enumerate(other.ids)}
     if len(position) < len(other.ids) or set(position) != set(first.ids):
@@ -374,7 +451,12 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
     if groups is not None:
         groups = [groups[index] for index in order]
     return replace(
-        other, ids=first.ids, labels=first.labels, groups=groups, correct=other.correct[order]
+        other,
+        ids=first.ids,
+        labels=first.labels,
+        groups=groups,
+        correct=other.correct[order],
+        scores=None if other.scores is None else other.scores.subset(np.array(order)),
     )
 
 
