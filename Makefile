@@ -65,7 +65,7 @@ soak: $(VENV)/.installed-dev
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.fuzz.fuzzer --cases 20000 --seconds 1200 --output benchmarks/results
 
-# What a GPU machine without a network needs for research/gpu.py, in wheels/: packages for its Python, the project, and
+# What a GPU machine without a network needs for benchmarks/gpu_day.sh, in wheels/: packages for its Python, the project, and
 # the name of the commit
 WHEELS := albucore albumentations annotated-types beartype braceexpand pydantic pydantic-core simsimd stringzilla \
 	typing-extensions typing-inspection

@@ -39,10 +39,11 @@ def time_ours(
     seed: int,
     directory: Path,
     cache: Path,
+    mirrored: bool,
     report: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """One run of `vit train` and two of `vit evaluate`; `report` gets what is known after every
-    validation."""
+    """One run of `vit train`, and `vit evaluate` as it is and, if `mirrored`, with the mirrored
+    image; `report` gets what is known after every validation."""
     run, cold = directory / f"seed-{seed}", not cache.exists()
     directory.mkdir(exist_ok=True)
     environment = os.environ | {"VIT_CACHE": str(cache)}
@@ -60,7 +61,10 @@ def time_ours(
     if process.returncode:
         raise SystemExit(f"vit train failed: {output.read_text()}")
     accuracy: dict[str, Any] = {}
-    for name, options in (("test_top1", []), ("test_top1_mirrored", ["--tta", "hflip"])):
+    evaluations: dict[str, list[str]] = {"test_top1": []}
+    if mirrored:
+        evaluations["test_top1_mirrored"] = ["--tta", "hflip"]
+    for name, options in evaluations.items():
         evaluation = directory / f"seed-{seed}-{name}"
         command = [
             *vit,
@@ -83,7 +87,21 @@ def time_ours(
         "seconds": round(seconds, 1),
         **accuracy,
         "curve": curve,
+        **list_executions(run / "metrics.jsonl"),
     }
+
+
+def list_executions(metrics: Path) -> dict[str, Any]:
+    """On a GPU, how the steps of each image size were run at last: compiled, captured, milliseconds
+    of the host and of the step."""
+    names = ("compiled", "captured", "host_milliseconds", "step_milliseconds", "images_per_second")
+    found = {}
+    for line in metrics.read_text().splitlines():
+        logged = json.loads(line)
+        if "compiled" in logged:
+            size = f"{logged.get('train_image_height', 'data')} px"
+            found[size] = {name: logged[name] for name in names if name in logged}
+    return {"execution": found} if found else {}
 
 
 def watch_validation(
@@ -169,6 +187,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--continue", action="store_true", dest="goes_on", help="run only what the result lacks"
     )
+    parser.add_argument("--without-mirrored", action="store_true", help="evaluate once, not twice")
+    parser.add_argument("--cache", type=Path, help="folder of decoded images that stays")
     parser.add_argument("--name", help="of the result; default: the recipe's path")
     parser.add_argument("--output", type=Path, help="folder for the result")
     options = parser.parse_intermixed_args()
@@ -238,7 +258,8 @@ def main() -> None:
     measured_on = compared.get("baseline_machine") or compared.get("machine")
     result = before | {"baseline_machine": measured_on if baseline else None}
     with tempfile.TemporaryDirectory() as directory:
-        folder, cache = Path(directory), Path(directory) / "cache"
+        folder = Path(directory)
+        cache = options.cache or folder / "cache"
         for seed in range(options.seeds):
             is_new = all(run["seed"] != seed for run in ours)
             if is_new:
@@ -256,6 +277,7 @@ def main() -> None:
                         seed=seed,
                         directory=folder,
                         cache=cache,
+                        mirrored=not options.without_mirrored,
                         report=report,
                     )
                 )

@@ -188,9 +188,9 @@ def run_engine(
         run.trainer.train_batches = TimedBatches(run.trainer.train_batches, clock, process)
         with suppress(TrainingInterrupted):
             run.trainer.train()
-        return (
-            clock.report() | {"compiled": run.trainer.train_step.compile} if process.is_main else {}
-        )
+        step = run.trainer.train_step
+        execution = {"compiled": step.compile} | step.describe_execution()
+        return clock.report() | execution if process.is_main else {}
 
 
 def run_matmul(device: Any, *, seconds: float) -> dict[str, Any]:

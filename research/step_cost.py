@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from conditions import describe_conditions, write_result
-from recipe_step import build, build_run_plan, draw_batch, list_sizes, load_recipe, without_memory
+from recipe_step import RECIPE_NAMES, build, build_run_plan, draw_batch, list_sizes, load_recipe, without_memory
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,7 +43,6 @@ from torch.utils.flop_counter import flop_registry
 from vit.analysis.faithfulness.map_metrics import to_markdown
 from vit.config import Config
 from vit.training.micro_batches import MEMORY_FRACTION
-from vit.training.recipe import list_recipes
 from vit.training.train_step import TrainStep
 
 NAME = "step-cost"
@@ -450,7 +449,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipes", nargs="+", default=list(list_recipes()))
+    parser.add_argument("--recipes", nargs="+", default=RECIPE_NAMES)
     parser.add_argument("--output", type=Path, help=f"folder for {NAME}-on-paper.json")
     options = parser.parse_args()
     described = {name: describe_recipe(name) for name in options.recipes}

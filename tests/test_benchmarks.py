@@ -1,6 +1,9 @@
 """The tables of results say what the result files say."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -225,3 +228,51 @@ def test_the_table_of_programs_has_every_ratio_and_what_checks_cost() -> None:
 def test_the_pages_show_what_the_result_files_say(page: Path) -> None:
     text = page.read_text()
     assert fill_page(text, build_tables()) == text, "run python benchmarks/tables.py --write"
+
+
+@pytest.mark.extended
+def test_the_gpu_day_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 2)):
+        for label in range(10):
+            folder = tmp_path / "images" / split / f"class {label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    archive = shutil.make_archive(str(tmp_path / "images"), "tar", tmp_path / "images")
+
+    def run(output: Path, **more: str) -> tuple[list[str], dict[str, Any]]:
+        own = {"DEVICE": "cpu", "SMALL": "1", "OUT": str(output), **more}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        subprocess.run(
+            ["bash", str(ROOT / "benchmarks" / "gpu_day.sh"), archive],
+            env=os.environ | own | {"PATH": path},
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        (result,) = output.glob("gpu-*.json")
+        parts = json.loads(result.read_text())["parts"]
+        return (output / "log.txt").read_text().splitlines(), parts
+
+    log, parts = run(tmp_path / "whole")
+    assert {name: part["ended"] for name, part in parts.items()} == dict.fromkeys(parts, "passed")
+    assert len(parts) == 9
+    assert [line for line in log if line.startswith("===== ")] == [
+        f"===== {name}: passed, {part['seconds']} s" for name, part in parts.items()
+    ]
+    assert parts["attention_nan"]["result"]["failures"] == []
+    assert set(parts["loop_24"]["result"]) == {"loop", "graph", "explicit"}
+    assert parts["compiling"]["result"]["blocks, cold"]["graphs"] == 2
+    (recipe,) = (tmp_path / "whole").glob("recipe-cifar10-speedrun-*.json")
+    seeds = json.loads(recipe.read_text())["runs"]
+    assert [(run["seed"], run["cold"], "test_top1" in run) for run in seeds] == [
+        (0, True, True),
+        (1, False, True),
+    ]
+    assert list((tmp_path / "whole").glob("train-throughput-*.json"))
+    # what is late is cut, and said
+    _, parts = run(tmp_path / "cut", ALL_SECONDS="2")
+    ended = [part["ended"] for part in parts.values()]
+    assert ended[0] in ("passed", "out of time")
+    assert set(ended[1:]) == {"no time left"}
