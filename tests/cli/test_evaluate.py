@@ -23,6 +23,7 @@ from vit.evaluation.clusters import compute_clustered_interval
 from vit.evaluation.metrics import score_logits
 from vit.evaluation.out_of_fold import OutOfFold
 from vit.model.vision_transformer import VisionTransformer
+from vit.prediction.probabilities import compute_log_probabilities
 
 CLASSES = ("bee", "cat", "dog")
 
@@ -465,8 +466,19 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     assert "1 images are always trained on" in " ".join(screen.split())
     assert "the model has seen these images" in (out / "report.html").read_text()
     # of the training images, those that the model itself predicts
-    _, _, error = evaluate(run, "--output", tmp_path / "x", "--calibrate")
+    _, _, error = evaluate(run, "--output", tmp_path / "x", "--tta", "hflip")
     assert "this run was cross-validated; name some with --data" in error
+    # a threshold is chosen on the predictions of the folds
+    rule = ("--operating-point", "bee:sensitivity=0.7")
+    assert evaluate(run, "--output", tmp_path / "decided", *rule)[0] == 0
+    decided = load_bundle(tmp_path / "decided" / "model.safetensors").operating_point
+    is_bee = images.labels == CLASSES.index("bee")
+    bees = np.sort(np.exp(compute_log_probabilities(logits, 1.0))[is_bee, CLASSES.index("bee")])
+    # so many of these bees and a new one may be missed
+    place = int(0.3 * (len(bees) + 1)) - 1
+    assert bees[max(place - 1, 0)] <= decided["thresholds"]["bee"] <= bees[place]
+    assert decided["num_images"] == 17
+    assert "the measured ones" in (tmp_path / "decided" / "evaluation.md").read_text()
     _, _, error = evaluate(
         run, "--output", tmp_path / "x", "--split", "cross-validation", "--data", root
     )

@@ -127,11 +127,12 @@ def evaluate(
             the other half lowers the loss beyond noise. `.save` writes the
             model file with it.
         operating_point: Choose the probability from which a label is
-            predicted, or one class against the rest, on the validation split:
-            sensitivity=0.95, specificity=0.9, precision=0.8, f1, or cost=10:1
-            where missing one costs ten false alarms. LABEL:RULE names the
-            label. None: the model file's, otherwise 0.5 for a label and the
-            most probable class. `.save` writes the model file with it.
+            predicted, or one class against the rest, on the validation split
+            or the predictions of `vit train --folds`: sensitivity=0.95,
+            specificity=0.9, precision=0.8, f1, or cost=10:1 where missing one
+            costs ten false alarms. LABEL:RULE names the label. None: the
+            model file's, otherwise 0.5 for a label and the most probable
+            class. `.save` writes the model file with it.
         in_place: Write the temperature and the operating point into the model
             file itself.
         corruptions: Also measure accuracy under the 15 corruptions of
@@ -211,10 +212,10 @@ def evaluate(
                 f"split {split} is that of a run of vit train --folds, named without other images"
             )
         if found is not None:
-            if is_fitted or corruptions or tta != "none":
+            if corruptions or tta != "none":
                 raise ValueError(
-                    "calibrate, operating_point, corruptions and tta need images that the model"
-                    " hasn't seen, and this run was cross-validated; name some with --data"
+                    "corruptions and tta need images that the model hasn't seen, and this run was"
+                    " cross-validated; name some with --data"
                 )
             split = "train"
         columns = (by,) if isinstance(by, str) else tuple(by)
@@ -223,7 +224,7 @@ def evaluate(
         # All images are decoded before anything is computed: errors in them are reported first.
         images, *validation = [
             load_images(bundle, data_splits, name)
-            for name in ([split, "validation"] if is_fitted else [split])
+            for name in ([split, "validation"] if is_fitted and found is None else [split])
         ]
         if data is None and dataset is None:
             images = replace(images, splits=data_splits)
@@ -236,6 +237,7 @@ def evaluate(
         if found is not None:
             notes = found.describe(images)
             images, logits = found.select(images), found.logits
+            validation = [images]
         if isinstance(bundle, Ensemble):
             logits = _average(
                 bundle,
@@ -254,6 +256,7 @@ def evaluate(
                 calibrate=calibrate,
                 operating_point=operating_point,
                 in_place=in_place,
+                out_of_fold=logits,
             )
             notes += sentences
         notes += filter(None, [describe_decision(fitted)])
@@ -299,18 +302,25 @@ def _fit(
     calibrate: bool,
     operating_point: str | None,
     in_place: bool,
+    out_of_fold: Float32s | None,
 ) -> tuple[Bundle, list[str]]:
     """Return the model with a temperature if that helps and with an operating point, and sentences
     about them.
+
+    Args:
+        bundle, predictor: The model, and the conditions under which it runs.
+        validation: Images to fit on.
+        calibrate, operating_point, in_place: See `evaluate`.
+        out_of_fold: Logits of a cross-validation, [n, C]; None: they are computed.
 
     Raises:
         ValueError: There is no model file to keep them in, or no such operating point.
     """
     model_file = find_model_file(bundle)
     chose_epoch = was_used_for_epoch(bundle, validation)
-    logits = None
+    logits = out_of_fold
     # Images that chose the epoch look better than others: `calibrate_bundle` does without them.
-    if operating_point is not None or not chose_epoch:
+    if logits is None and (operating_point is not None or not chose_epoch):
         logits = _predict(predictor, validation, title="calibrating" if calibrate else "deciding")
     fitted = bundle
     sentences = []
@@ -335,6 +345,8 @@ def _fit(
         )
         if chose_epoch:
             said[0] += ", which also chose the epoch, so that it may promise a little too much"
+        if out_of_fold is not None:
+            said[0] += ", the measured ones, so that its rates on them are a little too good"
         sentences += said
     # only one process writes the file, and all need its new hash
     if fitted is not bundle and in_place:
