@@ -20,7 +20,7 @@ from vit.evaluation.label_metrics import (
     compute_label_metrics,
 )
 from vit.evaluation.metrics import Scores, compute_metrics
-from vit.evaluation.significance import correct_p_values
+from vit.evaluation.significance import SIGNIFICANCE, correct_p_values
 from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.arguments import shorten
 from vit.runtime.numbers import format_interval, format_percent
@@ -81,19 +81,18 @@ class SubgroupTable:
     def describe(self) -> str:
         """Return the outcome in a sentence."""
         worst, best = self.rows[0], self.rows[-1]
-        title = self.titles[0].lower()
-        p_value = self.corrected_p_value
-        # the smallest p-value of a permutation test is one in the number of draws
-        shown = f"p = {p_value:.2g}"
         if len(self.rows) == 1:
             return f"All images have the same {self.column}, {worst.name}."
-        numbers = ", ".join(
+        low, high = (
             f"{format_percent(row.accuracy, row.num_images)} for {row.name}"
             for row in (worst, best)
         )
-        if p_value < 0.05:
-            return f"The {title} differs by {self.column} ({shown}): {numbers}."
-        return f"No difference of {title} by {self.column} beyond chance ({shown}); from {numbers}."
+        p_value = self.corrected_p_value
+        outcome = "larger" if p_value < SIGNIFICANCE else "no larger"
+        return (
+            f"{self.titles[0]} by {self.column}: {low}, {high}; the differences are {outcome} than"
+            f" chance gives (p = {p_value:.2g})."
+        )
 
     @property
     def headings(self) -> list[str]:
@@ -340,7 +339,7 @@ def compute_permutation_p_value(correct: Bools, parts: Ints, clusters: Ints) -> 
     measured = compute_statistic(whole, own)
     num_extreme = 0
     for _ in range(_NUM_DRAWS):
-        shuffled = own[np.lexsort((rng.random(len(own)), owner))]
+        shuffled = own[np.argsort(owner + rng.random(len(own)))]
         drawn = compute_statistic(rng.permutation(whole), shuffled)
         # equal tables differ by rounding alone
         num_extreme += drawn >= measured * (1 - 1e-9)
