@@ -152,15 +152,6 @@ def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
         vit.evaluate(run.bundle, dataset=(PIXELS, [NAMES[i % 3] for i in range(NUM_IMAGES)]))
 
 
-@pytest.mark.parametrize("function", ["summarize_classes"])
-def test_other_commands_say_what_they_cannot_do(run: Any, function: str) -> None:
-    call = getattr(vit, function, None)
-    if call is None:
-        pytest.skip(f"there is no vit.{function}")
-    with pytest.raises(ValueError, match="for models of one class an image, and this one predicts"):
-        call(run.bundle)
-
-
 def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> None:
     class Stop(vit.Observer):
         def on_step(self, metrics: dict[str, Any]) -> bool:

@@ -18,12 +18,14 @@ from tests.explanation.keep_tokens import keep_tokens
 from vit.analysis.class_summary.clusters import measure_overlap
 from vit.analysis.class_summary.images import (
     SummaryImages,
+    _sample,
     find_mask,
     find_masks,
     is_inside,
     read_summary_images,
 )
-from vit.analysis.class_summary.passes import Passes
+from vit.analysis.class_summary.page import build_summary_page
+from vit.analysis.class_summary.passes import Passes, has_class
 from vit.analysis.class_summary.places import Pictures, find_regions, measure_region, shift_maps
 from vit.analysis.class_summary.shortcuts import _move_at_random, measure_removal
 from vit.analysis.class_summary.summarize import summarize_images
@@ -72,12 +74,23 @@ def test_without_a_mark_nothing_is_flagged() -> None:
         assert sum(cluster.evidence for cluster in row.clusters) <= 1
 
 
-def test_what_leaving_out_does_is_what_forward_passes_say(bundle: Bundle) -> None:
+@pytest.mark.parametrize("task", ["classes", "multilabel"])
+def test_what_leaving_out_does_is_what_forward_passes_say(bundle: Bundle, task: str) -> None:
     """The mark of the images that have it, 2 × 2 patches, left out by hand."""
+    bundle = replace(bundle, data={"task": task})
+
+    def find_probabilities(logits: torch.Tensor) -> torch.Tensor:
+        return (logits.sigmoid() if task == "multilabel" else logits.softmax(dim=1))[0]
+
+    def is_predicted(probabilities: torch.Tensor) -> bool:
+        if task == "multilabel":
+            return float(probabilities[planted.MARKED_CLASS]) >= 0.5
+        return int(probabilities.argmax()) == planted.MARKED_CLASS
+
     images = planted.plant(size=SIZE, seed=1000, test=True)
     marked = np.flatnonzero(images.is_marked)[:12]
     passes = Passes(bundle, images.pixels, method="libra-removal", batch_size=5)
-    marked = marked[passes.predicted[marked] == planted.MARKED_CLASS]
+    marked = marked[has_class(passes.predicted[marked], planted.MARKED_CLASS)]
     grid = np.zeros(passes.grid, dtype=bool)
     grid[-2:, :2] = True
     members = np.tile(grid.ravel(), (len(marked), 1))
@@ -93,11 +106,11 @@ def test_what_leaving_out_does_is_what_forward_passes_say(bundle: Bundle) -> Non
     with torch.no_grad():
         for image, row in zip(inputs, members, strict=True):
             kept = torch.from_numpy(np.flatnonzero(~row))[None]
-            whole = bundle.model(image[None]).softmax(dim=1)[0]
+            whole = find_probabilities(bundle.model(image[None]))
             with keep_tokens(bundle.model, kept):
-                without = bundle.model(image[None]).softmax(dim=1)[0]
+                without = find_probabilities(bundle.model(image[None]))
             falls.append(float(whole[0] - without[0]))
-            flips += int(without.argmax() != planted.MARKED_CLASS)
+            flips += not is_predicted(without)
     assert removal is not None
     assert removal.num_images == len(marked)
     assert removal.flips == flips
@@ -246,6 +259,29 @@ def test_labels_and_masks_are_found_by_names(tiny_bundle: Bundle, tmp_path: Path
     Image.new("L", (3, 3)).save(tmp_path / "masks" / names[0] / "0.png")
     with pytest.raises(ValueError, match="a mask covers its image"):
         vit.summarize_classes(tiny_bundle, tmp_path / "photos", masks=tmp_path / "masks")
+
+
+def test_a_label_is_summarised_over_the_images_that_have_it(tiny_bundle: Bundle) -> None:
+    model = replace(tiny_bundle, data={"task": "multilabel"})
+    height, width = model.preprocess.image_size
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (24, height, width, 3), dtype=np.uint8)
+    labels = np.zeros((24, len(model.class_names)), dtype=bool)
+    labels[:16, 0] = labels[8:, 1] = labels[:3, 2] = True
+    images = SummaryImages(pixels, labels, [str(number) for number in range(24)])
+    summary = summarize_images(model, images, method="libra-removal")
+    assert [(row.name, row.num_images) for row in summary.classes] == [
+        (name, 16) for name in model.class_names[:2]
+    ]
+    assert summary.left_out == [model.class_names[2]]
+    with torch.no_grad():
+        logits = model.model(model.preprocess.normalize(torch.from_numpy(pixels)))
+    for place, row in enumerate(summary.classes):
+        found = (logits[labels[:, place], place] >= 0).double().mean()
+        assert row.recall == pytest.approx(float(found))
+    assert "each label by" in build_summary_page(summary)
+    chosen = _sample(labels, 24, max_images=6)
+    assert labels[chosen].sum(axis=0)[:3].min() >= 2
 
 
 def test_folders_of_wordnet_ids_are_the_labels_of_a_model_of_their_words(

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw
 
+from vit.analysis.class_summary.passes import has_class
 from vit.analysis.class_summary.places import MAX_IMAGES_A_CLASS
 from vit.bundle import Bundle
 from vit.data.class_names import find_wordnet_names, number_labels
@@ -30,9 +31,9 @@ from vit.data.images import (
     read_image,
 )
 from vit.data.preprocess import Preprocess
-from vit.evaluation.images import match_classes, open_data
+from vit.evaluation.images import match_classes, open_data, renumber_labels
 from vit.explanation.items import ImageItem, items_from_dataset, items_from_images
-from vit.prediction.probabilities import Ints
+from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.documents import read_json
 from vit.runtime.progress import show_progress
 
@@ -62,14 +63,15 @@ class SummaryImages:
 
     Attributes:
         pixels: The images as the model sees them.
-        classes: The label of each image; None: without labels, the predicted class is taken.
+        classes: The class of each image, [n], or its labels, [n, C]; None: without labels, what is
+            predicted is taken.
         paths: The name of each image on the page.
         masks: 1 where a pixel lies on the object, otherwise 0; NaN in an image without a mask.
             None: there are no masks.
     """
 
     pixels: UInt8[np.ndarray, "n H W 3"]
-    classes: Ints | None
+    classes: Ints | Bools | None
     paths: Sequence[str]
     masks: Float[np.ndarray, "n H W"] | None = None
 
@@ -120,18 +122,26 @@ def read_summary_images(
     )
 
 
-def _find_images(bundle: Bundle, images: ImageInputs | None) -> tuple[list[ImageItem], Ints | None]:
+def _find_images(
+    bundle: Bundle, images: ImageInputs | None
+) -> tuple[list[ImageItem], Ints | Bools | None]:
     """List the images, with their labels where they have any: those of a data set, or the names of
     the folders that they lie in."""
     names = bundle.class_names
     if images is None:
         source = open_data(bundle, None, None, None, None).split()
         class_indices = match_classes(
-            source.labels, source_classes=source.class_names, model_classes=names
+            np.flatnonzero(source.class_counts),
+            source_classes=source.class_names,
+            model_classes=names,
         )
-        return items_from_dataset(source, count=len(source)), class_indices[source.labels]
+        labels = renumber_labels(source, class_indices, len(names))
+        return items_from_dataset(source, count=len(source)), labels
 
     items = items_from_images(list_images(images))
+    # a folder names one of the labels
+    if bundle.is_multilabel:
+        return items, None
     folders = [Path(item.path).parent.name for item in items]
     sources = sorted(set(folders))
     numbers = number_labels(folders, sources)
@@ -145,18 +155,18 @@ def _find_images(bundle: Bundle, images: ImageInputs | None) -> tuple[list[Image
     return items, None
 
 
-def _sample(labels: Ints | None, count: int, *, max_images: int) -> list[int]:
+def _sample(labels: Ints | Bools | None, count: int, *, max_images: int) -> list[int]:
     """Randomly sample as many images of each class as are used, and in total no more than fit into
     memory."""
     # the same images at each call, so that a summary can be repeated
     order = np.random.default_rng(0).permutation(count)
     if labels is None:
         return sorted(order[:max_images].tolist())
-    present = np.unique(labels)
-    images_a_class = min(MAX_IMAGES_A_CLASS, max(max_images // len(present), 1))
-    chosen: list[int] = []
+    present = np.flatnonzero(labels.any(axis=0)) if labels.ndim == 2 else np.unique(labels)
+    images_a_class = min(MAX_IMAGES_A_CLASS, max(max_images // max(len(present), 1), 1))
+    chosen: set[int] = set()
     for label in present:
-        chosen += order[labels[order] == label][:images_a_class].tolist()
+        chosen.update(order[has_class(labels[order], label)][:images_a_class].tolist())
     return sorted(chosen)
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, UInt8
+from scipy.special import expit, softmax
 from torch import Tensor
 
 from vit.bundle import Bundle
@@ -16,7 +17,8 @@ from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import CLASS
 from vit.model.logits import at_least_float32, compute_logits
-from vit.prediction.probabilities import Ints
+from vit.prediction.decision import decide_classes, decide_labels
+from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.device import copy_to_device
 from vit.runtime.tensors import Images
 
@@ -44,7 +46,7 @@ class Passes:
         batch_size: Images at a time.
 
     Attributes:
-        predicted: The predicted class of each image.
+        predicted: What is predicted for each image, see `decide`.
         grid: Rows and columns of patches.
         token_bytes: Memory that the tokens of one image take.
     """
@@ -58,11 +60,10 @@ class Passes:
         self.batch_size = batch_size
         everything = np.arange(len(pixels))
         with torch.no_grad():
-            classes = [
-                compute_logits(bundle.model, images).argmax(dim=1).cpu()
-                for images in self._read(everything)
+            logits = [
+                compute_logits(bundle.model, images).cpu() for images in self._read(everything)
             ]
-        self.predicted: Ints = torch.cat(classes).numpy()
+        self.predicted = self.decide(torch.cat(logits) / bundle.temperature)
 
         first = self._run(self._normalize(everything[:1]))
         self.grid: Grid = first.grid
@@ -111,6 +112,24 @@ class Passes:
         )
         return logits / self.bundle.temperature
 
+    def decide(self, logits: Float[Tensor, "R C"]) -> Ints | Bools:
+        """Return what is predicted from logits that are divided by the temperature: a class [R], or
+        the labels [R, C]."""
+        values = logits.double().cpu().numpy()
+        if self.bundle.is_multilabel:
+            return decide_labels(self.bundle, expit(values))
+        return decide_classes(self.bundle, softmax(values, axis=1))
+
+    def compute_log_odds(
+        self, logits: Float[Tensor, "R C"], class_index: int
+    ) -> Float[Tensor, " R"]:
+        """Compute the log-odds of a class against the others, or of a label."""
+        if self.bundle.is_multilabel:
+            return logits[:, class_index]
+        others = logits.clone()
+        others[:, class_index] = -torch.inf
+        return logits[:, class_index] - others.logsumexp(dim=1)
+
     def _normalize(self, indices: Ints) -> Images:
         pixels = copy_to_device(self.pixels[indices], self.bundle.device)
         return self.bundle.preprocess.normalize(pixels)
@@ -124,6 +143,12 @@ class Passes:
         # raises ValueError for a model without attention
         reader.build_layers()
         return run_forward(reader, images, block_tokens=True, verify=False)
+
+
+def has_class(answers: Ints | Bools, class_index: int) -> Bools:
+    """Return which of n images have a class [n], by their classes [n] or their labels [n, C]."""
+    found = answers == class_index if answers.ndim == 1 else answers[:, class_index]
+    return np.asarray(found, dtype=bool)
 
 
 def _take_tokens(forward: Forward) -> PatchTokens:

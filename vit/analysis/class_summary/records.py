@@ -141,6 +141,7 @@ class Summary:
         model_sha256: SHA-256 of its file.
         method: The map method.
         has_labels: False: the predicted class takes the place of the label.
+        is_multilabel: An image may have several labels.
         grid: Rows and columns of patches.
         num_tests: Clusters that looked like a shortcut and were tested.
         false_alarm_rate: The rate that these tests share.
@@ -156,6 +157,7 @@ class Summary:
     grid: Grid
     num_tests: int
     false_alarm_rate: float = FALSE_ALARM_RATE
+    is_multilabel: bool = False
     pictures: dict[str, UInt8[np.ndarray, "H W 3"]] = field(default_factory=dict)
 
     def __repr__(self) -> str:

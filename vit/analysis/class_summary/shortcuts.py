@@ -4,12 +4,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from jaxtyping import Bool
 from numpy.typing import NDArray
 from scipy.special import bdtrc
 
-from vit.analysis.class_summary.passes import Passes, PatchMask
+from vit.analysis.class_summary.passes import Passes, PatchMask, has_class
 from vit.analysis.class_summary.places import SAME_PICTURE
 from vit.analysis.class_summary.records import FALSE_ALARM_RATE, PatchCluster, Removal
 from vit.explanation.capture.forward import Grid
@@ -71,7 +70,7 @@ def measure_removal(
         None where the cluster occurs in no image that is predicted correctly.
     """
     num_members = members.sum(axis=1)
-    is_correct = passes.predicted[indices] == class_index
+    is_correct = has_class(passes.predicted[indices], class_index)
     # at least one patch must stay
     is_tested = (num_members > 0) & (num_members < members.shape[1]) & is_correct
     rows = np.flatnonzero(is_tested)[:_MAX_REMOVALS]
@@ -84,19 +83,18 @@ def measure_removal(
         indices[np.tile(rows, 3)], np.concatenate([nothing, removed, elsewhere])
     )
     # log-odds, because the probability hardly falls where the model is nearly certain
-    others = logits.clone()
-    others[:, class_index] = -torch.inf
-    log_odds = logits[:, class_index] - others.logsumexp(dim=1)
+    log_odds = passes.compute_log_odds(logits, class_index)
     unchanged, without, without_random = log_odds.sigmoid().cpu().numpy().reshape(3, -1)
     _, odds, random_odds = log_odds.cpu().numpy().reshape(3, -1)
     # how much more the odds fall than without the copy
     differences = random_odds - odds
-    _, answers, random_answers = logits.argmax(dim=1).cpu().numpy().reshape(3, -1)
+    kept = has_class(passes.decide(logits), class_index)
+    _, is_kept, is_kept_at_random = kept.reshape(3, -1)
     num_worse = int((differences > 0).sum())
     return Removal(
         num_images=len(rows),
-        flips=int((answers != class_index).sum()),
-        random_flips=int((random_answers != class_index).sum()),
+        flips=int((~is_kept).sum()),
+        random_flips=int((~is_kept_at_random).sum()),
         fall=float((unchanged - without).mean()),
         random_fall=float((unchanged - without_random).mean()),
         log_odds=float(np.median(differences)),

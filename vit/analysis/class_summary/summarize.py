@@ -25,7 +25,13 @@ from numpy.typing import NDArray
 from vit.analysis.class_summary.clusters import fit_clusters, measure_overlap
 from vit.analysis.class_summary.images import SummaryImages, read_summary_images
 from vit.analysis.class_summary.page import build_summary_page
-from vit.analysis.class_summary.passes import Explained, Passes, PatchMask, Relevance
+from vit.analysis.class_summary.passes import (
+    Explained,
+    Passes,
+    PatchMask,
+    Relevance,
+    has_class,
+)
 from vit.analysis.class_summary.places import (
     MAX_IMAGES_A_CLASS,
     MIN_PATCHES,
@@ -37,11 +43,11 @@ from vit.analysis.class_summary.places import (
 )
 from vit.analysis.class_summary.records import ClassSummary, MaskSummary, PatchCluster, Summary
 from vit.analysis.class_summary.shortcuts import find_suspicions, flag_shortcuts, measure_removal
-from vit.bundle import Bundle, ModelLike, keeps_mode, open_model, require_classes
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.images import ImageInputs
 from vit.explanation.best_method import replace_best
 from vit.explanation.explainer import choose_explain_batch_size
-from vit.prediction.probabilities import Ints
+from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.arguments import check_arguments
 from vit.runtime.files import FileContent, Result
 from vit.runtime.progress import show_progress
@@ -84,7 +90,8 @@ def summarize_classes(
     batch_size: int | None = None,
     device: str = "auto",
 ) -> SummaryResult:
-    """Summarise how the model recognises each class, over many of its images.
+    """Summarise how the model recognises each class, or each label, over many of
+    the images that have it.
 
     It looks for shortcuts: a watermark, a frame or a background that is
     typical of one class.
@@ -92,7 +99,8 @@ def summarize_classes(
     Args:
         model: See `vit.evaluate`.
         images: See `vit.predict`; at most 200 images of each class are used.
-            Where every folder is named as a class, the folders are the labels.
+            Where every folder is named as a class, the folders are the labels
+            (of a model of one class an image; otherwise its predictions are).
             None: the test split of the data that the model was trained on.
         method: Map method, see `vit.explain`; "auto" is libra-removal.
         masks: Folder of masks, images of the same names, black except for the
@@ -112,7 +120,6 @@ def summarize_classes(
         >>> vit.summarize_classes("runs/photos", "photos/test").summary.flagged
     """
     bundle = open_model(model, device=device)
-    require_classes(bundle, "the class summary")
     if not bundle.class_names:
         raise ValueError("a model without classes has nothing to summarise by class")
     (chosen,) = replace_best(("libra-removal" if method == "auto" else method,), bundle)
@@ -145,7 +152,7 @@ def summarize_images(
     pictures = Pictures(images.pixels, passes.grid, np.random.default_rng(seed))
     labels = passes.predicted if images.classes is None else images.classes
     names = bundle.class_names
-    counts = np.bincount(labels, minlength=len(names))
+    counts = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=len(names))
     is_present = counts >= MIN_IMAGES_A_CLASS
     if not is_present.any():
         raise ValueError(
@@ -161,7 +168,9 @@ def summarize_images(
     shown = {}
     with show_progress("summarising", total) as advance:
         for index in chosen:
-            indices = pictures.random.permutation(np.flatnonzero(labels == index))[:images_a_class]
+            indices = pictures.random.permutation(np.flatnonzero(has_class(labels, index)))[
+                :images_a_class
+            ]
             classes.append(summarizer.summarize(index, indices, advance))
             mean_image = images.pixels[indices].mean(axis=0)
             shown[f"mean of {names[index]}"] = mean_image.round().astype(np.uint8)
@@ -177,6 +186,7 @@ def summarize_images(
         model_sha256=bundle.sha256,
         method=method,
         has_labels=images.classes is not None,
+        is_multilabel=bundle.is_multilabel,
         grid=passes.grid,
         num_tests=flag_shortcuts(clusters),
         pictures=shown,
@@ -191,7 +201,7 @@ class _Summarizer:
     """
 
     images: SummaryImages
-    labels: Ints
+    labels: Ints | Bools
     passes: Passes
     pictures: Pictures
 
@@ -209,7 +219,7 @@ class _Summarizer:
         return ClassSummary(
             name=self.passes.bundle.class_names[class_index],
             num_images=len(indices),
-            recall=float((self.passes.predicted[indices] == class_index).mean()),
+            recall=float(has_class(self.passes.predicted[indices], class_index).mean()),
             mean_map=(maps.mean(axis=0) * num_patches).tolist(),
             null_map=(shift_maps(maps, random).mean(axis=0) * num_patches).tolist(),
             border=measure_region(maps, border, random),
@@ -261,8 +271,8 @@ class _Summarizer:
     def _choose_others(self, class_index: int) -> list[Ints]:
         """Choose images of other classes: wrongly predicted as this class, and others; none without
         errors, so that there are none without labels."""
-        is_other = self.labels != class_index
-        is_predicted = self.passes.predicted == class_index
+        is_other = ~has_class(self.labels, class_index)
+        is_predicted = has_class(self.passes.predicted, class_index)
         wrong = np.flatnonzero(is_other & is_predicted)
         right = np.flatnonzero(is_other & ~is_predicted)
         if not (len(wrong) and len(right)):
@@ -330,11 +340,11 @@ class _Summarizer:
         indices = explained.indices[rows]
         # at least the patch that a small object fills most stays
         removed = inside < np.minimum(0.5, inside.max(axis=1, keepdims=True))
-        answers = self.passes.leave_out(indices, removed).argmax(dim=1).cpu().numpy()
+        answers = self.passes.decide(self.passes.leave_out(indices, removed))
         return MaskSummary(
             num_images=len(rows),
             inside=float((explained.relevance[rows] * inside).sum(axis=1).mean()),
             area=float(inside.mean()),
-            accuracy=float((self.passes.predicted[indices] == class_index).mean()),
-            accuracy_inside=float((answers == class_index).mean()),
+            accuracy=float(has_class(self.passes.predicted[indices], class_index).mean()),
+            accuracy_inside=float(has_class(answers, class_index).mean()),
         )
