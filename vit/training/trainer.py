@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -44,6 +45,25 @@ T = TypeVar("T")
 # A run's speed is measured this number of times; a smaller change of its length is ignored.
 _NUM_SPEED_CHECKS = 10
 _MIN_LENGTH_CHANGE = 0.05
+
+
+class LookAhead(Iterator[T]):
+    """The items of an iterator, of which the next one may be made before it is asked for."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._prepared: list[T] = []
+
+    def prepare(self) -> None:
+        """Make the next item now, if there is one."""
+        if not self._prepared:
+            self._prepared.extend(islice(self._items, 1))
+
+    def __next__(self) -> T:
+        self.prepare()
+        if not self._prepared:
+            raise StopIteration
+        return self._prepared.pop()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -197,7 +217,8 @@ class Trainer:
             progress.epoch_sums = progress.epoch_sums.float()
         progress.epoch_sums = progress.epoch_sums.to(device)
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
-        for batch in self._batches(start_step=progress.step_in_epoch):
+        batches = LookAhead(self._batches(start_step=progress.step_in_epoch))
+        for batch in batches:
             self._fit_length()
             if self._first_scores is None:
                 self._first_scores = self._measure_scores(batch.images)
@@ -209,6 +230,9 @@ class Trainer:
             finite_loss = torch.where(result.finite, result.loss, 0)
             progress.epoch_sums += torch.stack([finite_loss, result.correct, result.finite])
             progress.epoch_seconds = time.perf_counter() - epoch_started_at
+            if device.type != "cpu" and progress.step < self.plan.total_steps:
+                # While the device computes the step; `_log` may wait for it.
+                batches.prepare()
             self._log(result)
             self.writer.check()
 
