@@ -23,8 +23,6 @@ def change_task(source: Path, path: Path, task: str) -> Path:
     metadata = dict(content.metadata)
     if "labels" in task:
         metadata["data"] = {**metadata["data"], "task": "multilabel"}
-        if "conformal" in metadata:
-            metadata["conformal"] = {**metadata["conformal"], "thresholds": {}}
     if places := TASKS[task]:
         names = metadata["class_names"]
         thresholds = {names[place]: value for place, value in places.items()}

@@ -85,19 +85,26 @@ class Answers(nn.Module):
     runtime has.
 
     Args:
-        threshold: Smallest probability, without a temperature, of a class in the set; None for no
-            sets.
+        threshold: Smallest probability, without a temperature, of a class or label in the set; None
+            for no sets.
         training_features: Features [m, D] of training images, of length one.
         distances: Distances [n] of images that were not trained on, ascending.
+        multilabel: See `PhotoModel`.
     """
 
     training_features: Tensor
     distances: Tensor
 
     def __init__(
-        self, threshold: float | None, training_features: Tensor, distances: Tensor
+        self,
+        threshold: float | None,
+        training_features: Tensor,
+        distances: Tensor,
+        *,
+        multilabel: bool,
     ) -> None:
         super().__init__()
+        self.multilabel = multilabel
         self.threshold = threshold
         self.register_buffer("training_features", training_features)
         self.register_buffer("distances", distances)
@@ -115,6 +122,7 @@ class Answers(nn.Module):
             # their lengths were rounded in float16
             nn.functional.normalize(training_features),
             torch.from_numpy(bundle.likeness.distances),
+            multilabel=bundle.is_multilabel,
         )
 
     def forward(
@@ -122,7 +130,8 @@ class Answers(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Compute which classes are in the set, bool [B, C], if there is a threshold, and p-values
         [B]."""
-        sets = () if self.threshold is None else (logits.softmax(dim=-1) >= self.threshold,)
+        probabilities = logits.sigmoid() if self.multilabel else logits.softmax(dim=-1)
+        sets = () if self.threshold is None else (probabilities >= self.threshold,)
         units = features / features.norm(dim=1, keepdim=True).clamp(min=1e-12)
         cosines = units @ self.training_features.T  # [B, m]
         k = min(NUM_NEIGHBOURS, len(self.training_features))
