@@ -69,7 +69,7 @@ class DataConfig(_Section):
     classes: list[str] | None = None
     # {class: name}, or a text file of classes and names
     class_names: AbsolutePath | dict[str, str] | None = None
-    # corrected labels: {path: class}, or the corrections.csv of vit audit
+    # corrected labels: {path: class} or {path: cat|dog}, or the corrections.csv of vit audit
     corrections: AbsolutePath | dict[str, str] | None = None
     image_size: int | tuple[int, int] = 32
     # crop / resized side; None: the model's or 1

@@ -4,21 +4,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from vit.data.dataset import ImageDataset
 from vit.runtime.arguments import shorten
 from vit.runtime.documents import read_table
 
 COLUMNS = ("path", "given", "label")
+# separates the labels of an image that may have several
+SEPARATOR = "|"
 
 
 def read_corrections(path: Path | Mapping[str, str] | None) -> dict[str, str]:
-    """Read corrections: path of an image below the root → the name of its right class.
+    """Read corrections: path of an image below the root → the name of its right class, or the names
+    of all its right labels with "|" between them.
 
     Args:
-        path: A CSV file with the columns path, given (the present label) and label; or the
-            corrections themselves; None for none.
+        path: A CSV file with the columns path, given (the present label or labels) and label; or
+            the corrections themselves; None for none.
 
     Raises:
         ValueError: A line is wrong; the message names it.
@@ -48,31 +49,34 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
     """Replace the labels of the images whose ids are in `corrections`.
 
     Raises:
-        ValueError: A label is not one of the classes, or images have several labels.
+        ValueError: A label is not one of the classes.
     """
-    if dataset.is_multilabel:
-        raise ValueError(
-            "data.corrections replaces the class of an image, and these images have several labels;"
-            " correct the table"
-        )
     label_of = {name: label for label, name in enumerate(dataset.class_names)}
     labels = dataset.labels.copy()
+    what = "label" if dataset.is_multilabel else "class"
     for index, image_id in enumerate(dataset.ids):
-        name = corrections.get(image_id)
-        if name is None:
+        corrected = corrections.get(image_id)
+        if corrected is None:
             continue
-        if name not in label_of:
-            raise ValueError(
-                f"data.corrections gives {shorten(image_id)!r} the class {shorten(name)!r}, which is"
-                f" not one of {shorten(', '.join(dataset.class_names))}"
-            )
-        labels[index] = label_of[name]
+        names = [corrected]
+        if dataset.is_multilabel:
+            names = [name for name in corrected.split(SEPARATOR) if name]
+        for name in names:
+            if name not in label_of:
+                raise ValueError(
+                    f"data.corrections gives {shorten(image_id)!r} the {what} {shorten(name)!r}, which"
+                    f" is not one of {shorten(', '.join(dataset.class_names))}"
+                )
+        if dataset.is_multilabel:
+            labels[index] = [name in names for name in dataset.class_names]
+        else:
+            labels[index] = label_of[names[0]]
     num_changed = int((labels != dataset.labels).sum())
     if num_changed == 0:
         return dataset
     note = f"{num_changed} labels of the {dataset.split} images are those of data.corrections"
     # decoded pixels don't depend on labels
-    return replace(dataset, labels=labels.astype(np.int64), notes=(*dataset.notes, note))
+    return replace(dataset, labels=labels, notes=(*dataset.notes, note))
 
 
 def check_corrections(dataset: ImageDataset, corrections: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from vit.data.class_names import find_wordnet_names, resolve_class_names
-from vit.data.corrections import correct_labels
+from vit.data.corrections import SEPARATOR, correct_labels
 from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
 from vit.data.groups import (
     MAX_COMPARED,
@@ -76,7 +76,7 @@ class DatasetSplits:
         default_split: Name of the split that `split()` returns.
         title: Name for readers: that of a named set, or of the folder of own images.
         class_names: Other names of the classes, see `data.class_names` in docs/guides/data.md.
-        corrections: Id of an image → the name of its right class. Splits stay as they were drawn.
+        corrections: Id of an image → its right class or labels, see `read_corrections`. Splits stay as they were drawn.
         unit: Word for what is counted in `describe_files`; empty for a published set.
         renamed_classes: Class → its other name, in the splits that were listed.
     """
@@ -109,10 +109,12 @@ class DatasetSplits:
         if not self.corrections:
             return dataset
         # a correction may use a class's own name or its other one
-        corrections = {
-            image: self.renamed_classes.get(label, label)
-            for image, label in self.corrections.items()
-        }
+        corrections = dict(self.corrections)
+        for image, label in corrections.items():
+            names = label.split(SEPARATOR) if dataset.is_multilabel else [label]
+            corrections[image] = SEPARATOR.join(
+                self.renamed_classes.get(name, name) for name in names
+            )
         return correct_labels(dataset, corrections)
 
     def _find_split(self, split: str) -> ImageDataset:

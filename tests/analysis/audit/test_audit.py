@@ -4,13 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cleanlab.filter import find_label_issues
+from cleanlab.multilabel_classification.rank import get_label_quality_scores_per_class
 from PIL import Image
 
 from vit.analysis.audit.suspects import (
     find_confused,
+    find_suspect_pairs,
     find_suspects,
     measure_between,
     measure_image,
+    predict_labels_out_of_fold,
     predict_out_of_fold,
 )
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
@@ -48,6 +52,53 @@ def test_swapped_labels_are_found_with_the_right_class() -> None:
     assert is_right.sum() >= 35
     assert is_right.mean() > 0.7
     assert (np.array(suggested)[is_right] == labels[errors]).mean() > 0.95
+
+
+def make_marks(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Features, and four labels of which an image has any number."""
+    rng = np.random.default_rng(0)
+    marks = rng.random((count, 4)) < (0.5, 0.4, 0.3, 0.2)
+    centres = rng.normal(size=(4, 16))
+    features = 1.5 * marks @ centres + 0.6 * rng.normal(size=(count, 16))
+    return features.astype(np.float32), marks
+
+
+def test_flipped_labels_are_found_as_cleanlab_finds_them() -> None:
+    features, marks = make_marks(800)
+    noisy = marks.ravel().copy()
+    flipped = np.random.default_rng(1).choice(noisy.size, noisy.size // 20, replace=False)
+    noisy[flipped] = ~noisy[flipped]
+    noisy = noisy.reshape(marks.shape)
+    # a label of no image can't be examined
+    noisy = np.concatenate([noisy, np.zeros((800, 1), dtype=bool)], axis=1)
+    probabilities = predict_labels_out_of_fold(features, noisy, make_digests(800))
+    found = find_suspect_pairs(probabilities, noisy)
+    is_right = np.isin([4 * image + label for image, label in found], flipped)
+    assert is_right.sum() >= 0.7 * len(flipped)
+    assert is_right.mean() > 0.7
+    scores = get_label_quality_scores_per_class(
+        [np.flatnonzero(row).tolist() for row in noisy], probabilities
+    )
+    confidence = [scores[image, label] for image, label in found]
+    assert confidence == sorted(confidence)
+    for label in range(4):
+        binary = np.stack([1 - probabilities[:, label], probabilities[:, label]], axis=1)
+        issues = find_label_issues(
+            noisy[:, label].astype(int), binary, filter_by="confident_learning", n_jobs=1
+        )
+        ours = {image for image, other in found if other == label}
+        assert ours == set(np.flatnonzero(issues).tolist())
+
+
+def test_labels_are_not_judged_by_a_classifier_that_saw_a_copy_or_the_group() -> None:
+    rng = np.random.default_rng(0)
+    features = np.repeat(rng.normal(size=(200, 300)), 2, axis=0).astype(np.float32)
+    marks = np.repeat(rng.random((200, 2)) < 0.5, 2, axis=0)
+    copies = np.repeat(make_digests(200), 2)
+    groups = [f"patient {index // 2}" for index in range(400)]
+    for digests, own_groups in ((copies, None), (make_digests(400), groups)):
+        found = predict_labels_out_of_fold(features, marks, digests, groups=own_groups)
+        assert abs(((found >= 0.5) == marks).mean() - 0.5) < 0.1
 
 
 def test_no_image_is_judged_by_a_classifier_that_saw_it_or_its_copy() -> None:

@@ -11,7 +11,9 @@ from PIL import Image
 import vit
 from tests.browser import find_low_contrast, find_unnamed, find_wide, phone
 from tests.conftest import SaveModel
+from vit.config import load_config
 from vit.data.corrections import read_corrections
+from vit.training.data import build_dataset
 
 CLASSES = ("<b>red", '"blue",')
 
@@ -136,3 +138,92 @@ def test_a_phone_scrolls_down_only(page: Any) -> None:
     assert find_low_contrast(page) == []
     assert find_unnamed(page) == []
     assert page.get_log("browser") == []
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table of images that are red, blue or both, or neither; of two the labels are wrong."""
+    root = tmp_path_factory.mktemp("labels")
+    random = np.random.default_rng(0)
+    rows = ["path,labels"]
+    for number in range(48):
+        pixels = random.integers(0, 40, (16, 16, 3), dtype=np.uint8)
+        names = []
+        for place, name in ((0, "red"), (2, "blue")):
+            if number >> (place // 2) & 1:
+                pixels[..., place] += 180
+                names.append(name)
+        Image.fromarray(pixels).save(root / f"{number:02}.png")
+        # the two labels exchanged, and one label missing
+        names = {1: ["blue"], 3: ["red"]}.get(number, names)
+        rows.append(f"{number:02}.png,{'|'.join(names)}")
+    (root / "labels.csv").write_text("\n".join(rows))
+    return root / "labels.csv"
+
+
+@pytest.fixture(scope="module")
+def audited(labelled: Path, weights: Path) -> Any:
+    return vit.audit(labelled, model=weights)
+
+
+def test_wrong_and_missing_labels_are_named(audited: Any, labelled: Path, tmp_path: Path) -> None:
+    audit = audited.audit
+    described = {(error.path, error.describe()) for error in audit.label_errors}
+    assert described == {
+        ("01.png", "has blue, probably not"),
+        ("01.png", "lacks red, probably there"),
+        ("03.png", "lacks blue, probably there"),
+    }
+    assert audit.map > 0.9
+    for error in audit.label_errors:
+        near = audit.neighbours[error.key]
+        assert len(near["given"]) == len(near["suggested"]) == 5
+        assert error.path not in {path for path, _ in near["given"] + near["suggested"]}
+    audited.save(tmp_path / "audit")
+    text = (tmp_path / "audit" / "audit.html").read_text()
+    assert "48 images of 2 labels" in text
+    assert "Lacks <strong>blue</strong>, probably there" in text
+    assert text.count("Most similar images without red") == 1
+
+    # as the page saves them
+    corrections = tmp_path / "corrections.csv"
+    corrections.write_text("path,given,label\n01.png,blue,red\n03.png,red,red|blue\n")
+    config = {"data": {"name": "folder", "root": str(labelled), "corrections": str(corrections)}}
+    data = load_config({**config, "data": {**config["data"], "image_size": 16}})
+    images = build_dataset(data).split("all")
+    marks = {name: images.labels[images.ids.index(name)].tolist() for name in ("01.png", "03.png")}
+    # the labels are blue and red
+    assert marks == {"01.png": [False, True], "03.png": [True, True]}
+    corrections.write_text("path,given,label\n01.png,blue,red|green\n")
+    with pytest.raises(ValueError, match="the label 'green', which is not one of blue, red"):
+        build_dataset(data).split("all")
+
+
+@pytest.mark.browser
+def test_accepted_labels_are_saved_as_sets(
+    audited: Any, browser: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    folder = tmp_path_factory.mktemp("sets")
+    audited.save(folder / "audit")
+    browser.execute_cdp_cmd(
+        "Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)}
+    )
+    browser.get((folder / "audit" / "audit.html").as_uri())
+    for key in ("j", "a", "a", "a"):
+        browser.find_element("tag name", "body").send_keys(key)
+    browser.find_element("id", "save").send_keys(Keys.ENTER)
+    for _ in range(100):
+        if (folder / "corrections.csv").exists():
+            break
+        time.sleep(0.05)
+    saved = read_corrections(folder / "corrections.csv")
+    assert {path: set(text.split("|")) for path, text in saved.items()} == {
+        "01.png": {"red"},
+        "03.png": {"red", "blue"},
+    }
+    with phone(browser):
+        browser.refresh()
+        assert find_wide(browser) == []
+    assert find_unnamed(browser) == []

@@ -21,9 +21,13 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     """
     found = compute_and_save(find, output, overwrite=overwrite).audit
     between = sum(pair.classes[0] != pair.classes[1] for pair in found.near_duplicates)
+    predicts = f"predicts {format_percent(found.top1, found.num_images)} of them correctly"
+    if found.map is not None:
+        mean = format_percent(found.map, found.num_images)
+        predicts = f"predicts their labels with a mean average precision of {mean}"
     echo(
         f"{found.num_images:,} images of {found.data}; a linear classifier on these features"
-        f" predicts {format_percent(found.top1, found.num_images)} of them correctly without having seen them"
+        f" {predicts} without having seen them"
     )
     for sentence in found.warnings:
         echo(f"warning: {sentence}", color="yellow")
@@ -32,7 +36,7 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
         judged = f" among the {found.num_judged:,} images whose labels the classifier can judge"
     echo(f"{len(found.label_errors)} likely label errors{judged}")
     for error in found.label_errors[:5]:
-        echo(f"  {error.path}: {error.given}, probably {error.suggested} ({error.score:.3f})")
+        echo(f"  {error.path}: {error.describe()} ({error.score:.3f})")
     if found.always_trained:
         names = ", ".join(found.always_trained)
         echo(f"labels of {names} are not examined, because all of a class are one group")

@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from vit.analysis.audit.suspects import Audit
-from vit.data.corrections import COLUMNS
+from vit.data.corrections import COLUMNS, SEPARATOR
 from vit.data.dataset import ImageDataset, printable
 from vit.explanation.render.page import encode_photo, name_model, render_page
 from vit.prediction.predictor import Pixels
@@ -46,7 +46,7 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
     small = [
         path
         for error in suspects
-        for near in audit.neighbours[error.path].values()
+        for near in audit.neighbours[error.key].values()
         for path, _ in near
     ]
     small += [path for pair in pairs for path in pair.paths]
@@ -55,14 +55,15 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
     context = {
         "audit": audit,
         "model": name_model(audit.model),
-        "top1": format_percent(audit.top1, audit.num_images),
-        "suspects": [asdict(error) for error in suspects],
+        "top1": format_percent(audit.top1 if audit.map is None else audit.map, audit.num_images),
+        "suspects": [{**asdict(error), "key": error.key} for error in suspects],
         "pairs": pairs,
         "outliers": outliers,
         "odd": odd,
         "photos": _encode(photos, (error.path for error in suspects), side=_SIDE),
         "thumbnails": _encode(photos, small, side=_THUMBNAIL_SIDE),
         "columns": COLUMNS,
+        "separator": SEPARATOR,
     }
     return render_page(_TEMPLATE, context)
 

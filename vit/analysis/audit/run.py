@@ -9,7 +9,7 @@ from typing import Any
 
 from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
-from vit.bundle import Bundle, ModelLike, open_model, require_classes
+from vit.bundle import Bundle, ModelLike, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset, LabelRule
 from vit.data.open import RecordedImages, open_for_model, open_passed
@@ -159,7 +159,6 @@ def audit(
 def _open_backbone(source: ModelLike, device: str) -> Bundle:
     """Return the model whose features are used, as one of this project where that is possible."""
     bundle = open_model(source, device=device)
-    require_classes(bundle, "the audit")
     if not isinstance(bundle.model, VisionTransformer):
         # timm, which takes seconds to import
         from vit.model.timm_weights import load_timm

@@ -8,20 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from scipy.special import expit
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
 from vit.data.groups import join_duplicates
 from vit.evaluation.examples import find_known
+from vit.evaluation.label_metrics import LabelScores, compute_label_metrics
 from vit.evaluation.metrics import count_confusions
 from vit.prediction.neighbours import convert_to_distances, find_nearest
-from vit.prediction.probabilities import Floats, Ints
+from vit.prediction.probabilities import Bools, Floats, Ints
 from vit.training.folds import assign_folds
+from vit.training.linear_probe import fit_path
 
 _NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
@@ -43,15 +48,31 @@ class LabelError:
 
     Attributes:
         path: Name of the image in its data set.
-        given: Its label.
-        suggested: The most probable class.
-        score: 1 minus cleanlab's self-confidence, the probability of the given label.
+        given: Its label; of several the one that is probably wrong, "" if one is missing.
+        suggested: The most probable class; of several labels the missing one, "" if one is wrong.
+        score: 1 minus cleanlab's self-confidence, the probability of the given label, or of having
+            or lacking this one.
+        labels: All labels of an image that may have several; None for classes.
     """
 
     path: str
     given: str
     suggested: str
     score: float
+    labels: tuple[str, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        """Name of the error: the path, and of several labels the label, too."""
+        return self.path if self.labels is None else f"{self.path}\n{self.given or self.suggested}"
+
+    def describe(self) -> str:
+        """Say what is given and what is probable."""
+        if self.labels is None:
+            return f"{self.given}, probably {self.suggested}"
+        if self.given:
+            return f"has {self.given}, probably not"
+        return f"lacks {self.suggested}, probably there"
 
 
 @dataclass(frozen=True)
@@ -110,14 +131,17 @@ class Audit:
     """Possible problems of a data set, the most likely first.
 
     Attributes:
-        top1: Out-of-fold accuracy of the linear classifier, which says how good the features are.
+        top1: Out-of-fold accuracy of the linear classifier, which says how good the features are;
+            of several labels the fraction of images of which all are right.
+        map: Its mean average precision, where images may have several labels; None for classes.
         num_judged: Images whose labels it can judge. See `find_known`.
         unreadable: Images that can't be read, with the reason.
         always_trained: Classes whose labels are not examined: their images are one group.
         model: Model that gave the features.
         data: Name of the data set: that of its folder for own images.
-        neighbours: For the page: the images that are nearest to each likely label error, at most 5
-            of its "given" and 5 of its "suggested" class, as (path, cosine of the features).
+        neighbours: For the page: the images that are nearest to each likely label error, by its
+            key, at most 5 of its "given" and 5 of its "suggested" class, as (path, cosine of the
+            features).
         warnings: Problems of all images together, a sentence each.
     """
 
@@ -140,6 +164,7 @@ class Audit:
     )
     warnings: list[str] = field(default_factory=list)
     always_trained: tuple[str, ...] = ()
+    map: float | None = None
 
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
@@ -172,22 +197,64 @@ def audit_images(
     Raises:
         ValueError: Fewer than two classes have two different images.
     """
-    labels = dataset.labels
     paths = [printable(image_id) for image_id in dataset.ids]
-    classes = [dataset.class_names[label] for label in labels]
+    classes = [dataset.describe_labels(index) for index in range(len(dataset))]
     assert dataset.hashes is not None
     groups = dataset.groups
     if groups is not None:
         # Copies are left out together, too.
-        groups, _ = join_duplicates(groups, labels, dataset.hashes, num_splits=2)
+        groups, _ = join_duplicates(groups, dataset.strata, dataset.hashes, num_splits=2)
+    errors: dict[str, Any]
+    if dataset.is_multilabel:
+        errors = _audit_label_sets(dataset, features, paths, groups)
+    else:
+        errors = _audit_classes(dataset, features, paths, groups)
+    _, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, skip_self=True)
+    distances = convert_to_distances(cosines[:, -1])
+
+    near_duplicates = [
+        NearDuplicate((paths[first], paths[second]), (classes[first], classes[second]), exact)
+        for first, second, exact in find_pairs(dataset.hashes)
+    ]
+    # Pairs of two classes come first, because one of the two labels is wrong.
+    near_duplicates.sort(key=lambda pair: (pair.classes[0] == pair.classes[1], not pair.exact))
+
+    _, is_far = _find_odd(distances)
+    outliers = [
+        Outlier(paths[index], classes[index], float(distances[index]))
+        for index in np.argsort(-distances, kind="stable").tolist()
+        if is_far[index]
+    ]
+    return Audit(
+        **errors,
+        near_duplicates=near_duplicates,
+        outliers=outliers,
+        properties=_describe_properties(dataset, paths, classes, convert),
+        num_images=len(dataset),
+        class_names=dataset.class_names,
+        unreadable=[(printable(name), printable(text)) for name, text in dataset.unreadable],
+        data=data,
+        fingerprint=dataset.fingerprint,
+        model=model,
+        model_sha256=model_sha256,
+    )
+
+
+def _audit_classes(
+    dataset: ImageDataset,
+    features: NDArray[np.float32],
+    paths: Sequence[str],
+    groups: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Find likely wrong classes; return the fields of `Audit` about them."""
+    labels = dataset.labels
+    classes = [dataset.class_names[label] for label in labels]
     probabilities = predict_out_of_fold(
         features, labels, dataset.digests, num_classes=len(dataset.class_names), groups=groups
     )
     # the others are always trained on, so that nothing is known about their labels
     left_out = np.flatnonzero(~np.isnan(probabilities[:, 0])).tolist()
     probabilities, out_labels = probabilities[left_out], labels[left_out]
-    _, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, skip_self=True)
-    distances = convert_to_distances(cosines[:, -1])
 
     correct = probabilities.argmax(axis=1) == out_labels
     out_groups = None
@@ -218,37 +285,162 @@ def audit_images(
         for number, error in enumerate(label_errors)
     }
 
-    near_duplicates = [
-        NearDuplicate((paths[first], paths[second]), (classes[first], classes[second]), exact)
-        for first, second, exact in find_pairs(dataset.hashes)
-    ]
-    # Pairs of two classes come first, because one of the two labels is wrong.
-    near_duplicates.sort(key=lambda pair: (pair.classes[0] == pair.classes[1], not pair.exact))
+    return {
+        "label_errors": label_errors,
+        "neighbours": neighbours,
+        "confused_classes": find_confused(probabilities, out_labels, dataset.class_names),
+        "top1": float(correct.mean()),
+        "num_judged": int(is_known.sum()),
+        "always_trained": tuple(
+            np.array(dataset.class_names)[np.setdiff1d(labels, out_labels)].tolist()
+        ),
+    }
 
-    _, is_far = _find_odd(distances)
-    outliers = [
-        Outlier(paths[index], classes[index], float(distances[index]))
-        for index in np.argsort(-distances, kind="stable").tolist()
-        if is_far[index]
-    ]
-    return Audit(
-        label_errors=label_errors,
-        near_duplicates=near_duplicates,
-        outliers=outliers,
-        properties=_describe_properties(dataset, paths, classes, convert),
-        confused_classes=find_confused(probabilities, out_labels, dataset.class_names),
-        top1=float(correct.mean()),
-        num_judged=int(is_known.sum()),
-        num_images=len(dataset),
-        class_names=dataset.class_names,
-        unreadable=[(printable(name), printable(text)) for name, text in dataset.unreadable],
-        always_trained=tuple(np.array(dataset.class_names)[np.setdiff1d(labels, out_labels)]),
-        data=data,
-        fingerprint=dataset.fingerprint,
-        model=model,
-        model_sha256=model_sha256,
-        neighbours=neighbours,
+
+def _audit_label_sets(
+    dataset: ImageDataset,
+    features: NDArray[np.float32],
+    paths: Sequence[str],
+    groups: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Find likely wrong and missing labels of images that may have several; return the fields of
+    `Audit` about them."""
+    labels, class_names = dataset.labels, dataset.class_names
+    probabilities = predict_labels_out_of_fold(features, labels, dataset.digests, groups=groups)
+    correct = (probabilities >= 0.5) == labels
+    is_known = np.stack(
+        [
+            find_known(right, marks.astype(np.int64), dataset.groups)
+            for right, marks in zip(correct.T, labels.T, strict=True)
+        ],
+        axis=1,
     )
+    label_errors = []
+    neighbours = {}
+    for index, label in find_suspect_pairs(probabilities, labels):
+        if not is_known[index, label]:
+            continue
+        has_label = bool(labels[index, label])
+        name = class_names[label]
+        names = tuple(class_names[place] for place in np.flatnonzero(labels[index]).tolist())
+        probability = float(probabilities[index, label])
+        error = LabelError(
+            path=paths[index],
+            given=name if has_label else "",
+            suggested="" if has_label else name,
+            score=1 - probability if has_label else probability,
+            labels=names,
+        )
+        label_errors.append(error)
+        neighbours[error.key] = {
+            side: [
+                (paths[other], cosine)
+                for other, cosine in _find_nearest_of_class(
+                    features,
+                    labels[:, label].astype(np.int64),
+                    np.array([index]),
+                    classes=np.array([int(has_label == (side == "given"))]),
+                )[0]
+            ]
+            for side in ("given", "suggested")
+        }
+    scores = LabelScores(labels, probabilities, np.zeros(len(labels)))
+    return {
+        "label_errors": label_errors,
+        "neighbours": neighbours,
+        "confused_classes": _find_confused_labels(probabilities >= 0.5, labels, class_names),
+        "top1": float(correct.all(axis=1).mean()),
+        "map": compute_label_metrics(scores)["map"],
+        "num_judged": int(is_known.any(axis=1).sum()),
+    }
+
+
+def predict_labels_out_of_fold(
+    features: NDArray[np.float32],
+    labels: Bools,
+    digests: NDArray[np.uint64],
+    *,
+    groups: Sequence[str] | None = None,
+) -> Floats:
+    """Predict each image by logistic regressions, one for each label, that have seen neither it nor
+    a copy of it.
+
+    Args:
+        features: See `predict_out_of_fold`.
+        labels: Which labels each image has, [n, C].
+        digests: See `predict_out_of_fold`.
+        groups: See `predict_out_of_fold`.
+
+    Returns:
+        Probability of each label, [n, C].
+
+    Raises:
+        ValueError: There are fewer than two different images, or groups.
+    """
+    # Copies of an image count once, with the labels of the first of them.
+    _, first, copies = np.unique(digests, return_index=True, return_inverse=True)
+    folds = assign_folds(labels[first], num_folds=_NUM_FOLDS)[copies]
+    if groups is not None:
+        folds = assign_folds(labels, groups, num_folds=_NUM_FOLDS)
+    if folds.max() < 1:
+        raise ValueError("an audit needs at least two different images, of two groups")
+    values = features.astype(np.float64)
+    logits = np.zeros((len(_STRENGTHS), *labels.shape))
+    with threadpool_limits(1):
+        for fold in range(folds.max() + 1):
+            is_out = folds == fold
+            path = fit_path(values[~is_out], labels[~is_out], _STRENGTHS, balanced=False)
+            for place, (weight, bias, _) in enumerate(path):
+                logits[place, is_out] = values[is_out] @ weight.T + bias
+    losses = np.logaddexp(0, np.where(labels, -logits, logits)).mean(axis=(1, 2))
+    probabilities: Floats = expit(logits[losses.argmin()])
+    return probabilities
+
+
+def find_suspect_pairs(probabilities: Floats, labels: Bools) -> list[tuple[int, int]]:
+    """Find likely errors among several labels by cleanlab's confident learning, for each label
+    against the rest.
+
+    Args:
+        probabilities: Out-of-fold probability of each label, [n, C].
+        labels: Which labels each image has, [n, C].
+
+    Returns:
+        (image, label), the least plausible first.
+    """
+    from cleanlab.multilabel_classification.filter import find_multilabel_issues_per_class
+
+    # cleanlab wants images with each label, and without it
+    varies = np.flatnonzero(labels.any(axis=0) & ~labels.all(axis=0))
+    marks, chosen = labels[:, varies], probabilities[:, varies]
+    is_suspect = find_multilabel_issues_per_class(
+        [np.flatnonzero(row).tolist() for row in marks],
+        chosen,
+        filter_by="confident_learning",
+        n_jobs=1,
+    )
+    confidence = np.where(marks, chosen, 1 - chosen)
+    images, places = np.nonzero(is_suspect)
+    order = np.argsort(confidence[images, places], kind="stable")
+    return list(zip(images[order].tolist(), varies[places[order]].tolist(), strict=True))
+
+
+def _find_confused_labels(
+    predicted: Bools, labels: Bools, class_names: Sequence[str]
+) -> list[ConfusedClasses]:
+    """Find pairs of labels of which one is missed and the other falsely found, see `find_confused`."""
+    missed = (labels & ~predicted).astype(np.int64)
+    found = (~labels & predicted).astype(np.int64)
+    one_way = missed.T @ found
+    alone = labels.T.astype(np.int64) @ ~labels
+    pairs = []
+    for first, second in combinations(range(len(class_names)), 2):
+        confused = int(one_way[first, second] + one_way[second, first])
+        count = int(alone[first, second] + alone[second, first])
+        if confused >= max(_MIN_CONFUSED, _MIN_CONFUSED_SHARE * count):
+            names = (class_names[first], class_names[second])
+            pairs.append(ConfusedClasses(names, confused, count))
+    return sorted(pairs, key=lambda pair: -pair.confused / pair.count)
 
 
 def predict_out_of_fold(
@@ -431,7 +623,7 @@ def _describe_properties(
             for index in farthest_first
             if is_low[index] or is_high[index]
         ]
-        described[name] = ImageProperty(measure_between(scale, dataset.labels), odd)
+        described[name] = ImageProperty(measure_between(scale, dataset.strata), odd)
     return described
 
 
