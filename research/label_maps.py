@@ -7,7 +7,7 @@ FOLDER has photos that were put together from others, side by side, and labels.c
 `path`, `split` and `cells`: the label of each part in reading order. For each test image and each
 label that exactly one part has, the positive values of the label's map are summed over that part
 and divided by their sum. By chance it is 1 of the number of parts. The three methods that are named
-are those that `vit faithfulness --num-images 16 --minutes 3` found most faithful to the model.
+are those that `vit faithfulness --num-images 8 --minutes 1` found most faithful to the model.
 
 Mosaics and pairs: `label_maps.py make SOURCE FOLDER TRAIN TEST --grid 2 2 --side 32`, SOURCE with
 `train/CLASS/` and `test/CLASS/` (or `val/`). The results are of models that trained on them by
@@ -28,7 +28,7 @@ import vit
 from vit.explanation.methods.registry import METHODS
 
 CELLS = "cells"
-NUM_FAITHFUL, MINUTES = 16, 3
+NUM_FAITHFUL, MINUTES = 8, 1
 
 
 def make(source: Path, folder: Path, counts: dict[str, int], grid: tuple[int, int], side: int) -> None:
@@ -63,8 +63,8 @@ def choose_methods(model: str, seed: int = 0) -> tuple[list[str], dict[str, floa
     result = vit.measure_faithfulness(model, num_images=NUM_FAITHFUL, minutes=MINUTES, seed=seed)
     metrics = result.summary["metrics"]
     gains = {
-        name: metrics["srg_both"]["methods"][name]["mean"]
-        for name in metrics["srg_both"]["methods"]
+        name: metrics["srg"]["methods"][name]["mean"]
+        for name in metrics["srg"]["methods"]
         if name in METHODS
     }
     names = sorted((name for name in gains if METHODS[name].class_specific), key=lambda name: -gains[name])
@@ -87,7 +87,7 @@ def measure_shares(
     names = sorted({name for _, name, _ in cases})
     bundle = vit.load_bundle(model)
     for label in names:
-        count = max_images if named in (None, label) else max_images // 5
+        count = max_images if named in (None, label) else max_images // 10
         chosen = [case for case in cases if case[1] == label][:count]
         result = vit.explain(
             bundle,
