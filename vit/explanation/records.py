@@ -382,8 +382,8 @@ class Explanations:
     @property
     def targets(self) -> Int[Tensor, "n ..."]:
         """Class that is explained for each image, [n], or [n, T], in which -1 stands where an image
-        has fewer labels than others."""
-        targets = torch.from_numpy(_stack([image.targets for image in self.images], -1))
+        has fewer labels than others; [n, 0] if the target isn't about a class."""
+        targets = torch.from_numpy(_stack([image.targets for image in self.images], -1)).long()
         return targets[:, 0] if targets.shape[1] == 1 else targets
 
     @property
@@ -410,4 +410,9 @@ class Explanations:
 def _stack(rows: Sequence[Sequence[Any]], fill: float) -> np.ndarray:
     """Stack rows [n, T, ...], of which shorter ones are filled up."""
     width = max(map(len, rows))
-    return np.array([[*row, *[np.full_like(row[0], fill)] * (width - len(row))] for row in rows])
+    stacked = []
+    for row in rows:
+        # made where they are needed alone: every row is empty if the target isn't about a class
+        blanks = (np.full_like(row[0], fill) for _ in range(width - len(row)))
+        stacked.append([*row, *blanks])
+    return np.array(stacked)

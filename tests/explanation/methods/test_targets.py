@@ -382,6 +382,11 @@ def test_thresholds_decide_which_labels_are_explained() -> None:
         vit.attribute(bundle, images, method="input-x-gradient", target=name) for name in names
     ]
     torch.testing.assert_close(difference, parts[0] - parts[1])
+    # a difference isn't about one class
+    assert vit.explain(bundle, list(photos), target="red - green", **options).targets.shape == (
+        2,
+        0,
+    )
 
     # one class against the rest, below and above its threshold (0.0155)
     for threshold, expected in ((0.02, 0), (0.01, 2)):
