@@ -15,6 +15,7 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score
 from tests.conftest import Launcher, SaveModel
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
+from vit.data.sources.python_objects import read_map_style
 from vit.evaluation import subgroups
 from vit.evaluation.clusters import compute_clustered_interval, compute_proportion_interval
 from vit.evaluation.label_metrics import score_label_logits
@@ -197,6 +198,8 @@ def test_a_column_of_parquet_files_and_the_folder_of_an_image_are_read(tmp_path:
         ValueError, match="has no column 'camera'; they are 'image', 'label', 'site"
     ):
         read_values(dataset, "camera")
+    passed = read_map_style(table, "test", ("b", "c"))
+    assert [read_values(passed, "site")[name] for name in passed.ids[:2]] == ["north", "south"]
     for name in ("a", "b"):
         (tmp_path / "folders" / name).mkdir(parents=True)
         for row in rows[:3]:

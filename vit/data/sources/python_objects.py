@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vit.data.python_images import (
     split_item,
 )
 from vit.data.sources.base import SPLIT_OF, ImageReader
+from vit.data.sources.huggingface import read_rows_column
 from vit.runtime.arguments import as_tuple, describe_kind, shorten
 
 # data.name of such a run
@@ -130,6 +132,10 @@ def read_map_style(
             text = f"dataset holds {len(images)} images and {len(labels)} labels"
             raise ValueError(f"{text}; pass a label for each image")
         dataset = list(zip(images, labels, strict=True))
+    read_column = None
+    # a table of the library `datasets`
+    if hasattr(dataset, "select_columns"):
+        read_column = partial(read_rows_column, {split: dataset}, origin="dataset", id_format="06d")
     dataset = list_items(dataset)
 
     # every item is read now, for its label and for the hash by which the image is known
@@ -161,6 +167,7 @@ def read_map_style(
             labels=marks,
             ids=ids,
             reader=reader,
+            read_column=read_column,
         )
     plain_labels, num_classes = read_labels(labels)
     if num_classes is not None:
@@ -180,6 +187,7 @@ def read_map_style(
         labels=numbers,
         ids=ids,
         reader=reader,
+        read_column=read_column,
     )
 
 
