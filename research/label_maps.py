@@ -46,11 +46,14 @@ def make(source: Path, folder: Path, counts: dict[str, int], grid: tuple[int, in
             names = random.choice(list(files), size=different, replace=False)
             cells = [*names, *random.choice(names, size=number - different)]
             random.shuffle(cells)
-            picture = Image.new("RGB", (columns * side, rows * side))
+            # square, because the model sees the square in the middle
+            whole = max(grid) * side
+            width, height = whole // columns, whole // rows
+            picture = Image.new("RGB", (whole, whole))
             for place, name in enumerate(cells):
                 photo = Image.open(files[name][random.integers(len(files[name]))]).convert("RGB")
-                corner = (place % columns * side, place // columns * side)
-                picture.paste(ImageOps.fit(photo, (side, side)), corner)
+                corner = (place % columns * width, place // columns * height)
+                picture.paste(ImageOps.fit(photo, (width, height)), corner)
             path = f"{split}/{index:05}.png"
             picture.save(folder / path)
             lines.append((path, "|".join(sorted(set(cells))), split, " ".join(cells)))
@@ -101,7 +104,8 @@ def measure_shares(
                 inside = find_part(found.values.shape, image.geometry, grid, place)
                 positive = np.maximum(found.values, 0)
                 shares[found.method.name].setdefault(label, []).append(
-                    (float(positive[inside].sum() / positive.sum()), label in label_names(image, bundle))
+                    # a map without evidence for the label has none inside
+                    (float(positive[inside].sum() / max(positive.sum(), 1e-30)), label in label_names(image, bundle))
                 )
     return {
         method: {
