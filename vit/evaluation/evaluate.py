@@ -108,7 +108,7 @@ def evaluate(
             model's own.
         root: Folder of the data set that `data` names. None: its usual place.
         split: Split to measure on: train, validation, test, all, or
-            cross-validation of a run with `folds`, each image by a probe that
+            cross-validation: each image by a probe of vit train --folds that
             hasn't seen it. None: the latter, else test, or all without
             splits. For images that were passed to `vit.train`, the default is
             the validation split.
