@@ -376,8 +376,19 @@ def test_sets_and_p_values_are_those_of_vit(
     task: str, tiny_model_file: Path, photos: Path, tmp_path: Path
 ) -> None:
     path = change_task(tiny_model_file, tmp_path / "model.safetensors", task)
-    vit.export_model(path, output=tmp_path / "out")
     paths = sorted(map(str, photos.iterdir()))[:6]
+    # a threshold that lies between the probabilities of these photos
+    plain = tmp_path / "plain.safetensors"
+    update_metadata(path, {"temperature": 1.0}, target=plain)
+    probabilities = [
+        probability
+        for prediction in vit.predict(plain, paths, top_k=10, precision="float32").predictions
+        for _, _, probability in prediction.classes
+    ]
+    conformal = {**load_bundle(path).metadata["conformal"]}
+    conformal["thresholds"] = {"0.95": float(np.median(probabilities))}
+    update_metadata(path, {"conformal": conformal})
+    vit.export_model(path, output=tmp_path / "out")
     command = [sys.executable, str(tmp_path / "out/predict.py"), *paths]
     outcome = subprocess.run(command, capture_output=True, text=True, check=True)
     answers = [json.loads(line) for line in outcome.stdout.splitlines()]
@@ -388,4 +399,5 @@ def test_sets_and_p_values_are_those_of_vit(
         assert answer["prediction_set"] == prediction.prediction_set
         # counted in float32, where the distance of an image may tie with another's
         assert answer["p_value"] == pytest.approx(prediction.p_value, abs=0.01)
+        assert 0 < len(prediction.prediction_set or ()) < 10
     assert len({answer["p_value"] for answer in answers}) > 1
