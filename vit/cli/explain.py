@@ -135,7 +135,8 @@ def _show(output: Path) -> None:
     for image in unreadable:
         echo(f"skipped {image['path']}: {image['reason']}", color="yellow")
     skipped = f", {len(unreadable)} skipped" if unreadable else ""
-    echo(f"{len(manifest['images'])} images explained{skipped}: {output}")
+    count = len(manifest["images"])
+    echo(f"{count} image{'s' * (count != 1)} explained{skipped}: {output}")
 
     if (output / SHEET_FILE).is_file():
         echo(f"open {output / SHEET_FILE} first: photos and maps side by side")
