@@ -32,10 +32,10 @@ variants="resident resident-compiled engine engine-compiled"
 if [ -n "${SMALL:-}" ]; then
   run="$run model.depth=1 model.embed_dim=32 model.num_heads=1 model.stem=patch train.epochs=2 train.batch_size=20
     train.compile=false schedule.warmup_epochs=0 data.validation_fraction=0.2"
-  steps="train.batch_size=4 model.depth=1 model.embed_dim=32 model.num_heads=1 model.stem=patch"
+  steps="train.batch_size=4 train.precision=float32 model.depth=1 model.embed_dim=32 model.num_heads=1 model.stem=patch"
   batch="--batch-size 2" modes="--modes blocks none" profile="--steps 1" seconds=0.2 variants="resident engine"
   # the commands are rehearsed, not their time
-  factor=4 all=$((4 * all))
+  factor=10 all=$((10 * all))
 fi
 
 # part NAME SECONDS COMMAND...: at most so long, and no longer than there is time

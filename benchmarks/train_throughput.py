@@ -84,6 +84,10 @@ def summarise_variant(reports: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("peak_memory_mib", "peak_device_memory_mib"):
         if name in reports[0]:
             summary[name] = round(max(report[name] for report in reports))
+    # how the steps were run
+    for name in ("compiled", "captured", "host_milliseconds", "step_milliseconds"):
+        if name in reports[-1]:
+            summary[name] = reports[-1][name]
     return summary
 
 
