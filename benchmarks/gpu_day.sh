@@ -79,7 +79,7 @@ accuracy 2; part speedrun_warm 110 "${command[@]}"
 gpu attention attention_times $profile $batch; part attention_times 40 "${command[@]}"
 part tests 60 python3 -m pytest -q -p no:cacheprovider tests/cuda/test_data.py tests/cuda/test_recipes.py \
   tests/cuda/test_training.py -k "batches or recipe or backward or captured"
-gpu compiling compiling $profile $modes $steps; part compiling 90 "${command[@]}"
+gpu compiling compiling $profile $steps $modes; part compiling 90 "${command[@]}"
 part throughput 110 python3 benchmarks/train_throughput.py "$root" --variants $variants \
   --rounds 1 --seconds $seconds --device "$device" --output "$out"
 
