@@ -120,7 +120,7 @@ def build_summary(results: Results) -> str:
     """The table of the recipes' accuracies. Those whose accuracy can be compared with other
     programs' are first."""
     lines = [
-        "| recipe | test top-1 | seeds | seconds, first seed | processor, 2 cores |",
+        "| recipe | test top-1 | seeds | seconds, empty caches | processor, 2 cores |",
         "|---|---|---|---|---|",
     ]
     for result in sorted(results.values(), key=lambda result: RECIPE_FOLDER in result["recipe"]):
@@ -142,7 +142,7 @@ def name_briefly(device: str) -> str:
 def build_readme(results: Results) -> str:
     """The table of README.md: a result for each data set, with its file."""
     lines = [
-        "| images | recipe | test top-1 | seeds | seconds, first seed |",
+        "| images | recipe | test top-1 | seeds | seconds, empty caches |",
         "|---|---|---|---|---|",
     ]
     for recipe, images in README_RECIPES.items():
