@@ -189,20 +189,6 @@ class Bundle:
 ModelLike = str | Path | Bundle | nn.Module
 
 
-def require_classes(bundle: Bundle, what: str) -> None:
-    """Raise ValueError for a model of several labels an image.
-
-    Args:
-        bundle: The model.
-        what: Command or step that isn't for such a model, such as "vit audit".
-    """
-    if bundle.is_multilabel:
-        raise ValueError(
-            f"{what} is for models of one class an image, and this one predicts several labels; use"
-            " vit evaluate or vit predict"
-        )
-
-
 def require_classifier(bundle: Bundle) -> None:
     """Raise ValueError for a model that has features only."""
     if not bundle.class_names:

@@ -46,7 +46,7 @@ class Passes:
         batch_size: Images at a time.
 
     Attributes:
-        predicted: What is predicted for each image, see `decide`.
+        predicted: The prediction for each image, see `decide`.
         grid: Rows and columns of patches.
         token_bytes: Memory that the tokens of one image take.
     """

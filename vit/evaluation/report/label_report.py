@@ -61,7 +61,7 @@ class Mistake(NamedTuple):
 
 
 class FoldedLabel(NamedTuple):
-    """What is folded below the row of a label."""
+    """The curves and the examples of a label, folded below the table."""
 
     place: int
     metrics: LabelMetrics

@@ -263,7 +263,7 @@ def draw_maps(
         bundle: The model.
         pictures: The pictures, the most important ones first.
         deadline: Time by `read_work_clock`.
-        target: What the maps explain, of all the pictures.
+        target: Target of the maps, for all the pictures.
         verify: See `compute_maps`.
 
     Raises:
