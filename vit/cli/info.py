@@ -51,10 +51,11 @@ def _describe_model(source: str) -> dict[str, object]:
     bundle = load_bundle(source)
     metadata = bundle.metadata
     num_parameters = sum(parameter.numel() for parameter in bundle.model.parameters())
+    noun = "labels" if bundle.is_multilabel else "classes"
     shown: dict[str, object] = {
         "model": source,
         "parameters": f"{num_parameters:,}",
-        "classes": f"{len(bundle.class_names)}: {shorten(', '.join(bundle.class_names))}",
+        noun: f"{len(bundle.class_names)}: {shorten(', '.join(bundle.class_names))}",
     }
     if evaluation := metadata.get("evaluation"):
         count = evaluation["num_images"]
