@@ -260,8 +260,9 @@ class TrainConfig(_Section):
     # until 80 %
     patch_drop_rates: list[tuple[float, DropRate]] | None = None
     grad_checkpointing: bool = False
-    # auto: weights if the largest class has over 5 times the images of the smallest
-    class_balance: Literal["none", "weights", "sampler", "auto"] = "none"
+    # auto: weights if the largest class has over 5 times the images of the smallest; asymmetric: a
+    # loss of several labels an image for rare ones
+    class_balance: Literal["none", "weights", "sampler", "asymmetric", "auto"] = "none"
     # validation measure that chooses the best model; several labels have map (mean average precision)
     # instead of top1
     select_by: Literal["top1", "macro_f1", "loss", "map"] = "top1"

@@ -1,6 +1,7 @@
 """Training with several labels an image: the loss, exact resume, evaluation and prediction."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import vit
 from vit.evaluation.label_result import LabelEvaluationResult
 from vit.evaluation.saved import load_evaluation
 from vit.training.result import TrainingResult
-from vit.training.train_step import TrainStep
+from vit.training.train_step import TrainStep, compute_asymmetric_loss
 
 NAMES = ("bird", "cat", "dog")
 NUM_IMAGES = 48
@@ -65,6 +66,29 @@ def test_the_loss_is_the_weighted_binary_cross_entropy_of_smoothed_labels() -> N
         assert int(result.correct) == int(is_right.sum())
         losses.append(float(result.loss))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_asymmetric_loss_is_that_of_its_paper() -> None:
+    targets = torch.tensor([[1.0, 0, 0], [0, 1, 1], [0.3, 0, 0.7]])
+    images = torch.randn(3, 3, 2, 2, generator=torch.manual_seed(1))
+    step = build_step(label_smoothing=0.1, asymmetric=True)
+    loss = float(step(images, targets).loss)
+    expected = 0.0
+    for logits, marks in zip(step.model(images).tolist(), targets.tolist(), strict=True):
+        for logit, mark in zip(logits, marks, strict=True):
+            p = 1 / (1 + math.exp(-logit))
+            shifted = max(p - 0.05, 0)
+            present = (1 - p) * math.log(p)
+            absent = shifted**4 * math.log(1 - shifted)
+            smoothed = 0.9 * mark + 0.05
+            expected -= (smoothed * present + (1 - smoothed) * absent) / 9
+    assert loss == pytest.approx(expected, rel=1e-6)
+    # an easy image without a label counts nothing, and a hard one has a finite gradient
+    logits = torch.tensor([[-6.0, 200.0]], requires_grad=True)
+    compute_asymmetric_loss(logits, torch.zeros(1, 2)).backward()
+    assert logits.grad is not None
+    assert float(logits.grad[0, 0]) == 0
+    assert logits.grad.isfinite().all()
 
 
 @pytest.fixture(scope="module")

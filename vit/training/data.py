@@ -70,7 +70,8 @@ class TrainingData:
     def probe_balance(self) -> bool | dict[int, float]:
         """How a probe of these images balances the classes, see `fit_probe`."""
         if self.class_weights is None:
-            return self.class_balance != "none"
+            # the asymmetric loss isn't that of a logistic regression
+            return self.class_balance in ("weights", "sampler")
         return dict(enumerate(self.class_weights.tolist()))
 
     @cached_property
@@ -255,9 +256,10 @@ def _list_class_weights(
     """Return the weight of each class, with a mean of 1 over the images; where images have several
     labels, the weight of having the label as it is given. Raise ValueError for unknown classes, or
     for values that are no weights."""
-    if config.train.class_balance == "sampler":
+    balance = config.train.class_balance
+    if balance in ("sampler", "asymmetric"):
         raise ValueError(
-            "train.class_balance=sampler and class_weights both balance the classes; use one"
+            f"train.class_balance={balance} and class_weights both balance the classes; use one"
         )
     for name, weight in class_weights.items():
         check_choice(name, dataset.class_names, name="class in class_weights")

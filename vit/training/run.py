@@ -200,6 +200,8 @@ def build_run(
     if weights is None and data.class_balance == "weights":
         weights = compute_class_weights(data.train.labels, len(data.train.class_names))
     class_weights = None if weights is None else torch.from_numpy(weights).to(device)
+    if parts.loss is not None and data.class_balance == "asymmetric":
+        raise ValueError("train.class_balance=asymmetric and loss= are both losses; use one")
     if parts.loss is not None:
         check_loss(
             config,
@@ -218,6 +220,7 @@ def build_run(
         loss=parts.loss,
         has_teacher=teacher is not None,
         multilabel=multilabel,
+        asymmetric=data.class_balance == "asymmetric",
         class_weights=class_weights,
         compile=choose_compile(config, model, plan, device),
     )
@@ -354,6 +357,7 @@ def build_train_step(
     loss: Loss | None = None,
     has_teacher: bool = False,
     multilabel: bool = False,
+    asymmetric: bool = False,
     class_weights: Float[Tensor, " C"] | None = None,
     compile: bool = False,
 ) -> TrainStep:
@@ -369,6 +373,7 @@ def build_train_step(
         loss: Loss instead of the cross-entropy.
         has_teacher: See `TrainStep`.
         multilabel: An image may have several labels.
+        asymmetric: See `TrainStep`.
         class_weights: Weights of the classes in the loss; None for equal ones.
         compile: Compile the forward pass.
     """
@@ -417,6 +422,7 @@ def build_train_step(
         loss=loss,
         has_teacher=has_teacher,
         multilabel=multilabel,
+        asymmetric=asymmetric,
         label_smoothing=train.label_smoothing,
         class_weights=class_weights,
         clip_grad=train.clip_grad,
