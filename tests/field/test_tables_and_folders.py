@@ -464,7 +464,7 @@ def test_guesses_are_in_the_plan(photos: Path) -> None:
         "list.csv: text in Windows-1252",
         "semicolons between columns",
         f"spaces around {COUNT} values removed",
-        "image in 'Dateiname', class in 'Art'",
+        "image in 'Dateiname', label in 'Art'",
         f".png added {COUNT} times",
         f"found in images/ {COUNT} times",
     ):

@@ -148,6 +148,8 @@ def test_it_is_kept_in_the_model_file_and_checked(save_model: SaveModel, tmp_pat
         " others"
     )
     assert describe_decision(load_bundle(model_file)) == ""
+    many = set_point(bundle, **{f"label {number}": 0.5 for number in range(7)})
+    assert "label 4 from 0.5 on and 2 other labels by thresholds" in describe_decision(many)
     for wrong, message in (
         ({**point, "thresholds": {"?": 0.5}}, "unknown class"),
         ({**point, "thresholds": {names[0]: 1.5}}, "less than or equal to 1"),

@@ -196,7 +196,7 @@ class SourceSplits(NamedTuple):
         origins: Split → the place of its images, as in a sentence: "train/".
         load: Function that lists the images of a split.
         unused: Number of files outside the splits that are not used, as in `ImageDataset`.
-        guesses: How the list of the images was read, a phrase each: "class in 'breed'".
+        guesses: How the list of the images was read, a phrase each: "label in 'breed'".
     """
 
     origins: Mapping[str, str]

@@ -11,6 +11,7 @@ from vit.runtime.arguments import shorten
 
 # probability from which a label counts as predicted
 THRESHOLD = 0.5
+_MAX_SHOWN = 5  # thresholds in a sentence
 
 
 class ClassThreshold(NamedTuple):
@@ -89,7 +90,9 @@ def describe_decision(bundle: Bundle) -> str:
     point = bundle.operating_point
     if not point:
         return ""
-    chosen = point["thresholds"].items()
-    thresholds = ", ".join(f"{name} from {value:.4g} on" for name, value in chosen)
+    chosen = [f"{name} from {value:.4g} on" for name, value in point["thresholds"].items()]
+    shown = ", ".join(shorten(each, 80) for each in chosen[:_MAX_SHOWN])
+    if len(chosen) > _MAX_SHOWN:
+        shown += f" and {len(chosen) - _MAX_SHOWN} other labels by thresholds of their own"
     rest = "" if bundle.is_multilabel else ", otherwise the most probable of the others"
-    return f"operating point {point['rule']}: predicts {shorten(thresholds, 200)}{rest}"
+    return f"operating point {point['rule']}: predicts {shown}{rest}"

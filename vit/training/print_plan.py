@@ -88,7 +88,7 @@ def summarize_run(run: Run) -> dict[str, str]:
         "files": data.splits.describe_files(num_unreadable),
         "read as": "; ".join(data.splits.source.guesses),
         "splits": "; ".join(data.splits.describe_splits()),
-        "classes": data.splits.describe_classes(),
+        "labels" if data.train.is_multilabel else "classes": data.splits.describe_classes(),
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
         "values": _describe_range(data.preprocess.value_range),

@@ -210,7 +210,7 @@ def _choose_label(table: Table, others: Sequence[int], column: str | None) -> in
                 f"one class, in {_describe(table, label)}"
             )
     if names[label] != "label" or rest:
-        table.guesses.append(f"class in {_describe(table, label)}")
+        table.guesses.append(f"label in {_describe(table, label)}")
     return label
 
 
