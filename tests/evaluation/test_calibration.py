@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from scipy.special import expit, softmax
 
 import vit
 from tests.evaluation.conftest import MakePredictions
@@ -49,6 +50,20 @@ def test_calibration_error_falls_and_predictions_stay(make_predictions: MakePred
     after = compute_metrics(score_logits(overconfident, labels, temperature=temperature))
     assert after["ece"] < before["ece"] / 5
     assert after["top1"] == before["top1"]
+
+
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_few_images_without_an_error_support_no_certainty(multilabel: bool) -> None:
+    """Of 16 images that are all right, the rule of succession expects 17 of 18 to be."""
+    logits = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    labels = logits > 0 if multilabel else logits.argmax(axis=1)
+    scaled = logits.astype(np.float64) / fit_temperature(logits, labels)
+    mean = (
+        expit(np.abs(scaled)).mean() if multilabel else softmax(scaled, axis=1).max(axis=1).mean()
+    )
+    assert mean == pytest.approx(17 / 18, abs=1e-6)
+    # a model that is surer itself is left as it is
+    assert fit_temperature(100 * logits, labels) == 1.0
 
 
 def make_validation(labels: np.ndarray) -> EvaluationSet:

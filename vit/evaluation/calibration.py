@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from scipy.special import log_softmax
+from scipy.special import expit, log_softmax
 
 from vit.bundle import MODEL_FILE, Bundle, update_metadata
 from vit.data.dataset import ImageDataset
@@ -222,7 +222,9 @@ def measure_calibration(
 def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:
     """Fit the temperature that calibrates the probabilities (Guo et al. 2017, section 4.2).
 
-    The cross-entropy is convex in 1/T, so it has only one minimum. It is found to six digits.
+    The cross-entropy is convex in 1/T, so it has only one minimum. It is found to six digits. If all
+    n images are right, it falls without end: probabilities are raised no further than to a mean of
+    (n + 1) / (n + 2), the rule of succession, which n images without an error support.
 
     Args:
         logits: [n, C], of images that are neither for training nor for testing.
@@ -233,7 +235,7 @@ def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:
         that of sigmoid(logits / T), 0.05…20.
     """
     # half a second to import
-    from scipy.optimize import minimize_scalar
+    from scipy.optimize import brentq, minimize_scalar
 
     # by the logarithm, so that the bounds lie symmetrically around 1
     def cross_entropy(log_temperature: float) -> float:
@@ -251,4 +253,25 @@ def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:
         method="bounded",
         options={"xatol": 1e-7},
     )
+
+    supported = (len(logits) + 1) / (len(logits) + 2)
+
+    def find_excess(log_temperature: float) -> float:
+        return _measure_confidence(logits, labels, np.exp(log_temperature)) - supported
+
+    if minimum.x < 0 and find_excess(minimum.x) > 0:
+        return float(np.exp(brentq(find_excess, minimum.x, 0))) if find_excess(0) < 0 else 1.0
     return float(np.exp(minimum.x))
+
+
+def _measure_confidence(logits: Float32s, labels: Ints | Bools, temperature: float) -> float:
+    """Return the mean probability of what is predicted: of each image's class, or that each of its
+    labels is there, or isn't."""
+    total = 0.0
+    for rows in chunk_rows(logits):
+        scaled = logits[rows].astype(np.float64) / temperature
+        if labels.ndim == 2:
+            total += float(expit(np.abs(scaled)).mean(axis=1).sum())
+        else:
+            total += float(np.exp(log_softmax(scaled, axis=1).max(axis=1)).sum())
+    return total / len(logits)
