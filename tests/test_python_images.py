@@ -303,7 +303,7 @@ def test_a_checkpoint_is_opened_like_a_model_file(
         started.bundle.model.state_dict()["head.weight"], expected["head.weight"], rtol=0, atol=1e-6
     )
 
-    with pytest.raises(ValueError, match="not a model file; calibration"):
+    with pytest.raises(ValueError, match="not a model file, and the temperature"):
         vit.evaluate(checkpoints[0], dataset=(others, others), split="train", calibrate=True)
     alone = tmp_path / "alone" / checkpoints[0].name
     alone.parent.mkdir()

@@ -171,7 +171,9 @@ def measure_thresholds(
                 "specificity": 1 - float(errors.alarms[place]) / errors.num_negative,
             }
             is_right = (probabilities >= errors.thresholds[place]) == is_positive
-            interval = _bound_other_rate(errors, name, level, is_right, is_positive, clusters)
+            interval = _bound_other_rate(
+                errors, name, level, is_right=is_right, is_positive=is_positive, clusters=clusters
+            )
             rows.append(
                 ThresholdRates(
                     f"{name}={level}",
@@ -196,7 +198,7 @@ def _find_threshold(errors: Errors, name: str, level: float) -> int | None:
 
 
 def _bound_other_rate(
-    errors: Errors, name: str, level: float, is_right: Bools, is_positive: Bools, clusters: Ints
+    errors: Errors, name: str, level: float, *, is_right: Bools, is_positive: Bools, clusters: Ints
 ) -> Interval:
     """Compute the interval of the specificity at a given sensitivity, or the other way round.
 

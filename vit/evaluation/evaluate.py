@@ -142,8 +142,8 @@ def evaluate(
         num_examples: Errors, unsure predictions and likely label errors to
             show, of each.
         batch_size: Images at a time. None: 64 on a CPU, 256 on a GPU.
-        device: Device: auto, cpu, cuda, cuda:N or mps. A module stays where it is
-            with "auto"; otherwise "auto" is a GPU if there is one.
+        device: Device: auto, cpu, cuda, cuda:N or mps. A module stays where it
+            is with "auto"; otherwise "auto" is a GPU if there is one.
         precision: Number format: auto, float32, bfloat16 or float16. "auto"
             is bfloat16 if the device computes with it, float16 on GPUs that
             have tensor cores for that only, and float32 otherwise.

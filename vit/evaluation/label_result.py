@@ -22,6 +22,7 @@ from vit.evaluation.label_metrics import (
     compute_label_intervals,
     compute_label_metrics,
     compute_per_label,
+    format_thresholds,
 )
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_label_predictions
 from vit.evaluation.result import MetricRow, SavedEvaluation, render_rows
@@ -330,24 +331,3 @@ def _format_markdown(evaluation: LabelEvaluation) -> str:
         lines.append(f"| {name} | {row.support:,} | {' | '.join(cells)} |")
     lines += format_thresholds(evaluation.per_label, count)
     return "\n".join([*lines, format_tables(evaluation.subgroups)]).rstrip() + "\n"
-
-
-def format_thresholds(rows: Sequence[LabelMetrics], count: int) -> list[str]:
-    """Return the lines of a table in Markdown: sensitivity and specificity of each label at its
-    threshold, and one at given values of the other."""
-    lines = ["", "| label | threshold for | probability | sensitivity | specificity |"]
-    lines.append("|---|---|---:|---:|---:|")
-    for row in rows:
-        name = html.escape(row.name).replace("|", "\\|")
-        for rates in row.thresholds:
-            cells = [
-                format_percent(value, count)
-                + (f" ({format_interval(interval, count)})" if interval else "")
-                for value, interval in (
-                    (rates.sensitivity, rates.sensitivity_interval),
-                    (rates.specificity, rates.specificity_interval),
-                )
-            ]
-            rule = rates.rule or "the prediction"
-            lines.append(f"| {name} | {rule} | {rates.threshold:.4g} | {' | '.join(cells)} |")
-    return lines

@@ -11,8 +11,8 @@ from vit.data.dataset import printable
 from vit.evaluation.images import EvaluationSet
 from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.files import read_arrays, write_arrays
+from vit.runtime.metrics_file import OUT_OF_FOLD_FILE
 
-OUT_OF_FOLD_FILE = "cross_validation.npz"
 # name of the split in an evaluation
 CROSS_VALIDATION = "cross-validation"
 

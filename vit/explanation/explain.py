@@ -68,13 +68,14 @@ def explain(
             alone. For a model without attention (ResNet, ConvNeXt, Swin),
             "auto" is grad-cam and input-x-gradient.
         target: Class to explain: a name, an index, "auto" (the predicted one,
-            or every predicted label), "all" or "top3"; also "A - B" and "sigmoid:A". An index is an
-            integer, or a text where no class is called by a number. "A - B" is
-            the difference of two classes' logits; "sigmoid:A" is one label of a
-            multi-label model. A function from outputs [B, C] to numbers [B] is
-            explained itself, such as `lambda logits: logits[:, 3]` or
-            `vit.CosineTarget(embedding)`. For a model with one output, "auto"
-            is this output. A list or a tensor has a target for each image.
+            or every predicted label), "all" or "top3"; also "A - B" and
+            "sigmoid:A". An index is an integer, or a text where no class is
+            called by a number. "A - B" is the difference of two classes'
+            logits; "sigmoid:A" is one label of a multi-label model. A function
+            from outputs [B, C] to numbers [B] is explained itself, such as
+            `lambda logits: logits[:, 3]` or `vit.CosineTarget(embedding)`. For
+            a model with one output, "auto" is this output. A list or a tensor
+            has a target for each image.
         map_options: Options of the methods, such as {"head_fusion": "max"}.
             None: their defaults.
         scale: Scale of the colours: "image", "batch" or "fixed". The strongest

@@ -11,6 +11,8 @@ from vit.runtime.documents import check_schema, parse_json
 from vit.runtime.files import read_text, write_text
 
 METRICS_FILE = "metrics.jsonl"
+# logits of a cross-validated run, see vit.evaluation.out_of_fold
+OUT_OF_FOLD_FILE = "cross_validation.npz"
 
 
 class _EpochMetrics(BaseModel):

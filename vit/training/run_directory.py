@@ -4,11 +4,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vit.evaluation.out_of_fold import OUT_OF_FOLD_FILE
 from vit.runtime.console import echo
 from vit.runtime.files import TEMPORARIES, remove, remove_temporaries
 from vit.runtime.locks import lock_file
-from vit.runtime.metrics_file import METRICS_FILE
+from vit.runtime.metrics_file import METRICS_FILE, OUT_OF_FOLD_FILE
 
 CONFIG_FILE = "config.yaml"
 CROSS_VALIDATION_FILE = "cross_validation.json"

@@ -98,7 +98,8 @@ def train(
             is one. Pass `transform`, `dataset`, `model`, `loss`,
             `class_weights` and `callbacks` again.
         overwrite: Replace the run in `output`.
-        dry_run: Write a picture of one batch, `dry_run.png`, and stop. With `show_plan` the time is estimated.
+        dry_run: Write a picture of one batch, `dry_run.png`, and stop. With
+            `show_plan` the time is estimated.
         show_plan: Print what the run will do, and what may go wrong.
         verbose: Print the whole plan.
         transform: Function called on each training image, uint8 [H, W, 3],

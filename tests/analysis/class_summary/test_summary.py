@@ -133,7 +133,13 @@ def test_a_cluster_is_compared_with_copies_of_its_shape() -> None:
 
     members = np.zeros((40, 16), dtype=bool)
     members[:, [5, 6]] = True
-    passes = SimpleNamespace(predicted=np.zeros(40, dtype=int), grid=grid, leave_out=leave_out)
+    passes = SimpleNamespace(
+        predicted=np.zeros(40, dtype=int),
+        grid=grid,
+        leave_out=leave_out,
+        decide=lambda logits: logits.numpy().argmax(axis=1),
+        compute_log_odds=lambda logits, _: logits[:, 0] - logits[:, 1],
+    )
     random = np.random.default_rng(0)
     removal = measure_removal(members, np.arange(40), 0, passes, random)
     assert removal is not None

@@ -75,8 +75,9 @@ def audit(
             table holds: no image is judged by others of its group.
         dataset: Images instead of `data`, as `vit.train` takes them.
         class_names: Class names of `dataset`. None: its own.
-        model: Model whose features are used: a file, a run or timm:NAME. A model that was trained with these labels may
-            have memorised the wrong ones; pretrained weights find more.
+        model: Model whose features are used: a file, a run or timm:NAME. A
+            model that was trained with these labels may have memorised the
+            wrong ones; pretrained weights find more.
         root: Folder of the data set that `data` names. None: its usual place.
         group_by: See `vit.train`.
         label_by: See `vit.train`.

@@ -70,9 +70,10 @@ def measure_faithfulness(
         methods: Names of map methods, or "all". After "all" the best method
             is kept beside the model file, for `vit.explain(methods="best")`.
         target: Class to explain. "auto": the true class of each image that is
-            predicted correctly, or its most probable label that is. Any other target of `vit.explain` for one
-            class is measured on images whatever the model predicts for them:
-            removing patches lowers its value, adding them raises it.
+            predicted correctly, or its most probable label that is. Any other
+            target of `vit.explain` for one class is measured on images whatever
+            the model predicts for them: removing patches lowers its value,
+            adding them raises it.
         num_images: Images to measure on, at least 8.
         minutes: Time limit, approximately. If not everything fits into it,
             leave-one-out leaves out larger groups, curves have fewer points,

@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.label_result import format_thresholds
+from vit.evaluation.label_metrics import format_thresholds
 from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.out_of_fold import CROSS_VALIDATION
 from vit.evaluation.report.charts import (
