@@ -650,6 +650,8 @@ def test_a_report_of_labels_has_their_rows_and_errors(browser: Any, tmp_path: Pa
         support = int(scores.labels[:, place].sum())
         said = f"{name}: {missed} of {support} missed, {false} falsely found"
         assert html.escape(said).replace("&#x27;", "&#39;") in page
+    assert "<img" in page
+    assert "<img" not in build_label_report(replace(result, num_examples=0))
     (tmp_path / "labels.html").write_text(page, encoding="utf-8")
     browser.get((tmp_path / "labels.html").as_uri())
     browser.execute_script("document.querySelectorAll('details').forEach(each => each.open = true)")

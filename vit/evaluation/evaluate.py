@@ -64,6 +64,8 @@ from vit.runtime.processes import current_process, join_processes
 from vit.runtime.products import find_product
 from vit.runtime.progress import show_progress
 
+# missed, and falsely found, images of each label that a report shows at most
+_LABEL_EXAMPLES = 3
 # Keys of the configuration that don't change the recipe: where the data lies, the machine, the
 # seed, and how many images the model file keeps. Older model files also have data.check_cache.
 _MACHINE_KEYS = {
@@ -140,7 +142,8 @@ def evaluate(
         tta: Test-time augmentation: none, or hflip for the mean logits of
             the image and its mirror image.
         num_examples: Errors, unsure predictions and likely label errors to
-            show, of each.
+            show, of each; of each label at most 3 images where it is missed
+            and 3 where it is falsely found.
         batch_size: Images at a time. None: 64 on a CPU, 256 on a GPU.
         device: Device: auto, cpu, cuda, cuda:N or mps. A module stays where it
             is with "auto"; otherwise "auto" is a GPU if there is one.
@@ -430,7 +433,12 @@ def measure_model(
             logits=logits,
         )
         return LabelEvaluationResult(
-            measured, label_scores, images, bundle, is_main=process.is_main
+            measured,
+            label_scores,
+            images,
+            bundle,
+            num_examples=min(num_examples, _LABEL_EXAMPLES),
+            is_main=process.is_main,
         )
     scores = score_logits(
         logits,

@@ -282,6 +282,7 @@ class LabelEvaluationResult(SavedEvaluation):
         scores: Contribution of each image to the metrics.
         images: The images.
         bundle: The model.
+        num_examples: Missed and falsely found images of each label that the report shows.
         is_main, has_new_values, seconds: See `EvaluationResult`.
     """
 
@@ -289,6 +290,7 @@ class LabelEvaluationResult(SavedEvaluation):
     scores: LabelScores
     images: EvaluationSet
     bundle: Bundle
+    num_examples: int = 3
     is_main: bool = True
     has_new_values: bool = False
     seconds: float = math.inf

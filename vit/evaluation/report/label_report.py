@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 _TEMPLATE = Path(__file__).with_name("label_report.html.jinja")
 # labels with curves and examples, the lowest average precision first; more make a large page
 _MAX_FOLDED = 40
-# examples of each kind for a label
-_NUM_EXAMPLES = 3
 _MAX_PAIRS = 10
 
 
@@ -214,8 +212,8 @@ def _fold_labels(
     is_missed, is_false = scores.labels & ~scores.predicted, scores.predicted & ~scores.labels
     chosen = {
         place: (
-            _choose(is_missed[:, place], scores.probabilities[:, place]),
-            _choose(is_false[:, place], -scores.probabilities[:, place]),
+            _choose(is_missed[:, place], scores.probabilities[:, place], result.num_examples),
+            _choose(is_false[:, place], -scores.probabilities[:, place], result.num_examples),
         )
         for place in order
     }
@@ -276,8 +274,8 @@ def _fold_labels(
     return folded, about, missing
 
 
-def _choose(is_error: Bools, ranks: np.ndarray) -> list[int]:
-    """Return the indices of the clearest errors, those of the lowest ranks."""
+def _choose(is_error: Bools, ranks: np.ndarray, count: int) -> list[int]:
+    """Return the indices of the `count` clearest errors, those of the lowest ranks."""
     order = np.argsort(np.where(is_error, ranks, np.inf), kind="stable")
-    chosen: list[int] = order[: min(int(is_error.sum()), _NUM_EXAMPLES)].tolist()
+    chosen: list[int] = order[: min(int(is_error.sum()), count)].tolist()
     return chosen
