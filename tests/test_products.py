@@ -91,6 +91,7 @@ def test_nothing_left_imports_a_deleted_product(product: str, tmp_path: Path) ->
     assert "train" in run(tmp_path, "-m", "vit", "--help")
 
 
+@pytest.mark.extended
 def test_without_any_product_the_rest_is_imported_trains_and_evaluates(tmp_path: Path) -> None:
     copy_without(PRODUCTS, tmp_path)
     run(tmp_path, "-c", USE)

@@ -234,9 +234,10 @@ def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
         data=bundle.data,
     )
     before = model_file.read_bytes()
-    assert evaluate(model_file, "--data", root, "--output", tmp_path / "plain")[0] == 0
+    few = ("--num-examples", "0")
+    assert evaluate(model_file, "--data", root, "--output", tmp_path / "plain", *few)[0] == 0
     code, out, _ = evaluate(
-        model_file, "--data", root, "--output", tmp_path / "first", "--calibrate"
+        model_file, "--data", root, "--output", tmp_path / "first", "--calibrate", *few
     )
     assert code == 0
     assert model_file.read_bytes() == before
@@ -262,14 +263,14 @@ def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
     again = (tmp_path / "first", "--data", root, "--output", tmp_path / "first", "--overwrite")
     assert "holds the evaluated model" in evaluate(*again)[2]
 
-    in_place = ("--data", root, "--output", tmp_path / "second", "--calibrate", "--in-place")
+    in_place = ("--data", root, "--output", tmp_path / "second", "--calibrate", "--in-place", *few)
     code, out, _ = evaluate(model_file, *in_place, "--operating-point", "bee:sensitivity=0.75")
     assert code == 0
     decided = load_bundle(model_file)
     assert decided.temperature == calibrated.temperature
     assert not (tmp_path / "second" / "model.safetensors").exists()
     # a second evaluation uses what the first one chose
-    assert evaluate(model_file, "--data", root, "--output", tmp_path / "third")[0] == 0
+    assert evaluate(model_file, "--data", root, "--output", tmp_path / "third", *few)[0] == 0
     threshold = decided.operating_point["thresholds"]["bee"]
     sentence = f"operating point bee:sensitivity=0.75: predicts bee from {threshold:.4g} on"
     for name in ("second", "third"):
