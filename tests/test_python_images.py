@@ -80,7 +80,7 @@ def test_a_run_is_evaluated_and_explained_on_what_was_held_out(
     result = vit.evaluate(run.bundle)
     assert (result.evaluation.split, result.evaluation.num_images) == ("validation", 9)
     assert result.evaluation.top1 == run.best_top1
-    assert any("chose the best epoch" in note for note in result.evaluation.notes)
+    assert any("chose the model by these images" in note for note in result.evaluation.notes)
     assert vit.explain(run.bundle, num_images=2, sanity_checks=False).maps["rollout"].shape[0] == 2
     faithfulness = vit.measure_faithfulness(
         run.bundle, split="train", methods="rollout", num_images=8

@@ -14,6 +14,7 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs
+from vit.prediction.neighbours import Similar
 from vit.prediction.predict import predict_images
 from vit.prediction.records import (
     Prediction,
@@ -176,3 +177,26 @@ def test_a_reader_gets_a_line_for_each_image_with_its_doubt() -> None:
     notes = ["unusual", "unsure", "", ""]
     assert [json.loads(line)["note"] for line in lines.getvalue().splitlines()] == notes
     assert [row["note"] for row in csv.DictReader(io.StringIO(table.getvalue()))] == notes
+
+
+def test_lines_about_several_labels_say_labels() -> None:
+    """The percentage is that of the first predicted label, and no other's."""
+    classes = [(0, "cat", 0.6), (1, "dog", 0.4)]
+    similar = [Similar("train/c.png", "", 0.9)]
+    predictions = [
+        Prediction("a.png", classes, labels=["cat", "dog"], is_decided=True, similar=similar),
+        # the operating point asks for more of a cat
+        Prediction("b.png", classes, labels=["dog"], is_decided=True),
+        Prediction("c.png", classes, labels=[], is_decided=True),
+    ]
+    table, rows, lines = io.StringIO(), io.StringIO(), io.StringIO()
+    list(write_table(write_csv(write_jsonl(predictions, file=lines), file=rows), file=table))
+    assert table.getvalue().splitlines() == [
+        " 60.0 %  cat, dog                   a.png",
+        " 40.0 %  dog                        b.png",
+        "         no label                   c.png",
+    ]
+    header = rows.getvalue().splitlines()[0].split(",")
+    assert header[-4:] == ["label_1", "probability_1", "label_2", "probability_2"]
+    first = json.loads(lines.getvalue().splitlines()[0])
+    assert first["similar"] == [{"path": "train/c.png", "similarity": 0.9}]

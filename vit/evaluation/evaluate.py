@@ -187,8 +187,8 @@ def evaluate(
             )
         if bundle.is_multilabel and corruptions:
             raise ValueError(
-                "corruptions is for models of one class an image, and this one predicts several"
-                " labels; leave it out"
+                "--corruptions measures top-1 accuracy, which a model of several labels doesn't have;"
+                " leave it out"
             )
         if operating_point is not None:
             # a wrong rule is reported before the images are decoded
@@ -285,8 +285,8 @@ def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
     notes = list(images.dataset.notes)
     if any(was_used_for_epoch(member, images) for member in list_members(bundle)):
         notes.append(
-            "these images chose the best epoch of this model, so its accuracy on them is too high:"
-            " quote its accuracy on other images"
+            "training chose the model by these images, so its accuracy on them is too high: quote"
+            " its accuracy on other images"
         )
     num_groups = len(set(images.dataset.groups or images.ids))
     if num_groups < len(images):
@@ -347,7 +347,7 @@ def _fit(
             fitted, metadata={**fitted.metadata, "operating_point": point.model_dump()}
         )
         if chose_epoch:
-            said[0] += ", which also chose the epoch, so that it may promise a little too much"
+            said[0] += ", which training also used, so that it may promise a little too much"
         if out_of_fold is not None:
             said[0] += ", the measured ones, so that its rates on them are a little too good"
         sentences += said

@@ -219,8 +219,11 @@ def _count_allowed(is_counted: Bools, rule: Rule, clusters: Ints, what: str) -> 
     allowed = round(risk * count - rule.value * group_size, 9)
     if allowed < 0:
         needed = int(np.ceil(round(rule.value / risk * group_size, 9)))
+        # copies count little, so that other labels may need other numbers
+        of_groups = f" in groups of about {group_size:.2g}" if group_size > 1 else ""
         raise ValueError(
-            f"{count:,} {what} are too few for {rule.name}={rule.value:g}, {needed:,} are needed"
+            f"{count:,} {what}{of_groups} are too few for {rule.name}={rule.value:g}, {needed:,} are"
+            " needed"
         )
     return allowed
 

@@ -106,7 +106,11 @@ def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:
 def describe_similar(images: Sequence[Similar]) -> list[dict[str, str | float]]:
     """Return similar training images as objects for JSON."""
     return [
-        {"path": image.path, "class": image.class_name, "similarity": image.similarity}
+        {
+            "path": image.path,
+            **({"class": image.class_name} if image.class_name else {}),
+            "similarity": image.similarity,
+        }
         for image in images
     ]
 
@@ -141,9 +145,9 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
     """Write a line for each image, and yield the prediction once it is written.
 
     The columns are the path, the note, for a model of several labels an image its labels with bars
-    between them, the classes of the prediction set, the p-value, the error, and class_1,
-    probability_1 and so on for as many classes as the first image that can be read has. Names have �
-    for control characters, and an apostrophe where a spreadsheet would see a formula.
+    between them, the classes of the prediction set, the p-value, the error, and class_1
+    or label_1, probability_1 and so on for as many classes as the first image that can be read has.
+    Names have � for control characters, and an apostrophe where a spreadsheet would see a formula.
     """
     # without carriage returns, so that command-line tools can read the last column
     writer = csv.writer(file, lineterminator="\n")
@@ -156,8 +160,9 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
             break
     num_classes = len(waiting[-1].classes) if waiting else 0
     ranks = range(1, num_classes + 1)
-    columns = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
     has_labels = bool(waiting) and waiting[-1].labels is not None
+    kind = "label" if has_labels else "class"
+    columns = [f"{name}_{rank}" for rank in ranks for name in (kind, "probability")]
     header = ["path", "note", *(["labels"] if has_labels else []), "prediction_set", "p_value"]
     writer.writerow((*header, "error", *columns))
     for prediction in chain(waiting, predictions):
@@ -174,7 +179,10 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
 
 def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write a line for a reader for each image, and yield the prediction once it is written: the
-    most probable class, its probability, the note and the path, whole, so that it can be copied."""
+    most probable class, its probability, the note and the path, whole, so that it can be copied.
+
+    Of several labels an image, all that are predicted, and the probability of the first one, if it is
+    among those that are shown."""
     width = 16
     for prediction in predictions:
         path = replace_control_characters(prediction.path, keep_bytes=True)
@@ -182,13 +190,18 @@ def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
             file.write(f"{path}: {replace_control_characters(prediction.error)}\n")
         else:
             _, name, probability = prediction.classes[0]
+            percent = f"{100 * probability:5.1f} %"
             if prediction.labels is not None:
+                # thresholds may leave out the most probable label
+                found = {name: value for _, name, value in prediction.classes}
+                first = next(iter(prediction.labels), "")
+                percent = f"{100 * found[first]:5.1f} %" if first in found else ""
                 name = ", ".join(prediction.labels) or "no label"
             name = replace_control_characters(name)
             # a longer name moves the columns; the lines before it are printed already
             width = max(width, len(name))
             note = prediction.note
-            file.write(f"{100 * probability:5.1f} %  {name:{width}}  {note:7}  {path}\n")
+            file.write(f"{percent:7}  {name:{width}}  {note:7}  {path}\n")
         yield prediction
 
 

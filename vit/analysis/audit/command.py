@@ -20,6 +20,7 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
         overwrite: Replace an earlier result.
     """
     found = compute_and_save(find, output, overwrite=overwrite).audit
+    kind = "classes" if found.map is None else "labels"
     between = sum(pair.classes[0] != pair.classes[1] for pair in found.near_duplicates)
     predicts = f"predicts {format_percent(found.top1, found.num_images)} of them correctly"
     if found.map is not None:
@@ -40,7 +41,7 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
     if found.always_trained:
         names = ", ".join(found.always_trained)
         echo(f"labels of {names} are not examined, because all of a class are one group")
-    echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them across classes")
+    echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them across {kind}")
     echo(f"{len(found.outliers)} unusual images")
     for name, described in found.properties.items():
         if described.odd:

@@ -24,8 +24,9 @@ def write_summary(summarize: Call, *, output: Path, overwrite: bool) -> None:
             f" same shape elsewhere {removal.random_flips}",
             color="yellow",
         )
+    noun = "labels" if summary.is_multilabel else "classes"
     echo(
-        f"{len(summary.classes)} classes by {summary.method}, {summary.num_tests} suspicious"
+        f"{len(summary.classes)} {noun} by {summary.method}, {summary.num_tests} suspicious"
         f" clusters tested, {len(summary.flagged)} flagged (false alarms in at most"
         f" {100 * summary.false_alarm_rate:.0f} % of summaries)"
     )

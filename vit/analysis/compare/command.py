@@ -104,7 +104,7 @@ def _show_pair(
         f"\n{pair.b} against {pair.a}: {title} {difference} percentage points"
         f" (95 % interval {low} to {high}): difference {verdict}"
         f" ({pair.test}, p = {pair.corrected_p_value:.2g}{correction});"
-        f" a true difference of {detectable} points or more would be found 8 times in 10"
+        f" a true difference of {detectable} point{'s' * (detectable != '1')} or more would be found 8 times in 10"
     )
     for metric in pair.metrics[1:]:
         difference, low, high = (
@@ -132,4 +132,5 @@ def _show_pair(
         which = f"that only {name} predicts correctly"
         if pair.metrics:
             which = f"of which only {name} has all labels right"
-        console.print(f"  {len(images)} images {which}{colon}{shown}")
+        plural = "s" * (len(images) != 1)
+        console.print(f"  {len(images)} image{plural} {which}{colon}{shown}")

@@ -25,8 +25,8 @@ BADGES = {
 _LEGEND = (
     "On a map, the thin frame is around the part of the photo that the model saw, and the thick line"
     " around the patches that hold half of what the map shows (blue doesn't count). Attention is"
-    " yellow where it is highest. The badge of a map isn't about the answer: does the class lose"
-    " probability without the patches that the map ranks first?"
+    " yellow where it is highest. The badge of a map isn't about the answer: does the class or"
+    " label lose probability without the patches that the map ranks first?"
 )
 
 
