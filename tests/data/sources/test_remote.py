@@ -542,7 +542,7 @@ def test_commands_of_the_documentation_read_a_bucket(
         for page, command in COMMANDS
         if page.name == "data.md" and "s3://" in " ".join(command)
     ]
-    assert len(commands) == 2
+    assert len(commands) == 1
     for command in commands:
         command = [
             text.replace("BUCKET", "shards").replace("009", "003").replace("/PHOTOS", "")
