@@ -137,7 +137,7 @@ def render_commands() -> str:
         arguments = [_name(parameter) for parameter in parameters if _is_argument(parameter)]
         needed = [f"{p.opts[0]} …" for p in parameters if p.required and not _is_argument(p)]
         usage = " ".join(["vit", name, *arguments, *needed])
-        texts[name] = f"\n## {usage}\n\n"
+        texts[name] = f"\n## {_code(usage)}\n\n"
         texts[name] += "\n\n".join(
             " ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n")
         )
