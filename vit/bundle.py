@@ -224,8 +224,9 @@ def open_model(
 
     Args:
         model: A bundle, a module (see `Bundle.from_model`), or a source for `load_bundle`.
-        device: "cpu", "cuda", "cuda:N" or "mps", to which bundles and modules are moved, not copied. "auto"
-            leaves them where they are, and takes a GPU for anything else if there is one.
+        device: "cpu", "cuda", "cuda:N" or "mps", to which bundles and modules are moved, not
+            copied. "auto" leaves them where they are, and takes a GPU for anything else if there is
+            one.
         random_weights: See `load_bundle`.
         class_names: See `Bundle.from_model`; for a module alone.
         preprocess: See `Bundle.from_model`; for a module alone.

@@ -18,7 +18,8 @@ def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool =
     a higher probability than the right one) and, for classes, confusion.png.
 
     Args:
-        model: Model files, runs, timm:NAME or imagenette; the probabilities of several are averaged.
+        model: Model files, runs, timm:NAME or imagenette; the probabilities of several are
+            averaged.
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """

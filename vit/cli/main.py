@@ -83,10 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: Arguments of the command. None: those of this process.
     """
-    # torch's OpenMP runtime reads this variable when it is loaded. By default, threads that wait for
-    # each other spin for a long time, which slows down a shared machine (28 images/s instead of 1,500
-    # on the digits, with one of 2 cores busy). A short spin avoids that, and is as fast as a long one
-    # on a quiet machine.
+    # torch's OpenMP runtime reads this variable when it is loaded. By default, threads that wait
+    # for each other spin for a long time, which slows down a shared machine (28 images/s instead of
+    # 1,500 on the digits, with one of 2 cores busy). A short spin avoids that, and is as fast as a
+    # long one on a quiet machine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -91,7 +91,8 @@ def decode_dataset(
             # another process may have built it while this one waited
             decoded = open_decoded()
             if decoded is None:
-                # without a lock, another process may build it at the same time, in a place of its own
+                # without a lock, another process may build it at the same time, in a place of its
+                # own
                 building = folder.with_suffix(
                     ".building" if is_locked else f".{secrets.token_hex(4)}.building"
                 )

@@ -54,8 +54,9 @@ def find_duplicates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find images that were in training, also mirrored.
 
-    Exact pairs are certain, near ones are suspects; docs/guides/data.md says how many planted copies are
-    found. Flat images, whose hashes are nearly all zeros or ones, are compared by pixels only.
+    Exact pairs are certain, near ones are suspects; docs/guides/data.md says how many planted
+    copies are found. Flat images, whose hashes are nearly all zeros or ones, are compared by pixels
+    only.
 
     Args:
         hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is searched.

@@ -20,8 +20,8 @@ from vit.runtime.drive import is_drive_error, wait_for_drive
 from vit.runtime.files import open_regular
 from vit.runtime.places import is_archive
 
-# Pillow warns about odd metadata and large images; neither changes the pixels. For the whole process:
-# `catch_warnings` in a thread that decodes would take the other threads' warnings, too.
+# Pillow warns about odd metadata and large images; neither changes the pixels. For the whole
+# process: `catch_warnings` in a thread that decodes would take the other threads' warnings, too.
 warnings.filterwarnings("ignore", module="PIL")
 
 IMAGE_SUFFIXES = (
@@ -70,9 +70,9 @@ _SYSTEM_FOLDERS = frozenset(
 # formats that Pillow may open, whatever a file's name is: some of its other formats start programs
 IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
-# A small file may hold very many pixels. The threads of a pool decode images above this size one at a
-# time, each in a new thread: glibc keeps the memory that a thread has used, so eight threads would
-# keep eight large images.
+# A small file may hold very many pixels. The threads of a pool decode images above this size one at
+# a time, each in a new thread: glibc keeps the memory that a thread has used, so eight threads
+# would keep eight large images.
 _LARGE_PIXELS = 25_000_000
 # larger images are refused; VIT_MAX_PIXELS in the environment sets another limit
 _MAX_PIXELS = 100_000_000

@@ -143,7 +143,8 @@ class RecordedImages(NamedTuple):
 
     Attributes:
         config: Data section of the training's configuration.
-        digests: Hashes of the training images' pixels, see `vit.data.duplicates`; None: not recorded.
+        digests: Hashes of the training images' pixels, see `vit.data.duplicates`; None: not
+            recorded.
         fingerprint: Fingerprint of the training images, see `ImageDataset`.
         listing: Fingerprint of the list of all images, if a table names some outside its folder.
         preprocess: Preprocessing of the model, which scales images of more than 8 bits.

@@ -53,7 +53,8 @@ class Preprocess:
 
     Args:
         image_size: Height and width of the model's input.
-        crop_pct: Side of the input as a fraction of the scaled image, in (0, 1]; of the mode "crop".
+        crop_pct: Side of the input as a fraction of the scaled image, in (0, 1]; of the mode
+            "crop".
         mean: Mean of each channel, for pixels in [0, 1].
         std: Standard deviation of each channel, for pixels in [0, 1].
         interpolation: Pillow's filter.

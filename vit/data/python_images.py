@@ -39,8 +39,8 @@ def convert_pixels(pixels: Any, *, name: str = "") -> np.ndarray:
     they need more bits.
 
     Args:
-        pixels: An array or tensor [H, W], [H, W, 1], [H, W, 3], [1, H, W] or [3, H, W], of uint8, of
-            floating-point values from 0 to 1, or of values of more bits.
+        pixels: An array or tensor [H, W], [H, W, 1], [H, W, 3], [1, H, W] or [3, H, W], of uint8,
+            of floating-point values from 0 to 1, or of values of more bits.
         name: Name of the image in messages.
 
     Raises:

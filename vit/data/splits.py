@@ -76,7 +76,8 @@ class DatasetSplits:
         default_split: Name of the split that `split()` returns.
         title: Name for readers: that of a named set, or of the folder of own images.
         class_names: Other names of the classes, see `data.class_names` in docs/guides/data.md.
-        corrections: Id of an image → its right class or labels, see `read_corrections`. Splits stay as they were drawn.
+        corrections: Id of an image → its right class or labels, see `read_corrections`. Splits stay
+            as they were drawn.
         unit: Word for what is counted in `describe_files`; empty for a published set.
         renamed_classes: Class → its other name, in the splits that were listed.
     """

@@ -40,8 +40,8 @@ Triple = tuple[float, float, float]
 _Values = tuple[float, float, int | None, tuple[float, float] | None]
 ClassBalance = Literal["none", "weights", "sampler", "asymmetric"]
 
-# Above this ratio of the largest class to the smallest, "auto" balances classes. At 20:1, macro F1 on
-# CIFAR-10 is 51.7 % without balance, 63.9 % with weights, 62.2 % with the sampler (one seed).
+# Above this ratio of the largest class to the smallest, "auto" balances classes. At 20:1, macro F1
+# on CIFAR-10 is 51.7 % without balance, 63.9 % with weights, 62.2 % with the sampler (one seed).
 MAX_RATIO = 5
 
 
@@ -305,10 +305,10 @@ def choose_class_balance(
 def compute_class_weights(labels: np.ndarray, num_classes: int) -> np.ndarray:
     """Compute the weights that balance the classes, float32 [C].
 
-    Of classes they are inversely proportional to the number of images, as scikit-learn's "balanced";
-    their mean over the images is 1, and a class without images has 0. Of labels they are the number
-    of images without the label for one that has it, which is the weight of the latter in the binary
-    cross-entropy; a label that no image has, or all have, has 1.
+    Of classes they are inversely proportional to the number of images, as scikit-learn's
+    "balanced"; their mean over the images is 1, and a class without images has 0. Of labels they
+    are the number of images without the label for one that has it, which is the weight of the
+    latter in the binary cross-entropy; a label that no image has, or all have, has 1.
 
     Args:
         labels: Class of each image, int64 [n], or which labels it has, bool [n, C].

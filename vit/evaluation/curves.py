@@ -136,9 +136,9 @@ def measure_thresholds(
     """Measure one label at its threshold, and at those with a sensitivity or specificity of 90 and
     95 %; nothing unless some images have it and others don't.
 
-    The interval of a sensitivity at a given specificity combines two, by the distances of their ends
-    from the estimate (MOVER; Zou & Donner 2008): that of the sensitivity at this threshold, and that
-    of the threshold, which is itself from a sample.
+    The interval of a sensitivity at a given specificity combines two, by the distances of their
+    ends from the estimate (MOVER; Zou & Donner 2008): that of the sensitivity at this threshold,
+    and that of the threshold, which is itself from a sample.
 
     Args:
         probabilities: Probability of the label, [n].

@@ -141,8 +141,8 @@ def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:
 
     Args:
         dataset: The images.
-        column: A column of the table that the images are from; "group" for their groups, or "folder"
-            for the folder that an image is in, where there is no such column.
+        column: A column of the table that the images are from; "group" for their groups, or
+            "folder" for the folder that an image is in, where there is no such column.
 
     Raises:
         ValueError: There is no such column, or hardly two images have the same value.
@@ -303,8 +303,8 @@ def compute_permutation_p_value(correct: Bools, parts: Ints, clusters: Ints) -> 
 
     The statistic is Pearson's chi-square. Groups that are in one part change places as a whole, and
     the images of another group among themselves: what is left as it was can't be told from the
-    correlation within groups. Without groups this is an exact test of the table of counts, up to the
-    number of draws.
+    correlation within groups. Without groups this is an exact test of the table of counts, up to
+    the number of draws.
 
     Args:
         correct: True for each image that is right, [n].

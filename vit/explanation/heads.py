@@ -100,7 +100,8 @@ def measure_heads(
     Args:
         bundle: The model, with its class names and preprocessing.
         images: Paths, folders, PIL images, uint8 arrays [H, W, 3], or one of them.
-        target: "auto" (the predicted class, or the most probable label), or one class by its name or index.
+        target: "auto" (the predicted class, or the most probable label), or one class by its name
+            or index.
         batch_size: Images at a time.
 
     Returns:

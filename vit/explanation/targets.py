@@ -27,8 +27,8 @@ from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import shorten
 from vit.runtime.tensors import Logits
 
-# index or name of a class, another text that `build_target` takes, a function from outputs [B, C] to
-# numbers [B], or a class for each image
+# index or name of a class, another text that `build_target` takes, a function from outputs [B, C]
+# to numbers [B], or a class for each image
 TargetLike = int | str | Callable[[Any], Any] | Sequence[int | str] | Int[Tensor, " n"]
 Classes = Int[Tensor, " B"]
 ChooseClasses = Callable[[Logits], Int[Tensor, "B T"]]
@@ -180,10 +180,10 @@ def build_target(
     """Build the number that is explained, and the choice of classes.
 
     Args:
-        target: "auto" (the predicted class, or the most probable label), a class's name or index, "all", or "top3" (any
-            number), the most probable first; "A - B", the difference of two classes' logits;
-            "sigmoid:A", one label of a multi-label model; a function from outputs [B, C] to
-            numbers [B]; or a class, a difference or a label for each image.
+        target: "auto" (the predicted class, or the most probable label), a class's name or index,
+            "all", or "top3" (any number), the most probable first; "A - B", the difference of two
+            classes' logits; "sigmoid:A", one label of a multi-label model; a function from outputs
+            [B, C] to numbers [B]; or a class, a difference or a label for each image.
         class_names: Name of each output.
         kind: Kind of the outputs.
 

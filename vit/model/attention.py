@@ -299,8 +299,8 @@ def _can_use_cudnn(key: Tensor) -> bool:
     """Return whether torch may choose cuDNN's kernel, which takes half precision on a GPU. Autocast
     converts to it inside the operation.
 
-    On an H100 or H200 its backward pass computes exp(0 − l) for keys beyond the last one, with l the
-    logarithm of the sum of a row's exponentials. For 64, 192, 320, … keys that is infinite if
+    On an H100 or H200 its backward pass computes exp(0 − l) for keys beyond the last one, with l
+    the logarithm of the sum of a row's exponentials. For 64, 192, 320, … keys that is infinite if
     l < −88.7, and the gradient of the queries NaN (https://github.com/NVIDIA/cudnn-frontend/pull/628;
     with a mask: https://github.com/pytorch/pytorch/issues/196678; for one query and 128 keys, those
     of keys and values: https://github.com/NVIDIA/cudnn-frontend/issues/1072).

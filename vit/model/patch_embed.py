@@ -145,8 +145,8 @@ class PatchEmbed(nn.Module):
 def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 P D"]:
     """Build fixed 2-D positions (Beyer et al. 2022, "Better plain ViT baselines").
 
-    A quarter of the width each holds sin(x), cos(x), sin(y) and cos(y), with x the column, y the row
-    and frequencies 10000^(-i / (D/4 - 1)).
+    A quarter of the width each holds sin(x), cos(x), sin(y) and cos(y), with x the column, y the
+    row and frequencies 10000^(-i / (D/4 - 1)).
     """
     if embed_dim % 4:
         raise ValueError(

@@ -185,8 +185,8 @@ def infer_architecture(
 def _convert_names(weights: StateDict) -> StateDict:
     """Convert the names of torchvision and of DINOv2's authors to ours; others stay unchanged.
 
-    Prefixes of DataParallel ("module."), torch.compile, Lightning and others are removed, and so are
-    weights outside the network.
+    Prefixes of DataParallel ("module."), torch.compile, Lightning and others are removed, and so
+    are weights outside the network.
     """
     for name in weights:
         match = re.fullmatch(r"(.+\.)(patch_embed\.proj|conv_proj)\.weight", name)

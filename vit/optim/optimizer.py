@@ -54,8 +54,8 @@ def create_optimizer(
         return AdamW(groups, lr=lr, betas=betas, fused=True)
 
     optimizer = SGD(groups, lr=lr, momentum=MOMENTUM, nesterov=True, fused=True)
-    # torch allocates the buffers in the first step, uninitialised if that step finds a gradient that
-    # is not finite.
+    # torch allocates the buffers in the first step, uninitialised if that step finds a gradient
+    # that is not finite.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

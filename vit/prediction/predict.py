@@ -310,8 +310,8 @@ def _decode_batches(
     """Yield the images in batches, each with its path, and its pixels as each model sees it or why
     it can't be read."""
     numbered = enumerate(list_images(images))
-    # decoding a photo may take longer than its forward pass; more threads than cores would only keep
-    # more large photos in memory
+    # decoding a photo may take longer than its forward pass; more threads than cores would only
+    # keep more large photos in memory
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
         while batch := list(islice(numbered, batch_size)):
             decoded = pool.map(lambda pair: _decode(pair[1], preprocesses), batch)

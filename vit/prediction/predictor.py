@@ -197,7 +197,8 @@ class Predictor:
 
         def compute_batch(batch: Tensor) -> Tensor:
             logits, features = compute_logits_and_features(self.model, batch)
-            # side by side, so that they are copied at once; a model without a classifier has no logits
+            # side by side, so that they are copied at once; a model without a classifier has no
+            # logits
             logits = self._augment(logits, batch)[:, : self.num_classes]
             return torch.cat([logits, features], dim=1)
 

@@ -122,7 +122,8 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
     Args:
         name: float32, bfloat16, float16 or auto. With auto: bfloat16 if the hardware multiplies it
-            natively, else float16 on a GPU with tensor cores for it (V100, T4, RTX 20), else float32.
+            natively, else float16 on a GPU with tensor cores for it (V100, T4, RTX 20), else
+            float32.
         device: Device that computes the forward pass.
 
     Raises:

@@ -1,7 +1,8 @@
 """Read and write files. A written file is complete or absent: it is written under a temporary name,
 flushed to disk and renamed.
 
-Only regular files are read. A result is written into a new or empty directory, or one that vit made.
+Only regular files are read. A result is written into a new or empty directory, or one that vit
+made.
 """
 
 import argparse

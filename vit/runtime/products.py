@@ -1,6 +1,7 @@
 """Functions of products that the core calls where they are there.
 
-The core imports no product (`vit/analysis`, `vit/deploy`), so that each can be deleted with its folder.
+The core imports no product (`vit/analysis`, `vit/deploy`), so that each can be deleted with its
+folder.
 """
 
 from collections.abc import Callable

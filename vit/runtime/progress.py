@@ -9,7 +9,8 @@ from typing import Protocol
 
 from vit.runtime.arguments import replace_control_characters
 
-# The command line writes it to standard error. From Python it is silent unless a program sets it up.
+# The command line writes it to standard error. From Python it is silent unless a program sets it
+# up.
 LOGGER = logging.getLogger("vit")
 # Seconds before the first line in a log, and between lines.
 FIRST_LINE = 5.0

@@ -1,6 +1,7 @@
 """Read a function's signature and the text of its `Args:` from its source, without importing it.
 
-The functions of `vit.api` import torch, which takes seconds; the help of their commands does without.
+The functions of `vit.api` import torch, which takes seconds; the help of their commands does
+without.
 """
 
 import ast

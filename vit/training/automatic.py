@@ -56,7 +56,8 @@ _SAMPLE = 64
 _MAX_SMALL_SIDE = 48
 # Images of different shapes are padded where a square would leave out more than this fraction.
 # Photos of 3:2 and 2:3 (a third left out): padded 71 %, cropped 74 % of 600 unseen ones (4 × 150 of
-# Imagenette, same time, one or two seeds). Pictures of 5:1 with the object at an end: 67 % and 50 %.
+# Imagenette, same time, one or two seeds). Pictures of 5:1 with the object at an end: 67 % and
+# 50 %.
 _PADDED_CUT = 0.5
 # Fewer photos than these are overfitted by a model of 6 blocks at 128 px: on 4 × 200 photos of
 # Imagenette 75.6 %, where 4 blocks at 64 px gave 80.6 % in a third of the time (2 cores, one seed).
@@ -71,9 +72,9 @@ _PRETRAINED_HINT = (
 _FINE_TUNING_FRACTION = 0.85
 # With fewer epochs, fine-tuning changes the weights but does not converge.
 _MIN_FINE_TUNING_EPOCHS = 2.0
-# Fraction of blocks that stay frozen → epochs of the other blocks that must fit into the time. 10 × 30
-# photos of Imagenette, ViT-S/14: 83.5 % on unseen photos after 8 epochs of 3 of 11 blocks, the probe
-# 78.5 %. 4 × 200: 88.7 % after 4 epochs of 4 of 10 blocks, the probe 84.6 %.
+# Fraction of blocks that stay frozen → epochs of the other blocks that must fit into the time. 10 ×
+# 30 photos of Imagenette, ViT-S/14: 83.5 % on unseen photos after 8 epochs of 3 of 11 blocks, the
+# probe 78.5 %. 4 × 200: 88.7 % after 4 epochs of 4 of 10 blocks, the probe 84.6 %.
 _FROZEN_FRACTIONS = {0.0: 8.0, 0.5: 12.0, 0.75: 0.0}
 # Fraction of the patches that steps on tokens drop (84.8 % instead of 83.5 % above), and the
 # fraction of a step's time that is left.
@@ -83,7 +84,8 @@ _DROPPED_COST = 0.65
 # and fine-tuning was right on one more of these, and on 2 in 100 fewer of 240 unseen ones.
 _MIN_VALIDATION_IMAGES = 20
 # One evaluation per this many validation images: with more, the best is best by chance. With 80
-# validation images the third of ten epochs won by one image, and was worse than the probe elsewhere.
+# validation images the third of ten epochs won by one image, and was worse than the probe
+# elsewhere.
 _IMAGES_AN_EVALUATION = 100
 # At most this fraction of the minutes is for computing features.
 _FEATURE_FRACTION = 0.5
@@ -635,8 +637,8 @@ def _plan_epochs(
         if "freeze" in task.user["model"]:
             num_frozen = config.model.freeze if isinstance(config.model.freeze, int) else 0
         if num_frozen:
-            # The frozen blocks' tokens are the same in each epoch. Dropping random patches takes the
-            # place of crops, and saves a third of the time.
+            # The frozen blocks' tokens are the same in each epoch. Dropping random patches takes
+            # the place of crops, and saves a third of the time.
             sections["model"]["freeze"] = num_frozen
             sections["augment"] = {"flip": sections["augment"]["flip"]}
             sections["train"]["patch_drop_rates"] = [[1.0, _DROP_RATE]]

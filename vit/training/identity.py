@@ -89,7 +89,8 @@ class RunIdentity:
         }
         settings["the argument transform"] = None if transform is None else _describe(transform)
         settings["the argument model"] = None if model is None else type(model).__qualname__
-        # Runs without them are known by the settings above alone, as they were before these existed.
+        # Runs without them are known by the settings above alone, as they were before these
+        # existed.
         if loss is not None:
             settings["the argument loss"] = _describe(loss)
         if class_weights is not None:

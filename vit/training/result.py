@@ -23,8 +23,8 @@ class TrainingResult:
         directory: Directory of the run.
         steps: Number of steps.
         seconds: Seconds of training, over all resumptions.
-        best_top1: Best accuracy on the validation images, 0 to 1; None without any, and where images
-            have several labels.
+        best_top1: Best accuracy on the validation images, 0 to 1; None without any, and where
+            images have several labels.
         num_validation: Number of validation images.
         best_map: Best mean average precision on them, where images have several labels.
         guess_top1: Accuracy up to which a model is no better than guessing: that of always

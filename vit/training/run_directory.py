@@ -41,8 +41,8 @@ def open_run_directory(
         overwrite: A run that is there may be removed.
 
     Yields:
-        A function for the start of a new run. It removes the run that is overwritten, otherwise what
-        an earlier one has measured; its model file stays until there is a new one.
+        A function for the start of a new run. It removes the run that is overwritten, otherwise
+        what an earlier one has measured; its model file stays until there is a new one.
 
     Raises:
         NotADirectoryError: `path` is a file.

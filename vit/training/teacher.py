@@ -1,8 +1,8 @@
 """A teacher: pretrained weights from which a smaller model learns besides the labels.
 
-The teacher's answer to an image is the logits of a linear probe on its features. Training images are
-answered by probes that have not seen the image or its group, because a probe is overconfident on
-images that it was fitted on. The student learns the softened predictions (Hinton, Vinyals & Dean
+The teacher's answer to an image is the logits of a linear probe on its features. Training images
+are answered by probes that have not seen the image or its group, because a probe is overconfident
+on images that it was fitted on. The student learns the softened predictions (Hinton, Vinyals & Dean
 2015, "Distilling the knowledge in a neural network").
 """
 

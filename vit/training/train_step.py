@@ -25,7 +25,8 @@ from vit.training.loss_scale import LossScale
 from vit.training.step_graphs import StepGraphs
 from vit.training.threaded_step import forward_backward_on_threads
 
-# (logits [B, C], classes [B] or class probabilities [B, C]) → the loss of each image [B], or the mean
+# (logits [B, C], classes [B] or class probabilities [B, C]) → the loss of each image [B], or the
+# mean
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Temperature at which a student's predictions are compared with its teacher's.
 TEACHER_TEMPERATURE = 3.0
@@ -79,8 +80,8 @@ class TrainStep:
         ema_decay: Decay of the average of the weights; None keeps no average.
         halt_on_nonfinite: After a step that is not finite, no later step changes anything.
         tf32: See `vit.runtime.device.allow_tf32`.
-        compile: Compile the forward pass and the loss, and with them the backward pass; on a GPU and
-            in several processes, the encoder blocks of a model of ours.
+        compile: Compile the forward pass and the loss, and with them the backward pass; on a GPU
+            and in several processes, the encoder blocks of a model of ours.
         threads: Threads of a CPU that divide the batch, for a model that is not wrapped. Each takes
             at least one micro-batch.
     """
@@ -139,8 +140,8 @@ class TrainStep:
             self.loss_scale = LossScale(self.device)
 
         self.graphs: StepGraphs | None = None
-        # Other models and losses may do something else in each step, by numbers of the host. torch's
-        # gradient checkpointing reads the state of the device's random numbers.
+        # Other models and losses may do something else in each step, by numbers of the host.
+        # torch's gradient checkpointing reads the state of the device's random numbers.
         is_capturable = isinstance(self.model, VisionTransformer) and self.loss is None
         if is_capturable and not self.model.grad_checkpointing and self.device.type == "cuda":
             self.graphs = StepGraphs(self.run_on_device, self.optimizer, self.device)
@@ -177,8 +178,8 @@ class TrainStep:
 
         Args:
             images: Batch of this process.
-            targets: Classes [B], class probabilities [B, C], or which labels an image has [B, C]; with a
-                teacher, its logits follow.
+            targets: Classes [B], class probabilities [B, C], or which labels an image has [B, C];
+                with a teacher, its logits follow.
         """
         self.set_schedule_values()
         with allow_tf32(self.tf32):

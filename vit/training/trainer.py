@@ -108,7 +108,8 @@ class Trainer:
         self._stop_requested = False
         self._signalled = False
         self._started_at = 0.0
-        # largest score of each attention layer before this process trained; empty once it has warned
+        # largest score of each attention layer before this process trained; empty once it has
+        # warned
         self._first_scores: dict[str, float] | None = None
         # first images of the epoch's last batch
         self._last_images: Tensor | None = None

@@ -34,7 +34,8 @@ class Removal:
 
     Attributes:
         num_images: Images that were tested.
-        flips, random_flips: Images whose prediction changes without the cluster, and without the copy.
+        flips, random_flips: Images whose prediction changes without the cluster, and without the
+            copy.
         fall, random_fall: Mean fall of the probability of the class without them.
         log_odds: Median difference between the falls of the log-odds of the class.
         p_value: Sign test of whether the cluster matters more than the copy.

@@ -233,8 +233,8 @@ class _Summarizer:
         the second half."""
         random = self.pictures.random
         half = len(explained.indices) // 2
-        # clusters are tested on images that had no part in choosing them, because a test on the same
-        # images would find more shortcuts than there are
+        # clusters are tested on images that had no part in choosing them, because a test on the
+        # same images would find more shortcuts than there are
         seen = Explained(*(part[:half] for part in explained))
         held_out = Explained(*(part[half:] for part in explained))
 

@@ -113,8 +113,8 @@ class LearningCurve(BaseModel):
     """The content of `learning_curve.json`. Accuracies and recalls are from 0 to 1.
 
     Attributes:
-        measure: "top1"; or "map" where images have several labels: the mean average precision, which
-            takes the place of each accuracy.
+        measure: "top1"; or "map" where images have several labels: the mean average precision,
+            which takes the place of each accuracy.
         num_images: Images that the probe was fitted on.
         num_groups: Groups of these images; None if each image is its own.
         num_folds: Folds in which images were left out.
@@ -308,8 +308,8 @@ def forecast_twice(
     """Fit the power law, and continue it to twice as many images.
 
     The interval holds 95 % of the forecasts from errors that are drawn with their covariance, since
-    those of all sizes are measured on the same images. It is widened by the error that the law makes
-    at the largest size if it is fitted to the sizes up to half of that.
+    those of all sizes are measured on the same images. It is widened by the error that the law
+    makes at the largest size if it is fitted to the sizes up to half of that.
 
     Args:
         sizes: Images that the probes were fitted on, [P].

@@ -48,7 +48,8 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 # Text of another encoding read as Windows-1252: three letters with accents in a row, signs before a
-# letter, a capital with an accent inside a word. Cyrillic, Greek, Japanese and old Macs' texts are so.
+# letter, a capital with an accent inside a word. Cyrillic, Greek, Japanese and old Macs' texts are
+# so.
 _MISREAD = re.compile(
     r"[À-ÿŒœŠšŸŽž]{3}|[€ƒ‚„†‡ˆ‰‹”•˜™›¡¢£¤¥¦§¨©«¬®¯±´¶·¸¹»¼½¾¿][A-Za-zÀ-ÿ]|[A-Za-z][À-ÝŠŒŽŸ][a-z]"
 )

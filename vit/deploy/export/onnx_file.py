@@ -168,10 +168,10 @@ def export_onnx(
     """Write model.onnx, its facts as model.json, and predict.py.
 
     The model takes "images" in RGB, uint8 [batch, height, width, 3] of any size, and gives
-    "probabilities" [batch, classes]. Where an image may have several labels, or the model file has an
-    operating point, it also gives "predicted", bool [batch, classes]. In float32, as far as the model
-    file holds what they need, it also gives "prediction_set", bool [batch, classes], and "p_value"
-    [batch]: quantised weights would need other thresholds.
+    "probabilities" [batch, classes]. Where an image may have several labels, or the model file has
+    an operating point, it also gives "predicted", bool [batch, classes]. In float32, as far as the
+    model file holds what they need, it also gives "prediction_set", bool [batch, classes], and
+    "p_value" [batch]: quantised weights would need other thresholds.
 
     Args:
         bundle: The model.

@@ -1,9 +1,9 @@
 """A model with its preprocessing in one module, made of operations that every runtime has. It takes
 pixels of any size.
 
-The resize equals Pillow's, which `Preprocess` uses, to the last bit: a pass over the columns and one
-over the rows, with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass is a
-matrix product. Its matrix is computed from the size of the images, for the columns or rows
+The resize equals Pillow's, which `Preprocess` uses, to the last bit: a pass over the columns and
+one over the rows, with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass is
+a matrix product. Its matrix is computed from the size of the images, for the columns or rows
 that the crop keeps.
 """
 
@@ -33,7 +33,8 @@ class PhotoModel(nn.Module):
         preprocess: The preprocessing of the model.
         temperature: Divisor of the logits before the softmax.
         multilabel: Each label has a probability of its own, the sigmoid of its logit.
-        decision: From probabilities to what is predicted; None where that is the most probable class.
+        decision: From probabilities to what is predicted; None where that is the most probable
+            class.
         answers: From logits and features to further outputs; None for no more.
     """
 

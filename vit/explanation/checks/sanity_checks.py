@@ -3,8 +3,8 @@ the map ranks first? The map is compared with maps of the same values in other p
 
 The evidence is the loss of the class's probability without each group of patches. The groups are
 tiles that cover the image, at most `MAX_GROUPS`: single patches on small grids, and on larger ones,
-where a single patch changes next to nothing, the smallest tiles that aren't more. They depend on the
-grid alone, so a photo has the same verdict alone and among others.
+where a single patch changes next to nothing, the smallest tiles that aren't more. They depend on
+the grid alone, so a photo has the same verdict alone and among others.
 
 The alternatives are shifted copies of the map: moved around the edges by whole patches, and
 mirrored. They have its values and smoothness. Everything is compared once more after subtracting a
@@ -166,14 +166,15 @@ def check_map(maps: PatchMaps, evidence: Evidence) -> MapChecks:
     compared = _compare_groups(grid, group_members(evidence.groups.members), maps.device)
     # double precision, because p-values count ties
     drops = evidence.drops.double()
-    # Roots, because a few outliers would decide over the values themselves, and the mean of a tile's
-    # ranks hides a single patch.
+    # Roots, because a few outliers would decide over the values themselves, and the mean of a
+    # tile's ranks hides a single patch.
     values = maps.flatten(1).double()
     values = values - values.median(dim=1, keepdim=True).values
     values = values.sign() * values.abs().sqrt()
     correlations = [_correlate_alternatives(values, drops, compared)]
     if len(evidence.groups.members) >= MIN_GROUPS:
-        # once more without the trend, so that a map of the middle isn't confirmed as one of an object
+        # once more without the trend, so that a map of the middle isn't confirmed as one of an
+        # object
         trend, inverse = _quadratic(grid, maps.device)
         values = values - values @ trend @ inverse
         drops = drops - drops @ compared.trend @ compared.inverse

@@ -110,7 +110,8 @@ def compute_maps(
             targets = target.choose(forward.logits.detach())
             relevance |= _compute_relevance(forward, libra_methods, targets, values)
         if own_methods or keep == "gradients":
-            # frees the first graph before there is another of the same size; the logits are the same
+            # frees the first graph before there is another of the same size; the logits are the
+            # same
             forward = None
             needs_graph = any(method.class_specific for method in own_methods)
             forward = run(gradients=keep == "gradients" or needs_graph)

@@ -298,7 +298,8 @@ _OWN_METHODS = (
         models="all",
         libra=True,
     ),
-    # from one pass: one part each for patches that are left out and for patches that are painted over
+    # from one pass: one part each for patches that are left out and for patches that are painted
+    # over
     Method(
         name="libra-fullgrad-pixels",
         title="Libra FullGrad+ and pixels",

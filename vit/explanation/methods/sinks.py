@@ -24,10 +24,10 @@ from vit.explanation.capture.forward import Forward
 from vit.explanation.capture.layers import Attention, AttentionLayer
 
 # A sink draws at least MIN_DRAWN times the attention of the average token, from nearly all queries
-# (standard deviation over the queries at most MAX_VARIATION of the mean), and a unit of attention to
-# it moves at most MAX_MOVED of the average: ‖v W_O‖ weighted by attention (Kobayashi et al. 2020).
-# Among such patches, those in the first layer of ViT-S/14 move 0.24 to 0.49 of the average, others
-# 0.53 to 1.8 (32 and 64 photos, research/rollout_variants.py).
+# (standard deviation over the queries at most MAX_VARIATION of the mean), and a unit of attention
+# to it moves at most MAX_MOVED of the average: ‖v W_O‖ weighted by attention (Kobayashi et al.
+# 2020). Among such patches, those in the first layer of ViT-S/14 move 0.24 to 0.49 of the average,
+# others 0.53 to 1.8 (32 and 64 photos, research/rollout_variants.py).
 MIN_DRAWN = 12.0
 MAX_VARIATION = 1.0
 MAX_MOVED = 0.5
