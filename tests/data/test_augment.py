@@ -139,6 +139,19 @@ def test_resized_crops_keep_their_share_of_area_and_their_aspect() -> None:
     assert (crops[:, 0, 0, 0] > crops[:, 0, 0, -1]).float().mean() == pytest.approx(0.5, abs=0.1)
 
 
+@pytest.mark.parametrize("size", [(37, 53), (60, 20), (20, 90), (5, 4)])
+def test_parts_of_full_size_images_are_those_of_albumentations(size: tuple[int, int]) -> None:
+    import albumentations
+
+    crop = Crop(scale=(0.08, 1.0))
+    ratio = (0.75 * 1.25, 4 / 3 * 1.25)
+    reference = albumentations.RandomResizedCrop((4, 5), scale=(0.08, 1.0), ratio=ratio)
+    for seed in range(100):
+        reference.set_random_seed(seed)
+        params = reference.get_params_dependent_on_data({"shape": (*size, 3)}, {})
+        assert crop.sample_part(seed, size, shape=1.25) == params["crop_coords"]
+
+
 def test_a_resized_crop_can_come_out_smaller() -> None:
     crops = cut(Augmentation(crop=Crop(scale=(0.5, 1.0))), size=(8, 10))
     assert crops.shape == (200, 3, 8, 10)

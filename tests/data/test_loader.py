@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.data.augments import build_loader
 from vit.data.augment import Augmentation, Mixing
@@ -211,6 +212,23 @@ def test_a_sample_is_drawn_anew_each_epoch_in_workers(file_dataset: ImageDataset
                 seen.setdefault(sample, set()).add(image.numpy().tobytes())
     assert {len(pictures) for pictures in seen.values()} == {6}
     assert len(seen) == 24
+
+
+def test_workers_flip_small_and_large_crops_alike(make_folder: MakeFolder) -> None:
+    """Up to 0.1.0 small crops were flipped, and large ones weren't."""
+    root = make_folder("cat/0.png", "dog/0.png")
+    ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (64, 1, 3))
+    for path in root.glob("*/*.png"):
+        Image.fromarray(ramp).save(path)
+    source = open_dataset("folder", root=root).split("all").subset([0, 1] * 200)
+    crop = Crop(scale=(0.08, 1.0), flip="random")
+    loader = make(source, augment=Augmentation(crop=crop), workers=0, batch_size=400)
+    (batch,) = loader.epoch(0)
+    slope = (batch.images[:, 0, :, -1] - batch.images[:, 0, :, 0]).mean(1)
+    is_large = slope.abs() > slope.abs().median()
+    shares = [float((slope[group] < 0).float().mean()) for group in (is_large, ~is_large)]
+    # the standard error of each share is 0.035
+    assert all(0.36 < share < 0.64 for share in shares), shares
 
 
 def test_samples_are_drawn_differently_from_each_other(

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Literal, NamedTuple
 
 import torch
@@ -58,6 +59,45 @@ class Crop:
         below = 2 * self.padding + 1
         shifts = [rng.integers(f"crop {axis}", below=below) - self.padding for axis in "yx"]
         return CropParams(self.sample_flips(rng), torch.stack(shifts), boxes)
+
+    def sample_part(
+        self, seed: int, size: tuple[int, int], *, shape: float
+    ) -> tuple[int, int, int, int]:
+        """Sample the part of a full-size image that is cropped and resized, as torchvision's
+        RandomResizedCrop does. The numbers are those of albumentations 2.0.8.
+
+        Args:
+            seed: Seed of the image's part.
+            size: Height and width of the image.
+            shape: Width / height of the model's input, which the aspects of the parts surround.
+
+        Returns:
+            Left, top, right and bottom.
+        """
+        assert self.scale is not None
+        height, width = size
+        low, high = (aspect * shape for aspect in CROP_ASPECTS)
+        least, most = (fraction * (height * width) for fraction in self.scale)
+        random = Random(seed)
+        for _ in range(10):
+            area = random.uniform(least, most)
+            aspect = math.exp(random.uniform(math.log(low), math.log(high)))
+            part_width, part_height = (
+                round(math.sqrt(area * aspect)),
+                round(math.sqrt(area / aspect)),
+            )
+            if 0 < part_width <= width and 0 < part_height <= height:
+                top = int((height - part_height + 1) * random.random())
+                left = int((width - part_width + 1) * random.random())
+                return left, top, left + part_width, top + part_height
+        # the largest part in the centre
+        part_width, part_height = width, height
+        if width / height < low:
+            part_height = round(width / low)
+        elif width / height > high:
+            part_width = round(height * high)
+        left, top = (width - part_width) // 2, (height - part_height) // 2
+        return left, top, left + part_width, top + part_height
 
     def sample_flips(self, rng: StatelessRandom) -> Bool[Tensor, " B"]:
         """Sample which images are flipped."""

@@ -269,6 +269,10 @@ class _JoinedReader(ImageReader):
         reader, place = self._find(index)
         return reader.image(place)
 
+    def decode(self, index: int) -> Image.Image | np.ndarray:
+        reader, place = self._find(index)
+        return reader.decode(place)
+
     def thumbnail(self, index: int, *, side: int) -> Image.Image:
         reader, place = self._find(index)
         return reader.thumbnail(place, side=side)

@@ -1,11 +1,13 @@
 """Image files and images from Python: list them, and decode them to upright RGB pixels."""
 
+import io
 import os
 import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
@@ -242,6 +244,56 @@ def read_image(
         # for broken bytes, Pillow's decoders raise errors of nearly any type
         reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
         raise ValueError(f"{name}{UNREADABLE}{reason}") from error
+
+
+def read_pixels(file: Path | BinaryIO, *, name: str = "image") -> Image.Image | np.ndarray:
+    """Decode an image file as `read_image` does; a plain JPEG file in less time, to an array
+    [H, W, 3] of the same pixels.
+
+    Raises the errors of `read_image`.
+    """
+    with suppress(OSError, ValueError):
+        if isinstance(file, Path):
+            with open_regular(file) as opened:
+                pixels = _decode_plain_jpeg(opened)
+        else:
+            pixels = _decode_plain_jpeg(file)
+            file.seek(0)
+        if pixels is not None:
+            return pixels
+    return read_image(file, name=name)
+
+
+def _decode_plain_jpeg(file: BinaryIO) -> np.ndarray | None:
+    """Decode a JPEG file of one scan that is upright, not large and not CMYK; None for another, and
+    for one that is cut short or whose markers are broken: OpenCV decodes some of these."""
+    if file.read(2) != b"\xff\xd8":
+        return None
+    file.seek(0)
+    content = file.read()
+    codes = np.frombuffer(content, np.uint8)
+    # takes long to import
+    import cv2
+
+    opened = io.BytesIO(content)
+    # for broken bytes, Pillow raises errors of nearly any type
+    with suppress(Exception), Image.open(opened, formats=("JPEG",)) as image:
+        check_size(image.size)
+        is_plain = image.format == "JPEG" and image.mode in ("RGB", "L")
+        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        # Pillow has read up to the scan, in which 0 or a restart marker follows on 0xFF
+        start = opened.tell()
+        following = codes[start + 1 : -1][codes[start:-2] == 0xFF]
+        is_whole = content.endswith(b"\xff\xd9") and np.all(
+            (following == 0) | (following & 0xF8 == 0xD0)
+        )
+        is_small = image.width * image.height <= _LARGE_PIXELS
+        if is_plain and is_upright and is_whole and is_small:
+            flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+            # None for broken bytes
+            pixels: np.ndarray | None = cv2.imdecode(codes, flags)
+            return pixels
+    return None
 
 
 def check_size(size: tuple[int, int]) -> None:

@@ -109,8 +109,7 @@ class TrainLoader:
     """Shuffled, augmented batches of one size; the images that don't fill a batch are left out.
 
     The pixels of a decoded dataset lie on the device as uint8 (on a CPU they are read where they
-    are mapped). Otherwise, worker processes decode the full-size images, and crop and flip them by
-    albumentations.
+    are mapped). Otherwise, worker processes decode and crop the full-size images.
 
     Args:
         dataset: The images.
@@ -161,11 +160,8 @@ class TrainLoader:
         # the part of the augmentation that is left for the device
         self._device_augmentation = self.augmentation
         if self.dataset.pixels is None and crop.scale is not None:
-            # the crop and the random flip are done where images are decoded
-            device_crop = replace(
-                crop, scale=None, flip="none" if crop.flip == "random" else crop.flip
-            )
-            self._device_augmentation = replace(self.augmentation, crop=device_crop)
+            # the crop is done where images are decoded
+            self._device_augmentation = replace(self.augmentation, crop=replace(crop, scale=None))
 
     @property
     def batch_size(self) -> int:

@@ -4,7 +4,6 @@ An image that can't be read is named, and another one takes its place.
 """
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
@@ -18,9 +17,10 @@ import torch
 from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from vit.data.crop import CROP_ASPECTS, Crop
+from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom, seed_generators
@@ -79,48 +79,59 @@ class TrainTransform:
         crop: A random crop of the full-size image if it has a `scale`; otherwise the centre crop.
         preprocess: Preprocessing of the model.
         transform: The user's transform; None for none.
+
+    Attributes:
+        takes_arrays: Arrays are taken as well as images, see `ImageReader.decode`.
     """
 
     def __init__(self, crop: Crop, preprocess: Preprocess, transform: Transform | None) -> None:
         self.size = preprocess.image_size
         self._preprocess = preprocess
         self._transform = transform
-        self._random_crop: Any = None
+        self._crop = crop
         # brings an image to the shape from which random parts are cropped; None: it has its own
         self._whole: Preprocess | None = None
-        if crop.scale is not None:
-            albumentations = import_albumentations()
+        if crop.scale is not None and preprocess.resize_mode != "crop":
+            # so large that the smallest crop has the input's resolution
             height, width = self.size
-            aspect = width / height
-            random_crop = albumentations.RandomResizedCrop(
-                self.size,
-                scale=crop.scale,
-                ratio=(CROP_ASPECTS[0] * aspect, CROP_ASPECTS[1] * aspect),
-                area_for_downscale="image",
-            )
-            if preprocess.resize_mode != "crop":
-                # so large that the smallest crop has the input's resolution
-                side = crop.scale[0] ** -0.5
-                whole_size = (math.ceil(height * side), math.ceil(width * side))
-                self._whole = replace(preprocess, image_size=whole_size)
-            flip = albumentations.HorizontalFlip(p=0.5 if crop.flip == "random" else 0.0)
-            self._random_crop = albumentations.Compose([random_crop, flip])
-        elif crop.padding:
+            side = crop.scale[0] ** -0.5
+            whole_size = (math.ceil(height * side), math.ceil(width * side))
+            self._whole = replace(preprocess, image_size=whole_size)
+        elif crop.scale is None and crop.padding:
             # the device shifts: it gets the margin that crop_pct leaves
             self.size = preprocess.resize_size
             self._preprocess = replace(preprocess, image_size=self.size, crop_pct=1.0)
+        self.takes_arrays = transform is None and crop.scale is not None and self._whole is None
 
-    def __call__(self, image: Image.Image, *, seed: int) -> np.ndarray:
-        image = self._preprocess.to_rgb(image)
-        # another seed than that of the crop, because both may be of albumentations
-        if self._transform is not None:
-            image = apply_transform(self._transform, image, seed=seed + 1)
-        if self._random_crop is None:
-            return self._preprocess.to_uint8(image)
-        # seeded for each image: in workers, albumentations 2.0.8 repeats its numbers every epoch
-        self._random_crop.set_random_seed(seed)
-        whole = np.asarray(image) if self._whole is None else self._whole.to_uint8(image)
-        pixels: np.ndarray = self._random_crop(image=whole)["image"]
+    def __call__(self, image: Image.Image | np.ndarray, *, seed: int) -> np.ndarray:
+        if not isinstance(image, np.ndarray):
+            image = self._preprocess.to_rgb(image)
+            # another seed than that of the crop, because both may be of albumentations
+            if self._transform is not None:
+                image = apply_transform(self._transform, image, seed=seed + 1)
+            if self._crop.scale is None:
+                return self._preprocess.to_uint8(image)
+            image = np.asarray(image) if self._whole is None else self._whole.to_uint8(image)
+        return self._cut(image, seed)
+
+    def _cut(self, image: np.ndarray, seed: int) -> np.ndarray:
+        """Cut out the random part, and resize it, bilinear and antialiased."""
+        height, width = self.size
+        left, top, right, bottom = self._crop.sample_part(
+            seed, image.shape[:2], shape=width / height
+        )
+        part = image[top:bottom, left:right]
+        if bottom - top <= height and right - left <= width:
+            # takes long to import; it enlarges in less than half of torch's time
+            import cv2
+
+            enlarged: np.ndarray = cv2.resize(part, (width, height))
+            return enlarged
+        # torch warns of memory that it may not write to
+        writable = np.require(part, requirements="W")
+        channels = torch.from_numpy(writable).permute(2, 0, 1)[None]
+        reduced = F.interpolate(channels, self.size, mode="bilinear", antialias=True)
+        pixels: np.ndarray = reduced[0].permute(1, 2, 0).numpy()
         return pixels
 
 
@@ -135,15 +146,6 @@ def use_one_thread(_worker: int) -> None:
     import cv2
 
     cv2.setNumThreads(0)
-
-
-def import_albumentations() -> Any:
-    """The library; on import it would ask over the network for a newer version of itself."""
-    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    # takes long to import
-    import albumentations
-
-    return albumentations
 
 
 class BatchIndices(NamedTuple):
@@ -201,9 +203,10 @@ class BatchDecoder(Dataset[DecodedBatch]):
         # errors are returned as text: a worker's exceptions would arrive with its traceback
         try:
             reader.fetch(indices)
+            read = reader.decode if self.transform.takes_arrays else reader.image
             for row, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
                 try:
-                    image = reader.image(index)
+                    image = read(index)
                 except RemoteError:
                     # the image itself may be good
                     raise
@@ -257,7 +260,6 @@ class DecodingWorkers:
         # index of an image → why it can't be read
         self._unreadable: dict[int, str] = {}
 
-    # made late, because it imports albumentations
     @cached_property
     def decoder(self) -> BatchDecoder:
         """The decoder that each worker gets."""

@@ -8,6 +8,7 @@ instead of midpoint displacement, and frost, for which the paper has photographs
 are close to those on the published sets, but not the same.
 """
 
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from PIL import Image
 
-from vit.data.workers import import_albumentations
 from vit.evaluation.images import EvaluationSet
 from vit.prediction.predictor import Pixels, Predictor
 from vit.prediction.probabilities import Float32s, Ints
@@ -125,10 +125,12 @@ def corrupt_batch(batch: Pixels, *, name: str, severity: int, digests: Sequence[
 
 def _build_transform(name: str, level: Level, *, side: int) -> Any:
     """Build the transform of albumentations for a corruption."""
-    # takes long to import
+    # on import it would ask over the network for a newer version of itself
+    os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+    # both take long to import
+    import albumentations as library
     import cv2
 
-    library = import_albumentations()
     strength = level[0]
     fixed = (strength, strength)
     if name == "gaussian_noise":

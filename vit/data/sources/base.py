@@ -16,7 +16,15 @@ import numpy as np
 from PIL import Image
 
 from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX, has_dicom
-from vit.data.images import HEIF_HINT, HEIF_SUFFIXES, is_image_name, list_files, read_image, to_rgb
+from vit.data.images import (
+    HEIF_HINT,
+    HEIF_SUFFIXES,
+    is_image_name,
+    list_files,
+    read_image,
+    read_pixels,
+    to_rgb,
+)
 from vit.runtime.drive import wait_for_drive
 
 # split → names that its folder, its shards or its value in a table may have
@@ -57,6 +65,11 @@ class ImageReader(Protocol):
             RemoteError: Object storage can't be reached; the image itself may be good.
             DriveError: The drive doesn't answer.
         """
+
+    def decode(self, index: int) -> Image.Image | np.ndarray:
+        """Decode an image, to an array of the same pixels if that is faster. See
+        `vit.data.images.read_pixels`. Raises the errors of `image`."""
+        return self.image(index)
 
     def thumbnail(self, index: int, *, side: int) -> Image.Image:
         """Decode an image to at least `side` pixels a side, if that is faster than its full size.
@@ -118,6 +131,9 @@ class FileReader(ImageReader):
 
     def image(self, index: int) -> Image.Image:
         return read_image(self.root / self.paths[index])
+
+    def decode(self, index: int) -> Image.Image | np.ndarray:
+        return read_pixels(self.root / self.paths[index])
 
     def thumbnail(self, index: int, *, side: int) -> Image.Image:
         return read_image(self.root / self.paths[index], draft_side=side)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from PIL import Image
 
 from vit.data.class_names import check_label, check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
-from vit.data.images import read_image
+from vit.data.images import read_image, read_pixels
 from vit.data.python_images import find_feature_names
 from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
 from vit.data.sources.remote import is_remote
@@ -41,12 +41,20 @@ class RowReader(ImageReader):
     indices: np.ndarray
 
     def image(self, index: int) -> Image.Image:
+        image: Image.Image = self._read(index, read_image)
+        return image
+
+    def decode(self, index: int) -> Image.Image | np.ndarray:
+        decoded: Image.Image | np.ndarray = self._read(index, read_pixels)
+        return decoded
+
+    def _read(self, index: int, read: Callable[..., Any]) -> Any:
         # one column, of {bytes, path}
         (stored,) = self.rows[int(self.indices[index])].values()
         if stored is not None and stored["bytes"] is not None:
-            return read_image(io.BytesIO(stored["bytes"]), name=self.ids[index])
+            return read(io.BytesIO(stored["bytes"]), name=self.ids[index])
         if stored is not None and stored["path"] is not None:
-            return read_image(Path(stored["path"]))
+            return read(Path(stored["path"]))
         raise ValueError(f"{self.ids[index]} has no image")
 
     def sizes(self) -> np.ndarray:

@@ -32,7 +32,7 @@ from PIL import Image
 
 from vit.data.class_names import check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
-from vit.data.images import is_image_name, read_image
+from vit.data.images import is_image_name, read_image, read_pixels
 from vit.data.sources import remote
 from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes, describe_counts
 from vit.data.sources.remote import StoredFile
@@ -81,6 +81,9 @@ class ShardReader(ImageReader):
 
     def image(self, index: int) -> Image.Image:
         return read_image(io.BytesIO(self._read(index)), name=self.names[index])
+
+    def decode(self, index: int) -> Image.Image | np.ndarray:
+        return read_pixels(io.BytesIO(self._read(index)), name=self.names[index])
 
     def _read(self, index: int) -> bytes:
         shard, start, end = self._find(index)
