@@ -47,6 +47,8 @@ def _describe_machine() -> dict[str, object]:
 def _describe_model(source: str) -> dict[str, object]:
     # torch takes seconds to import, and `vit --help` does without
     from vit.bundle import load_bundle
+    from vit.data.open import name_data
+    from vit.runtime.device import choose_device, choose_precision
 
     bundle = load_bundle(source)
     metadata = bundle.metadata
@@ -67,6 +69,8 @@ def _describe_model(source: str) -> dict[str, object]:
     if not bundle.name.startswith("timm:"):
         shown |= _describe_run(source, metadata)
     shown |= _describe_answers(bundle)
+    precision = choose_precision("auto", choose_device("auto"))
+    shown["precision"] = f"{precision} here; compare machines with --precision float32"
     # the values of all keys, on one line for each section
     for section in ("architecture", "module", "preprocess", "versions"):
         values = metadata.get(section, {})
@@ -80,7 +84,8 @@ def _describe_model(source: str) -> dict[str, object]:
         counts = [
             f"{split['num_images']:,} {name}" for name, split in data.get("splits", {}).items()
         ]
-        shown["data"] = f"{data.get('name', '–')}: {', '.join(counts)}"
+        name = name_data(data.get("name", "–"), bundle.config.get("data", {}).get("root"))
+        shown["data"] = f"{name}: {', '.join(counts)}"
         shown["fingerprint"] = data.get("fingerprint", "–")
     if teacher := bundle.config.get("train", {}).get("teacher"):
         shown["teacher"] = teacher

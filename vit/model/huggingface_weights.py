@@ -1,17 +1,19 @@
-"""Weights of Hugging Face's ViT, DeiT and DINOv2 (with and without registers), under our names.
+"""Weights of Hugging Face's ViT, DeiT and DINOv2 (with and without registers) under our names, and
+back.
 
 They are read from folders that its library writes. The library itself is not needed.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vit.model.attention import NORM_EPS
 from vit.model.model_file import StateDict
-from vit.model.vision_transformer import Architecture
+from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.model.weights import add_class_position, infer_architecture, read_weights
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.documents import read_json
@@ -23,28 +25,38 @@ _WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 # Pillow's number → the filter.
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
-# (pattern of Hugging Face's name, our name), applied to each name in this order.
+# (Hugging Face's name, ours), applied to each name in this order: to any part that begins with a
+# dot, else to the beginning.
 _NAMES = (
-    (r"^(vit|deit|dinov2|dinov2_with_registers)\.", ""),
-    (r"^embeddings\.cls_token", "cls_token"),
-    (r"^embeddings\.distillation_token", "dist_token"),
-    (r"^embeddings\.register_tokens", "reg_token"),
-    (r"^embeddings\.position_embeddings", "pos_embed"),
-    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^encoder\.layer\.", "blocks."),
-    (r"\.layernorm_before\.", ".norm1."),
-    (r"\.layernorm_after\.", ".norm2."),
-    (r"\.layer_scale([12])\.lambda1$", r".ls\1.gamma"),
-    (r"\.attention\.attention\.", ".attn."),
-    (r"\.attention\.output\.dense\.", ".attn.proj."),
-    (r"\.intermediate\.dense\.", ".mlp.fc1."),
-    (r"(\d)\.output\.dense\.", r"\1.mlp.fc2."),
-    (r"\.mlp\.weights_in\.", ".mlp.fc1."),
-    (r"\.mlp\.weights_out\.", ".mlp.fc2."),
-    (r"^layernorm\.", "norm."),
-    (r"^(cls_)?classifier\.", "head."),
-    (r"^distillation_classifier\.", "head_dist."),
+    ("embeddings.cls_token", "cls_token"),
+    ("embeddings.distillation_token", "dist_token"),
+    ("embeddings.register_tokens", "reg_token"),
+    ("embeddings.position_embeddings", "pos_embed"),
+    ("embeddings.patch_embeddings.projection.", "patch_embed.proj."),
+    ("encoder.layer.", "blocks."),
+    (".layer_scale1.lambda1", ".ls1.gamma"),
+    (".layer_scale2.lambda1", ".ls2.gamma"),
+    (".attention.attention.", ".attn."),
+    (".attention.output.dense.", ".attn.proj."),
+    ("layernorm.", "norm."),
+    ("classifier.", "head."),
 )
+# DINOv2 has our names for these.
+_VIT_NAMES = (
+    (".layernorm_before.", ".norm1."),
+    (".layernorm_after.", ".norm2."),
+    (".intermediate.dense.", ".mlp.fc1."),
+    (".output.dense.", ".mlp.fc2."),
+)
+_NAMES_TO_READ = (
+    *_NAMES,
+    *_VIT_NAMES,
+    (".mlp.weights_in.", ".mlp.fc1."),
+    (".mlp.weights_out.", ".mlp.fc2."),
+    ("cls_classifier.", "head."),
+    ("distillation_classifier.", "head_dist."),
+)
+_PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
 # Parts that only pretraining needs, or that no classifier reads.
 _UNUSED = re.compile(r"mask_token$|^pooler\.")
 
@@ -78,6 +90,9 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
 
     width = config["hidden_size"]
     head = weights.get("head.weight")
+    if head is not None and head.ndim == 2 and not head[:, width:].any():
+        # An export of ours, which reads the class token alone.
+        head = weights["head.weight"] = head[:, :width].contiguous()
     if head is not None and (head.ndim != 2 or head.shape[1] != width):
         del weights["head.weight"], weights["head.bias"]
     if "head_dist.weight" not in weights and "dist_token" in weights:
@@ -91,6 +106,97 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
     architecture = infer_architecture(weights, origin=str(folder), img_size=img_size)
     architecture |= {"num_heads": config["num_attention_heads"]}
     return weights, architecture, _read_preprocess(folder, img_size)
+
+
+def convert_to_huggingface(
+    model: VisionTransformer, weights: StateDict
+) -> tuple[StateDict, dict[str, Any]] | None:
+    """Convert a model to Hugging Face's ViT or DINOv2; return None for other architectures.
+
+    Args:
+        model: Model whose architecture is converted.
+        weights: Its weights, under our names, with `pos_embed`.
+
+    Returns:
+        The weights under their names, and the values of config.json that describe the architecture.
+    """
+    values = model.architecture
+    other = values["stem"] != "patch" or values["mlp"] != "gelu" or values["qk_norm"]
+    embedded = model.num_embedded_prefix_tokens
+    if other or values["fc_norm"] or values["distilled"] or not values["class_token"]:
+        return None
+    num_registers = values["reg_tokens"]
+    has_scale = values["init_values"] is not None
+    is_vit = values["global_pool"] == "token" and not num_registers and not has_scale
+    hidden_dim = round(model.embed_dim * values["mlp_ratio"])
+    sides = {
+        name: height if height == width else [height, width]
+        for name in ("image_size", "patch_size")
+        for height, width in [values[name.replace("image", "img")]]
+    }
+    config = sides | {
+        "hidden_size": model.embed_dim,
+        "num_hidden_layers": values["depth"],
+        "num_attention_heads": values["num_heads"],
+        "num_channels": values["in_chans"],
+        "qkv_bias": values["qkv_bias"],
+        "layer_norm_eps": NORM_EPS,
+    }
+    weights = dict(weights)
+    if not embedded:
+        zeros = torch.zeros(1, 1, model.embed_dim)
+        weights["pos_embed"] = torch.cat([zeros, weights["pos_embed"]], dim=1)
+    if is_vit:
+        kind, name = "vit", "ViT"
+        config["intermediate_size"] = hidden_dim
+    else:
+        # It has no positions of registers, an MLP of a multiple width, and square images.
+        is_square = isinstance(config["image_size"], int)
+        if (num_registers and embedded) or hidden_dim % model.embed_dim or not is_square:
+            return None
+        kind, name = "dinov2", "Dinov2"
+        if num_registers:
+            kind, name = f"{kind}_with_registers", f"{name}WithRegisters"
+            config["num_register_tokens"] = num_registers
+        config["mlp_ratio"] = hidden_dim // model.embed_dim
+        weights["embeddings.mask_token"] = torch.zeros(1, model.embed_dim)
+        for layer in range(len(model.blocks)):
+            for scale in ("ls1", "ls2"):
+                weights.setdefault(f"blocks.{layer}.{scale}.gamma", torch.ones(model.embed_dim))
+        if model.num_classes:
+            # Its classifier reads the class token and the mean of the patches.
+            parts = [weights["head.weight"], torch.zeros_like(weights["head.weight"])]
+            weights["head.weight"] = torch.cat(
+                parts[:: 1 if model.global_pool == "token" else -1], 1
+            )
+    config["model_type"] = kind
+    config["architectures"] = [
+        f"{name}{'ForImageClassification' if model.num_classes else 'Model'}"
+    ]
+    return _rename_to_theirs(weights, kind), config
+
+
+def _rename_to_theirs(weights: StateDict, kind: str) -> StateDict:
+    names = _NAMES + _VIT_NAMES if kind == "vit" else _NAMES
+    theirs: StateDict = {}
+    for name, tensor in weights.items():
+        parts = [(name, tensor)]
+        if ".attn.qkv." in name:
+            thirds = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
+            parts = [(name.replace(".qkv.", f".{part}."), third) for part, third in thirds]
+        for ours, value in parts:
+            their = _replace(ours, [(ours, theirs) for theirs, ours in reversed(names)])
+            prefix = "" if ours.startswith("head.") else f"{kind}."
+            theirs[prefix + their] = value
+    return theirs
+
+
+def _replace(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Replace each first part of a pair by the second."""
+    for old, new in pairs:
+        if old.startswith(".") or name.startswith(old):
+            name = name.replace(old, new, 1)
+    return name
 
 
 def _check_config(folder: Path) -> Mapping[str, Any]:
@@ -113,8 +219,7 @@ def _rename(theirs: StateDict) -> StateDict:
     """Rename the weights, and join queries, keys and values in one matrix."""
     weights: StateDict = {}
     for name, tensor in theirs.items():
-        for pattern, replacement in _NAMES:
-            name = re.sub(pattern, replacement, name)
+        name = _replace(_PREFIX.sub("", name), _NAMES_TO_READ)
         if not _UNUSED.search(name):
             weights[name] = tensor
 

@@ -151,9 +151,12 @@ def _write_card(directory: Path, bundle: Bundle, to: str) -> None:
     environment.filters["plain"] = _plain
     text = environment.get_template("README.md.jinja").render(
         to=to,
+        task="image-classification" if class_names else "image-feature-extraction",
+        headless=not class_names,
         # the Hub's names
         library={"onnx": "onnx", "timm": "timm", "huggingface": "transformers"}[to],
         onnx=read_json(directory / "model.json") if to == "onnx" else None,
+        huggingface=read_json(directory / "config.json") if to == "huggingface" else None,
         image_size=bundle.preprocess.image_size,
         has_code=(directory / "timm_vit.py").exists(),
         map_verdict=map_verdict,

@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 
 from vit.bundle import Bundle
 from vit.data import depth
+from vit.data.preprocess import Preprocess
 from vit.model import stem
-from vit.model.model_file import MODEL_FILE
+from vit.model.huggingface_weights import convert_to_huggingface
+from vit.model.model_file import MODEL_FILE, StateDict
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.conformal import MAX_P_UNUSUAL
 from vit.runtime.files import write_atomically, write_text
@@ -43,51 +45,48 @@ def export_timm(bundle: Bundle, directory: Path) -> Path:
     config = _describe_for_timm(bundle)
     if bundle.is_multilabel or bundle.operating_point:
         # timm doesn't read this: its models give logits
-        config |= {**_describe_task(bundle), "logit_temperature": bundle.temperature}
+        config |= _describe_task(bundle)
     if config["architecture"] == _OURS:
-        _write_code(directory)
-    _write_weights(bundle, directory / MODEL_FILE, prefix="")
+        write_code(directory)
+    _write_weights(_fold_temperature(bundle), directory / MODEL_FILE)
     _write_json(directory / "config.json", config)
+    write_program(directory / "read_image.py")
     return directory
 
 
 def export_huggingface(bundle: Bundle, directory: Path) -> Path:
-    """Write the folder that transformers opens with `trust_remote_code=True`."""
-    # transformers runs the code of the folder, and never that of this project
-    _write_code(directory)
-    write_program(directory / "modeling_vit.py")
-    _write_weights(bundle, directory / MODEL_FILE, prefix="vit.")
+    """Write the folder that transformers opens: with its own ViT or DINOv2 and image processor where
+    they compute the same, else by the code in the folder, with `trust_remote_code=True`."""
     model = bundle.model
     assert isinstance(model, VisionTransformer)
-    # timm_vit.py takes these also where timm has an architecture of its own
-    variant = {name: model.architecture[name] for name in _VARIANT}
-    config = {
-        "model_type": _OURS,
-        "architectures": ["ViTForImageClassification"],
-        "arguments": variant | _describe_for_timm(bundle)["model_args"],
-        "logit_temperature": bundle.temperature,
+    weights = _fold_temperature(bundle)
+    processor = _describe_processor(bundle.preprocess)
+    converted = convert_to_huggingface(model, weights)
+    # transformers' own pipeline knows no thresholds
+    if converted and processor and not bundle.operating_point:
+        weights, config = converted
+    else:
+        # transformers runs the code of the folder, and never that of this project
+        write_code(directory)
+        _copy_template(directory / "modeling_vit.py")
+        weights = {f"vit.{name}": tensor for name, tensor in weights.items()}
+        config = _describe_for_code(bundle)
+        processor = {"image_processor_type": "ViTProcessor"}
+    config |= {
         "dtype": "float32",
         **_describe_task(bundle),
         "id2label": dict(enumerate(bundle.class_names)),
         "label2id": {name: index for index, name in enumerate(bundle.class_names)},
-        "auto_map": {
-            "AutoConfig": "modeling_vit.ViTConfig",
-            "AutoModelForImageClassification": "modeling_vit.ViTForImageClassification",
-        },
-        "custom_pipelines": {
-            "image-classification": {
-                "impl": "modeling_vit.ViTPipeline",
-                "pt": ["AutoModelForImageClassification"],
-                "type": "image",
-            }
-        },
     }
+    _write_weights(weights, directory / MODEL_FILE)
     _write_json(directory / "config.json", config)
 
+    # with `trust_remote_code=True`, the pixels are those of vit
+    _copy_template(directory / "image_processing_vit.py")
+    write_program(directory / "read_image.py")
     preprocess = bundle.preprocess
-    processor = {
-        "image_processor_type": "ViTProcessor",
-        "auto_map": {"AutoImageProcessor": "modeling_vit.ViTProcessor"},
+    processor |= {
+        "auto_map": {"AutoImageProcessor": "image_processing_vit.ViTProcessor"},
         "image_size": preprocess.image_size,
         "resize_size": preprocess.resize_size,
         "resample": {"bilinear": 2, "bicubic": 3}[preprocess.interpolation],  # Pillow's numbers
@@ -99,6 +98,50 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
     }
     _write_json(directory / "preprocessor_config.json", processor)
     return directory
+
+
+def _describe_for_code(bundle: Bundle) -> dict[str, Any]:
+    """Return the keys of config.json that open modeling_vit.py."""
+    model = bundle.model
+    assert isinstance(model, VisionTransformer)
+    # timm_vit.py takes these also where timm has an architecture of its own
+    variant = {name: model.architecture[name] for name in _VARIANT}
+    return {
+        "model_type": _OURS,
+        "architectures": ["ViTForImageClassification" if bundle.class_names else "ViTModel"],
+        "arguments": variant | _describe_for_timm(bundle)["model_args"],
+        "auto_map": {
+            "AutoConfig": "modeling_vit.ViTConfig",
+            "AutoModel": "modeling_vit.ViTModel",
+            "AutoModelForImageClassification": "modeling_vit.ViTForImageClassification",
+        },
+        "custom_pipelines": {
+            "image-classification": {
+                "impl": "modeling_vit.ViTPipeline",
+                "pt": ["AutoModelForImageClassification"],
+                "type": "image",
+            }
+        },
+    }
+
+
+def _describe_processor(preprocess: Preprocess) -> dict[str, Any] | None:
+    """Return what makes transformers' own processor resize like this but for rounded sizes; None if
+    it can't."""
+    sizes = {"height": preprocess.image_size[0], "width": preprocess.image_size[1]}
+    is_square = sizes["height"] == sizes["width"]
+    if preprocess.value_range is not None:
+        return None
+    if preprocess.resize_mode == "stretch":
+        return {"image_processor_type": "ViTImageProcessor", "size": sizes}
+    if preprocess.resize_mode == "pad" or not is_square:
+        return None
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": True,
+        "size": {"shortest_edge": preprocess.resize_size[0]},
+        "crop_size": sizes,
+    }
 
 
 def _describe_task(bundle: Bundle) -> dict[str, Any]:
@@ -113,7 +156,7 @@ def _describe_task(bundle: Bundle) -> dict[str, Any]:
 def write_program(path: Path) -> None:
     """Write the program of a template, with the code in it that reads images of more than 8 bits, and
     the limit of unusual images."""
-    code = (TEMPLATES / path.name).read_text(encoding="utf-8")
+    code = _read_template(path.name)
     line = re.search(r"^from vit\.data\.depth import .*\n", code, re.MULTILINE)
     assert line is not None
     _, _, depth_code = Path(depth.__file__).read_text(encoding="utf-8").partition('"""\n\n')
@@ -122,9 +165,17 @@ def write_program(path: Path) -> None:
     write_text(path, code.replace(line[0], depth_code))
 
 
-def _write_code(directory: Path) -> None:
+def _read_template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _copy_template(path: Path) -> None:
+    write_text(path, _read_template(path.name))
+
+
+def write_code(directory: Path) -> None:
     """Write timm_vit.py with the stem's code in it, for what timm doesn't have."""
-    code = (TEMPLATES / "timm_vit.py").read_text(encoding="utf-8")
+    code = _read_template("timm_vit.py")
     stem_code = Path(stem.__file__).read_text(encoding="utf-8")
     code = code.replace("from vit.model.stem import build_stem\n", stem_code)
     write_text(directory / "timm_vit.py", code)
@@ -173,12 +224,20 @@ def _describe_for_timm(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _write_weights(bundle: Bundle, path: Path, *, prefix: str) -> None:
-    # our state has no fixed positions; timm has learned ones of the same values
-    weights = bundle.model.state_dict() | {"pos_embed": bundle.model.pos_embed}
-    tensors = {
-        prefix + name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()
-    }
+def _fold_temperature(bundle: Bundle) -> StateDict:
+    """Return the weights of a model that gives the logits divided by the temperature."""
+    # our state has no fixed positions; others have learned ones of the same values
+    model = bundle.model
+    assert isinstance(model, VisionTransformer)
+    weights = model.state_dict() | {"pos_embed": model.pos_embed.detach()}
+    for name, tensor in weights.items():
+        if name.startswith(("head.", "head_dist.")):
+            weights[name] = (tensor.double() / bundle.temperature).to(tensor.dtype)
+    return weights
+
+
+def _write_weights(weights: StateDict, path: Path) -> None:
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
     # transformers requires the format
     write_atomically(path, lambda temporary: save_file(tensors, temporary, {"format": "pt"}))
 

@@ -1,26 +1,13 @@
-"""The model of this folder for transformers, with its preprocessing.
+"""The model of this folder for transformers, which has no such architecture.
 
 AutoModelForImageClassification.from_pretrained("FOLDER", trust_remote_code=True)
 pipeline("image-classification", model="FOLDER", trust_remote_code=True)
 """
 
-import os
-
-import numpy as np
 import torch.nn.functional as F
-from PIL import Image, ImageOps
-from transformers import (
-    BatchFeature,
-    ImageClassificationPipeline,
-    ImageProcessingMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.image_utils import load_image
-from transformers.modeling_outputs import ImageClassifierOutput
-from transformers.processing_utils import ImagesKwargs
-
-from vit.data.depth import guess_range, is_deep, read_values, refuse_dicom, scale_values
+from torch import nn
+from transformers import ImageClassificationPipeline, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
 from .timm_vit import build
 
@@ -31,23 +18,107 @@ class ViTConfig(PretrainedConfig):
     model_type = "vit_with_stem"
 
 
-class ViTForImageClassification(PreTrainedModel):
+class ViTModel(PreTrainedModel):
+    """Gives the tokens after the last norm, and the features that the classifier reads."""
+
     config_class = ViTConfig
     main_input_name = "pixel_values"
+    _supports_sdpa = True
+    _keys_to_ignore_on_load_unexpected = (r"^vit\.head",)
 
-    def __init__(self, config):
+    def __init__(self, config, num_classes=0):
         super().__init__(config)
-        self.vit = build(**config.arguments)
+        self.vit = build(**{**config.arguments, "num_classes": num_classes})
+        self._choose_attention()
         self.post_init()
 
-    def forward(self, pixel_values, labels=None, **unused):
-        logits = self.vit(pixel_values) / self.config.logit_temperature
+    def set_attn_implementation(self, *arguments, **options):
+        super().set_attn_implementation(*arguments, **options)
+        self._choose_attention()
+
+    def _choose_attention(self):
+        for block in self.vit.blocks:
+            block.attn.fused_attn = self.config._attn_implementation != "eager"
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):  # a classifier for other classes
+            nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def get_input_embeddings(self):
+        return self.vit.patch_embed
+
+    def forward(
+        self,
+        pixel_values,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
+        **unused,
+    ):
+        output = self._compute(pixel_values, output_attentions, output_hidden_states)
+        output["pooler_output"] = self.vit.forward_head(output["last_hidden_state"], True)
+        return self._return(BaseModelOutputWithPooling(**output), return_dict)
+
+    def _compute(self, pixel_values, output_attentions, output_hidden_states):
+        vit, states, attentions = self.vit, [], []
+        tokens = vit.norm_pre(vit._pos_embed(vit.patch_embed(pixel_values)))
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        for block in vit.blocks:
+            states.append(tokens)
+            if output_attentions:
+                attentions.append(compute_weights(block, tokens))
+            tokens = block(tokens)
+        states.append(tokens)
+        return {
+            "last_hidden_state": vit.norm(tokens),
+            "hidden_states": tuple(states) if output_hidden_states else None,
+            "attentions": tuple(attentions) if output_attentions else None,
+        }
+
+    def _return(self, output, return_dict):
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return output if return_dict else output.to_tuple()
+
+
+class ViTForImageClassification(ViTModel):
+    _keys_to_ignore_on_load_unexpected = ()
+
+    def __init__(self, config):
+        super().__init__(config, num_classes=config.num_labels)
+
+    def forward(
+        self,
+        pixel_values,
+        labels=None,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
+        **unused,
+    ):
+        output = self._compute(pixel_values, output_attentions, output_hidden_states)
+        logits = self.vit.forward_head(output.pop("last_hidden_state"))
         loss = None
         if labels is not None and self.config.problem_type == MULTILABEL:
             loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
         elif labels is not None:
             loss = F.cross_entropy(logits, labels)
-        return ImageClassifierOutput(loss=loss, logits=logits)
+        return self._return(ImageClassifierOutput(loss=loss, logits=logits, **output), return_dict)
+
+
+def compute_weights(block, tokens):
+    """Compute the attention [B, H, N, N] of a block of timm's that reads these tokens."""
+    attention = block.attn
+    packed = attention.qkv(block.norm1(tokens))
+    packed = packed.unflatten(-1, (3, attention.num_heads, attention.head_dim))
+    query, key, _ = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, K] each
+    query, key = attention.q_norm(query) * attention.scale, attention.k_norm(key)
+    return (query @ key.transpose(-2, -1)).softmax(dim=-1)
 
 
 class ViTPipeline(ImageClassificationPipeline):
@@ -74,73 +145,3 @@ class ViTPipeline(ImageClassificationPipeline):
             rows.sort(key=lambda row: row is not chosen)
             rows = [{**row, "predicted": row is chosen} for row in rows]
         return rows[:top_k]
-
-
-def read_rgb(image, value_range=None):
-    """Read a file, or convert an image of PIL in any mode, to upright RGB: transparency becomes
-    white, and of more than 8 bits the model's range becomes 0 to 255."""
-    if isinstance(image, str | os.PathLike) and os.path.isfile(image):
-        refuse_dicom(image)
-        # only these: some formats of Pillow start programs
-        formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
-        with Image.open(image, formats=formats) as opened:
-            if opened.width * opened.height > 100_000_000 or max(opened.size) > 65_535:
-                raise ValueError(f"{image} has more than 100 million pixels or 65,535 a side")
-            image = _scale_deep(opened, value_range)
-    elif isinstance(image, Image.Image):
-        image = _scale_deep(image, value_range)
-    else:
-        image = load_image(image)  # a URL
-    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        image = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
-def _scale_deep(image, value_range):
-    if not is_deep(image):
-        return ImageOps.exif_transpose(image)
-    values, limits, is_inverted = read_values(image)
-    low, high = value_range or guess_range(values, limits)
-    return Image.fromarray(scale_values(values, low, high, is_inverted=is_inverted))
-
-
-class ViTProcessor(ImageProcessingMixin):
-    """Scales an image to cover `resize_size`, crops `image_size` (height, width) from its centre, and
-    normalises it. In the modes "pad" and "stretch" it shows the whole image."""
-
-    model_input_names = ("pixel_values",)
-    valid_kwargs = ImagesKwargs  # the library requires it
-
-    def __call__(self, images, return_tensors=None, **unused):
-        images = images if isinstance(images, list | tuple) else [images]
-        pixels = np.stack([self._resize(read_rgb(image, self.value_range)) for image in images])
-        std = np.float64(self.image_std)
-        scale = (1 / (255 * std)).astype(np.float32)
-        shift = (-np.float64(self.image_mean) / std).astype(np.float32)
-        values = (pixels.astype(np.float32) * scale + shift).transpose(0, 3, 1, 2)
-        return BatchFeature({"pixel_values": values}, tensor_type=return_tensors)
-
-    def _resize(self, image):
-        height, width = self.resize_size
-        if self.resize_mode == "stretch":
-            return np.asarray(image.resize((width, height), self.resample))
-        if self.resize_mode == "pad":
-            pixel = max(image.width / width, image.height / height)
-            columns = min(max(round(image.width / pixel), 1), width)
-            rows = min(max(round(image.height / pixel), 1), height)
-            padded = Image.new("RGB", (width, height), tuple(self.ground))
-            image = image.resize((columns, rows), self.resample)
-            padded.paste(image, ((width - columns) // 2, (height - rows) // 2))
-            return np.asarray(padded)
-        pixel = min(image.width / width, image.height / height)
-        left = max((image.width - width * pixel) / 2, 0.0)
-        top = max((image.height - height * pixel) / 2, 0.0)
-        right = min(left + width * pixel, image.width)
-        bottom = min(top + height * pixel, image.height)
-        image = image.resize((width, height), self.resample, box=(left, top, right, bottom))
-
-        crop_height, crop_width = self.image_size
-        left = (width - crop_width) // 2
-        top = (height - crop_height) // 2
-        return np.asarray(image.crop((left, top, left + crop_width, top + crop_height)))

@@ -1,0 +1,88 @@
+"""The preprocessing of this folder for transformers, with the pixels that the model was evaluated on.
+
+AutoImageProcessor.from_pretrained("FOLDER", trust_remote_code=True)
+"""
+
+import os
+
+import numpy as np
+from PIL import Image
+from transformers import BatchFeature, ImageProcessingMixin
+from transformers.image_utils import load_image
+from transformers.processing_utils import ImagesKwargs
+
+from .read_image import read_rgb
+
+
+def from_array(array, channels_first=None):
+    """Convert an array or tensor [H, W, C], [C, H, W] or [H, W], of whole numbers, or of floats from 0
+    to 1, to an image of PIL."""
+    array = np.asarray(array.detach().cpu() if hasattr(array, "detach") else array)
+    if array.ndim == 3:
+        if channels_first is None:
+            channels_first = array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4)
+        array = np.moveaxis(array, 0, -1) if channels_first else array
+        array = array[..., 0] if array.shape[-1] == 1 else array
+    if array.ndim not in (2, 3) or array.shape[2:] not in ((), (3,), (4,)):
+        raise ValueError(f"an image is [H, W, 3], [3, H, W] or [H, W], not {list(array.shape)}")
+    is_float = array.dtype.kind == "f"
+    if array.dtype != np.uint8 and not (array.ndim == 2 and array.dtype == np.uint16):
+        highest = 1 if is_float else 255
+        if array.min() < 0 or array.max() > highest:
+            limits = f"{array.min():g} to {array.max():g}"
+            raise ValueError(f"{array.dtype} values are 0 to {highest}, not {limits}; scale them")
+        array = np.rint(array * (255 if is_float else 1)).astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(array))
+
+
+class ViTProcessor(ImageProcessingMixin):
+    """Scales an image to cover `resize_size`, crops `image_size` (height, width) from its centre, and
+    normalises it. In the modes "pad" and "stretch" it shows the whole image. Images are files,
+    addresses, images of PIL, or arrays and tensors (see `from_array`), one or several."""
+
+    model_input_names = ("pixel_values",)
+    valid_kwargs = ImagesKwargs  # the library requires it
+
+    def __call__(self, images, return_tensors=None, input_data_format=None):
+        if isinstance(images, list | tuple) and isinstance(images[0], list | tuple):
+            images = np.asarray(images)
+        if not isinstance(images, list | tuple):
+            images = list(images) if getattr(images, "ndim", 0) == 4 else [images]
+        first = None if input_data_format is None else input_data_format == "channels_first"
+        pixels = np.stack([self._resize(self._read(image, first)) for image in images])
+        std = np.float64(self.image_std)
+        scale = (1 / (255 * std)).astype(np.float32)
+        shift = (-np.float64(self.image_mean) / std).astype(np.float32)
+        values = (pixels.astype(np.float32) * scale + shift).transpose(0, 3, 1, 2)
+        return BatchFeature({"pixel_values": values}, tensor_type=return_tensors)
+
+    def _read(self, image, channels_first):
+        if isinstance(image, str) and not os.path.isfile(image):
+            image = load_image(image)
+        elif not isinstance(image, str | os.PathLike | Image.Image):
+            image = from_array(image, channels_first)
+        return read_rgb(image, self.value_range)
+
+    def _resize(self, image):
+        height, width = self.resize_size
+        if self.resize_mode == "stretch":
+            return np.asarray(image.resize((width, height), self.resample))
+        if self.resize_mode == "pad":
+            pixel = max(image.width / width, image.height / height)
+            columns = min(max(round(image.width / pixel), 1), width)
+            rows = min(max(round(image.height / pixel), 1), height)
+            padded = Image.new("RGB", (width, height), tuple(self.ground))
+            image = image.resize((columns, rows), self.resample)
+            padded.paste(image, ((width - columns) // 2, (height - rows) // 2))
+            return np.asarray(padded)
+        pixel = min(image.width / width, image.height / height)
+        left = max((image.width - width * pixel) / 2, 0.0)
+        top = max((image.height - height * pixel) / 2, 0.0)
+        right = min(left + width * pixel, image.width)
+        bottom = min(top + height * pixel, image.height)
+        image = image.resize((width, height), self.resample, box=(left, top, right, bottom))
+
+        crop_height, crop_width = self.image_size
+        left = (width - crop_width) // 2
+        top = (height - crop_height) // 2
+        return np.asarray(image.crop((left, top, left + crop_width, top + crop_height)))
