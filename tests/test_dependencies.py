@@ -18,6 +18,7 @@ EXTRAS = {
     "data/sources/remote.py": ["remote"],
     "deploy/export": ["export"],
     "deploy/serve": ["serve"],
+    "evaluation/written.py": ["datasets"],
     "prediction/predict.py": ["datasets"],
 }
 # packages whose models are passed to us, and that of a notebook: they are imported only then

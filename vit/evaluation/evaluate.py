@@ -45,6 +45,7 @@ from vit.evaluation.operating_point import choose_operating_point, parse_rule
 from vit.evaluation.out_of_fold import CROSS_VALIDATION, load_out_of_fold
 from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.evaluation.subgroups import build_tables, read_values
+from vit.evaluation.written import convert_to_logits
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import (
     THRESHOLD,
@@ -84,6 +85,7 @@ def evaluate(
     split: str | None = None,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
+    predictions: str | Path | None = None,
     group_by: str | int | None = None,
     label_by: str | None = None,
     path_column: str | None = None,
@@ -117,6 +119,8 @@ def evaluate(
         dataset: Images instead of `data`, as `vit.train` takes them. They
             are the split "test", or of a pair "validation".
         class_names: Class names of `dataset`. None: its own, or the model's.
+        predictions: Parquet file or folder of `vit predict` for this model and
+            these images. It is measured without a second pass over them.
         group_by: See `vit.train`.
         label_by: See `vit.train`.
         path_column: See `vit.train`.
@@ -221,12 +225,17 @@ def evaluate(
                     " cross-validated; name some with --data"
                 )
             split = "train"
+        if predictions is not None and (is_fitted or corruptions or found is not None):
+            raise ValueError(
+                "predictions are measured as they are; name images with data, and leave out calibrate,"
+                " operating_point and corruptions"
+            )
         columns = (by,) if isinstance(by, str) else tuple(by)
         source = data_splits.split(split)
         values = {column: read_values(source, column) for column in columns}
         # All images are decoded before anything is computed: errors in them are reported first.
         images, *validation = [
-            load_images(bundle, data_splits, name)
+            load_images(bundle, data_splits, name, predictions=predictions)
             for name in ([split, "validation"] if is_fitted and found is None else [split])
         ]
         if data is None and dataset is None:
@@ -241,7 +250,12 @@ def evaluate(
             notes = found.describe(images)
             images, logits = found.select(images), found.logits
             validation = [images]
-        if isinstance(bundle, Ensemble):
+        if images.probabilities is not None:
+            logits = convert_to_logits(bundle, images.probabilities)
+            notes.append(
+                "measured on written predictions; copies of training images weren't sought"
+            )
+        elif isinstance(bundle, Ensemble):
             logits = _average(
                 bundle,
                 images,

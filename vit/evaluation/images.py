@@ -18,9 +18,10 @@ from vit.data.duplicates import find_duplicates
 from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
+from vit.evaluation.written import read_written
 from vit.prediction.features import read_dataset
 from vit.prediction.predictor import Pixels
-from vit.prediction.probabilities import Bools, Ints
+from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.processes import current_process
 
@@ -39,6 +40,7 @@ class EvaluationSet:
         title: Name of the data set for readers.
         splits: The data that the model was trained on, if the images are from it. The report shows
             training photos from here instead of listing the files again.
+        probabilities: Written predictions, [n, C]; None if there are none.
     """
 
     dataset: ImageDataset
@@ -47,6 +49,7 @@ class EvaluationSet:
     preprocess: Preprocess
     title: str = ""
     splits: DatasetSplits | None = None
+    probabilities: Float32s | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -70,13 +73,20 @@ class EvaluationSet:
         return read_dataset(self.dataset, self.preprocess, start, stop)
 
 
-def load_images(bundle: Bundle, dataset: DatasetSplits, split: str | None) -> EvaluationSet:
+def load_images(
+    bundle: Bundle,
+    dataset: DatasetSplits,
+    split: str | None,
+    *,
+    predictions: str | Path | None = None,
+) -> EvaluationSet:
     """Decode a split and match its classes with the model's.
 
     Args:
         bundle: The model.
         dataset: The data set.
         split: Name of the split; None: the default one.
+        predictions: Written predictions, with which nothing is decoded.
 
     Raises:
         ValueError: A class of the data is not one of the model's.
@@ -97,19 +107,24 @@ def load_images(bundle: Bundle, dataset: DatasetSplits, split: str | None) -> Ev
         model_classes=bundle.class_names,
     )
     preprocess = bundle.preprocess
-    decoded = decode_dataset(
-        source,
-        size=preprocess.resize_size,
-        preprocess=preprocess,
-        cache_dir=dataset.cache_dir,
-        progress=current_process().is_main,
-    )
+    probabilities = None
+    if predictions is not None:
+        decoded, probabilities = read_written(predictions, source, "probabilities")
+    else:
+        decoded = decode_dataset(
+            source,
+            size=preprocess.resize_size,
+            preprocess=preprocess,
+            cache_dir=dataset.cache_dir,
+            progress=current_process().is_main,
+        )
     return EvaluationSet(
         dataset=decoded,
         ids=tuple(printable(name) for name in decoded.ids),
         labels=renumber_labels(decoded, class_indices, len(bundle.class_names)),
         preprocess=preprocess,
         title=printable(dataset.title),
+        probabilities=probabilities,
     )
 
 
@@ -231,10 +246,12 @@ def find_overlap(
         images: The evaluated images.
         is_correct: True for each of them that is predicted correctly, [n].
     """
+    # there are written predictions, and no image was decoded
+    if images.dataset.hashes is None:
+        return None
     training_hashes = find_training_hashes(bundle)
     if training_hashes is None:
         return None
-    assert images.dataset.hashes is not None
     exact, near = find_duplicates(images.dataset.hashes, training_hashes)
     indices = [*exact[:, 0].tolist(), *near[:, 0].tolist()]
     # the accuracy on images that the model has not seen

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
@@ -20,6 +23,7 @@ from vit.data.statistics import (
     survey_images,
 )
 from vit.evaluation.images import check_data, check_no_rule
+from vit.evaluation.written import read_written
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
@@ -57,6 +61,7 @@ def audit(
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
     model: ModelLike | None = None,
+    predictions: str | Path | None = None,
     root: str | Path | None = None,
     group_by: str | int | None = None,
     label_by: str | None = None,
@@ -78,6 +83,9 @@ def audit(
         model: Model whose features are used: a file, a run or timm:NAME. A
             model that was trained with these labels may have memorised the
             wrong ones; pretrained weights find more.
+        predictions: Parquet file or folder of `vit predict --embeddings` for
+            this model and these images. They are not read again, so that
+            similar copies and odd images are not looked for.
         root: Folder of the data set that `data` names. None: its usual place.
         group_by: See `vit.train`.
         label_by: See `vit.train`.
@@ -127,6 +135,16 @@ def audit(
         preprocess = replace(bundle.preprocess, value_range=value_range)
         bundle = replace(bundle, preprocess=preprocess)
     preprocess = bundle.preprocess
+    if predictions is not None:
+        images, values = read_written(predictions, listed, "embedding")
+        # equal pixels have equal features
+        digests = [sha256(row.tobytes()).digest()[:8] for row in values]
+        hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
+        images = replace(images, hashes=np.stack([hashes, hashes]))
+        found = audit_images(
+            images, values, data=splits.title, model=bundle.name, model_sha256=bundle.sha256
+        )
+        return AuditResult(found, images)
     survey = survey_images(listed, count=_SAMPLE, preprocess=preprocess)
     images = decode_dataset(
         listed,

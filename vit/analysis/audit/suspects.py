@@ -229,7 +229,10 @@ def audit_images(
         **errors,
         near_duplicates=near_duplicates,
         outliers=outliers,
-        properties=_describe_properties(dataset, paths, classes, convert),
+        # written features come without pixels
+        properties={}
+        if dataset.pixels is None
+        else _describe_properties(dataset, paths, classes, convert),
         num_images=len(dataset),
         class_names=dataset.class_names,
         unreadable=[(printable(name), printable(text)) for name, text in dataset.unreadable],
