@@ -25,14 +25,10 @@ SIZES = [
 
 
 class Pixels(nn.Module):
-    """Gives its input, which is the model's, between what stands for logits and features."""
+    """Stands for a model."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return images.flatten(1)[:, :2], images, images.flatten(1)
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1)[:, :2]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +62,7 @@ def test_every_pixel_is_that_of_preprocess(
     for height, width in [*SIZES, preprocess.resize_size, preprocess.image_size]:
         pixels = random.choice(np.array([0, 60, 200, 255], dtype=np.uint8), (height, width, 3))
         expected = preprocess([Image.fromarray(pixels)])
-        _, normalised = model(torch.from_numpy(pixels)[None])
+        *_, normalised = model(torch.from_numpy(pixels)[None])
         torch.testing.assert_close(
             normalised, expected, atol=1e-6, rtol=0, msg=f"{height}×{width} {interpolation}"
         )
@@ -77,7 +73,7 @@ def test_probabilities_are_at_the_temperature() -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return torch.tensor([[1.0, 3.0]])
 
-    (probabilities,) = PhotoModel(Constant(), Preprocess((2, 2)), temperature=4.0)(
+    probabilities, _ = PhotoModel(Constant(), Preprocess((2, 2)), temperature=4.0)(
         torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
     )
     torch.testing.assert_close(

@@ -231,6 +231,10 @@ def export_onnx(
     }
     # the file alone says how to use it, because files of an export get separated
     proto = onnx.load(path)
+    # the exporter's notes: paths and lines of the code on this machine, names of its variables
+    del proto.graph.value_info[:]
+    for part in (proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
+        del part.metadata_props[:]
     onnx.helper.set_model_props(proto, texts)
     write_atomically(path, lambda temporary: onnx.save(proto, temporary))
     write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
@@ -254,6 +258,7 @@ def _write_onnx(path: Path, bundle: Bundle, answers: Answers | None, *, attentio
         outputs.append("predicted")
     if answers is not None:
         outputs += answers.names
+    outputs.append("pixel_values")
     traced = PhotoModel(
         traced,
         bundle.preprocess,
@@ -278,9 +283,6 @@ def _write_onnx(path: Path, bundle: Bundle, answers: Answers | None, *, attentio
             dynamic_shapes=({0: "batch", 1: "height", 2: "width"},),
         )
         assert exported is not None
-        # paths and lines of the code on this machine
-        for node in exported.model.graph.all_nodes():
-            node.metadata_props.clear()
         write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
 
 

@@ -2,24 +2,26 @@
 pixels of any size.
 
 The resize equals Pillow's, which `Preprocess` uses, to the last bit: a pass over the columns and
-one over the rows, with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass is
-a matrix product. Its matrix is computed from the size of the images, for the columns or rows
-that the crop keeps.
+one over the rows, with weights of 22 fractional bits and sums rounded to 8-bit pixels. Each pass
+gathers the pixels that the filter reaches and sums them in 32-bit integers. Matrix products would be
+less exact in runtimes that compute them in bfloat16 or TF32.
 """
 
 from typing import NamedTuple
 
 import PIL
 import torch
-from jaxtyping import Bool, Float, Float64, UInt8
+from jaxtyping import Bool, Float64, Int32, Int64, Shaped, UInt8
 from torch import Tensor, nn
 
 from vit.data.preprocess import Interpolation, Preprocess
 
 # a weight of one in Pillow's integers
-_UNIT = 2.0**22
+_UNIT = 2**22
 # radius of the filters, in pixels of the result
-_RADIUS = {"bicubic": 2.0, "bilinear": 1.0}
+_RADIUS = {"bicubic": 2, "bilinear": 1}
+# a pass sums the filter's pixels in this many parts, which need less memory one after another
+_NUM_PARTS = 4
 # Pillow resizes rows first where that is faster; before version 13 it always began with columns
 _ROWS_MAY_BE_FIRST = int(PIL.__version__.partition(".")[0]) >= 13
 
@@ -60,16 +62,20 @@ class PhotoModel(nn.Module):
         self.preprocess = preprocess
         self.temperature = temperature
         scale, shift = preprocess.scale_and_shift()
-        ground = torch.tensor(preprocess.ground, dtype=torch.float32).view(3, 1, 1)
+        ground = torch.tensor(preprocess.ground, dtype=torch.uint8)
         self.register_buffer("ground", ground)
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
 
     def forward(self, images: UInt8[Tensor, "B height width 3"]) -> tuple[Tensor, ...]:
         """Compute the probabilities [B, C] of RGB images, the outputs of `model` between its logits
-        and features, what is predicted, and the answers."""
-        pixels = images.permute(0, 3, 1, 2).float()  # [B, 3, height, width]
-        normalised = torch.addcmul(self.shift, self._resize(pixels), self.scale)
+        and features, what is predicted, the answers, and the normalised images.
+
+        OpenVINO computes in bfloat16 by default, except what leads to an output without a matrix
+        product: the normalised images are one so that the weights of the resize stay in float32.
+        """
+        resized = self._resize(images).permute(0, 3, 1, 2)
+        normalised = torch.addcmul(self.shift, resized.float(), self.scale)
         outputs = self.model(normalised)
         if not isinstance(outputs, tuple):
             outputs = (outputs, None)
@@ -78,33 +84,54 @@ class PhotoModel(nn.Module):
         probabilities = scaled.sigmoid() if self.multilabel else scaled.softmax(dim=-1)
         predicted = () if self.decision is None else (self.decision(probabilities),)
         answers = () if self.answers is None else self.answers(logits, features)
-        return probabilities, *others, *predicted, *answers
+        return probabilities, *others, *predicted, *answers, normalised
 
-    def _resize(self, pixels: Float[Tensor, "B 3 height width"]) -> Float[Tensor, "B 3 H W"]:
+    def _resize(self, pixels: UInt8[Tensor, "B height width 3"]) -> UInt8[Tensor, "B H W 3"]:
         """Compute `Preprocess.to_uint8` of each image."""
-        # sizes are tensors, because the tracer turns numbers into constants
-        positions = [
-            torch.arange(side, dtype=torch.float64, device=pixels.device)
-            for side in pixels.shape[2:]
-        ]
-        height, width = (side[-1] + 1 for side in positions)
+        count = self._count_taps(*pixels.shape[1:3])
+        sizes = torch.tensor(pixels.shape[1:3], device=pixels.device)
+        height, width = sizes.double()
         vertical, horizontal = self._find_places(height, width)
         rows, columns = (
-            compute_resize_weights(side, place, interpolation=self.preprocess.interpolation)
-            for side, place in zip(positions, (vertical, horizontal), strict=True)
+            compute_taps(side, place, count=count, interpolation=self.preprocess.interpolation)
+            for side, place in ((height, vertical), (width, horizontal))
         )
         # the order matters, because Pillow rounds after each pass
-        if _ROWS_MAY_BE_FIRST:
-            rows_first = height - vertical.target > 2 * (width - horizontal.target).clamp(min=0)
-            resized: Tensor = torch.cond(
-                rows_first, _rows_first, _columns_first, (pixels, rows, columns)
-            )
-        else:
-            resized = _columns_first(pixels, rows, columns)
+        is_tall = height - vertical.target > 2 * (width - horizontal.target).clamp(min=0)
+        rows_first = is_tall & _ROWS_MAY_BE_FIRST
+        first, second = (
+            _Taps(*(torch.where(rows_first, *pair) for pair in zip(*taps, strict=True)))
+            for taps in ((rows, columns), (columns, rows))
+        )
+        turned = _turn(pixels, sizes, ~rows_first)
+        resized = _weigh(_weigh(turned, first).transpose(1, 2), second)
+        resized = torch.where(rows_first, resized.transpose(1, 2), resized)
+        resized = self._cut(resized)
         if self.preprocess.resize_mode != "pad":
             return resized
-        is_image = vertical.is_inside[:, None] & horizontal.is_inside
+        is_image = self._cut(
+            vertical.is_inside[None, :, None, None] & horizontal.is_inside[:, None]
+        )
         return torch.where(is_image, resized, self.ground)
+
+    def _cut(self, pixels: Shaped[Tensor, "B n n C"]) -> Shaped[Tensor, "B H W C"]:
+        height, width = self.preprocess.image_size
+        return pixels[:, :height, :width]
+
+    def _count_taps(self, height: int, width: int) -> int | torch.SymInt:
+        """Return a multiple of `_NUM_PARTS` that is at least the number of pixels that a filter
+        reaches along a side."""
+        diameter = 2 * _RADIUS[self.preprocess.interpolation]
+        target_height, target_width = self.preprocess.resize_size
+        reaches = (diameter * height // target_height, diameter * width // target_width)
+        if self.preprocess.resize_mode == "crop":
+            reach = torch.sym_min(*reaches)
+        else:
+            reach = torch.sym_max(*reaches)
+        if self.preprocess.resize_mode == "pad":
+            # a side that becomes few pixels is reduced by up to half more than the other
+            reach = 3 * reach // 2 + 2
+        return (torch.sym_max(reach, diameter) + 1) // _NUM_PARTS * _NUM_PARTS + _NUM_PARTS
 
     def _find_places(
         self, height: Float64[Tensor, ""], width: Float64[Tensor, ""]
@@ -128,7 +155,9 @@ class PhotoModel(nn.Module):
     def _find_place(
         self, side: Float64[Tensor, ""], target: int, pixel: Float64[Tensor, ""], count: int
     ) -> "_Place":
-        indices = torch.arange(count, dtype=torch.float64, device=side.device)
+        # both sides have as many, so that either pass may come first; `_cut` drops the rest
+        longest = max(self.preprocess.image_size)
+        indices = torch.arange(longest, dtype=torch.float64, device=side.device)
         if self.preprocess.resize_mode == "pad":
             resized = (side / pixel).round().clamp(1, target)
             indices = indices - ((target - resized) / 2).floor()
@@ -159,14 +188,31 @@ class _Place(NamedTuple):
         return (self.indices >= 0) & (self.indices < self.target)
 
 
-def compute_resize_weights(
-    positions: Float64[Tensor, " side"], place: _Place, *, interpolation: Interpolation
-) -> Float64[Tensor, "count side"]:
-    """Compute Pillow's integer weights for the pixels of a resized side; 0 for those of a border.
+class _Taps(NamedTuple):
+    """The pixels of a side that become each pixel of a resized side.
+
+    Attributes:
+        places: Their indices along the side, [count, taps].
+        weights: Pillow's integers, 0 for pixels beyond the filter, the image or the border.
+    """
+
+    places: Int64[Tensor, "count taps"]
+    weights: Int32[Tensor, "count taps"]
+
+
+def compute_taps(
+    side: Float64[Tensor, ""],
+    place: _Place,
+    *,
+    count: int | torch.SymInt,
+    interpolation: Interpolation,
+) -> _Taps:
+    """Compute Pillow's integer weights for the pixels of a resized side.
 
     Args:
-        positions: 0, 1, … for the pixels of the side.
+        side: Pixels of the side.
         place: The part of the side, and the pixels that are computed of it.
+        count: Number of taps.
         interpolation: The filter.
     """
     # Pillow takes a box in float32
@@ -176,35 +222,49 @@ def compute_resize_weights(
     radius = _RADIUS[interpolation] * stretch
 
     centres = start.double() + (place.indices[:, None] + 0.5) * scale  # [count, 1]
-    x = ((positions - centres + 0.5) * (1 / stretch)).abs()  # [count, side]
+    # pixels that the filter reaches; their weights sum to one, then are integers of 22 bits
+    begin = (centres - radius + 0.5).floor().clamp(min=0)
+    end = torch.minimum((centres + radius + 0.5).floor(), side)
+    positions = begin + torch.arange(count, dtype=torch.float64, device=side.device)
+    x = ((positions - centres + 0.5) * (1 / stretch)).abs()  # [count, taps]
     values = 1 - x
     if interpolation == "bicubic":  # Keys 1981, with a = -0.5
         values = torch.where(x < 1, (1.5 * x - 2.5) * x * x + 1, (((x - 5) * x + 8) * x - 4) * -0.5)
-    # pixels that the filter reaches; their weights sum to one, then are integers of 22 bits
-    begin = (centres - radius + 0.5).floor()
-    end = (centres + radius + 0.5).floor()
-    is_reached = (positions >= begin) & (positions < end) & (x < _RADIUS[interpolation])
-    values = torch.where(is_reached, values, 0.0)
+    values = torch.where((positions < end) & (x < _RADIUS[interpolation]), values, 0.0)
     values = values / values.sum(dim=1, keepdim=True) * _UNIT
     integers = values.sign() * (values.abs() + 0.5).floor()
-    return torch.where(place.is_inside[:, None], integers, 0.0)
+    weights = torch.where(place.is_inside[:, None], integers, 0.0)
+    # a border's pixels are anywhere
+    places = torch.minimum(positions.clamp(min=0), side - 1)
+    return _Taps(places.long(), weights.int())
 
 
-def _columns_first(pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    return _weigh(_weigh(pixels, columns).transpose(2, 3), rows).transpose(2, 3).contiguous()
-
-
-def _rows_first(pixels: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    return _weigh(_weigh(pixels.transpose(2, 3), rows).transpose(2, 3), columns).contiguous()
+def _turn(
+    pixels: UInt8[Tensor, "B height width 3"],
+    sizes: Int64[Tensor, "2"],
+    is_turned: Bool[Tensor, ""],
+) -> UInt8[Tensor, "B side others 3"]:
+    """Transpose images of these sizes (height, width), or leave them as they are."""
+    strides = torch.stack([sizes[1], torch.ones_like(sizes[1])])
+    side, others = torch.where(is_turned, sizes.flip(0), sizes).tolist()
+    down, across = torch.where(is_turned, strides.flip(0), strides)
+    rows, columns = (torch.arange(size, device=pixels.device) for size in (side, others))
+    places = rows[:, None] * down + columns * across
+    turned = pixels.flatten(1, 2).index_select(1, places.flatten())
+    return torch.unflatten(turned, 1, places.shape)
 
 
 def _weigh(
-    pixels: Float[Tensor, "B 3 others side"], weights: Float64[Tensor, "count side"]
-) -> Float[Tensor, "B 3 others count"]:
-    """Multiply pixels by integer weights and round to 0…255."""
-    # float32 holds the high and the low bits of the weights exactly: two products in it need half
-    # the memory of one in float64
-    high = (weights / 2**11).round()
-    low = weights - high * 2**11
-    sums = (pixels @ high.float().T).double() * 2**11 + (pixels @ low.float().T).double()
-    return ((sums + _UNIT / 2) / _UNIT).floor().clamp(0, 255).float()
+    pixels: UInt8[Tensor, "B side others 3"], taps: _Taps
+) -> UInt8[Tensor, "B count others 3"]:
+    """Sum the pixels of the taps by their integer weights, and round to 0…255."""
+    lines = pixels.flatten(2)
+    parts = [torch.unflatten(values, 1, (_NUM_PARTS, -1)).transpose(0, 1) for values in taps]
+    sums = torch.tensor(_UNIT // 2, dtype=torch.int32, device=pixels.device)
+    for part in range(_NUM_PARTS):
+        places, weights = (values[part] for values in parts)
+        reached = lines.index_select(1, places.flatten())
+        reached = torch.unflatten(reached, 1, places.shape)  # [B, count, taps, others * 3]
+        sums = sums + (reached.int() * weights[..., None]).sum(2, dtype=torch.int32)
+    rounded = (sums.clamp(min=0) // _UNIT).clamp(max=255)
+    return torch.unflatten(rounded.to(torch.uint8), 2, (-1, 3))
