@@ -51,7 +51,7 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.evaluation.images import EvaluationSet
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.predictor import Predictor, choose_batch_size
+from vit.prediction.predictor import BatchPredictor, choose_batch_size
 from vit.runtime.device import autocast, choose_device
 from vit.runtime.memory import keep_freed_memory
 from vit.training.model import build_model
@@ -129,7 +129,7 @@ def build_variants(
     if recipe is None:
         theirs.load_state_dict(ours.state_dict())
     tensor = preprocess.normalize(torch.tensor(pixels).to(device))
-    predictor = Predictor(ours, preprocess, classes, batch_size, device, "bfloat16")
+    predictor = BatchPredictor(ours, preprocess, classes, batch_size, device, "bfloat16")
     loader = timm.data.create_loader(
         timm.data.create_dataset("", root=str(folder)),
         (3, *preprocess.image_size),

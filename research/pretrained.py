@@ -48,7 +48,7 @@ from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.model.timm_weights import load_pretrained
 from vit.prediction.features import compute_features
-from vit.prediction.predictor import Predictor, choose_batch_size
+from vit.prediction.predictor import BatchPredictor, choose_batch_size
 from vit.runtime.device import autocast, choose_precision
 
 NAME = "pretrained"
@@ -181,7 +181,7 @@ def measure_unseen(run: Path, data: Path, *, cache_dir: Path) -> dict[str, Any]:
     images = load_images(
         bundle, open_dataset("folder", root=str(data), cache_dir=cache_dir), "test"
     )
-    logits = Predictor.from_bundle(bundle).predict(images.read, count=len(images))
+    logits = BatchPredictor.from_bundle(bundle).predict(images.read, count=len(images))
     scores = score_logits(logits, images.labels)
     return {
         "top1": float(scores.correct.mean()),
@@ -199,7 +199,7 @@ def measure_feature_pass(weights: Path, photos: Path, *, count: int = 200) -> di
     device = torch.device("cpu")
     precision = choose_precision("auto", device)
     batch_size = choose_batch_size(device)
-    predictor = Predictor(
+    predictor = BatchPredictor(
         model.eval(), preprocess, len(FOUR_CLASSES), batch_size, device, precision
     )
     with tempfile.TemporaryDirectory() as temporary:

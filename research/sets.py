@@ -43,7 +43,7 @@ from vit.prediction.conformal import (
     predict_sets,
     read_threshold,
 )
-from vit.prediction.predictor import Predictor
+from vit.prediction.predictor import BatchPredictor
 
 NAME = "sets"
 TEST_SHARE = 1 / 3
@@ -149,7 +149,7 @@ def write_images(folder: Path, pixels: Pixels, labels: Labels) -> None:
 
 def predict(bundle: Bundle, pixels: Pixels) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Logits and features."""
-    predictor = Predictor.from_bundle(bundle, precision="float32")
+    predictor = BatchPredictor.from_bundle(bundle, precision="float32")
 
     def read(start: int, stop: int) -> Pixels:
         return pixels[start:stop]

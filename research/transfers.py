@@ -104,7 +104,7 @@ def count_batch(counter: Counter[str], command: Sequence[object]) -> dict[str, A
         module: Any = importlib.import_module("vit.prediction.predictor")
     except ModuleNotFoundError:
         module = importlib.import_module("vit.evaluate.predict")
-    predict, seen = module.Predictor.predict, list[Counter[str]]()
+    predict, seen = module.BatchPredictor.predict, list[Counter[str]]()
 
     def predict_and_count(
         predictor: Any, read: Any, *, count: int, on_progress: Any = lambda done: None
@@ -115,7 +115,7 @@ def count_batch(counter: Counter[str], command: Sequence[object]) -> dict[str, A
 
         return predict(predictor, read, count=count, on_progress=note)
 
-    module.Predictor.predict = predict_and_count
+    module.BatchPredictor.predict = predict_and_count
     run(*command)
     return add_up(dict(seen[2] - seen[1]))
 

@@ -24,6 +24,7 @@ from vit.explanation.render.overlay import save_overlay as save_overlay
 from vit.explanation.targets import CosineTarget as CosineTarget
 from vit.model.timm_weights import load_timm as load_timm
 from vit.model.vision_transformer import VisionTransformer as VisionTransformer
+from vit.prediction.image_predictor import Predictor as Predictor
 from vit.prediction.predict import embed as embed
 from vit.prediction.predict import predict as predict
 from vit.training.observers import Observer as Observer

@@ -30,11 +30,11 @@ def build_data_cases(corpus: Any) -> dict[str, Case]:
     from vit.data.open import open_dataset
     from vit.model.model_file import compute_checksum
     from vit.prediction.features import compute_features, compute_tokens
-    from vit.prediction.predictor import Predictor
+    from vit.prediction.predictor import BatchPredictor
 
     bundle = load_bundle(corpus.model)
     bundle.model.requires_grad_(False)
-    predictor = replace(Predictor.from_bundle(bundle), precision="bfloat16")
+    predictor = replace(BatchPredictor.from_bundle(bundle), precision="bfloat16")
     digits = open_dataset("digits").split("validation").subset(range(40))
     decoded = decode_dataset(digits, size=(8, 8), progress=False)
 

@@ -27,7 +27,7 @@ from vit.prediction.conformal import (
     predict_sets,
 )
 from vit.prediction.neighbours import compute_distances
-from vit.prediction.predictor import Predictor
+from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import compute_log_probabilities
 
 
@@ -143,7 +143,7 @@ def test_coverage_on_the_digits(tiny_bundle: Bundle) -> None:
     """The thresholds of the model file, whose images chose no epoch that their probability is of;
     and those of other images over ten splits."""
     images = load_images(tiny_bundle, open_dataset("digits", root=None), "test")
-    logits = Predictor.from_bundle(tiny_bundle).predict(images.read, count=len(images))
+    logits = BatchPredictor.from_bundle(tiny_bundle).predict(images.read, count=len(images))
     probabilities = np.exp(compute_log_probabilities(logits, 1.0))
     right = probabilities[np.arange(len(images)), images.labels]
     recorded = tiny_bundle.metadata["conformal"]

@@ -16,7 +16,7 @@ from vit.data.preprocess import Preprocess
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
-from vit.prediction.predictor import Predictor
+from vit.prediction.predictor import BatchPredictor
 
 SIZE = (8, 8)
 
@@ -31,10 +31,10 @@ def make_model(**arguments: object) -> VisionTransformer:
     return model
 
 
-def make_predictor(model: nn.Module, **arguments: object) -> Predictor:
+def make_predictor(model: nn.Module, **arguments: object) -> BatchPredictor:
     values = {"preprocess": Preprocess(SIZE), "num_classes": 10, "batch_size": 16}
     values |= {"device": torch.device("cpu"), "precision": "float32"}
-    return Predictor(model, **(values | arguments))
+    return BatchPredictor(model, **(values | arguments))
 
 
 @pytest.fixture
@@ -91,13 +91,13 @@ def test_they_are_computed_once_for_weights_preprocessing_precision_and_images(
     dataset: ImageDataset, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes = []
-    compute = Predictor.compute
+    compute = BatchPredictor.compute
 
     def count_passes(*arguments: object, **options: object) -> torch.Tensor:
         passes.append(arguments)
         return compute(*arguments, **options)
 
-    monkeypatch.setattr(Predictor, "compute", count_passes)
+    monkeypatch.setattr(BatchPredictor, "compute", count_passes)
     model = make_model()
     predictor = make_predictor(model)
     first = compute_features(predictor, dataset)

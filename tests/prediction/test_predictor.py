@@ -10,7 +10,7 @@ from PIL import Image
 from tests.conftest import Launcher
 from vit.bundle import Bundle
 from vit.evaluation.images import EvaluationSet
-from vit.prediction.predictor import Precision, Predictor
+from vit.prediction.predictor import BatchPredictor, Precision
 from vit.prediction.probabilities import Float32s
 
 
@@ -21,7 +21,7 @@ def predict(
     batch_size: int = 100,
     precision: Precision = "float32",
 ) -> Float32s:
-    predictor = Predictor(
+    predictor = BatchPredictor(
         model=bundle.model,
         preprocess=bundle.preprocess,
         num_classes=10,
@@ -55,7 +55,7 @@ def test_half_precision_logits_are_float32_and_do_not_tie(
 
 
 def test_hflip_logits_are_the_mean_of_both_views(bundle: Bundle, images: EvaluationSet) -> None:
-    predictor = Predictor(
+    predictor = BatchPredictor(
         bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32", tta="hflip"
     )
     inputs = bundle.preprocess(_pil_images(images))
@@ -68,7 +68,9 @@ def test_hflip_logits_are_the_mean_of_both_views(bundle: Bundle, images: Evaluat
 
 def test_progress_hears_of_every_image_once(bundle: Bundle, images: EvaluationSet) -> None:
     heard: list[int] = []
-    predictor = Predictor(bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32")
+    predictor = BatchPredictor(
+        bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32"
+    )
     predictor.predict(images.read, count=len(images), on_progress=heard.append)
     assert sum(heard) == len(images)
 
@@ -79,7 +81,7 @@ import numpy as np, torch
 import torch.distributed as dist
 from vit.bundle import load_bundle
 from vit.data.open import open_dataset
-from vit.prediction.predictor import Predictor
+from vit.prediction.predictor import BatchPredictor
 from vit.evaluation.images import load_images
 
 model, out = sys.argv[1], sys.argv[2]
@@ -87,7 +89,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo")
 bundle = load_bundle(model)
 images = load_images(bundle, open_dataset("digits"), "test")
-predictor = Predictor(bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32")
+predictor = BatchPredictor(bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32")
 for count in map(int, sys.argv[3:]):
     seen, heard = [], []
     def read(start, stop):
@@ -117,7 +119,7 @@ def test_processes_share_the_images_and_agree_bit_for_bit(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        predictor = Predictor(
+        predictor = BatchPredictor(
             bundle.model, bundle.preprocess, 10, 32, torch.device("cpu"), "float32"
         )
         alone = {count: predictor.predict(images.read, count=count) for count in counts}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.conftest import Count, Meter
 from vit.bundle import open_model
-from vit.prediction.predictor import Predictor
+from vit.prediction.predictor import BatchPredictor
 
 
 @pytest.mark.parametrize("tta", ["none", "hflip"])
@@ -26,7 +26,7 @@ def test_a_batch_is_copied_in_and_its_logits_out(
     options: dict[str, Any] = {"batch_size": 8, "precision": precision, "tta": tta}
 
     def predict(device: str) -> np.ndarray:
-        predictor = Predictor.from_bundle(open_model(path, device=device), **options)
+        predictor = BatchPredictor.from_bundle(open_model(path, device=device), **options)
         return predictor.predict(
             lambda start, stop: pixels[start:stop],
             count=40,

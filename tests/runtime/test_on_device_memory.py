@@ -26,7 +26,7 @@ from vit.explanation.items import items_from_images
 from vit.explanation.records import Explanations
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
-from vit.prediction.predictor import Predictor, read_from
+from vit.prediction.predictor import BatchPredictor, read_from
 from vit.runtime.device import count_total_bytes
 from vit.training.micro_batches import choose_grad_accum_steps
 from vit.training.model import build_model as build_configured_model
@@ -198,9 +198,9 @@ def test_evaluations_that_do_not_fit_are_made_in_halves(
     path = save_model(tmp_path / "model.safetensors")
     pixels = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), dtype=np.uint8)
 
-    def predict(limit: int) -> tuple[Predictor, Any]:
+    def predict(limit: int) -> tuple[BatchPredictor, Any]:
         monkeypatch.setattr(MEMORY, "limit", 2**30)
-        predictor = Predictor.from_bundle(
+        predictor = BatchPredictor.from_bundle(
             open_model(path, device="npu"), batch_size=16, precision="float32"
         )
         gc.collect()

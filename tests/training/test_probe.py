@@ -36,7 +36,7 @@ from vit.data.preprocess import Preprocess
 from vit.model.model_file import read_model_file, write_model_file
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
-from vit.prediction.predictor import Predictor
+from vit.prediction.predictor import BatchPredictor
 from vit.training import automatic, timing
 from vit.training.folds import assign_folds
 from vit.training.linear_probe import LinearProbe, fit_probe
@@ -117,7 +117,7 @@ class Reference(NamedTuple):
 def reference(weights: Path, probe_alone: Path) -> Reference:
     splits = open_dataset("digits", classes=["0", "1", "2"])
     train, test = (decode_dataset(splits.split(name), size=(8, 8)) for name in ("train", "test"))
-    predictor = Predictor.from_bundle(load_bundle(weights), precision="float32")
+    predictor = BatchPredictor.from_bundle(load_bundle(weights), precision="float32")
     features, test_features = compute_features(predictor, train), compute_features(predictor, test)
     probe = fit_probe(features, train.labels, num_classes=3)
     model = load_bundle(probe_alone).model

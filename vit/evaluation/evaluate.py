@@ -56,7 +56,7 @@ from vit.prediction.decision import (
 )
 from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
 from vit.prediction.labels import compute_probabilities, find_classes
-from vit.prediction.predictor import TTA, Predictor, Read
+from vit.prediction.predictor import TTA, BatchPredictor, Read
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import describe_device
@@ -241,7 +241,7 @@ def evaluate(
         if data is None and dataset is None:
             images = replace(images, splits=data_splits)
         # one predictor for all passes: the batch size changes the last bits of logits
-        predictor = Predictor.from_bundle(
+        predictor = BatchPredictor.from_bundle(
             bundle, batch_size=batch_size, precision=precision, tta=tta
         )
         logits = None
@@ -313,7 +313,7 @@ def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
 
 def _fit(
     bundle: Bundle,
-    predictor: Predictor,
+    predictor: BatchPredictor,
     validation: EvaluationSet,
     *,
     calibrate: bool,
@@ -377,7 +377,7 @@ def measure_model(
     bundle: Bundle,
     images: EvaluationSet,
     *,
-    predictor: Predictor,
+    predictor: BatchPredictor,
     num_examples: int,
     corruptions: bool,
     notes: Sequence[str],
@@ -508,7 +508,7 @@ def _measure_against_rest(
 def _describe_measurement(
     bundle: Bundle,
     images: EvaluationSet,
-    predictor: Predictor,
+    predictor: BatchPredictor,
     scores: Scores | LabelScores,
     *,
     cost: Cost,
@@ -542,7 +542,7 @@ def _describe_measurement(
 
 
 def _average(
-    ensemble: Ensemble, images: EvaluationSet, reads: Sequence[Read], predictor: Predictor
+    ensemble: Ensemble, images: EvaluationSet, reads: Sequence[Read], predictor: BatchPredictor
 ) -> Float32s:
     """Return logits of the mean probabilities of several models, [n, C].
 
@@ -572,7 +572,7 @@ def _average(
         )
 
 
-def _predict(predictor: Predictor, images: EvaluationSet, *, title: str) -> Float32s:
+def _predict(predictor: BatchPredictor, images: EvaluationSet, *, title: str) -> Float32s:
     with show_progress(title, len(images), shown=current_process().is_main) as advance:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 
@@ -591,7 +591,7 @@ def _hash_recipe(config: Mapping[str, Any]) -> str | None:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
-def _describe_conditions(predictor: Predictor) -> dict[str, str | None]:
+def _describe_conditions(predictor: BatchPredictor) -> dict[str, str | None]:
     """Return the conditions that an evaluation records, by name."""
     program = Path(sys.argv[0]).name
     if program == "__main__.py":

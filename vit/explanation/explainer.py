@@ -45,7 +45,7 @@ from vit.explanation.targets import (
     starts_with_predicted,
 )
 from vit.prediction.conformal import predict_p_values, predict_sets
-from vit.prediction.predictor import Predictor, read_from
+from vit.prediction.predictor import BatchPredictor, read_from
 from vit.prediction.records import find_note
 from vit.runtime.arguments import check_choice
 from vit.runtime.device import (
@@ -330,7 +330,7 @@ class Explainer:
 
     def _add_notes(self, results: Sequence[ImageResult]) -> None:
         """Say which images are unusual or unsure, as `vit predict` does."""
-        predictor = Predictor.from_bundle(self.bundle, precision=self.precision)
+        predictor = BatchPredictor.from_bundle(self.bundle, precision=self.precision)
         read = read_from([result.pixels for result in results if result.pixels is not None])
         features = None
         if self.bundle.likeness is None:

@@ -16,7 +16,7 @@ from vit.data.sources.registry import is_here
 from vit.data.splits import DatasetSplits
 from vit.explanation.render.page import encode_photo
 from vit.prediction.neighbours import Similar, check_similar, find_similar
-from vit.prediction.predictor import Pixels, Predictor, read_from
+from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class TrainingPhotos:
         return Neighbour(image.path, image.class_name, image.similarity, self._pictures[image.path])
 
     @cached_property
-    def _predictor(self) -> Predictor:
-        return Predictor.from_bundle(self.bundle)
+    def _predictor(self) -> BatchPredictor:
+        return BatchPredictor.from_bundle(self.bundle)
 
     def _read_picture(self, path: str) -> str | None:
         index = self._indices.get(path)

@@ -3,7 +3,8 @@ Hugging Face.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from vit.runtime.tensors import Images
 Readout = tuple[int, str]
 # The one readout of another library's model: the input of its last linear layer.
 PRE_LOGITS: Readout = (0, "pre_logits")
+# See `_needs_equal_bits`.
+_MIN_ROWS = 4
 
 
 def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes"]:
@@ -38,20 +41,37 @@ def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes
     """
     net: Any = model
     if not (hasattr(net, "forward_features") and hasattr(net, "forward_head")):
-        return at_least_float32(_find_logits(net, _call(net, images)))
+        logits = _apply(lambda batch: _find_logits(net, _call(net, batch)), images, rows=2)
+        return at_least_float32(logits)
 
     features = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
-        head_logits: Tensor = net.forward_head(features)
-    return head_logits
+        return _apply(net.forward_head, features)
+
+
+def _needs_equal_bits(batch: Any) -> bool:
+    """Return true on a CPU in inference mode, where no bit of a result depends on how many images
+    are computed together. Products of one to three rows use kernels whose last bits do."""
+    is_on_cpu = isinstance(batch, Tensor) and batch.device.type == "cpu"
+    return is_on_cpu and torch.is_inference_mode_enabled()
+
+
+def _apply(function: Callable[[Tensor], Tensor], batch: Any, *, rows: int = _MIN_ROWS) -> Tensor:
+    """Return `function(batch)`, computed for at least `rows` images: see `_needs_equal_bits`."""
+    if _needs_equal_bits(batch) and len(batch) < rows:
+        return function(batch[torch.arange(rows).clamp(max=len(batch) - 1)])[: len(batch)]
+    return function(batch)
 
 
 def _forward_features(net: Any, images: Tensor) -> Any:
     """Compute the input of a model's head, in float32."""
-    if getattr(net, "num_out_tokens", None) is None:
+    num_out_tokens = getattr(net, "num_out_tokens", None)
+    if num_out_tokens is None:
         features = net.forward_features(images)
     else:  # The last block of our models can skip the other tokens.
-        features = net.forward_features(images, num_out_tokens=net.num_out_tokens)
+        if _needs_equal_bits(images):
+            num_out_tokens = max(num_out_tokens, _MIN_ROWS)
+        features = net.forward_features(images, num_out_tokens=num_out_tokens)
     return at_least_float32(features) if isinstance(features, Tensor) else features
 
 
@@ -142,11 +162,11 @@ def compute_logits_and_features(
     net: Any = model
     tokens = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
-        logits: Tensor = net.forward_head(tokens)
+        logits = _apply(net.forward_head, tokens)
         if hasattr(net, "num_out_tokens"):
             features = net.pool(tokens, net.global_pool)
         else:
-            features = net.forward_head(tokens, pre_logits=True)
+            features = _apply(partial(net.forward_head, pre_logits=True), tokens)
     return logits, features.flatten(1)
 
 

@@ -24,7 +24,7 @@ from vit.model.logits import (
 )
 from vit.model.model_file import hash_weights
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.predictor import Pixels, Predictor
+from vit.prediction.predictor import BatchPredictor, Pixels
 from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.device import Precision
 from vit.runtime.files import default_cache_dir, open_cached, read_arrays, write_arrays
@@ -41,7 +41,7 @@ Features = Mapping[Readout, Float[Tensor, "n D"]]
 
 
 def compute_features(
-    predictor: Predictor,
+    predictor: BatchPredictor,
     dataset: ImageDataset,
     *,
     cache_dir: Path | None = None,
@@ -81,7 +81,7 @@ def compute_features(
 
 
 def are_features_cached(
-    predictor: Predictor, dataset: ImageDataset, *, cache_dir: Path | None = None
+    predictor: BatchPredictor, dataset: ImageDataset, *, cache_dir: Path | None = None
 ) -> bool:
     """Return true if `compute_features` was called with these arguments earlier, and its results
     are in the cache. The images are decoded."""
@@ -89,7 +89,7 @@ def are_features_cached(
 
 
 def find_features_path(
-    predictor: Predictor, dataset: ImageDataset, *, cache_dir: Path | None = None
+    predictor: BatchPredictor, dataset: ImageDataset, *, cache_dir: Path | None = None
 ) -> Path:
     """Return the path in the cache at which `compute_features` keeps its results."""
     weights, shape = _describe_features(predictor.model)
@@ -113,7 +113,7 @@ def count_token_bytes(model: VisionTransformer, precision: Precision, *, mirrore
 
 
 def compute_tokens(
-    predictor: Predictor,
+    predictor: BatchPredictor,
     dataset: ImageDataset,
     *,
     mirrored: bool,
@@ -161,7 +161,7 @@ def _token_shape(model: VisionTransformer, mirrored: bool) -> tuple[int, int, in
 
 def _compute_once(
     name: str,
-    predictor: Predictor,
+    predictor: BatchPredictor,
     dataset: ImageDataset,
     function: Callable[[Tensor], Tensor],
     *,
@@ -227,7 +227,7 @@ def compute_readable_features(bundle: Bundle, dataset: ImageDataset) -> tuple[Fl
                 is_readable[index] = False
         return pixels
 
-    predictor = Predictor.from_bundle(bundle)
+    predictor = BatchPredictor.from_bundle(bundle)
     _, features = predictor.predict_with_features(read, count=len(dataset))
     return features[is_readable], np.flatnonzero(is_readable)
 
@@ -242,7 +242,7 @@ def read_dataset(dataset: ImageDataset, preprocess: Preprocess, start: int, stop
 
 
 def _cache_key(
-    predictor: Predictor,
+    predictor: BatchPredictor,
     dataset: ImageDataset,
     weights: dict[str, Tensor],
     shape: tuple[int, ...],

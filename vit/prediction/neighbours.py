@@ -36,6 +36,7 @@ def find_nearest(
     count: int,
     *,
     skip_self: bool = False,
+    one_by_one: bool = False,
 ) -> tuple[Ints, Float32s]:
     """Find for each row of `features` the rows of `references` with the largest cosine.
 
@@ -44,6 +45,8 @@ def find_nearest(
         references: [m, D].
         count: Number of neighbours k; m where there are fewer.
         skip_self: Both are the same images, and none is its own neighbour.
+        one_by_one: Compute each row by itself, so that its last bits don't depend on the others;
+            for few rows.
 
     Returns:
         Indices and cosines of the neighbours, [n, k] each, the nearest first.
@@ -57,7 +60,11 @@ def find_nearest(
     nearest_cosines = []
     # at least one block: without images the result is empty
     for start in range(0, max(len(queries), 1), rows):
-        cosines = queries[start : start + rows] @ units.T
+        block = queries[start : start + rows]
+        if one_by_one and len(block):
+            cosines = np.stack([units @ query for query in block])
+        else:
+            cosines = block @ units.T
         if skip_self:
             # below any cosine
             np.fill_diagonal(cosines[:, start:], -2)
@@ -84,7 +91,7 @@ def compute_distances(features: Features, training_features: Features) -> Floats
     Returns:
         [n], 0 to 2.
     """
-    _, cosines = find_nearest(features, training_features, NUM_NEIGHBOURS)
+    _, cosines = find_nearest(features, training_features, NUM_NEIGHBOURS, one_by_one=True)
     return convert_to_distances(cosines[:, -1])
 
 
@@ -121,7 +128,7 @@ def find_similar(
         training_features = training_features[chosen]
     if not images:
         return [[] for _ in features]
-    indices, cosines = find_nearest(features, training_features, count)
+    indices, cosines = find_nearest(features, training_features, count, one_by_one=True)
     return [
         [
             _name_similar(bundle, images[index], cosine)

@@ -1,10 +1,7 @@
 """Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
 import importlib.util
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +9,11 @@ from PIL import Image
 
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model, require_classifier
 from vit.data.dataset import printable
-from vit.data.images import ImageInputs, list_images, read_image
-from vit.data.preprocess import Preprocess
+from vit.data.images import ImageInputs, list_images
 from vit.model.logits import count_features
-from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
-from vit.prediction.decision import decide_classes, measure_uncertainty
-from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
-from vit.prediction.labels import compute_probabilities, find_labels
-from vit.prediction.neighbours import check_similar, find_similar
-from vit.prediction.predictor import TTA, Pixels, Predictor, read_from
+from vit.prediction.ensemble import open_models
+from vit.prediction.image_predictor import Predictor, decode_batches
+from vit.prediction.predictor import TTA, BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult
 from vit.prediction.sorting import PhotoSorter
@@ -138,9 +131,9 @@ def embed(
         >>> features.shape  # (2, D)
     """
     bundle = open_model(model, device=device)
-    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
+    predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = [np.zeros((0, count_features(bundle.model)), dtype=np.float32)]
-    for batch in _decode_batches(images, [predictor.preprocess], batch_size):
+    for batch in decode_batches(_name_images(images), [predictor.preprocess], batch_size):
         pixels: list[Pixels] = []
         for path, decoded in batch:
             if isinstance(decoded, str):
@@ -232,103 +225,23 @@ def predict_images(
             `similar`.
         with_features: Add the pooled features to each prediction.
     """
-    # a wrong option is reported before the first photo is read
-    read_threshold(bundle.metadata, coverage)
-    if isinstance(bundle, Ensemble) and (similar or with_features):
-        raise ValueError("similar and embeddings are features of one model; name one")
-    if similar:
-        check_similar(bundle)
-    predictors = [
-        Predictor.from_bundle(member, batch_size=batch_size, precision=precision, tta=tta)
-        for member in list_members(bundle)
-    ]
-    names = bundle.class_names
-
-    def predict_batch(
-        paths: Sequence[str], pixels: Sequence[Sequence[Pixels]]
-    ) -> Iterator[Prediction]:
-        count = len(paths)
-        # the images as each model sees them
-        reads = [read_from([each[place] for each in pixels]) for place in range(len(predictors))]
-        # features are computed only if something needs them: some models have none
-        features = None
-        if isinstance(bundle, Ensemble):
-            logits = average_logits(
-                bundle,
-                [
-                    predictor.predict(read, count=count)
-                    for predictor, read in zip(predictors, reads, strict=True)
-                ],
-            )
-        elif bundle.likeness is None and not with_features:
-            logits = predictors[0].predict(reads[0], count=count)
-        else:
-            logits, features = predictors[0].predict_with_features(reads[0], count=count)
-        # the temperature changes probabilities, but neither the order of classes nor the sets
-        probabilities = compute_probabilities(bundle, logits)
-        sets = predict_sets(bundle, logits, coverage=coverage)
-        p_values = predict_p_values(bundle, features)
-        neighbours = None
-        if similar and features is not None:
-            neighbours = find_similar(bundle, features, similar)
-        order = probabilities.copy()
-        if bundle.operating_point and not bundle.is_multilabel:
-            # the predicted class comes first, whatever its probability
-            order[np.arange(len(order)), decide_classes(bundle, probabilities)] = np.inf
-        uncertainties = measure_uncertainty(bundle, probabilities).tolist()
-        for row, path in enumerate(paths):
-            # a stable order: of equally probable classes the first one comes first
-            best = np.argsort(-order[row], kind="stable")[:top_k].tolist()
-            yield Prediction(
-                path,
-                [(index, names[index], float(probabilities[row, index])) for index in best],
-                labels=find_labels(bundle, probabilities[row]),
-                prediction_set=None if sets is None else [names[index] for index in sets[row]],
-                p_value=None if p_values is None else p_values[row],
-                features=features[row] if with_features and features is not None else None,
-                similar=None if neighbours is None else neighbours[row],
-                is_decided=bundle.is_multilabel or bool(bundle.operating_point),
-                uncertainty=uncertainties[row],
-            )
-
-    preprocesses = [predictor.preprocess for predictor in predictors]
-    for batch in _decode_batches(images, preprocesses, batch_size):
-        readable = [(path, pixels) for path, pixels in batch if not isinstance(pixels, str)]
-        predictions = predict_batch(
-            [path for path, _ in readable], [pixels for _, pixels in readable]
-        )
-        for path, pixels in batch:
-            if isinstance(pixels, str):
-                yield Prediction(path, [], error=pixels)
-            else:
-                yield next(predictions)
+    predictor = Predictor(
+        bundle,
+        top_k=top_k,
+        coverage=coverage,
+        batch_size=batch_size,
+        precision=precision,
+        tta=tta,
+        embeddings=with_features,
+        similar=similar,
+    )
+    yield from predictor.predict_items(_name_images(images))
 
 
-def _decode_batches(
-    images: ImageInputs, preprocesses: Sequence[Preprocess], batch_size: int
-) -> Iterator[list[tuple[str, list[Pixels] | str]]]:
-    """Yield the images in batches, each with its path, and its pixels as each model sees it or why
-    it can't be read."""
-    numbered = enumerate(list_images(images))
-    # decoding a photo may take longer than its forward pass; more threads than cores would only
-    # keep more large photos in memory
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
-        while batch := list(islice(numbered, batch_size)):
-            decoded = pool.map(lambda pair: _decode(pair[1], preprocesses), batch)
-            paths = [
-                image if isinstance(image, str) else f"image {number}" for number, image in batch
-            ]
-            yield list(zip(paths, decoded, strict=True))
-
-
-def _decode(image: str | Image.Image, preprocesses: Sequence[Preprocess]) -> list[Pixels] | str:
-    """Return the image as each model sees it, uint8 [H, W, 3], or why it can't be read."""
-    try:
-        opened = read_image(Path(image)) if isinstance(image, str) else image
-        return [preprocess.to_uint8(opened) for preprocess in preprocesses]
-    except (OSError, ValueError) as error:
-        # without the path, which the prediction already names
-        return getattr(error, "strerror", None) or str(error)
+def _name_images(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
+    """Yield the name of each image, and its path or the image in memory."""
+    for number, image in enumerate(list_images(images)):
+        yield image if isinstance(image, str) else f"image {number}", image
 
 
 def _save_embeddings(path: Path, names: Sequence[str], features: Sequence[Float32s]) -> None:

@@ -36,7 +36,7 @@ _MIN_BATCH_SIZE = 16
 
 
 @dataclass
-class Predictor:
+class BatchPredictor:
     """A model in evaluation mode with the conditions that it runs under.
 
     Args:

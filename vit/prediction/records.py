@@ -6,17 +6,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vit.prediction.conformal import is_unusual
 from vit.prediction.neighbours import Similar
-from vit.prediction.probabilities import Float32s
+from vit.prediction.probabilities import Float32s, Floats
 from vit.runtime.arguments import is_control_character, replace_control_characters
 from vit.runtime.documents import escape_formula
 from vit.runtime.files import FileContent, Result
 
 # index, name and probability, the most probable first
 TopClasses = list[tuple[int, str, float]]
+# name of a column → an array with an entry for each image
+Columns = dict[str, Any]
 
 
 def find_note(
@@ -53,6 +58,8 @@ class Prediction:
         is_decided: True if thresholds say what is predicted: those of labels, or the operating
             point's.
         uncertainty: See `vit.prediction.decision.measure_uncertainty`.
+        probabilities: Probability of every class, [C]; None unless asked for.
+        precision: Precision of the forward pass, such as "float32".
     """
 
     path: str
@@ -65,11 +72,26 @@ class Prediction:
     labels: list[str] | None = None
     is_decided: bool = False
     uncertainty: float = field(default=0.0, compare=False)
+    probabilities: Floats | None = field(default=None, compare=False, repr=False)
+    precision: str = ""
 
     @property
     def note(self) -> str:
         """The doubt about the answer, see `find_note`."""
         return find_note(self.p_value, self.prediction_set, is_decided=self.is_decided)
+
+    @property
+    def predicted(self) -> str | None:
+        """Name of the predicted class, or of the labels with bars between them; None for an image
+        that can't be read."""
+        if self.error is not None:
+            return None
+        return self.classes[0][1] if self.labels is None else "|".join(self.labels)
+
+    @property
+    def probability(self) -> float | None:
+        """Probability of the first of the `classes`; None for an image that can't be read."""
+        return self.classes[0][2] if self.classes else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,6 +115,58 @@ class PredictionResult(Result):
                     pass
 
         return {"predictions.jsonl": write}
+
+
+def build_columns(
+    predictions: Sequence[Prediction],
+    *,
+    num_classes: int,
+    num_features: int | None,
+    has_labels: bool,
+) -> Columns:
+    """Return predictions as arrays of equal length, with the names of columns that all formats of
+    predictions share.
+
+    Args:
+        predictions: Predictions with their `probabilities`.
+        num_classes: Number of classes C.
+        num_features: Number of features D; None: there is no column of embeddings.
+        has_labels: An image may have several labels.
+    """
+
+    def build(values: Iterable[object]) -> NDArray[np.object_]:
+        listed = list(values)
+        # numpy would make a matrix of lists of equal length
+        column = np.empty(len(listed), dtype=object)
+        column[:] = listed
+        return column
+
+    def stack(rows: Iterable[Any], width: int) -> Float32s:
+        missing = np.full(width, np.nan, dtype=np.float32)
+        stacked = [missing if row is None else row for row in rows]
+        return np.array(stacked, dtype=np.float32).reshape(-1, width)
+
+    def as_floats(values: Iterable[float | None]) -> Floats:
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+    columns: Columns = {
+        "path": build(each.path for each in predictions),
+        "predicted": build(each.predicted for each in predictions),
+        "probability": as_floats(each.probability for each in predictions),
+        "note": build(each.note for each in predictions),
+    }
+    if has_labels:
+        columns["labels"] = build(each.labels for each in predictions)
+    columns |= {
+        "prediction_set": build(each.prediction_set for each in predictions),
+        "p_value": as_floats(each.p_value for each in predictions),
+        "probabilities": stack((each.probabilities for each in predictions), num_classes),
+    }
+    if num_features is not None:
+        columns["embedding"] = stack((each.features for each in predictions), num_features)
+    columns["precision"] = build(each.precision for each in predictions)
+    columns["error"] = build(each.error for each in predictions)
+    return columns
 
 
 def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:

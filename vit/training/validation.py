@@ -11,7 +11,7 @@ from torch import nn
 from vit.data.dataset import choose_evenly
 from vit.evaluation.label_metrics import LabelScores, compute_label_metrics, score_label_logits
 from vit.evaluation.metrics import Scores, compute_metrics, score_logits
-from vit.prediction.predictor import Predictor, choose_batch_size
+from vit.prediction.predictor import BatchPredictor, choose_batch_size
 from vit.prediction.probabilities import Float32s, Floats
 from vit.runtime.device import choose_precision
 from vit.training.data import TrainingData
@@ -128,9 +128,11 @@ def measure(scores: Scores | LabelScores) -> Validation:
     )
 
 
-def build_predictor(data: TrainingData, model: nn.Module, *, device: torch.device) -> Predictor:
+def build_predictor(
+    data: TrainingData, model: nn.Module, *, device: torch.device
+) -> BatchPredictor:
     """Return a predictor of a run's model, under the conditions of the run."""
-    return Predictor(
+    return BatchPredictor(
         model=model.eval(),
         preprocess=data.preprocess,
         num_classes=len(data.train.class_names),

@@ -27,7 +27,7 @@ from vit.evaluation.written import read_written
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
-from vit.prediction.predictor import Predictor
+from vit.prediction.predictor import BatchPredictor
 from vit.runtime.arguments import accept_old_names, check_arguments
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
@@ -154,7 +154,7 @@ def audit(
         # the audit lists them
         max_unreadable_fraction=1,
     )
-    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
+    predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = compute_features(predictor, images, cache_dir=splits.cache_dir)
     # the features that the head of the model reads
     readout = PRE_LOGITS

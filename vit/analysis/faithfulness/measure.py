@@ -30,7 +30,7 @@ from vit.explanation.targets import (
 from vit.model.logits import compute_logits
 from vit.prediction.decision import decide_classes, decide_labels
 from vit.prediction.labels import compute_probabilities
-from vit.prediction.predictor import Pixels, Predictor, read_from
+from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments
 from vit.runtime.device import describe_device
@@ -212,7 +212,7 @@ def select_correct_images(
         model_classes=bundle.class_names,
     )
     labels = renumber_labels(dataset, class_indices, len(bundle.class_names))
-    predictor = Predictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
+    predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
     images = _read_shuffled(bundle, dataset, seed)
     correct: dict[int, tuple[Pixels, int]] = {}
     with show_progress("choosing images", count) as advance:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vit.evaluation.images import EvaluationSet
-from vit.prediction.predictor import Pixels, Predictor
+from vit.prediction.predictor import BatchPredictor, Pixels
 from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
@@ -59,7 +59,7 @@ class Corruption:
 
 
 def measure_corruptions(
-    predictor: Predictor,
+    predictor: BatchPredictor,
     images: EvaluationSet,
     decide: Callable[[Float32s], Ints] = lambda logits: logits.argmax(axis=1),
 ) -> dict[str, list[float]]:

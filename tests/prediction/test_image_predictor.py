@@ -1,0 +1,133 @@
+"""`vit.Predictor`: a batch in any form becomes columns, with the bits of `vit.predict`."""
+
+import io
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import vit
+from tests.conftest import SaveModel
+from vit.bundle import Bundle
+from vit.data.preprocess import Preprocess
+
+_OPTIONS = {"device": "cpu", "precision": "float32"}
+
+
+@pytest.fixture
+def model(save_model: SaveModel, tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model.safetensors", class_names=("bee", "cat", "dog"))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"{number}.png" for number in range(7)]
+    for path in paths:
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(path)
+    paths[3].write_bytes(b"no image")
+    return paths
+
+
+def _read_all(paths: list[Path]) -> list[bytes]:
+    return [path.read_bytes() for path in paths]
+
+
+def _as_columns(paths: list[Path]) -> dict[str, Any]:
+    # as Ray passes them
+    return {
+        "bytes": np.array(_read_all(paths), dtype=object),
+        "path": np.array(list(map(str, paths))),
+        "site": np.arange(len(paths)),
+    }
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        list,
+        _read_all,
+        _as_columns,
+        lambda paths: {"path": list(map(str, paths))},
+        lambda paths: {"image": [Image.open(io.BytesIO(each)) for each in _read_all(paths[:3])]},
+        lambda paths: [np.asarray(Image.open(path)) for path in paths[:3]],
+    ],
+)
+def test_columns_have_the_bits_of_predict_whatever_the_batch(
+    model: Path, paths: list[Path], build: Callable[[list[Path]], Any]
+) -> None:
+    batch = build(paths)
+    predictor = vit.Predictor(model, embeddings=True, **_OPTIONS)  # type: ignore[arg-type]
+    columns = predictor(batch)
+    expected = vit.predict(model, paths, **_OPTIONS).predictions  # type: ignore[arg-type]
+    count = len(columns["path"])
+    assert {len(column) for column in columns.values()} == {count}
+    for row, prediction in enumerate(expected[:count]):
+        assert (columns["error"][row] is None) == (prediction.error is None)
+        if prediction.error is not None:
+            assert columns["predicted"][row] is None
+            assert np.isnan(columns["probabilities"][row]).all()
+            continue
+        index, name, probability = prediction.classes[0]
+        assert columns["predicted"][row] == name
+        assert columns["probability"][row] == probability
+        assert columns["probabilities"][row, index] == np.float32(probability)
+    assert set(columns["precision"]) == {"float32"}
+    if isinstance(batch, dict) and "site" in batch:
+        assert "bytes" not in columns
+        assert columns["site"].tolist() == list(range(count))
+        assert columns["path"].tolist() == list(map(str, paths))
+
+
+@pytest.mark.parametrize("kind", ["ours", "token", "timm", "module"])
+def test_no_bit_depends_on_the_other_images_of_a_batch(
+    save_model: SaveModel, tmp_path: Path, kind: str
+) -> None:
+    model: Any = tmp_path / "model.safetensors"
+    if kind in ("ours", "token"):
+        save_model(model, global_pool="token" if kind == "token" else "avg", embed_dim=48)
+    else:
+        module = timm.create_model("test_vit", num_classes=10).eval()
+        if kind == "module":
+            # without a separate head
+            module = torch.nn.Sequential(module)
+        model = Bundle.from_model(
+            module, preprocess=Preprocess((160, 160)), class_names=list(map(str, range(10)))
+        )
+    rng = np.random.default_rng(0)
+    images = list(rng.integers(0, 256, (9, 32, 32, 3), dtype=np.uint8))
+    whole = vit.Predictor(model, **_OPTIONS)(images)["probabilities"]  # type: ignore[arg-type]
+    for size in (1, 2, 4, 5):
+        predictor = vit.Predictor(model, batch_size=size, **_OPTIONS)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(predictor(images)["probabilities"], whole)
+        np.testing.assert_array_equal(predictor(images[-size:])["probabilities"], whole[-size:])
+
+
+@pytest.mark.extended
+def test_it_is_sent_to_a_new_process(model: Path, paths: list[Path]) -> None:
+    predictor = vit.Predictor(model, **_OPTIONS)  # type: ignore[arg-type]
+    expected = predictor(paths[:2])
+    # without the opened model
+    assert len(pickle.dumps(predictor)) < 2000
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        (columns,) = pool.map(predictor, [paths[:2]])
+    np.testing.assert_array_equal(columns["probabilities"], expected["probabilities"])
+
+
+def test_wrong_batches_and_options_are_refused(model: Path, paths: list[Path]) -> None:
+    predictor = vit.Predictor(model)
+    with pytest.raises(ValueError, match="the batch has the columns photo; name one image"):
+        predictor({"photo": paths})
+    with pytest.raises(ValueError, match="put it into a list"):
+        predictor(str(paths[0]))
+    with pytest.raises(ValueError, match=r"coverage 0\.5 is not one"):
+        vit.Predictor(model, coverage=0.5)
+    assert predictor.predict([None])[0].error == "there is no image"

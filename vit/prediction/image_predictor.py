@@ -1,0 +1,289 @@
+"""From images in any form to predictions: the core of `vit.predict`, of `vit serve` and of engines
+for many machines."""
+
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from vit.bundle import Bundle, ModelLike, require_classifier
+from vit.data.images import list_images, read_image
+from vit.data.preprocess import Preprocess
+from vit.model.logits import count_features
+from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
+from vit.prediction.decision import decide_classes, measure_uncertainty
+from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
+from vit.prediction.labels import compute_probabilities, find_labels
+from vit.prediction.neighbours import check_similar, find_similar
+from vit.prediction.predictor import TTA, BatchPredictor, Pixels, read_from
+from vit.prediction.records import Columns, Prediction, build_columns
+from vit.runtime.arguments import check_arguments, check_choice
+
+# columns of a batch that may hold its images, the first that is there counts
+IMAGE_COLUMNS = ("image", "bytes", "path")
+# an image's name, and its pixels as each model sees it or why it can't be read
+Decoded = tuple[str, list[Pixels] | str]
+
+
+class Predictor:
+    """A model as a callable from a batch of images to a dictionary of arrays, for Ray Data, Spark
+    or a queue of your own.
+
+    On a CPU, an image has the same results to the last bit in a batch of any
+    size, and as in `vit.predict`. On a GPU the last bits may depend on the
+    number of images in a batch.
+
+    It can be pickled, also for a process that is started by "spawn": with the
+    path of a model, which is opened there on first use. A module is put into
+    evaluation mode.
+
+    Args:
+        model: See `vit.evaluate`; or several, whose probabilities are averaged.
+        top_k: Classes of each record of `predict`.
+        coverage: See `vit.predict`.
+        batch_size: Images in a forward pass.
+        tta: See `vit.evaluate`.
+        device: See `vit.evaluate`.
+        precision: See `vit.evaluate`.
+        embeddings: Add the features that the head reads.
+        similar: Training images that each record of `predict` names, see
+            `vit.predict`.
+
+    Raises:
+        ValueError: The model can't be opened (on first use), or an option is
+            wrong.
+
+    Example:
+        >>> predictor = vit.Predictor("runs/digits")
+        >>> columns = predictor(["photo.png", "other.png"])
+        >>> columns["predicted"]  # the names of two classes
+    """
+
+    @check_arguments(top_k=(1, None), batch_size=(1, None), similar=(0, None))
+    def __init__(
+        self,
+        model: ModelLike | Sequence[ModelLike],
+        *,
+        top_k: int = 5,
+        coverage: float = 0.95,
+        batch_size: int = 64,
+        tta: str = "none",
+        device: str = "auto",
+        precision: str = "auto",
+        embeddings: bool = False,
+        similar: int = 0,
+    ) -> None:
+        check_choice(tta, TTA, name="tta")
+        # a wrong coverage is reported now
+        read_threshold({}, coverage)
+        self.model = model
+        self.top_k = top_k
+        self.coverage = coverage
+        self.batch_size = batch_size
+        self.tta = tta
+        self.device = device
+        self.precision = precision
+        self.embeddings = embeddings
+        self.similar = similar
+        # columns have the probability of every class
+        self.keeps_probabilities = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        opened = ("bundle", "batch_predictors", "preprocesses")
+        return {name: value for name, value in vars(self).items() if name not in opened}
+
+    @cached_property
+    def bundle(self) -> Bundle:
+        """The model, opened."""
+        bundle = open_models(self.model, device=self.device)
+        require_classifier(bundle)
+        if isinstance(bundle, Ensemble) and (self.similar or self.embeddings):
+            raise ValueError("similar and embeddings are features of one model; name one")
+        if self.similar:
+            check_similar(bundle)
+        return bundle
+
+    @cached_property
+    def batch_predictors(self) -> list[BatchPredictor]:
+        """The inference loop of each model, several if their probabilities are averaged."""
+        return [
+            BatchPredictor.from_bundle(
+                member, batch_size=self.batch_size, precision=self.precision, tta=self.tta
+            )
+            for member in list_members(self.bundle)
+        ]
+
+    @cached_property
+    def preprocesses(self) -> list[Preprocess]:
+        """The preprocessing of each model."""
+        return [predictor.preprocess for predictor in self.batch_predictors]
+
+    def __call__(self, images: Iterable[Any] | Mapping[str, Any]) -> Columns:
+        """Predict a batch of images.
+
+        Args:
+            images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary (or a
+                DataFrame) of columns with one of `image`, `bytes` or `path`, as Ray and Spark pass
+                it. Its other columns are passed on.
+
+        Returns:
+            Arrays of equal length: `predicted` (several labels with bars between them),
+            `probability`, `probabilities` [n, C] float32, `note`, `labels` (of a model of several
+            labels an image), `prediction_set`, `p_value`, `embedding` [n, D] (if asked for),
+            `precision` and `error`. An image that can't be read has an error, NaN for numbers and
+            None for the rest.
+        """
+        others, named = _split_columns(images)
+        self.keeps_probabilities = True
+        predictions = list(self.predict_items(named))
+        columns = build_columns(
+            predictions,
+            num_classes=len(self.bundle.class_names),
+            num_features=count_features(self.bundle.model) if self.embeddings else None,
+            has_labels=self.bundle.is_multilabel,
+        )
+        if "path" in others:
+            del columns["path"]
+        return {**others, **columns}
+
+    def predict(self, images: Iterable[Any]) -> list[Prediction]:
+        """Return the prediction of each image of a batch as a record. See `__call__`."""
+        return list(self.predict_items(_split_columns(images)[1]))
+
+    def predict_items(self, items: Iterable[tuple[str, Any]]) -> Iterator[Prediction]:
+        """Yield the prediction of each image, in order, while one batch is in memory.
+
+        Args:
+            items: Name of each image, and its path, encoded bytes, PIL image or array.
+        """
+        for batch in decode_batches(items, self.preprocesses, self.batch_size):
+            readable = [(name, pixels) for name, pixels in batch if not isinstance(pixels, str)]
+            predictions = iter(self._predict_batch(readable)) if readable else iter(())
+            for name, pixels in batch:
+                if isinstance(pixels, str):
+                    precision = self.batch_predictors[0].precision
+                    yield Prediction(name, [], error=pixels, precision=precision)
+                else:
+                    yield next(predictions)
+
+    def _predict_batch(self, batch: Sequence[tuple[str, list[Pixels]]]) -> Iterator[Prediction]:
+        bundle, predictors = self.bundle, self.batch_predictors
+        count = len(batch)
+        # the images as each model sees them
+        reads = [
+            read_from([pixels[place] for _, pixels in batch]) for place in range(len(predictors))
+        ]
+        # features are computed only if something needs them: some models have none
+        features = None
+        if isinstance(bundle, Ensemble):
+            logits = average_logits(
+                bundle,
+                [
+                    predictor.predict(read, count=count)
+                    for predictor, read in zip(predictors, reads, strict=True)
+                ],
+            )
+        elif bundle.likeness is None and not self.embeddings:
+            logits = predictors[0].predict(reads[0], count=count)
+        else:
+            logits, features = predictors[0].predict_with_features(reads[0], count=count)
+        # the temperature changes probabilities, but neither the order of classes nor the sets
+        probabilities = compute_probabilities(bundle, logits)
+        sets = predict_sets(bundle, logits, coverage=self.coverage)
+        p_values = predict_p_values(bundle, features)
+        neighbours = None
+        if self.similar and features is not None:
+            neighbours = find_similar(bundle, features, self.similar)
+        order = probabilities.copy()
+        if bundle.operating_point and not bundle.is_multilabel:
+            # the predicted class comes first, whatever its probability
+            order[np.arange(count), decide_classes(bundle, probabilities)] = np.inf
+        uncertainties = measure_uncertainty(bundle, probabilities).tolist()
+        names = bundle.class_names
+        for row, (path, _) in enumerate(batch):
+            # a stable order: of equally probable classes the first one comes first
+            best = np.argsort(-order[row], kind="stable")[: self.top_k].tolist()
+            yield Prediction(
+                path,
+                [(index, names[index], float(probabilities[row, index])) for index in best],
+                labels=find_labels(bundle, probabilities[row]),
+                prediction_set=None if sets is None else [names[index] for index in sets[row]],
+                p_value=None if p_values is None else p_values[row],
+                features=features[row] if self.embeddings and features is not None else None,
+                similar=None if neighbours is None else neighbours[row],
+                is_decided=bundle.is_multilabel or bool(bundle.operating_point),
+                uncertainty=uncertainties[row],
+                probabilities=probabilities[row] if self.keeps_probabilities else None,
+                precision=predictors[0].precision,
+            )
+
+
+def _split_columns(
+    images: Iterable[Any] | Mapping[str, Any],
+) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Return the columns of a batch that are passed on, and the name and image of each row."""
+    # pandas, which Spark passes
+    if hasattr(images, "iloc"):
+        table: Any = images
+        images = {name: table[name].to_numpy() for name in table}
+    if isinstance(images, str | bytes):
+        raise ValueError("images is one path or file; put it into a list")
+    columns = dict(images) if isinstance(images, Mapping) else {}
+    rows: Iterable[Any] = images
+    if columns:
+        found = next((name for name in IMAGE_COLUMNS if name in columns), None)
+        if found is None:
+            have = ", ".join(map(str, columns))
+            raise ValueError(f"the batch has the columns {have}; name one image, bytes or path")
+        rows = columns[found] if found == "path" else columns.pop(found)
+        columns.pop("bytes", None)
+    rows = list(rows)
+    names = columns.get("path")
+    if names is None:
+        names = [
+            row if isinstance(row, str | Path) else f"image {number}"
+            for number, row in enumerate(rows)
+        ]
+    return columns, list(zip(map(str, names), rows, strict=True))
+
+
+def decode_batches(
+    items: Iterable[tuple[str, Any]], preprocesses: Sequence[Preprocess], batch_size: int
+) -> Iterator[list[Decoded]]:
+    """Yield images in batches, decoded for each model. See `Predictor.predict_items`."""
+    items = iter(items)
+    # decoding a photo may take longer than its forward pass; more threads than cores would only
+    # keep more large photos in memory
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
+        while batch := list(islice(items, batch_size)):
+            decoded = pool.map(lambda item: _decode(item[1], preprocesses), batch)
+            yield [(name, pixels) for (name, _), pixels in zip(batch, decoded, strict=True)]
+
+
+def _decode(image: Any, preprocesses: Sequence[Preprocess]) -> list[Pixels] | str:
+    """Return the image as each model sees it, uint8 [H, W, 3], or why it can't be read."""
+    try:
+        opened = _open_image(image)
+        return [preprocess.to_uint8(opened) for preprocess in preprocesses]
+    except (OSError, ValueError) as error:
+        # without the path, which the prediction already names
+        return getattr(error, "strerror", None) or str(error)
+
+
+def _open_image(image: Any) -> Image.Image:
+    if isinstance(image, str | Path):
+        return read_image(Path(image))
+    if isinstance(image, bytes | bytearray | memoryview):
+        return read_image(io.BytesIO(image))
+    if image is None:
+        raise ValueError("there is no image")
+    (opened,) = list_images(image)
+    assert isinstance(opened, Image.Image)
+    return opened
