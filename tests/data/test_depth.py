@@ -20,7 +20,7 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import read_map_style
 from vit.data.statistics import choose_value_range, measure_value_range, survey_images
-from vit.deploy.export.python_formats import TEMPLATES
+from vit.deploy.export.python_formats import write_program
 
 RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
 EIGHT_BITS = np.rint(RAMP / 4095 * 255).astype(np.uint8)
@@ -348,9 +348,10 @@ def test_few_grey_levels_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:16-bit images with values up to")
 def test_the_program_of_an_export_scales_as_vit_does(tmp_path: Path) -> None:
-    program = (TEMPLATES / "predict.py").read_text().partition("session = ")[0]
-    predict: dict[str, Any] = {}
-    exec(program, predict)
+    write_program(tmp_path / "read_image.py")
+    program: dict[str, Any] = {}
+    exec((tmp_path / "read_image.py").read_text(), program)
+    (tmp_path / "read_image.py").unlink()
     Image.fromarray(RAMP).save(tmp_path / "grey.png")
     cv2.imwrite(str(tmp_path / "colour.png"), np.stack([RAMP, RAMP.T, RAMP], axis=-1))
     cv2.imwrite(str(tmp_path / "alpha.png"), np.stack([RAMP, RAMP, RAMP, RAMP * 16], axis=-1))
@@ -365,9 +366,9 @@ def test_the_program_of_an_export_scales_as_vit_does(tmp_path: Path) -> None:
         for path in sorted(tmp_path.iterdir()):
             if value_range is None and path.name in ("float.tif", "signed.tif"):
                 with pytest.raises(ValueError, match="trained on images of 8 bits; save it"):
-                    predict["read_pixels"](path, value_range)
+                    program["read_rgb"](path, value_range)
                 continue
-            theirs = predict["read_pixels"](path, value_range)[0]
+            theirs = np.asarray(program["read_rgb"](path, value_range))
             ours = preprocess.to_uint8(read_image(path))
             np.testing.assert_array_equal(theirs, ours, str(path))
 

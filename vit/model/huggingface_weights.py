@@ -57,6 +57,15 @@ _NAMES_TO_READ = (
     ("distillation_classifier.", "head_dist."),
 )
 _PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
+# Values of an architecture that Hugging Face's models have.
+_PLAIN = {
+    "stem": "patch",
+    "mlp": "gelu",
+    "qk_norm": False,
+    "fc_norm": False,
+    "distilled": False,
+    "class_token": True,
+}
 # Parts that only pretraining needs, or that no classifier reads.
 _UNUSED = re.compile(r"mask_token$|^pooler\.")
 
@@ -118,76 +127,65 @@ def convert_to_huggingface(
         weights: Its weights, under our names, with `pos_embed`.
 
     Returns:
-        The weights under their names, and the values of config.json that describe the architecture.
+        The weights under their names, and the architecture as values of config.json.
     """
     values = model.architecture
-    other = values["stem"] != "patch" or values["mlp"] != "gelu" or values["qk_norm"]
-    embedded = model.num_embedded_prefix_tokens
-    if other or values["fc_norm"] or values["distilled"] or not values["class_token"]:
+    if any(values[name] != value for name, value in _PLAIN.items()):
         return None
-    num_registers = values["reg_tokens"]
-    has_scale = values["init_values"] is not None
-    is_vit = values["global_pool"] == "token" and not num_registers and not has_scale
-    hidden_dim = round(model.embed_dim * values["mlp_ratio"])
-    sides = {
-        name: height if height == width else [height, width]
-        for name in ("image_size", "patch_size")
-        for height, width in [values[name.replace("image", "img")]]
-    }
-    config = sides | {
-        "hidden_size": model.embed_dim,
+    width, hidden_dim = model.embed_dim, round(model.embed_dim * values["mlp_ratio"])
+    is_token = values["global_pool"] == "token"
+    has_classes = bool(model.num_classes)
+    config = {
+        "hidden_size": width,
         "num_hidden_layers": values["depth"],
         "num_attention_heads": values["num_heads"],
         "num_channels": values["in_chans"],
+        "image_size": values["img_size"],
+        "patch_size": values["patch_size"],
         "qkv_bias": values["qkv_bias"],
         "layer_norm_eps": NORM_EPS,
     }
+    for name in ("image_size", "patch_size"):
+        if len(set(config[name])) == 1:
+            config[name] = config[name][0]
     weights = dict(weights)
-    if not embedded:
-        zeros = torch.zeros(1, 1, model.embed_dim)
-        weights["pos_embed"] = torch.cat([zeros, weights["pos_embed"]], dim=1)
-    if is_vit:
+    if not model.num_embedded_prefix_tokens:
+        weights["pos_embed"] = torch.cat([torch.zeros(1, 1, width), weights["pos_embed"]], dim=1)
+    if values["init_values"] is None:
+        if not is_token or values["reg_tokens"]:
+            return None
         kind, name = "vit", "ViT"
         config["intermediate_size"] = hidden_dim
     else:
-        # It has no positions of registers, an MLP of a multiple width, and square images.
-        is_square = isinstance(config["image_size"], int)
-        if (num_registers and embedded) or hidden_dim % model.embed_dim or not is_square:
-            return None
         kind, name = "dinov2", "Dinov2"
-        if num_registers:
+        # Its images are square, its registers have no positions.
+        fits = isinstance(config["image_size"], int) and hidden_dim % width == 0
+        if not fits or (values["reg_tokens"] and model.num_embedded_prefix_tokens):
+            return None
+        config["mlp_ratio"] = hidden_dim // width
+        weights["embeddings.mask_token"] = torch.zeros(1, width)
+        if values["reg_tokens"]:
             kind, name = f"{kind}_with_registers", f"{name}WithRegisters"
-            config["num_register_tokens"] = num_registers
-        config["mlp_ratio"] = hidden_dim // model.embed_dim
-        weights["embeddings.mask_token"] = torch.zeros(1, model.embed_dim)
-        for layer in range(len(model.blocks)):
-            for scale in ("ls1", "ls2"):
-                weights.setdefault(f"blocks.{layer}.{scale}.gamma", torch.ones(model.embed_dim))
-        if model.num_classes:
+            config["num_register_tokens"] = values["reg_tokens"]
+        if has_classes:
             # Its classifier reads the class token and the mean of the patches.
-            parts = [weights["head.weight"], torch.zeros_like(weights["head.weight"])]
-            weights["head.weight"] = torch.cat(
-                parts[:: 1 if model.global_pool == "token" else -1], 1
-            )
+            head = weights["head.weight"]
+            parts = [head, torch.zeros_like(head)]
+            weights["head.weight"] = torch.cat(parts if is_token else parts[::-1], dim=1)
     config["model_type"] = kind
-    config["architectures"] = [
-        f"{name}{'ForImageClassification' if model.num_classes else 'Model'}"
-    ]
+    config["architectures"] = [name + ("ForImageClassification" if has_classes else "Model")]
     return _rename_to_theirs(weights, kind), config
 
 
 def _rename_to_theirs(weights: StateDict, kind: str) -> StateDict:
-    names = _NAMES + _VIT_NAMES if kind == "vit" else _NAMES
+    """Split queries, keys and values, and rename."""
+    names = [*reversed(_VIT_NAMES if kind == "vit" else ()), *reversed(_NAMES)]
     theirs: StateDict = {}
     for name, tensor in weights.items():
-        parts = [(name, tensor)]
-        if ".attn.qkv." in name:
-            thirds = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
-            parts = [(name.replace(".qkv.", f".{part}."), third) for part, third in thirds]
-        for ours, value in parts:
-            their = _replace(ours, [(ours, theirs) for theirs, ours in reversed(names)])
-            prefix = "" if ours.startswith("head.") else f"{kind}."
-            theirs[prefix + their] = value
+        parts = ("query", "key", "value") if ".qkv." in name else ("",)
+        for part, value in zip(parts, tensor.chunk(len(parts)), strict=True):
+            their = _replace(name.replace(".qkv.", f".{part}."), ((new, old) for old, new in names))
+            theirs[their if name.startswith("head.") else f"{kind}.{their}"] = value
     return theirs
 
 

@@ -24,7 +24,7 @@ from tests.deploy.export.odd_images import write_odd_images
 from vit.bundle import load_bundle, update_metadata
 from vit.data.images import read_image
 from vit.data.preprocess import Preprocess
-from vit.deploy.export.python_formats import TEMPLATES, write_code
+from vit.deploy.export.python_formats import write_program
 from vit.model.attention import centre_keys
 
 NAMES = ("ant", "bee", "cow")
@@ -47,7 +47,7 @@ FOR_TRANSFORMERS: list[dict[str, Any]] = [
     {},
     {"pos_embed": "sincos", "qkv_bias": False, "mlp_ratio": 2.55},
     {"init_values": 0.1, "global_pool": "avg", "class_token": True, "fc_norm": False},
-    {"reg_tokens": 4, "no_embed_class": True},
+    {"init_values": 0.1, "reg_tokens": 4, "no_embed_class": True},
 ]
 # of the recipes, and what else needs the files of code beside the weights
 WITH_CODE: list[dict[str, Any]] = [
@@ -188,7 +188,7 @@ def test_exported_attention_centres_its_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does where torch may choose cuDNN's kernel, which the test pretends."""
-    write_code(tmp_path)
+    write_program(tmp_path / "timm_vit.py")
     monkeypatch.syspath_prepend(tmp_path)
     code = importlib.import_module("timm_vit")
     sizes = {"img_size": 16, "patch_size": (4, 4), "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -298,10 +298,9 @@ def test_exported_code_fits_in_transformers(save: Save, export: Export, tmp_path
     assert tuned(images).logits.shape == (2, 7)
     assert 0 < float(tuned.vit.head.weight.detach().std()) < 0.1
     features = AutoModel.from_pretrained(**place, attn_implementation="eager")
-    assert not features.vit.blocks[0].attn.fused_attn
-    assert tuned.vit.blocks[0].attn.fused_attn
     tokens = model.forward_features(images)
     output = features(images)
+    assert [of.vit.blocks[0].attn.fused_attn for of in (features, tuned)] == [False, True]
     torch.testing.assert_close(output.last_hidden_state, tokens, atol=1e-5, rtol=0)
     pooled = model.pool(tokens, "token")
     torch.testing.assert_close(output.pooler_output, pooled, atol=1e-5, rtol=0)
@@ -332,13 +331,13 @@ def test_exported_code_reads_images_as_vit_does(save: Save, export: Export, tmp_
     export(path, "huggingface", tmp_path / "out")
     preprocess = load_bundle(path).preprocess
     processor = AutoImageProcessor.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    program = (TEMPLATES / "predict.py").read_text().partition("session = ")[0]
+    write_program(tmp_path / "predict.py")
     predict: dict[str, Any] = {}
-    exec(program, predict)
+    exec((tmp_path / "predict.py").read_text().partition("session = ")[0], predict)
 
     dicom = tmp_path / "a.dcm"
     dicom.write_bytes(bytes(128) + b"DICM")
-    for read in (processor, predict["read_pixels"]):
+    for read in (processor, predict["read_rgb"]):
         with pytest.raises(
             ValueError, match=r"a\.dcm is DICOM, which an export doesn't read; give"
         ):
@@ -352,7 +351,7 @@ def test_exported_code_reads_images_as_vit_does(save: Save, export: Export, tmp_
             expected = preprocess([photo])
         except ValueError:
             # what vit refuses, floating-point pixels, others refuse too
-            for read in (processor, predict["read_pixels"]):
+            for read in (processor, predict["read_rgb"]):
                 with pytest.raises(ValueError, match="floating-point"):
                     read(str(image_path))
             continue
@@ -363,7 +362,7 @@ def test_exported_code_reads_images_as_vit_does(save: Save, export: Export, tmp_
             theirs = processor(opened, return_tensors="pt")["pixel_values"]
         torch.testing.assert_close(theirs, expected, atol=1e-6, rtol=0, msg=str(image_path))
         pixels = np.asarray(preprocess.to_rgb(photo))
-        np.testing.assert_array_equal(predict["read_pixels"](image_path)[0], pixels)
+        np.testing.assert_array_equal(predict["read_rgb"](image_path), pixels)
     assert num_read > 100
     assert num_read < len(paths)
 

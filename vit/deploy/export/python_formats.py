@@ -9,9 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from vit.bundle import Bundle
-from vit.data import depth
 from vit.data.preprocess import Preprocess
-from vit.model import stem
 from vit.model.huggingface_weights import convert_to_huggingface
 from vit.model.model_file import MODEL_FILE, StateDict
 from vit.model.vision_transformer import VisionTransformer
@@ -19,6 +17,7 @@ from vit.prediction.conformal import MAX_P_UNUSUAL
 from vit.runtime.files import write_atomically, write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
+_OUR_IMPORT = re.compile(r"^from (vit\..+) import .*\n", re.MULTILINE)
 # the architecture in timm_vit.py, used where timm has none
 _OURS = "vit_with_stem"
 _VARIANT = ("stem", "mlp", "distilled")
@@ -47,7 +46,7 @@ def export_timm(bundle: Bundle, directory: Path) -> Path:
         # timm doesn't read this: its models give logits
         config |= _describe_task(bundle)
     if config["architecture"] == _OURS:
-        write_code(directory)
+        write_program(directory / "timm_vit.py")
     _write_weights(_fold_temperature(bundle), directory / MODEL_FILE)
     _write_json(directory / "config.json", config)
     write_program(directory / "read_image.py")
@@ -67,8 +66,8 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
         weights, config = converted
     else:
         # transformers runs the code of the folder, and never that of this project
-        write_code(directory)
-        _copy_template(directory / "modeling_vit.py")
+        write_program(directory / "timm_vit.py")
+        write_program(directory / "modeling_vit.py")
         weights = {f"vit.{name}": tensor for name, tensor in weights.items()}
         config = _describe_for_code(bundle)
         processor = {"image_processor_type": "ViTProcessor"}
@@ -82,7 +81,7 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
     _write_json(directory / "config.json", config)
 
     # with `trust_remote_code=True`, the pixels are those of vit
-    _copy_template(directory / "image_processing_vit.py")
+    write_program(directory / "image_processing_vit.py")
     write_program(directory / "read_image.py")
     preprocess = bundle.preprocess
     processor |= {
@@ -154,31 +153,15 @@ def _describe_task(bundle: Bundle) -> dict[str, Any]:
 
 
 def write_program(path: Path) -> None:
-    """Write the program of a template, with the code in it that reads images of more than 8 bits, and
-    the limit of unusual images."""
-    code = _read_template(path.name)
-    line = re.search(r"^from vit\.data\.depth import .*\n", code, re.MULTILINE)
-    assert line is not None
-    _, _, depth_code = Path(depth.__file__).read_text(encoding="utf-8").partition('"""\n\n')
+    """Write the template of this name, with the code in it that it imports from this project."""
+    code = (TEMPLATES / path.name).read_text(encoding="utf-8")
     limit = "from vit.prediction.conformal import MAX_P_UNUSUAL\n"
     code = code.replace(limit, f"\nMAX_P_UNUSUAL = {MAX_P_UNUSUAL}\n")
-    write_text(path, code.replace(line[0], depth_code))
-
-
-def _read_template(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8")
-
-
-def _copy_template(path: Path) -> None:
-    write_text(path, _read_template(path.name))
-
-
-def write_code(directory: Path) -> None:
-    """Write timm_vit.py with the stem's code in it, for what timm doesn't have."""
-    code = _read_template("timm_vit.py")
-    stem_code = Path(stem.__file__).read_text(encoding="utf-8")
-    code = code.replace("from vit.model.stem import build_stem\n", stem_code)
-    write_text(directory / "timm_vit.py", code)
+    while line := _OUR_IMPORT.search(code):
+        file = TEMPLATES.parents[3].joinpath(*line[1].split(".")).with_suffix(".py")
+        _, _, imported = file.read_text(encoding="utf-8").partition('"""\n\n')
+        code = code.replace(line[0], imported)
+    write_text(path, code)
 
 
 def _describe_for_timm(bundle: Bundle) -> dict[str, Any]:

@@ -15,24 +15,22 @@ from .read_image import read_rgb
 
 
 def from_array(array, channels_first=None):
-    """Convert an array or tensor [H, W, C], [C, H, W] or [H, W], of whole numbers, or of floats from 0
-    to 1, to an image of PIL."""
-    array = np.asarray(array.detach().cpu() if hasattr(array, "detach") else array)
+    """Convert an array or tensor [H, W, C], [C, H, W] or [H, W], of whole numbers from 0 to 255 or of
+    floats from 0 to 1."""
+    array = np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+    channels = (1, 3, 4)
     if array.ndim == 3:
         if channels_first is None:
-            channels_first = array.shape[-1] not in (1, 3, 4) and array.shape[0] in (1, 3, 4)
+            channels_first = array.shape[-1] not in channels and array.shape[0] in channels
         array = np.moveaxis(array, 0, -1) if channels_first else array
-        array = array[..., 0] if array.shape[-1] == 1 else array
-    if array.ndim not in (2, 3) or array.shape[2:] not in ((), (3,), (4,)):
+    if array.ndim not in (2, 3) or array.shape[2:] not in ((), (1,), (3,), (4,)):
         raise ValueError(f"an image is [H, W, 3], [3, H, W] or [H, W], not {list(array.shape)}")
-    is_float = array.dtype.kind == "f"
-    if array.dtype != np.uint8 and not (array.ndim == 2 and array.dtype == np.uint16):
-        highest = 1 if is_float else 255
-        if array.min() < 0 or array.max() > highest:
-            limits = f"{array.min():g} to {array.max():g}"
-            raise ValueError(f"{array.dtype} values are 0 to {highest}, not {limits}; scale them")
-        array = np.rint(array * (255 if is_float else 1)).astype(np.uint8)
-    return Image.fromarray(np.ascontiguousarray(array))
+    highest = 1 if array.dtype.kind == "f" else 255
+    if array.min() < 0 or array.max() > highest:
+        limits = f"{array.min():g} to {array.max():g}"
+        raise ValueError(f"{array.dtype} values are 0 to {highest}, not {limits}; scale them")
+    array = np.rint(array * (255 / highest)).astype(np.uint8)
+    return Image.fromarray(array[..., 0] if array.shape[2:] == (1,) else array)
 
 
 class ViTProcessor(ImageProcessingMixin):

@@ -29,68 +29,15 @@ class ViTModel(PreTrainedModel):
     def __init__(self, config, num_classes=0):
         super().__init__(config)
         self.vit = build(**{**config.arguments, "num_classes": num_classes})
-        self._choose_attention()
         self.post_init()
-
-    def set_attn_implementation(self, *arguments, **options):
-        super().set_attn_implementation(*arguments, **options)
-        self._choose_attention()
-
-    def _choose_attention(self):
-        for block in self.vit.blocks:
-            block.attn.fused_attn = self.config._attn_implementation != "eager"
 
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):  # a classifier for other classes
             nn.init.normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            nn.init.zeros_(module.bias)
 
     def get_input_embeddings(self):
         return self.vit.patch_embed
-
-    def forward(
-        self,
-        pixel_values,
-        output_attentions=None,
-        output_hidden_states=None,
-        return_dict=None,
-        **unused,
-    ):
-        output = self._compute(pixel_values, output_attentions, output_hidden_states)
-        output["pooler_output"] = self.vit.forward_head(output["last_hidden_state"], True)
-        return self._return(BaseModelOutputWithPooling(**output), return_dict)
-
-    def _compute(self, pixel_values, output_attentions, output_hidden_states):
-        vit, states, attentions = self.vit, [], []
-        tokens = vit.norm_pre(vit._pos_embed(vit.patch_embed(pixel_values)))
-        if output_attentions is None:
-            output_attentions = self.config.output_attentions
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        for block in vit.blocks:
-            states.append(tokens)
-            if output_attentions:
-                attentions.append(compute_weights(block, tokens))
-            tokens = block(tokens)
-        states.append(tokens)
-        return {
-            "last_hidden_state": vit.norm(tokens),
-            "hidden_states": tuple(states) if output_hidden_states else None,
-            "attentions": tuple(attentions) if output_attentions else None,
-        }
-
-    def _return(self, output, return_dict):
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
-        return output if return_dict else output.to_tuple()
-
-
-class ViTForImageClassification(ViTModel):
-    _keys_to_ignore_on_load_unexpected = ()
-
-    def __init__(self, config):
-        super().__init__(config, num_classes=config.num_labels)
 
     def forward(
         self,
@@ -101,14 +48,44 @@ class ViTForImageClassification(ViTModel):
         return_dict=None,
         **unused,
     ):
-        output = self._compute(pixel_values, output_attentions, output_hidden_states)
-        logits = self.vit.forward_head(output.pop("last_hidden_state"))
-        loss = None
+        vit, config, states, attentions = self.vit, self.config, [], []
+        if output_attentions is None:
+            output_attentions = config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        tokens = vit._pos_embed(vit.patch_embed(pixel_values))
+        for block in vit.blocks:
+            states.append(tokens)
+            if output_attentions:
+                attentions.append(compute_weights(block, tokens))
+            block.attn.fused_attn = config._attn_implementation != "eager"
+            tokens = block(tokens)
+        output = self._read(vit.norm(tokens), labels)
+        if output_hidden_states:
+            output["hidden_states"] = (*states, tokens)
+        if output_attentions:
+            output["attentions"] = tuple(attentions)
+        is_tuple = return_dict is False or not getattr(config, "return_dict", True)
+        return output.to_tuple() if is_tuple else output
+
+    def _read(self, tokens, labels):
+        pooled = self.vit.forward_head(tokens, pre_logits=True)
+        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=pooled)
+
+
+class ViTForImageClassification(ViTModel):
+    _keys_to_ignore_on_load_unexpected = ()
+
+    def __init__(self, config):
+        super().__init__(config, config.num_labels)
+
+    def _read(self, tokens, labels):
+        logits, loss = self.vit.forward_head(tokens), None
         if labels is not None and self.config.problem_type == MULTILABEL:
             loss = F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
         elif labels is not None:
             loss = F.cross_entropy(logits, labels)
-        return self._return(ImageClassifierOutput(loss=loss, logits=logits, **output), return_dict)
+        return ImageClassifierOutput(loss=loss, logits=logits)
 
 
 def compute_weights(block, tokens):

@@ -7,32 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from PIL import Image, ImageOps
 
-from vit.data.depth import guess_range, is_deep, read_values, refuse_dicom, scale_values
+from vit.deploy.export.templates.read_image import read_rgb
 from vit.prediction.conformal import MAX_P_UNUSUAL
-
-
-def read_pixels(path, value_range=None):
-    """Read upright RGB, uint8 [1, height, width, 3]: transparency becomes white, and of more than 8
-    bits the model's range becomes 0 to 255."""
-    refuse_dicom(path)
-    # only these: some formats of Pillow start programs
-    formats = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
-    with Image.open(path, formats=formats) as opened:
-        if opened.width * opened.height > 100_000_000 or max(opened.size) > 65_535:
-            raise ValueError(f"{path} has more than 100 million pixels or 65,535 a side")
-        if is_deep(opened):
-            values, limits, is_inverted = read_values(opened)
-            low, high = value_range or guess_range(values, limits)
-            image = Image.fromarray(scale_values(values, low, high, is_inverted=is_inverted))
-        else:
-            image = ImageOps.exif_transpose(opened)
-    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        image = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return np.asarray(image.convert("RGB"))[None]
-
 
 session = onnxruntime.InferenceSession(str(Path(__file__).with_name("model.onnx")))
 facts = session.get_modelmeta().custom_metadata_map
@@ -41,7 +18,7 @@ value_range = json.loads(facts["preprocess"]).get("value_range")
 kinds = [output.name for output in session.get_outputs()]
 for path in sys.argv[1:]:
     try:
-        pixels = read_pixels(path, value_range)
+        pixels = np.asarray(read_rgb(path, value_range))[None]
         outputs = dict(zip(kinds, session.run(kinds, {"images": pixels}), strict=True))
         scores = outputs["probabilities"][0]
         order = np.argsort(-scores, kind="stable").tolist()
