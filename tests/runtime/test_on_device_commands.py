@@ -183,10 +183,9 @@ def test_serve(npu: Counter, monkeypatch: pytest.MonkeyPatch, model: Path, photo
     httpx2 = pytest.importorskip("httpx2", reason="the extra serve is not installed")
     serve = pytest.importorskip("vit.deploy.serve.app", reason="the extra serve is not installed")
 
-    async def run_here(
-        function: Callable[..., Any], *arguments: Any
-    ) -> Any:  # the pretend device is one thread's
-        return function(*arguments)
+    # the pretend device is one thread's
+    async def run_here(batches: object, function: Callable[[], Any]) -> Any:
+        return function()
 
     async def ask(device: str) -> Any:
         app = serve.build_app(load_bundle(model, device=torch.device(device)))
@@ -196,6 +195,6 @@ def test_serve(npu: Counter, monkeypatch: pytest.MonkeyPatch, model: Path, photo
             files = {"image": (photos / "ant" / "0.png").read_bytes()}
             return (await client.post("/predict?map=array", files=files)).raise_for_status().json()
 
-    monkeypatch.setattr(serve, "run_in_threadpool", run_here)
+    monkeypatch.setattr(serve.Batches, "run", run_here)
     assert asyncio.run(ask("npu:0")) == asyncio.run(ask("cpu"))
     assert any(line.startswith("host→device") for line in npu)

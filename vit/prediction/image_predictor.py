@@ -165,7 +165,7 @@ class Predictor:
         """
         for batch in decode_batches(items, self.preprocesses, self.batch_size):
             readable = [(name, pixels) for name, pixels in batch if not isinstance(pixels, str)]
-            predictions = iter(self._predict_batch(readable)) if readable else iter(())
+            predictions = iter(self.predict_pixels(readable)) if readable else iter(())
             for name, pixels in batch:
                 if isinstance(pixels, str):
                     precision = self.batch_predictors[0].precision
@@ -173,7 +173,9 @@ class Predictor:
                 else:
                     yield next(predictions)
 
-    def _predict_batch(self, batch: Sequence[tuple[str, list[Pixels]]]) -> Iterator[Prediction]:
+    def predict_pixels(self, batch: Sequence[tuple[str, list[Pixels]]]) -> Iterator[Prediction]:
+        """Yield the prediction of each image of a batch: its name, and its pixels as each model
+        sees them."""
         bundle, predictors = self.bundle, self.batch_predictors
         count = len(batch)
         # the images as each model sees them

@@ -3,6 +3,7 @@ that shows them."""
 
 import asyncio
 import base64
+import hashlib
 import io
 import logging
 import re
@@ -10,14 +11,19 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -27,13 +33,17 @@ from tests.browser import NASTY_CLASS, find_low_contrast, find_unnamed, find_wid
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import Bundle, Likeness, load_bundle
 from vit.model.find_file import list_example_photos
+from vit.runtime.device import choose_precision
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 from fastapi import Request
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.exceptions import HTTPException
 
 from vit.deploy.serve import app as serve
+from vit.deploy.serve import uploads as receiving
+from vit.deploy.serve.answers import Answer
 
 NAMES = ("ant", "<b>", "cow")
 FORM = {"content-type": "multipart/form-data; boundary=x"}
@@ -86,10 +96,11 @@ def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
     (check,) = explanations.sanity_checks["libra-removal"][0]
     assert answer["map"]["sanity_check"]["verdict"] == check.verdict
 
-    answer = client.post("/predict", files={"image": photo}).json()
+    answer = client.post("/predict?map=png", files={"image": photo}).json()
     assert answer["map"]["png"].startswith("data:image/png;base64,")
     assert len(answer["classes"]) == 3
-    assert client.post("/predict?map=none", files={"image": photo}).json()["map"] is None
+    # programs that don't ask for a map wait for none
+    assert client.post("/predict", files={"image": photo}).json()["map"] is None
 
     # 19 held-out images that are nearly the one training image, unlike the photo
     features = vit.embed(bundle, Image.new("RGB", (60, 40), "red"))
@@ -219,9 +230,9 @@ def chunks(count: int) -> Iterator[bytes]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "no form": ({"json": {"path": "/etc/passwd"}}, 415, "send one photo as a form"),
-    "no body": ({}, 415, "send one photo as a form"),
-    "plain form": ({"data": {"image": "photo.jpg"}}, 415, "send one photo as a form"),
+    "no form": ({"json": {"path": "/etc/passwd"}}, 415, "send photos as a form"),
+    "no body": ({}, 415, "send photos as a form"),
+    "plain form": ({"data": {"image": "photo.jpg"}}, 415, "send photos as a form"),
     "no file": ({"content": PART + b"\r\n\r\nb\r\n--x--", "headers": FORM}, 400, "no file"),
     "no boundary": (
         {"content": b"abc", "headers": {"content-type": "multipart/form-data"}},
@@ -230,7 +241,8 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "no parts": ({"content": b"abc", "headers": FORM}, 400, "damaged"),
     "no end": ({"content": FILE + b"b", "headers": FORM}, 400, "no file"),
-    "two files": ({"files": [("image", b"a"), ("image", b"b")]}, 400, "more than a photo"),
+    "101 files": ({"files": [("image", b"a")] * 101}, 400, "more than 100 photos"),
+    "empty body": ({"headers": {"content-type": "image/jpeg"}}, 400, "the photo is empty"),
     "empty": ({"files": {"image": ("a.jpg", b"")}}, 400, "the photo is empty"),
     "text": (
         {"files": {"image": b"hello"}},
@@ -244,6 +256,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "too large": ({"files": {"image": bytes(serve.MAX_BYTES)}}, 413, "larger than 20 MB"),
     "too large, in pieces": ({"content": chunks(21), "headers": FORM}, 413, "larger than 20 MB"),
+    "too large, without a form": (
+        {"content": chunks(21), "headers": {"content-type": "image/jpeg"}},
+        413,
+        "larger than 20 MB",
+    ),
 }
 
 
@@ -272,7 +289,7 @@ def test_broken_images_and_too_many_pixels_are_refused(client: TestClient, photo
     ("method", "path", "status", "sentence"),
     [
         ("GET", "/predict", 405, "/predict takes POST"),
-        ("POST", "/", 405, "/ takes GET"),
+        ("POST", "/", 405, "everything else GET"),
         ("GET", "/model.safetensors", 404, "nothing else"),
         ("GET", "/docs", 404, "nothing else"),
         ("POST", "/predict?map=mp4", 422, "map: input should be 'png', 'array' or 'none'"),
@@ -290,7 +307,9 @@ def test_other_requests_are_refused(
 def test_other_names_and_other_sites_are_refused(
     bundle: Bundle, client: TestClient, photo: bytes
 ) -> None:
-    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+    for name in ("evil.example", "evil.example:8000", "", "[", "localhost.evil.example"):
+        response = client.get("/", headers={"host": name})
+        assert (response.status_code, "--allow-host" in response.json()["error"]) == (400, True)
     assert client.get("/", headers={"host": "localhost:9000"}).status_code == 200
     upload = {"image": photo}
     response = client.post("/predict", files=upload, headers={"sec-fetch-site": "cross-site"})
@@ -318,8 +337,10 @@ def test_an_upload_that_is_too_slow_is_given_up(
     monkeypatch: pytest.MonkeyPatch, chunk: int, pause: float, is_refused: bool
 ) -> None:
     """100 kB in all: nothing comes, too little comes, it comes quickly, and in more than a minute."""
-    monkeypatch.setattr(serve, "_SILENCE_SECONDS", 0.3 if chunk < 20_000 else 2)
-    monkeypatch.setattr(serve, "RECEIVING_SECONDS", 0.8)
+    seconds = 0.3 if chunk < 20_000 else 2
+    monkeypatch.setattr(receiving, "_SLOW_SECONDS", seconds)
+    monkeypatch.setattr(receiving, "_MIN_RATE", 2**16 / seconds)
+    monkeypatch.setattr(receiving, "RECEIVING_SECONDS", 0.8)
     sent = [FILE] + [b"x" * chunk] * (100_000 // max(chunk, 1000)) + [b"\r\n--x--\r\n"]
 
     async def receive() -> dict[str, Any]:
@@ -328,46 +349,226 @@ def test_an_upload_that_is_too_slow_is_given_up(
 
     headers = [(name.encode(), value.encode()) for name, value in FORM.items()]
     request = Request({"type": "http", "headers": headers}, receive)
-    uploads: set[serve.Upload] = set()
+    uploads: receiving.Uploads = set()
     if not is_refused:
-        photo = asyncio.run(serve.receive_photo(request, uploads))
-        assert photo.size == 100_000
-        photo.file.close()
+        (photo,) = asyncio.run(receiving.receive_photos(request, uploads))
+        assert len(photo.read()) == 100_000
+        photo.close()
     else:
         with pytest.raises(HTTPException, match="arrived too slowly") as error:
-            asyncio.run(serve.receive_photo(request, uploads))
+            asyncio.run(receiving.receive_photos(request, uploads))
         assert error.value.status_code == 408
     assert not uploads
 
 
-def test_one_photo_is_in_the_model_at_a_time_and_a_long_wait_is_given_up(
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def read_metrics(port: int) -> str:
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def count(metrics: str, name: str, **labels: str) -> float:
+    """The sum of what Prometheus reads under a name."""
+    families = text_string_to_metric_families(metrics)
+    samples = [sample for family in families for sample in family.samples]
+    return sum(
+        each.value
+        for each in samples
+        if each.name == name and labels.items() <= each.labels.items()
+    )
+
+
+def count_running(port: int) -> float:
+    return count(read_metrics(port), "vit_requests_in_progress", method="POST")
+
+
+class HeldModel:
+    """The model, which computes nothing before `leave` is set.
+
+    Attributes:
+        entered: Set once it has the first photos.
+        batches: Shapes of the photos that it was given, batch by batch.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.leave = threading.Event(), threading.Event()
+        self.batches: list[list[tuple[int, ...]]] = []
+        predict = serve.Predictor.predict_pixels
+
+        def wait(predictor: Any, batch: Any) -> Any:
+            self.batches.append([pixels.shape for _, (pixels,) in batch])
+            self.entered.set()
+            assert self.leave.wait(30)
+            return predict(predictor, batch)
+
+        monkeypatch.setattr(serve.Predictor, "predict_pixels", wait)
+
+
+def test_a_long_wait_for_the_model_is_given_up(
     bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "WAITING_SECONDS", 0.2)
-    entered, leave, running, most = threading.Event(), threading.Event(), [0], [0]
-    predict = serve.predict_images
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        entered.set()
-        assert leave.wait(30)
-        running[0] -= 1
-        return predict(*arguments, **options)
-
-    monkeypatch.setattr(serve, "predict_images", slow)
+    model = HeldModel(monkeypatch)
     with TestClient(serve.build_app(bundle), base_url="http://127.0.0.1") as client:
-        answers: list[Any] = []
-        ask = partial(client.post, "/predict?map=none", files={"image": photo})
-        first = threading.Thread(target=lambda: answers.append(ask()))
-        first.start()
-        assert entered.wait(30)
-        busy = ask()
-        leave.set()
-        first.join()
+        ask = partial(client.post, "/predict", files={"image": photo})
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(ask)
+            assert model.entered.wait(30)
+            monkeypatch.setattr(serve, "WAITING_SECONDS", 0.2)
+            busy = ask()
+            model.leave.set()
+            assert first.result().status_code == 200
     assert (busy.status_code, busy.headers["retry-after"]) == (503, "10")
     assert "busy" in busy.json()["error"]
-    assert (answers[0].status_code, most[0]) == (200, 1)
+    # what was given up is never computed
+    assert len(model.batches) == 1
+
+
+def test_requests_share_a_batch_and_have_the_answers_of_predict(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(1)
+    sizes = [(40, 60), (700, 500), (8, 300), (16, 16), (1, 1), (900, 31)]
+    modes = ["RGB", "L", "RGBA", "CMYK", "P", "1"]
+    photos = [
+        Image.fromarray(random.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)) for size in sizes
+    ]
+    photos = [image.convert(mode) for image, mode in zip(photos, modes, strict=True)]
+    photos[1] = Image.fromarray(random.integers(0, 65_536, (500, 700), dtype=np.uint16))
+    contents = [encode(image, "TIFF") for image in photos]
+    broken = encode(photos[0])[:2000]
+    model = HeldModel(monkeypatch)
+    app = serve.build_app(bundle, precision="float32")
+    with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(16) as pool:
+
+        def ask(number: int, content: bytes) -> Any:
+            address = f"/predict?top_k={1 + number % 3}"
+            if number % 2:
+                return client.post(address, content=content, headers={"content-type": "image/tiff"})
+            fields = {"user": "somebody"}
+            return client.post(address, files={"image": content}, data=fields)
+
+        before = client.get("/metrics").text
+        first = pool.submit(ask, 0, contents[0])
+        assert model.entered.wait(30)
+        asked = [pool.submit(ask, *pair) for pair in enumerate([*contents, broken])]
+        files = [("image", content) for content in (contents[1], broken, b"", contents[2])]
+        several = pool.submit(client.post, "/predict", files=files)
+        waiting = app.state.service._batches._waiting
+        wait_until(lambda: len(waiting) == 8)
+        model.leave.set()
+        answers = [each.result() for each in [*asked, several, first]]
+
+    # what waits has the size of the model's input, however large the photo is
+    shape = (*bundle.preprocess.image_size, 3)
+    assert model.batches == [[shape], [shape] * 8]
+    predictions = vit.predict(bundle, photos, precision="float32").predictions
+    expected = [{row[1]: row[2] for row in each.classes} for each in predictions]
+
+    def compare(answer: Any, number: int, count: int) -> None:
+        found = {each["name"]: each["probability"] for each in answer["classes"]}
+        assert len(found) == count
+        assert found == pytest.approx({name: expected[number][name] for name in found}, abs=1e-5)
+        assert list(found) == list(expected[number])[:count]
+        assert answer["precision"] == "float32"
+        assert Answer.model_validate(answer).model_dump(exclude_unset=True) == answer
+
+    for number, answer in enumerate(answers[:6]):
+        compare(answer.json(), number, 1 + number % 3)
+    # one that can't be read spoils no other
+    assert (answers[6].status_code, "truncated" in answers[6].json()["error"]) == (422, True)
+    found = several.result().json()
+    compare(found[0], 1, 3)
+    assert [list(each) for each in found[1:3]] == [["error"]] * 2
+    assert "truncated" in found[1]["error"]
+    assert "empty" in found[2]["error"]
+    compare(found[3], 2, 3)
+    after = client.get("/metrics").text
+    for expected_count, name, labels in (
+        (9, "vit_batch_photos_sum", {}),
+        (2, "vit_batch_photos_count", {}),
+        (8, "vit_requests_total", {"path": "/predict", "status_code": "200"}),
+        (1, "vit_requests_total", {"path": "/predict", "status_code": "422"}),
+    ):
+        assert count(after, name, **labels) - count(before, name, **labels) == expected_count
+
+
+def test_a_client_that_goes_away_frees_its_place_and_an_ending_server_answers(
+    bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_MAX_REQUESTS", 2)
+    model = HeldModel(monkeypatch)
+    head = b"POST /predict HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/png\r\n"
+    request = head + b"Content-Length: %d\r\n\r\n" % len(photo) + photo
+
+    def ask() -> socket.socket:
+        connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+        connection.sendall(request)
+        return connection
+
+    with serve_in_thread(bundle) as (port, _), ask() as first:
+        assert model.entered.wait(30)
+        ask().close()
+        # nobody reads its answer, and the log has no line for it
+        wait_until(lambda: count(read_metrics(port), "vit_requests_total", status_code="499") == 1)
+        with ask() as third:
+            wait_until(lambda: count_running(port) == 2)
+            SERVERS[-1].should_exit = True
+            model.leave.set()
+            assert [each.recv(12) for each in (first, third)] == [b"HTTP/1.1 200"] * 2
+    assert [len(batch) for batch in model.batches] == [1, 1]
+
+
+def test_health_metrics_and_the_schema(bundle: Bundle, client: TestClient, photo: bytes) -> None:
+    health = client.get("/health").json()
+    assert health == {
+        "status": "ok",
+        "version": vit.__version__,
+        "model": bundle.name,
+        "sha256": bundle.sha256,
+        "precision": choose_precision("auto", bundle.device),
+        "classes": list(NAMES),
+    }
+    assert health["sha256"] == hashlib.sha256(Path(bundle.name).read_bytes()).hexdigest()
+    assert client.head("/health").status_code == 200
+    # addresses that a stranger makes up take no memory
+    client.get("/nothing")
+    assert "nothing" not in client.get("/metrics").text
+
+    schema = client.get("/openapi.json").json()
+    assert list(schema["paths"]) == ["/health", "/predict"]
+    predict = schema["paths"]["/predict"]["post"]
+    assert set(predict["requestBody"]["content"]) == {"image/*", "multipart/form-data"}
+    refused = {status for status in predict["responses"] if status != "200"}
+    assert refused == {"400", "403", "408", "413", "415", "422", "503"}
+    for status in refused:
+        content = predict["responses"][status]["content"]["application/json"]
+        assert content["schema"]["$ref"].endswith("/Refusal")
+    for options in ("map=png", "map=array&top_k=1"):
+        answer = client.post(f"/predict?{options}", files={"image": photo}).json()
+        assert Answer.model_validate(answer).model_dump(exclude_unset=True) == answer
+        assert set(answer) <= set(schema["components"]["schemas"]["Answer"]["properties"])
+        assert set(answer["map"]) <= set(schema["components"]["schemas"]["Map"]["properties"])
+
+
+def test_a_failure_of_the_server_is_json(
+    bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(serve.Predictor, "predict_pixels", fail)
+    app = serve.build_app(bundle)
+    client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+    response = client.post("/predict", files={"image": photo})
+    assert (response.status_code, list(response.json())) == (500, ["error"])
+    assert count(client.get("/metrics").text, "vit_requests_total", status_code="500") >= 1
 
 
 def test_a_model_without_attention_has_a_map_of_another_method(photo: bytes) -> None:
@@ -378,10 +579,12 @@ def test_a_model_without_attention_has_a_map_of_another_method(photo: bytes) -> 
     size = vit.bundle.Preprocess((16, 16))
     plain = Bundle.from_model(model, class_names=["a", "b", "c", "d"], preprocess=size)
     client = TestClient(serve.build_app(plain), base_url="http://127.0.0.1")
-    answer = client.post("/predict", files={"image": photo}).json()
+    answer = client.post("/predict?map=png", files={"image": photo}).json()
     assert (len(answer["classes"]), answer["map"]["method"]) == (4, "input-x-gradient")
     with pytest.raises(ValueError, match="unknown method"):
         serve.build_app(plain, method="nonsense")
+    with pytest.raises(ValueError, match="precision"):
+        serve.build_app(plain, precision="nonsense")
 
 
 # --- the command and the page
@@ -411,6 +614,76 @@ def test_mistakes_of_the_command_are_one_line(
     assert "can't be used" in line
     assert "does not exist" in cli.fail("serve", tmp_path / "none")
     assert "unknown method" in cli.fail("serve", tiny_run, "--method", "x")
+
+
+@pytest.mark.extended
+def test_workers_share_a_port_and_what_they_count_and_end_what_they_have(
+    cli: Launcher, tiny_run: Path, photo: bytes
+) -> None:
+    process = cli.start("serve", tiny_run, "--port", 0, "--device", "cpu", "--workers", 2)
+    assert process.stderr is not None
+    address = next(line for line in process.stderr if line.startswith("http")).split()[0]
+    port = int(address.rpartition(":")[2])
+    request = partial(post, port, photo)
+    with ThreadPoolExecutor(32) as pool:
+        statuses = list(pool.map(request, range(200)))
+        assert statuses == [200] * 200
+        assert total(read_metrics(port)) == 200
+        workers = psutil.Process(process.pid).children()
+        workers = [each for each in workers if "spawn_main" in " ".join(each.cmdline())]
+        assert len(workers) == 2
+
+        # one is killed and replaced; the other answers meanwhile, and nothing counted is lost
+        workers[0].kill()
+        wait_until(lambda: not workers[0].is_running() or workers[0].status() == "zombie")
+        assert list(pool.map(request, range(20))) == [200] * 20
+        assert total(read_metrics(port)) == 220
+        assert count_running(port) == 0
+
+        asked = [pool.submit(request, number) for number in range(32)]
+        wait_until(lambda: total(read_metrics(port)) > 220)
+        process.send_signal(signal.SIGTERM)
+        answers = [each.result() for each in asked]
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    # what was sent before the port closed has its answer
+    assert set(answers) <= {200, None}
+    assert answers.count(200) >= 16
+
+
+@pytest.mark.extended
+def test_memory_is_bounded_while_large_photos_wait(cli: Launcher, tiny_run: Path) -> None:
+    random = np.random.default_rng(2)
+    pixels = random.integers(0, 256, (60, 80, 3), dtype=np.uint8).repeat(50, 0).repeat(50, 1)
+    large = encode(Image.fromarray(pixels), "JPEG")
+    with serving(cli, tiny_run) as address:
+        port = int(address.rpartition(":")[2])
+        with ThreadPoolExecutor(100) as pool:
+            assert set(pool.map(partial(post, port, large), range(100))) == {200}
+            peak = count(read_metrics(port), "process_resident_memory_bytes")
+            assert set(pool.map(partial(post, port, large), range(300))) == {200}
+            after = count(read_metrics(port), "process_resident_memory_bytes")
+    # 12 megapixels are 36 MB: a hundred of them would be 3.6 GB
+    assert peak < 1.5e9
+    assert after < peak + 1e8
+
+
+def post(port: int, content: bytes, _: int) -> int | None:
+    """The status of an answer; None if the port is closed."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/predict", content, {"Content-Type": "image/jpeg"}
+    )
+    try:
+        with urlopen(request, timeout=60) as answer:
+            status: int = answer.status
+            return status
+    except URLError as error:
+        return getattr(error, "code", None)
+
+
+def total(metrics: str) -> float:
+    """Photos that went through the model."""
+    return count(metrics, "vit_batch_photos_sum")
 
 
 @pytest.mark.extended
@@ -562,6 +835,10 @@ def test_too_many_requests_get_json_and_health_is_answered_beside_them(
         assert client.get("/health").json()["status"] == "ok"
 
 
+# those of `serve_in_thread`
+SERVERS: list[Any] = []
+
+
 @contextmanager
 def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
     """The port of a server, and the lines of its log."""
@@ -571,13 +848,12 @@ def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     started = threading.Event()
-    servers: list[Any] = []
     make = serve.uvicorn.Server
 
     def remember(config: Any) -> Any:
         logging.getLogger("uvicorn.access").addHandler(handler)
-        servers.append(make(config))
-        return servers[0]
+        SERVERS.append(make(config))
+        return SERVERS[-1]
 
     app = serve.build_app(bundle)
     with pytest.MonkeyPatch.context() as patch:
@@ -589,7 +865,7 @@ def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
         try:
             yield port, lines
         finally:
-            servers[0].should_exit = True
+            SERVERS[-1].should_exit = True
             thread.join(20)
             logging.getLogger("uvicorn.access").removeHandler(handler)
 
@@ -613,7 +889,7 @@ def test_slow_uploads_lose_their_places_to_others(
     bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "_MAX_REQUESTS", 8)
-    monkeypatch.setattr(serve, "_PROTECTED_SECONDS", 0.1)
+    monkeypatch.setattr(receiving, "_PROTECTED_SECONDS", 0.1)
     head = b"POST /predict?map=none HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n"
     head += b"Content-Type: multipart/form-data; boundary=x\r\nConnection: close\r\n\r\n"
     body = FILE + photo + b"\r\n--x--\r\n"

@@ -6,29 +6,47 @@ A client's upload is an image or is refused with one sentence; no name in it is 
 import asyncio
 import logging
 import math
+import os
+import signal
 import socket
+import threading
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from fnmatch import fnmatchcase
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, BinaryIO
+from urllib.parse import urlsplit
 
+import psutil
+import torch
 import uvicorn
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
-from PIL import Image
-from pydantic import BaseModel, Field
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import UploadFile
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import Histogram
+from prometheus_client.multiprocess import mark_process_dead
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
+from starlette_exporter import PrometheusMiddleware, handle_metrics
 
-from vit.bundle import Bundle, require_classifier
+from vit.bundle import Bundle, load_bundle
 from vit.data.images import read_image
+from vit.deploy.serve.answers import Answer, AnswerOptions, Answers, Health, Refusal
+from vit.deploy.serve.batches import Batches, Photo
+from vit.deploy.serve.uploads import (
+    HINT,
+    MAX_BYTES,
+    Uploads,
+    end_slowest,
+    receive_photos,
+    wait_until_gone,
+)
 from vit.explanation.best_method import AUTO, choose_methods, replace_best
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
@@ -41,30 +59,30 @@ from vit.explanation.training_photos import TrainingPhotos
 from vit.model.find_file import list_example_photos, list_pretrained
 from vit.prediction.conformal import LEVELS
 from vit.prediction.decision import describe_decision
+from vit.prediction.image_predictor import Predictor
 from vit.prediction.neighbours import Similar
-from vit.prediction.predict import predict_images
-from vit.prediction.records import describe_classes, describe_similar
+from vit.prediction.predictor import Pixels
+from vit.prediction.records import Prediction, describe_classes, describe_similar
+from vit.runtime.arguments import shorten
+from vit.runtime.device import choose_device
 from vit.runtime.documents import explain_error
+from vit.runtime.threads import MAX_THREADS
+from vit.runtime.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("serve.html.jinja")
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
-MAX_BYTES = 20 * 2**20
-# to receive a photo
-RECEIVING_SECONDS = 60.0
-# within which this many more bytes of a photo, or its end, must arrive
-_SILENCE_SECONDS = 5.0
-_MIN_BYTES = 64 * 2**10
-# after which an upload may lose its place to another request
-_PROTECTED_SECONDS = 1.0
 # until the model is free
 WAITING_SECONDS = 60.0
-# requests that are received or wait for the model
-_MAX_REQUESTS = 64
+# after SIGTERM, to answer the requests that are there; Kubernetes kills after 30
+_ENDING_SECONDS = 25
+# requests that are received or wait for the model, for each worker
+_MAX_REQUESTS = 128
+# photos in a forward pass: more are hardly faster
+_BATCH_SIZE = 32
 # pixels of the shorter side of a map's picture
 _MIN_SIDE = 224
-# training photos on the page, and at most for programs
+# training photos on the page
 NUM_SIMILAR = 4
-_MAX_SIMILAR = 20
 # pixels of a training photo's side
 _SIMILAR_SIDE = 224
 _NUM_EXAMPLES = 4
@@ -75,30 +93,32 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
-_HINT = "send one photo as a form: curl -F image=@photo.jpg http://…/predict"
 _RETRY = {"Retry-After": "10"}
+_PHOTO = {"type": "string", "format": "binary"}
+_FORM = {"type": "object", "properties": {"image": {"type": "array", "items": _PHOTO}}}
+# the body of POST /predict in OpenAPI
+_BODY = {"content": {"image/*": {"schema": _PHOTO}, "multipart/form-data": {"schema": _FORM}}}
+_REFUSALS: tuple[int | str, ...] = (400, 403, 408, 413, 415, 422, 503)
+_BATCHES = Histogram(
+    "vit_batch_photos", "Photos in a forward pass.", buckets=(1, 2, 4, 8, 16, _BATCH_SIZE)
+)
+_ANSWERS: TypeAdapter[Answers] = TypeAdapter(Answers)
 Json = Mapping[str, Any]
 
 
-class AnswerOptions(BaseModel):
-    """Parameters of the address that a program may set.
-
-    Attributes:
-        map: The attention map over the photo, its values, or none.
-        top_k: Number of classes; labels that are predicted are always among them.
-        similar: Number of training images most similar to the photo.
-        pictures: Add their pictures, where they can be read.
-    """
-
-    map: Literal["png", "array", "none"] = "png"
-    top_k: int = Field(5, ge=1)
-    similar: int = Field(0, ge=0, le=_MAX_SIMILAR)
-    pictures: bool = False
+def open_app(
+    model: str, *, device: str, num_workers: int, build: Callable[[Bundle], FastAPI]
+) -> FastAPI:
+    """Open a model and build its application, in one of several processes that share the cores."""
+    if num_workers > 1:
+        torch.set_num_threads(max(torch.get_num_threads() // num_workers, 1))
+    return build(load_bundle(model, device=choose_device(device)))
 
 
 def build_app(
     bundle: Bundle,
     *,
+    precision: str = "auto",
     method: str = AUTO,
     hosts: Sequence[str] = LOCAL_HOSTS,
     num_similar: int = NUM_SIMILAR,
@@ -107,36 +127,64 @@ def build_app(
 
     Args:
         bundle: The model. If its attention can't be read, answers have no map.
+        precision: Precision of predictions, see `vit.evaluate`; maps are computed in float32.
         method: Map method; "best" is the one that `vit faithfulness` found, and "auto" the first
             one of `vit.explain`.
         hosts: Requests must name one of them, so that no other site can let its name point here.
+            "*.example.com" is each name below example.com.
         num_similar: Training photos that the page shows with a photo, if the model file names
             any. 0: no answer names a training photo.
 
     Raises:
-        ValueError: The method is unknown, or the model has no classifier.
+        ValueError: The method or the precision is unknown, or the model has no classifier.
     """
-    require_classifier(bundle)
-    service = _Service(bundle, method=method, num_similar=num_similar)
+    service = _Service(bundle, precision=precision, method=method, num_similar=num_similar)
+
+    async def check_host(request: Request) -> None:
+        name = request.headers.get("host", "")
+        with suppress(ValueError):
+            host = urlsplit(f"//{name}").hostname or ""
+            if any(fnmatchcase(host, pattern.lower()) for pattern in hosts):
+                return
+        text = f"this server isn't called {shorten(name)!r}; --allow-host allows it"
+        raise HTTPException(400, text)
+
     # the framework's own pages load scripts from another site
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))
-    app.get("/")(service.show_page)
+    app = FastAPI(
+        title="vit serve",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        dependencies=[Depends(check_host)],
+    )
+    app.state.service = service
+    app.get("/", include_in_schema=False)(service.show_page)
+    app.get("/metrics", include_in_schema=False)(handle_metrics)
     app.get("/health")(service.show_health)
-    app.post("/predict")(service.predict)
+    # monitors ask for the head alone
+    app.head("/health", include_in_schema=False)(service.show_health)
+    app.post(
+        "/predict",
+        response_model=Answers,
+        responses={status: {"model": Refusal} for status in _REFUSALS},
+        openapi_extra={"requestBody": _BODY},
+    )(service.predict)
     app.exception_handler(HTTPException)(_refuse)
-    app.exception_handler(RequestValidationError)(_refuse_options)
+    app.exception_handler(RequestValidationError)(_refuse)
+    app.exception_handler(Exception)(_refuse)
+    app.add_middleware(PrometheusMiddleware, app_name="vit", prefix="vit")
     return app
 
 
 class _Service:
-    """Answers requests with one model, a photo at a time.
-
-    `predict` takes a request and waits for the model, `_answer` is its answer.
+    """Answers requests with one model: photos are decoded by several threads, predicted together
+    (`_predict`), and explained one at a time (`_explain`).
     """
 
-    def __init__(self, bundle: Bundle, *, method: str, num_similar: int) -> None:
+    def __init__(self, bundle: Bundle, *, precision: str, method: str, num_similar: int) -> None:
         self.bundle = bundle
+        self._predictor = Predictor(bundle, coverage=_COVERAGE, precision=precision)
+        self._batch_predictor = self._predictor.batch_predictors[0]
         # an unknown method is an error, a model whose attention can't be read is none
         if method != AUTO:
             find_methods(replace_best((method,), bundle))
@@ -166,10 +214,13 @@ class _Service:
         }
         # it is the same for every request
         self.page = render_page(_TEMPLATE, context)
-        self.model_is_free = asyncio.Lock()
+        self._decoders = ThreadPoolExecutor(torch.get_num_threads(), "decode")
+        self._batches = Batches(self._predict, size=_BATCH_SIZE)
+        # photos without a map wait for one map at most
+        self._map_turn = asyncio.Lock()
         # requests are limited, not connections: one that asks for nothing costs next to nothing
-        self.places = asyncio.Semaphore(_MAX_REQUESTS)
-        self.uploads: set[Upload] = set()
+        self._places = asyncio.Semaphore(_MAX_REQUESTS)
+        self._uploads: Uploads = set()
 
     def _choose_examples(self) -> list[dict[str, str]]:
         """Choose photos to try the page with: those of the package for its model, or else training
@@ -204,58 +255,66 @@ class _Service:
         """Answer `GET /`."""
         return HTMLResponse(self.page, headers=_HEADERS)
 
-    def show_health(self) -> Json:
+    def show_health(self) -> Health:
         """Answer `GET /health`."""
-        return {"status": "ok", "model": self.bundle.name}
+        return Health(
+            version=__version__,
+            model=self.bundle.name,
+            sha256=self.bundle.sha256,
+            precision=self._batch_predictor.precision,
+            classes=list(self.bundle.class_names),
+        )
 
-    async def predict(self, request: Request, options: Annotated[AnswerOptions, Query()]) -> Json:
-        """Answer `POST /predict`."""
+    async def predict(
+        self, request: Request, options: Annotated[AnswerOptions, Query()]
+    ) -> Response:
+        """Predict the classes of a photo, or of each photo of a form."""
         if options.similar and self.no_similar:
             raise HTTPException(400, self.no_similar)
-        if self.places.locked() and not self._end_slowest_upload():
+        if self._places.locked() and not end_slowest(self._uploads):
             raise HTTPException(503, "too many requests at once; try again", _RETRY)
-        async with self.places:
-            upload = await receive_photo(request, self.uploads)
+        async with self._places:
+            files = await receive_photos(request, self._uploads)
+            answers = asyncio.ensure_future(self._answer_all(files, options))
+            gone = asyncio.ensure_future(wait_until_gone(request))
             try:
-                await self._wait_for_model()
-                try:
-                    return await run_in_threadpool(self._answer, upload, options)
-                finally:
-                    self.model_is_free.release()
+                await asyncio.wait((answers, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not answers.done():
+                    # nginx's status for it; nobody reads the answer
+                    return Response(status_code=499)
+                content = _ANSWERS.dump_json(answers.result(), by_alias=True, exclude_unset=True)
+                return Response(content, media_type="application/json")
             finally:
-                await upload.close()
+                answers.cancel()
+                gone.cancel()
+                for file in files:
+                    file.close()
 
-    def _end_slowest_upload(self) -> bool:
-        """End the slowest upload, which frees its place; return false if none is old enough."""
-        candidates = [upload for upload in self.uploads if upload.age > _PROTECTED_SECONDS]
-        if not candidates:
-            return False
-        slowest = min(candidates, key=lambda upload: upload.num_bytes / upload.age)
-        self.uploads.discard(slowest)
-        slowest.end()
-        return True
+    async def _answer_all(self, files: Sequence[BinaryIO], options: AnswerOptions) -> Answers:
+        if len(files) == 1:
+            return await self._answer(files[0], options)
 
-    async def _wait_for_model(self) -> None:
+        async def answer(file: BinaryIO) -> Answer | Refusal:
+            try:
+                return await self._answer(file, options)
+            except HTTPException as error:
+                return Refusal(error=error.detail)
+
+        return list(await asyncio.gather(*map(answer, files)))
+
+    async def _answer(self, file: BinaryIO, options: AnswerOptions) -> Answer:
+        photo = await asyncio.wrap_future(self._decoders.submit(self._decode, file))
+        labels = self.bundle.is_multilabel
+        maps: list[Json] = []
         try:
             async with asyncio.timeout(WAITING_SECONDS):
-                await self.model_is_free.acquire()
+                prediction = await self._batches.predict((photo, options))
+                if options.map != "none":
+                    async with self._map_turn:
+                        explain = partial(self._explain, file, as_picture=options.map == "png")
+                        maps = await self._batches.run(explain)
         except TimeoutError:
             raise HTTPException(503, "the model is busy; try again", _RETRY) from None
-
-    def _answer(self, upload: UploadFile, options: AnswerOptions) -> Json:
-        try:
-            photo = self.bundle.preprocess.to_rgb(read_image(upload.file, name="the upload"))
-        except ValueError as error:
-            raise HTTPException(422, str(error)) from error
-        labels = self.bundle.is_multilabel
-        (prediction,) = predict_images(
-            self.bundle,
-            photo,
-            top_k=len(self.bundle.class_names) if labels else options.top_k,
-            coverage=_COVERAGE,
-            batch_size=1,
-            similar=options.similar,
-        )
         present = prediction.labels or []
         classes = [
             each
@@ -267,143 +326,73 @@ class _Service:
             "note": prediction.note,
             "prediction_set": prediction.prediction_set,
             "p_value": prediction.p_value,
+            "precision": prediction.precision,
         }
         if labels:
             facts["labels"] = present
-        if prediction.similar is not None:
-            facts["similar"] = describe_similar(prediction.similar)
+        if options.similar:
+            similar = (prediction.similar or [])[: options.similar]
+            facts["similar"] = describe_similar(similar)
             if options.pictures:
-                facts["similar_pictures"] = [
-                    self.training_photos.draw(image).picture for image in prediction.similar
-                ]
+                draw = self.training_photos.draw
+                facts["similar_pictures"] = await self._batches.run(
+                    lambda: [draw(image).picture for image in similar]
+                )
+        facts |= {"maps": maps} if labels else {"map": next(iter(maps), None)}
+        return Answer.model_validate(facts)
+
+    def _decode(self, file: BinaryIO) -> Pixels:
+        """Return a photo as the model sees it, which takes little memory while it waits."""
+        try:
+            if not file.seek(0, os.SEEK_END):
+                raise HTTPException(400, f"the photo is empty; {HINT}")
+            file.seek(0)
+            return self.bundle.preprocess.to_uint8(read_image(file, name="the upload"))
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+
+    def _predict(self, photos: Sequence[Photo]) -> list[Prediction]:
+        """Predict the classes of photos of several requests together."""
+        _BATCHES.observe(len(photos))
+        predictor = self._predictor
+        predictor.top_k = max(options.top_k for _, options in photos)
+        if self.bundle.is_multilabel:
+            predictor.top_k = len(self.bundle.class_names)
+        predictor.similar = max(options.similar for _, options in photos)
+        # an equal part for each thread of the processor
+        num_threads = min(torch.get_num_threads(), MAX_THREADS)
+        self._batch_predictor.batch_size = math.ceil(len(photos) / num_threads)
+        return list(predictor.predict_pixels([("", [pixels]) for pixels, _ in photos]))
+
+    def _explain(self, file: BinaryIO, *, as_picture: bool) -> list[Json]:
+        """Return the map of a photo, or one for each label: a picture of it over the photo, or its
+        values."""
+        if self.explainer is None:
+            return []
+        # decoded again: large photos that wait would take much memory
+        file.seek(0)
+        photo = self.bundle.preprocess.to_rgb(read_image(file, name="the upload"))
+        (explained,) = self.explainer.explain(items_from_images([photo])).images
+        shown = resize_picture(photo, min_side=_MIN_SIDE, max_side=MAX_SIDE)
         maps: list[Json] = []
-        if self.explainer is not None and options.map != "none":
-            maps = _explain(self.explainer, photo, as_picture=options.map == "png")
-        if labels:
-            facts["maps"] = maps
-        else:
-            facts["map"] = maps[0] if maps else None
-        return facts
-
-
-class Upload:
-    """A photo that is being received. Its `limit` raises TimeoutError if bytes come too slowly, after a
-    minute, or when its place is needed.
-
-    Attributes:
-        num_bytes: Bytes that have arrived.
-        limit: Context in which the photo is received.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._num_expected = 0.0
-        self._loop = asyncio.get_running_loop()
-        self._start = self._loop.time()
-        self.limit = asyncio.timeout_at(self._start + _SILENCE_SECONDS)
-
-    @property
-    def age(self) -> float:
-        """Seconds since its start."""
-        return self._loop.time() - self._start
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived."""
-        self.num_bytes += num_bytes
-        if self.num_bytes >= self._num_expected:
-            self._num_expected = self.num_bytes + _MIN_BYTES
-            end = self._loop.time() + _SILENCE_SECONDS
-            self.limit.reschedule(min(end, self._start + RECEIVING_SECONDS))
-
-    def end(self) -> None:
-        """End it now, whatever arrives."""
-        self._num_expected = math.inf
-        self.limit.reschedule(self._start)
-
-
-async def receive_photo(request: Request, uploads: set[Upload]) -> UploadFile:
-    """Receive the photo of a form; its name is never used.
-
-    Args:
-        request: The request.
-        uploads: Photos that are being received; this one is among them meanwhile.
-
-    Raises:
-        HTTPException: The request has no photo, more than one, or is over a limit.
-    """
-    # a browser names the site that asks; programs send no such header
-    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        raise HTTPException(403, "the page of another site may not use this model")
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise HTTPException(415, _HINT)
-    # before anything is received
-    if int(request.headers.get("content-length", 0)) > MAX_BYTES:
-        raise _refuse_size()
-
-    upload = Upload()
-    chunks = _read_chunks(request, upload)
-    parser = MultiPartParser(request.headers, chunks, max_files=1, max_fields=1)
-    try:
-        async with upload.limit:
-            uploads.add(upload)
-            try:
-                form = await parser.parse()
-            finally:
-                uploads.discard(upload)
-    except TimeoutError:
-        text = f"the photo arrived too slowly; it must arrive within {RECEIVING_SECONDS:.0f} s, and"
-        rate = _MIN_BYTES / _SILENCE_SECONDS / 2**10
-        raise HTTPException(408, f"{text} at {rate:.0f} KB/s or more") from None
-    except (MultiPartException, ClientDisconnect) as error:
-        raise HTTPException(
-            400, f"the form is damaged or holds more than a photo; {_HINT}"
-        ) from error
-
-    photos = [value for value in form.values() if isinstance(value, UploadFile)]
-    if photos and photos[0].size:
-        return photos[0]
-    await form.close()
-    problem = "the photo is empty" if photos else "the form has no file"
-    raise HTTPException(400, f"{problem}; {_HINT}")
-
-
-async def _read_chunks(request: Request, upload: Upload) -> AsyncGenerator[bytes, None]:
-    async for chunk in request.stream():
-        upload.add(len(chunk))
-        # a request in chunks doesn't say its size, and one that does may lie
-        if upload.num_bytes > MAX_BYTES:
-            raise _refuse_size()
-        yield chunk
-
-
-def _refuse_size() -> HTTPException:
-    return HTTPException(413, f"the upload is larger than {MAX_BYTES / 2**20:.0f} MB")
-
-
-def _explain(explainer: Explainer, photo: Image.Image, *, as_picture: bool) -> list[Json]:
-    """Return the map of a photo, or one of each label: a picture of it over the photo, or its
-    values."""
-    (explained,) = explainer.explain(items_from_images([photo])).images
-    shown = resize_picture(photo, min_side=_MIN_SIDE, max_side=MAX_SIDE)
-    maps: list[Json] = []
-    for map in explained.maps:
-        assert map.scale is not None
-        facts: dict[str, object] = {
-            "method": map.method.name,
-            "title": map.method.title,
-            "caption": map.describe(),
-            "signed": map.method.signed,
-            "sanity_check": map.sanity_check and asdict(map.sanity_check),
-        }
-        if explainer.bundle.is_multilabel:
-            facts["label"] = map.target_name
-        if as_picture:
-            overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
-            facts["png"] = encode_picture(overlay, "PNG")
-        else:
-            facts["values"] = map.values.tolist()
-        maps.append(facts)
-    return maps
+        for map in explained.maps:
+            assert map.scale is not None
+            facts: dict[str, object] = {
+                "method": map.method.name,
+                "title": map.method.title,
+                "caption": map.describe(),
+                "signed": map.method.signed,
+                "sanity_check": map.sanity_check,
+            }
+            if self.bundle.is_multilabel:
+                facts["label"] = map.target_name
+            if as_picture:
+                overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
+                facts["png"] = encode_picture(overlay, "PNG")
+            else:
+                facts["values"] = map.values.tolist()
+            maps.append(facts)
+        return maps
 
 
 def _describe_ramp(*, signed: bool) -> str:
@@ -413,44 +402,46 @@ def _describe_ramp(*, signed: bool) -> str:
     return f"{low}, transparent, {high}" if signed else f"transparent, {middle}, {high}"
 
 
-def _refuse(request: Request, error: HTTPException) -> JSONResponse:
-    message = error.detail
-    # the framework's own words don't say what to do
-    if error.status_code == 404:
-        message = "there is /, /predict and /health, nothing else"
-    elif error.status_code == 405:
-        message = f"/predict takes POST, / takes GET; {_HINT}"
-    headers = {**_HEADERS, **(error.headers or {})}
-    return JSONResponse({"error": message}, error.status_code, headers)
-
-
-def _refuse_options(request: Request, error: RequestValidationError) -> JSONResponse:
-    return JSONResponse({"error": explain_error(error.errors()[0])}, 422, _HEADERS)
+def _refuse(request: Request, error: Exception) -> JSONResponse:
+    status, headers = 500, _HEADERS
+    message = "the server failed at this request; its log says why"
+    if isinstance(error, RequestValidationError):
+        status, message = 422, explain_error(error.errors()[0])
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+        headers = {**_HEADERS, **(error.headers or {})}
+        # the framework's own words don't say what to do
+        if status == 404:
+            message = "there is /, /predict, /health, /metrics and /openapi.json, nothing else"
+        elif status == 405:
+            message = f"/predict takes POST, everything else GET; {HINT}"
+    return JSONResponse({"error": message}, status, headers)
 
 
 def list_addresses(host: str) -> list[str]:
     """List the addresses of this machine at which a server that listens on `host` is reached."""
     if host != "0.0.0.0":
         return [host]
-    addresses = ["127.0.0.1"]
-    # connecting a UDP socket sends nothing; without a network there is no route
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect(("192.0.2.1", 9))
-        addresses.append(route.getsockname()[0])
-    with suppress(OSError):
-        addresses += socket.gethostbyname_ex(socket.gethostname())[2]
-    return list(dict.fromkeys(addresses))
+    cards = psutil.net_if_addrs().values()
+    return [each.address for card in cards for each in card if each.family == socket.AF_INET]
 
 
 def run_server(
-    app: FastAPI, *, host: str, port: int, on_start: Callable[[str], None] = print
+    app: FastAPI | Callable[[], FastAPI],
+    *,
+    host: str,
+    port: int,
+    workers: int = 1,
+    on_start: Callable[[str], None] = print,
 ) -> None:
-    """Answer requests until Ctrl-C.
+    """Answer requests until Ctrl-C or SIGTERM, which let those that are there end.
 
     Args:
-        app: The application, see `build_app`.
+        app: The application, see `build_app`; for several workers a function that can be pickled,
+            which each of them calls.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
+        workers: Processes that share the port.
         on_start: Called with the addresses at which the server answers.
 
     Raises:
@@ -462,15 +453,61 @@ def run_server(
         raise OSError(
             f"{host} port {port} can't be used ({error.strerror}); choose another --port or --host"
         ) from error
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=5,
-    )
-    # a line for each request, and none about the server itself
-    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     port = listener.getsockname()[1]
     with listener, suppress(KeyboardInterrupt):
         on_start("  ".join(f"http://{name}:{port}" for name in list_addresses(host)))
-        uvicorn.Server(config).run(sockets=[listener])
+        if workers == 1:
+            _serve(app, listener)
+        else:
+            _supervise(app, listener, num_workers=workers)
+
+
+def _serve(app: FastAPI | Callable[[], FastAPI], listener: socket.socket) -> None:
+    config = uvicorn.Config(
+        app,
+        factory=not isinstance(app, FastAPI),
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=_ENDING_SECONDS,
+    )
+    # a line for each request, and none about the server itself
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _supervise(app: object, listener: socket.socket, *, num_workers: int) -> None:
+    """Serve with several processes, and replace those that are killed.
+
+    uvicorn's own supervisor waits up to a minute for a worker that was killed while it opened its
+    model, and doesn't hear SIGTERM meanwhile.
+    """
+
+    def start() -> SpawnProcess:
+        process = get_context("spawn").Process(target=_serve, args=(app, listener), daemon=True)
+        # Ctrl-C reaches each process of a terminal; a worker ends when its parent says so
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        process.start()
+        signal.signal(signal.SIGINT, before)
+        return process
+
+    is_ending = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: is_ending.set())
+    with TemporaryDirectory(prefix="vit-serve-") as folder:
+        # the library sums what the workers count
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        processes = [start() for _ in range(num_workers)]
+        while not is_ending.wait(0.5):
+            for place, process in enumerate(processes):
+                if process.exitcode is None:
+                    continue
+                # one that ends by itself would do so again
+                if process.exitcode >= 0:
+                    is_ending.set()
+                    break
+                mark_process_dead(process.pid, folder)  # type: ignore[no-untyped-call]
+                processes[place] = start()
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()

@@ -1,12 +1,14 @@
 """The command `vit serve`."""
 
+from functools import partial
+
 from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 from vit.runtime.progress import show_progress
 
 
-@check_arguments(port=(0, 65535), similar=(0, 20))
+@check_arguments(port=(0, 65535), similar=(0, 20), workers=(1, None))
 def serve(
     model: str,
     *,
@@ -15,11 +17,13 @@ def serve(
     allow_host: list[str] | None = None,
     method: str = "auto",
     similar: int = 4,
+    workers: int = 1,
     device: str = "auto",
+    precision: str = "auto",
 ) -> None:
     """Serve a page that explains photos, until Ctrl-C.
 
-    Programs send a photo as a form to POST /predict and get JSON.
+    Programs send photos to POST /predict and get JSON; /openapi.json describes it.
 
     Args:
         model: See `vit.evaluate`.
@@ -30,28 +34,41 @@ def serve(
         method: Map method. "best" is the one that vit faithfulness found, "auto" the first of
             vit explain.
         similar: Training photos to show with a photo; 0: answers name none.
+        workers: Processes that share the port and the cores; each opens the model.
         device: See `vit.evaluate`.
+        precision: See `vit.evaluate`.
     """
-    # torch, which `vit --help` does without
-    from vit.bundle import load_bundle
-    from vit.runtime.device import choose_device
-
     try:
-        from vit.deploy.serve.app import LOCAL_HOSTS, build_app, list_addresses, run_server
+        # torch and the server, which `vit --help` does without
+        from vit.deploy.serve.app import (
+            LOCAL_HOSTS,
+            build_app,
+            list_addresses,
+            open_app,
+            run_server,
+        )
     except ImportError as error:
         raise ValueError(
-            "vit serve needs FastAPI and uvicorn: pip install '.[serve]' in the clone of vit"
+            "vit serve needs FastAPI, uvicorn and others: pip install '.[serve]' in the clone of vit"
         ) from error
 
-    # the names under which this machine is reached: see `build_app`
-    hosts = [*LOCAL_HOSTS, host, *list_addresses(host), *(allow_host or [])]
+    build = partial(
+        build_app,
+        precision=precision,
+        method=method,
+        # the names under which this machine is reached
+        hosts=[*LOCAL_HOSTS, host, *list_addresses(host), *(allow_host or [])],
+        num_similar=similar,
+    )
+    open_worker = partial(open_app, model, device=device, num_workers=workers, build=build)
     with show_progress(f"opening {model}"):
-        bundle = load_bundle(model, device=choose_device(device))
-        server = build_app(bundle, method=method, hosts=hosts, num_similar=similar)
+        # also with several workers, so that a mistake is told once
+        server = open_worker()
     run_server(
-        server,
+        server if workers == 1 else open_worker,
         host=host,
         port=port,
+        workers=workers,
         on_start=lambda address: echo(f"{address}  (Ctrl-C ends it)", err=True),
     )
 
