@@ -322,6 +322,8 @@ class _Functions(TorchFunctionMode):
             pinned = function(*args, **kwargs | {"pin_memory": False})
             pinned.pretends_to_be_pinned = True
             return pinned
+        if function is torch.Tensor.is_pinned:
+            return getattr(args[0], "pretends_to_be_pinned", False)
         if function in (torch.tensor, torch.as_tensor) and _is_npu(kwargs.get("device")):
             device = kwargs.pop("device")
             return function(*args, **kwargs).to(device)

@@ -91,9 +91,10 @@ class DataConfig(_Section):
     group_by: Annotated[int, Field(ge=1)] | str | None = None
     # true: near-duplicates stay in one split
     group_duplicates: bool = False
-    # resident: decoded once, kept in memory; workers: decoded during training; tokens: computed once
-    # by frozen blocks (model.freeze: N), only flipped
-    pipeline: Literal["auto", "resident", "workers", "tokens"] = "auto"
+    # resident: decoded once, kept in the device's memory; cached: decoded once, read from host memory
+    # or a disk; workers: decoded during training; tokens: computed once by frozen blocks
+    # (model.freeze: N), only flipped
+    pipeline: Literal["auto", "resident", "cached", "workers", "tokens"] = "auto"
     # processes that decode images; None: one for each core, at most 16
     workers: int | None = Field(None, ge=0)
     # true: a table may name images outside its folder

@@ -50,16 +50,22 @@ def wait_for(
 
 
 def kill_often(
-    cli: Launcher, start: Start, empty_yaml: Path, tmp_path: Path, *, kills: int, seed: int
+    cli: Launcher,
+    start: Start,
+    empty_yaml: Path,
+    tmp_path: Path,
+    *overrides: str,
+    kills: int,
+    seed: int,
 ) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     # what isn't killed needs no process of its own
-    train = ("train", empty_yaml, *OVERRIDES, "--output")
+    train = ("train", empty_yaml, *OVERRIDES, *overrides, "--output")
     cli.succeed(*train, whole)
     rng = random.Random(seed)
     writing = 0
     for number, step in enumerate(sorted(rng.sample(range(STEPS - 5), kills))):
-        process = start(broken, "--resume")
+        process = start(broken, *overrides, "--resume")
         wait_for(process, broken, step=step, while_writing=number % 2 == 1)
         time.sleep(rng.random() * 0.01 * (number % 2 == 0))
         process.send_signal(signal.SIGKILL)
@@ -74,10 +80,14 @@ def kill_often(
 
 
 @pytest.mark.chaos
+@pytest.mark.parametrize("pipeline", ["resident", "cached"])
 def test_kill_9_loses_nothing(
-    cli: Launcher, start: Start, empty_yaml: Path, tmp_path: Path
+    cli: Launcher, start: Start, empty_yaml: Path, tmp_path: Path, pipeline: str
 ) -> None:
-    kill_often(cli, start, empty_yaml, tmp_path, kills=3, seed=0)
+    overrides = [f"data.pipeline={pipeline}"]
+    if pipeline == "cached":
+        overrides += ["augment.crop_padding=0", "augment.resized_crop_scale=[0.3,1]"]
+    kill_often(cli, start, empty_yaml, tmp_path, *overrides, kills=3, seed=0)
 
 
 @pytest.mark.slow

@@ -157,6 +157,7 @@ class Augmentation:
         size: tuple[int, int],
         full_height: int,
         mix: bool,
+        full_sizes: Int64[Tensor, "2 B"] | None = None,
     ) -> AugmentParams:
         """Sample all parameters of a batch, on the host.
 
@@ -166,6 +167,7 @@ class Augmentation:
             size: Height and width of the images that the model gets.
             full_height: Height of the images for which `cutout` is meant.
             mix: Apply mixup and cutmix.
+            full_sizes: See `Crop.sample`.
         """
         color_factors = None
         if self.color_jitter:
@@ -192,7 +194,7 @@ class Augmentation:
             erased_boxes.append(boxes.long() * is_chosen[:, None])
 
         return AugmentParams(
-            crop=self.crop.sample(rng, stored_size),
+            crop=self.crop.sample(rng, stored_size, full_sizes),
             color_factors=color_factors,
             operations=tuple(operations),
             erased_boxes=tuple(erased_boxes),

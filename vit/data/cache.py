@@ -37,7 +37,7 @@ from vit.runtime.locks import lock_file
 from vit.runtime.progress import show_progress
 
 # raise it when the files or the pixels in them change
-_FORMAT = 4
+_FORMAT = 5
 # bytes for each checksum
 _BLOCK = 1 << 24
 # 2 GiB; a larger file is checked in a sample of its blocks
@@ -47,7 +47,7 @@ _CHUNK = 256
 # images below which starting processes costs more than it saves
 _FEW = 1000
 
-# index of the first image, hashes uint64 [2, n], image index → why it can't be read
+# index of the first image, facts uint64 [4, n], image index → why it can't be read
 _Chunk = tuple[int, np.ndarray, dict[int, str]]
 
 
@@ -73,7 +73,7 @@ def decode_dataset(
         preprocess: How images are scaled, apart from the size; None for a bicubic crop.
 
     Returns:
-        The readable images, with `pixels` (None without a size), `hashes` and `unreadable`.
+        The readable images, with `pixels` (None without a size), `hashes`, `sizes` and `unreadable`.
 
     Raises:
         ValueError: More images are unreadable than allowed.
@@ -171,7 +171,7 @@ def _build(
         # reserved now: writing through a memory map to a full disk would kill the process
         _reserve(file, image_bytes * len(dataset))
 
-    hashes, failures = _decode_images(
+    facts, failures = _decode_images(
         dataset,
         pixels if has_pixels else None,
         preprocess,
@@ -196,7 +196,8 @@ def _build(
     unreadable = [(dataset.ids[failed], failures[failed]) for failed in sorted(failures)]
     arrays = {
         "readable": readable,
-        "hashes": hashes[:, readable],
+        "hashes": facts[:2, readable],
+        "sizes": facts[2:, readable].astype(np.int32),
         "unreadable": np.array(unreadable, dtype=str).reshape(-1, 2),
         "checksums": _compute_checksums(pixels, range(num_blocks)),
     }
@@ -225,10 +226,10 @@ def _decode_images(
     """Write the pixels of all images into a file, unless it is None, and hash them.
 
     Returns:
-        Hashes of the images, uint64 [2, n]; and index of an image → why it can't be read.
+        Facts of the images, uint64 [4, n]: two hashes, width and height; and index of an image → why it can't be read.
     """
     count = len(dataset)
-    hashes = np.zeros((2, count), dtype=np.uint64)
+    facts = np.zeros((4, count), dtype=np.uint64)
     failures: dict[int, str] = {}
     # a generator, because the parts of millions of images would take much memory
     tasks = (
@@ -247,15 +248,15 @@ def _decode_images(
             chunks = pool(delayed(_decode_chunk)(*task) for task in tasks)
 
         try:
-            for start, chunk_hashes, chunk_failures in chunks:
-                chunk_size = chunk_hashes.shape[1]
-                hashes[:, start : start + chunk_size] = chunk_hashes
+            for start, chunk_facts, chunk_failures in chunks:
+                chunk_size = chunk_facts.shape[1]
+                facts[:, start : start + chunk_size] = chunk_facts
                 failures |= chunk_failures
                 advance(chunk_size)
         except BrokenProcessPool as error:
             text = "a data-loading worker was killed (out of memory?)"
             raise OSError(f"{text}; try fewer data.workers") from error
-    return hashes, failures
+    return facts, failures
 
 
 def _decode_chunk(
@@ -268,13 +269,13 @@ def _decode_chunk(
         offset = start * math.prod(shape[1:])
         images = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=offset, shape=shape)
 
-    hashes = np.zeros((2, count), dtype=np.uint64)
+    facts = np.zeros((4, count), dtype=np.uint64)
     failures: dict[int, str] = {}
     dataset.reader.fetch(range(count))
     for index in range(count):
         try:
             image = preprocess.to_rgb(dataset.image(index))
-            hashes[:, index] = hash_pixels(image), compute_dhash(image)
+            facts[:, index] = hash_pixels(image), compute_dhash(image), *image.size
             if pixels is not None:
                 images[index] = preprocess.to_uint8(image)
         except RemoteError:
@@ -282,7 +283,7 @@ def _decode_chunk(
             raise
         except (ValueError, OSError) as error:
             failures[start + index] = str(error)
-    return start, hashes, failures
+    return start, facts, failures
 
 
 def _open_decoded(
@@ -300,6 +301,7 @@ def _open_decoded(
         dataset.subset(readable),
         pixels=images,
         hashes=index["hashes"],
+        sizes=index["sizes"],
         unreadable=[(name, reason) for name, reason in index["unreadable"].tolist()],
     )
 

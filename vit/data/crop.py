@@ -46,10 +46,18 @@ class Crop:
     scale: tuple[float, float] | None = None
     flip: Flip = "none"
 
-    def sample(self, rng: StatelessRandom, stored_size: tuple[int, int]) -> CropParams:
-        """Sample the crops of images whose height and width are `stored_size`."""
+    def sample(
+        self,
+        rng: StatelessRandom,
+        stored_size: tuple[int, int],
+        full_sizes: Int64[Tensor, "2 B"] | None = None,
+    ) -> CropParams:
+        """Sample the crops of images whose height and width are `stored_size`. With `full_sizes`, the
+        width and height of full-size images that are stored as a whole, crops are those of these."""
         boxes = None
-        if self.scale is not None:
+        if self.scale is not None and full_sizes is not None:
+            boxes = self._sample_stored_parts(rng, stored_size, full_sizes)
+        elif self.scale is not None:
             # an input that isn't square gets crops of its shape
             shape = stored_size[1] / stored_size[0]
             aspect = (CROP_ASPECTS[0] * shape, CROP_ASPECTS[1] * shape)
@@ -60,16 +68,38 @@ class Crop:
         shifts = [rng.integers(f"crop {axis}", below=below) - self.padding for axis in "yx"]
         return CropParams(self.sample_flips(rng), torch.stack(shifts), boxes)
 
+    def _sample_stored_parts(
+        self,
+        rng: StatelessRandom,
+        stored_size: tuple[int, int],
+        full_sizes: Int64[Tensor, "2 B"],
+    ) -> Float[Tensor, "B 4"]:
+        """Sample parts of the full-size images, in pixels of the stored ones."""
+        height, width = stored_size
+        parts = [
+            self.sample_part(seed, (full_height, full_width), shape=width / height)
+            for seed, full_width, full_height in zip(
+                self.sample_seeds(rng), *full_sizes.tolist(), strict=True
+            )
+        ]
+        # in float64, the same on every machine
+        pixels = torch.tensor([[width], [height]], dtype=torch.float64) / full_sizes
+        return (torch.tensor(parts) * pixels.repeat(2, 1).T).float()
+
+    def sample_seeds(self, rng: StatelessRandom) -> list[int]:
+        """Sample the seeds of `sample_part`."""
+        return rng.integers("albumentations", below=2**31 - 1).tolist()
+
     def sample_part(
         self, seed: int, size: tuple[int, int], *, shape: float
     ) -> tuple[int, int, int, int]:
-        """Sample the part of a full-size image that is cropped and resized, as torchvision's
-        RandomResizedCrop does. The numbers are those of albumentations 2.0.8.
+        """Sample the part of a full-size image that is cropped and resized, with the numbers of
+        RandomResizedCrop of albumentations 2.0.8.
 
         Args:
             seed: Seed of the image's part.
             size: Height and width of the image.
-            shape: Width / height of the model's input, which the aspects of the parts surround.
+            shape: Width / height of the model's input.
 
         Returns:
             Left, top, right and bottom.

@@ -31,7 +31,7 @@ class ImageDataset:
     """Labelled images of one split.
 
     A source gives the labels, and a reader that decodes an image when it is needed.
-    `vit.data.cache.decode_dataset` adds the pixels of all images and their hashes, and leaves out
+    `vit.data.cache.decode_dataset` adds the pixels, hashes and sizes of all images, and leaves out
     unreadable images.
     """
 
@@ -54,6 +54,8 @@ class ImageDataset:
     pixels: np.ndarray | None = None
     # uint64 [2, n], see `vit.data.duplicates`; None: not known
     hashes: np.ndarray | None = None
+    # int32 [2, n], width and height of the full-size images; None: not known
+    sizes: np.ndarray | None = None
     # (id, reason) of the images that were left out
     unreadable: Sequence[tuple[str, str]] = ()
     # function that reads a column of the table that lists the images: id → value; ValueError: there
@@ -171,6 +173,7 @@ class ImageDataset:
             groups=None if self.groups is None else [self.groups[index] for index in chosen],
             pixels=None if self.pixels is None else self.pixels[chosen],
             hashes=None if self.hashes is None else self.hashes[:, chosen],
+            sizes=None if self.sizes is None else self.sizes[:, chosen],
         )
 
     def keep_classes(self, classes: ClassChoice) -> ImageDataset:

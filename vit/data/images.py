@@ -265,8 +265,8 @@ def read_pixels(file: Path | BinaryIO, *, name: str = "image") -> Image.Image | 
 
 
 def _decode_plain_jpeg(file: BinaryIO) -> np.ndarray | None:
-    """Decode a JPEG file of one scan that is upright, not large and not CMYK; None for another, and
-    for one that is cut short or whose markers are broken: OpenCV decodes some of these."""
+    """Decode a JPEG file of one scan that is upright, not large and not CMYK, and isn't cut short:
+    OpenCV decodes such files, too. None for another."""
     if file.read(2) != b"\xff\xd8":
         return None
     file.seek(0)

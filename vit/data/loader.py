@@ -19,17 +19,15 @@ from torch import Tensor
 from vit.data.augment import Augmentation, color_and_normalize, mix_batch
 from vit.data.crop import crop_and_flip
 from vit.data.dataset import ImageDataset
+from vit.data.gather import MAX_MEMORY_FRACTION, gather
 from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.workers import Decoding, DecodingWorkers, Steps, apply_transform
 from vit.runtime.device import copy_to_device, count_free_bytes
-from vit.runtime.machine import count_free_memory
+from vit.runtime.machine import count_free_memory, count_workers
 from vit.runtime.processes import Process
 
-# part of the free memory that decoded pixels may take
-MAX_MEMORY_FRACTION = 0.4
-
-Pipeline = Literal["resident", "workers", "tokens"]
+Pipeline = Literal["resident", "cached", "workers", "tokens"]
 
 
 class Batch(NamedTuple):
@@ -109,7 +107,8 @@ class TrainLoader:
     """Shuffled, augmented batches of one size; the images that don't fill a batch are left out.
 
     The pixels of a decoded dataset lie on the device as uint8 (on a CPU they are read where they
-    are mapped). Otherwise, worker processes decode and crop the full-size images.
+    are mapped), or are gathered from the file that holds them. Otherwise, worker processes decode
+    and crop the full-size images.
 
     Args:
         dataset: The images.
@@ -119,6 +118,7 @@ class TrainLoader:
         augmentation: Augmentation, by default none.
         decoding: How images are decoded as training goes, and the user's transform.
         targets: Targets of each image instead of its label.
+        gathers: Gather each batch from the decoded pixels, see `vit.data.gather`.
 
     Raises:
         ValueError: The batch size doesn't fit the dataset, the processes or mixup's pairs.
@@ -131,6 +131,7 @@ class TrainLoader:
     augmentation: Augmentation = field(default_factory=Augmentation)
     decoding: Decoding = field(default_factory=Decoding)
     targets: Float[Tensor, "n T"] | None = None
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         # mixup and cutmix pair samples
@@ -146,7 +147,7 @@ class TrainLoader:
         if self.dataset.is_multilabel:
             self._labels = self._labels.float()
         self._resident_pixels: Tensor | None = None
-        if self.dataset.pixels is not None:
+        if self.dataset.pixels is not None and not self.gathers:
             assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size
             self._resident_pixels = torch.from_numpy(self.dataset.pixels).to(self.device)
         crop = self.augmentation.crop
@@ -192,7 +193,9 @@ class TrainLoader:
         """
         size = image_size or self.preprocess.image_size
         batches = self.order.list_batches(self._labels, epoch, start_step)
-        if self._resident_pixels is None:
+        if self.gathers:
+            steps = self._gather(batches, epoch)
+        elif self._resident_pixels is None:
             steps = self._workers.decode(batches, self.order.seed, epoch, on_warning)
         else:
             steps = self._read_resident(batches, epoch)
@@ -218,6 +221,7 @@ class TrainLoader:
             size=size,
             full_height=self.preprocess.image_size[0],
             mix=mix,
+            full_sizes=self._find_full_sizes(index, stored) if self.gathers else None,
         )
         params, index, labels, pixels = copy_to_device(
             (params, index, labels, pixels), torch.device(self.device)
@@ -237,6 +241,25 @@ class TrainLoader:
             num_classes = len(self.dataset.class_names)
             images, targets = mix_batch(images, targets, params.mix, num_classes=num_classes)
         return Batch(images, targets, labels, index)
+
+    def _gather(self, batches: Iterator[SampleIds], epoch: int) -> Steps:
+        """The samples of each step and their stored pixels."""
+        assert self.dataset.pixels is not None
+        workers = self.decoding.workers
+        return gather(
+            self.dataset.pixels,
+            (StatelessRandom(self.order.seed, epoch, sample_ids) for sample_ids in batches),
+            num_threads=max(count_workers() if workers is None else workers, 1),
+            pinned=torch.device(self.device).type not in ("cpu", "mps"),
+        )
+
+    def _find_full_sizes(self, index: Tensor, stored: Tensor) -> Int64[Tensor, "2 B"]:
+        """Width and height of the images whose parts are cropped: the full-size ones, unless they
+        were brought to the shape of the input before."""
+        if self.preprocess.resize_mode != "crop":
+            return torch.tensor([[stored.shape[2]], [stored.shape[1]]]).expand(2, len(index))
+        assert self.dataset.sizes is not None
+        return torch.from_numpy(self.dataset.sizes[:, index]).long()
 
     def _read_resident(self, batches: Iterator[SampleIds], epoch: int) -> Steps:
         """The samples of each step and, if the user has a transform, their transformed pixels,
@@ -290,14 +313,21 @@ class TokenLoader(TrainLoader):
 
 
 def choose_pipeline(
-    num_bytes: int, *, device: torch.device, what: str = "pixels"
+    num_bytes: int,
+    *,
+    device: torch.device,
+    what: str = "pixels",
+    find_room: Callable[[], str | None] | None = None,
 ) -> tuple[Pipeline, str]:
-    """Choose "resident" if so many bytes fit in the device's free memory, else "workers".
+    """Choose "resident" if so many bytes fit in the device's free memory; "cached" for a GPU if there
+    is room for a cache; else "workers".
 
     Args:
         num_bytes: Bytes of all decoded images.
         device: Device on which they would lie.
         what: Word for them in the reason.
+        find_room: Function that returns where there is room for a cache of decoded images, in words,
+            or None.
 
     Returns:
         The pipeline, and the reason in words.
@@ -307,4 +337,8 @@ def choose_pipeline(
     verb = "fit" if fits else "do not fit"
     share = f"{MAX_MEMORY_FRACTION:.0%} of the {free / 2**20:,.0f} MiB free on {device.type}"
     reason = f"{num_bytes / 2**20:,.0f} MiB of {what} {verb} in {share}"
+    if not fits and find_room is not None and device.type != "cpu":
+        room = find_room()
+        if room is not None:
+            return "cached", f"{room}; {reason}"
     return "resident" if fits else "workers", reason

@@ -345,7 +345,7 @@ class DecodingWorkers:
     def build_indices(self, rng: StatelessRandom) -> BatchIndices:
         """The task that a worker is sent for a batch."""
         index = (rng.sample_ids % len(self._dataset)).numpy()
-        seeds = rng.integers("albumentations", below=2**31 - 1).tolist()
+        seeds = self._crop.sample_seeds(rng)
         if self.decoder.reader is not None:
             return BatchIndices(None, index.tolist(), seeds)
         return BatchIndices(self._dataset.reader.subset(index), [*range(len(index))], seeds)

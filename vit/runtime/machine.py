@@ -56,6 +56,20 @@ def count_free_memory() -> int:
     return min(free, limit - used)
 
 
+def has_fast_disk(folder: Path) -> bool:
+    """Return true if Linux knows that a folder is on an SSD of this machine."""
+    blocks = Path("/sys/dev/block")
+    if not blocks.is_dir():
+        return False
+    number = os.stat(folder).st_dev
+    disk = (blocks / f"{os.major(number)}:{os.minor(number)}").resolve()
+    # a partition has no queue of its own
+    for place in (disk, disk.parent):
+        if (place / "queue/rotational").is_file():
+            return (place / "queue/rotational").read_text().strip() == "0"
+    return False
+
+
 def _import_psutil() -> Any:
     """Return the library; None if it can't be imported, as on Linux without the modules of Linux."""
     try:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from vit.config import Config
 from vit.data.augment import Augmentation, Mixing
-from vit.data.cache import decode_dataset
+from vit.data.cache import decode_dataset, is_decoded
 from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, LabelRule, choose_evenly
+from vit.data.gather import choose_stored, find_room
 from vit.data.loader import BatchOrder, Pipeline, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
@@ -47,7 +48,8 @@ class TrainingData:
 
     Attributes:
         config: Configuration of the run, as it was given.
-        train, validation: Images; not decoded in the pipeline "workers".
+        train, validation: Images; not decoded in the pipelines "cached" and "workers".
+        stored: Training images of the pipeline "cached", with their pixels; None in another.
         decode: Returns images of the run with their pixels; decoded images as they are.
         pipeline: Chosen pipeline, where `config.data.pipeline` may say "auto".
         class_weights: Weights of the classes in the loss, passed from Python. Their mean over the
@@ -65,6 +67,7 @@ class TrainingData:
     class_balance: ClassBalance
     class_balance_reason: str
     class_weights: Float[np.ndarray, " C"] | None = None
+    stored: ImageDataset | None = None
 
     @property
     def probe_balance(self) -> bool | dict[int, float]:
@@ -143,6 +146,7 @@ def build_data(
     device: torch.device,
     pretrained: Preprocess | None = None,
     class_weights: Mapping[str, float] | None = None,
+    has_transform: bool = False,
 ) -> TrainingData:
     """List the training and validation images, and decode them where they fit into memory. The test
     images are not touched.
@@ -154,6 +158,7 @@ def build_data(
         device: Device on which the images will be.
         pretrained: Preprocessing of pretrained weights, which comes before measured values.
         class_weights: Weight of each class in the loss, by its name; 1 for a class without a name.
+        has_transform: Training images pass a function of the user, which needs them in full size.
 
     Raises:
         ValueError: Images can't be read, or class weights don't fit the classes.
@@ -191,6 +196,13 @@ def build_data(
     if config.data.validation_fraction > 0:
         validation = splits.split("validation")
 
+    stored_as = choose_stored(preprocess, _build_crop(config))
+    stored_bytes = len(train) * math.prod(stored_as.resize_size) * 3
+
+    def find_cache_room() -> str | None:
+        is_built = is_decoded(train, stored_as, splits.cache_dir)
+        return find_room(stored_bytes, splits.cache_dir, is_built=is_built)
+
     # A resumed run names the pipeline, so that the memory that is free now doesn't change it.
     pipeline: Pipeline
     if config.data.pipeline != "auto":
@@ -201,20 +213,30 @@ def build_data(
         reason = "images in object storage are read as training goes"
     else:
         num_images = len(train) + (len(validation) if validation is not None else 0)
-        choice = choose_pipeline(num_images * math.prod(preprocess.resize_size) * 3, device=device)
+        choice = choose_pipeline(
+            num_images * math.prod(preprocess.resize_size) * 3,
+            device=device,
+            find_room=None if has_transform else find_cache_room,
+        )
         # The main process decides for all; the free memory of their devices differs.
         pipeline, reason = current_process().broadcast(choice)
 
-    decode = partial(
+    decode_as = partial(
         decode_dataset,
-        size=preprocess.resize_size,
-        preprocess=preprocess,
         cache_dir=splits.cache_dir,
         workers=config.data.workers,
         max_unreadable_fraction=config.data.max_unreadable_fraction,
     )
+    decode = partial(decode_as, size=preprocess.resize_size, preprocess=preprocess)
     # Otherwise training images are decoded while training, and validation images when needed.
-    if pipeline != "workers":
+    stored = None
+    if pipeline == "cached":
+        stored = decode_as(train, size=stored_as.resize_size, preprocess=stored_as)
+        train = replace(stored, pixels=None)
+        size = " x ".join(map(str, stored_as.image_size))
+        place = f"pixels of {size} in {splits.cache_dir}"
+        reason = f"{stored_bytes / 1e9:,.1f} GB of {place}; {reason}"
+    elif pipeline != "workers":
         train = decode(train)
         validation = decode(validation) if validation is not None else None
 
@@ -240,7 +262,13 @@ def build_data(
         class_balance=balance,
         class_balance_reason=balance_reason,
         class_weights=weights,
+        stored=stored,
     )
+
+
+def _build_crop(config: Config) -> Crop:
+    augment = config.augment
+    return Crop(augment.crop_padding, augment.resized_crop_scale, augment.flip)
 
 
 def _normalize(config: Config, preprocess: Preprocess, images: Iterable[np.ndarray]) -> Preprocess:
@@ -297,6 +325,10 @@ def build_train_loader(
     """
     config = data.config
     train = data.train
+    if transform is not None and data.stored is not None:
+        raise ValueError(
+            "data.pipeline=cached keeps no full-size images for the transform; use workers"
+        )
     if transform is not None:  # refused now rather than in a worker
         if train.pixels is None:
             sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
@@ -309,10 +341,10 @@ def build_train_loader(
     multiple = 2 * process.world_size
     batch_size = min(config.train.batch_size, len(train) // multiple * multiple)
     augment = config.augment
-    crop = Crop(augment.crop_padding, augment.resized_crop_scale, augment.flip)
     loader_type = TrainLoader if tokens is None else partial(TokenLoader, tokens=tokens)
     return loader_type(
-        train,
+        data.stored or train,
+        gathers=data.stored is not None,
         order=BatchOrder(
             batch_size=batch_size,
             seed=config.train.seed,
@@ -322,7 +354,7 @@ def build_train_loader(
         device=device,
         preprocess=data.preprocess,
         augmentation=Augmentation(
-            crop=crop,
+            crop=_build_crop(config),
             color_jitter=augment.color_jitter,
             rand_augment=augment.rand_augment,
             cutout=augment.cutout,

@@ -45,6 +45,9 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool, verbose: boo
         # balanced classes and a batch of the usual size need no words
         if run.data.class_balance != "none":
             hidden.discard("class balance")
+        # decoded pixels take many GB, somewhere
+        if run.data.stored is not None:
+            hidden.discard("pipeline")
         rows = {name: text for name, text in rows.items() if name not in hidden}
     console.print(build_table(rows.items(), num_text_columns=2))
     for dataset in (run.data.train, run.data.validation):

@@ -290,6 +290,7 @@ def _build_model_and_data(
             device=device,
             pretrained=pretrained,
             class_weights=parts.class_weights,
+            has_transform=parts.transform is not None,
         )
     # The model moves first, because the optimizer creates its state on the device of the weights.
     return model.to(device), data
