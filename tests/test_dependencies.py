@@ -14,12 +14,13 @@ EXTRAS = {
     "analysis/audit": ["audit"],
     "data/dicom.py": ["dicom"],
     "data/images.py": ["heic"],
+    "data/inputs.py": ["datasets"],
     "data/sources/huggingface.py": ["datasets"],
     "data/sources/remote.py": ["remote"],
     "deploy/export": ["export"],
     "deploy/serve": ["serve"],
     "evaluation/written.py": ["datasets"],
-    "prediction/predict.py": ["datasets"],
+    "prediction/output.py": ["datasets"],
 }
 # packages whose models are passed to us, and that of a notebook: they are imported only then
 BROUGHT_BY_THE_USER = {"transformers", "IPython"}

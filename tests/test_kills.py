@@ -147,7 +147,8 @@ def test_predictions_with_embeddings_and_sorted_photos(
         directory.mkdir()
     arguments = [
         "predict", str(tiny_run), str(photos), "--device=cpu",
-        "--sort-into=OUTPUT/sorted", "--embeddings=OUTPUT/features.npz",
+        "--sort-into=OUTPUT/sorted", "--batch-size=4", "--resume",
+        "--embeddings", "--output=OUTPUT/features.jsonl",
     ]  # fmt: skip
 
     def check() -> None:

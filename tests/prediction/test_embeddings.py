@@ -10,6 +10,7 @@ from PIL import Image
 
 import vit
 from tests.conftest import Launcher, SaveModel
+from tests.prediction.conftest import read_rows
 from vit.bundle import load_bundle
 
 
@@ -45,24 +46,21 @@ def test_the_head_makes_the_logits_of_the_features(
 def test_the_command_writes_them_beside_its_predictions(
     cli: Launcher, save_model: SaveModel, photos: list[Path], tmp_path: Path
 ) -> None:
+    pytest.importorskip("pyarrow")
     model = save_model(tmp_path / "model.safetensors")
     expected = vit.embed(model, photos, device="cpu", precision="float32")
     (tmp_path / "broken.png").write_bytes(b"no image")
     images = [photos[0], tmp_path / "broken.png", *photos[1:]]
-    common = ["--device", "cpu", "--precision", "float32"]
-    for name in ("features.npz", "features.parquet"):
-        outcome = cli.succeed("predict", model, *images, "--embeddings", tmp_path / name, *common)
-        assert len(outcome.out.splitlines()) == 4
-    with np.load(tmp_path / "features.npz") as arrays:
-        assert arrays["paths"].tolist() == [str(path) for path in photos]
-        np.testing.assert_array_equal(arrays["embeddings"], expected)
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = parquet.read_table(tmp_path / "features.parquet").to_pydict()
-    assert columns["path"] == [str(path) for path in photos]
-    np.testing.assert_array_equal(np.array(columns["embedding"], dtype=np.float32), expected)
-
-    failure = cli.run("predict", model, photos[0], "--embeddings", tmp_path / "features.txt")
-    assert "ends neither in .npz nor in .parquet" in failure.err
+    common = ["--device", "cpu", "--precision", "float32", "--embeddings"]
+    for name in ("out.jsonl", "out.parquet"):
+        cli.succeed("predict", model, *images, "--output", tmp_path / name, *common)
+        rows = read_rows(tmp_path / name)
+        assert [row["path"] for row in rows] == list(map(str, images))
+        assert rows[1].get("embedding") is None
+        found = np.array([row["embedding"] for row in rows if not row.get("error")], np.float32)
+        np.testing.assert_array_equal(found, expected)
+    failure = cli.run("predict", model, photos[0], "--embeddings", tmp_path / "features.npz")
+    assert "--embeddings takes no file; name FILE.parquet or .jsonl with --output" in failure.err
     with pytest.raises(ValueError, match="has no features"):
         vit.embed(model, images)
 

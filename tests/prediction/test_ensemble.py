@@ -108,7 +108,7 @@ def test_other_classes_and_features_are_refused(
     with pytest.raises(ValueError, match="have other classes: cow, dog in one of them"):
         vit.predict([models[0], other], photos)
     with pytest.raises(ValueError, match="similar and embeddings are features of one model"):
-        vit.predict(models, photos, embeddings=tmp_path / "x.npz")
+        vit.predict(models, photos, embeddings=True)
     with pytest.raises(ValueError, match="unknown tta 'vflip'"):
         vit.predict(models, photos, tta="vflip")
     labels = save_model(tmp_path / "d.safetensors", data={"task": "multilabel"})

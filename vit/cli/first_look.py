@@ -51,12 +51,15 @@ def _check_data(data: str) -> None:
 def _check_images(images: str | Sequence[str]) -> None:
     """Raise the error of the first path if no path can be an image, and of a folder without images
     that is named alone."""
-    from vit.data.images import list_images
+    from vit.data.inputs import is_input, list_inputs
 
     paths = [images] if isinstance(images, str) else images
     if len(paths) == 1 and os.path.isdir(paths[0]):
-        next(list_images(paths[0]), None)
-    if not any(path == "-" or (os.path.lexists(path) and not explain_file(path)) for path in paths):
+        next(list_inputs(paths[0]), None)
+    if not any(
+        path == "-" or (not explain_file(path) if os.path.lexists(path) else is_input(path))
+        for path in paths
+    ):
         _check_exists(paths[0])
         raise ValueError(explain_file(paths[0]))
 

@@ -1,5 +1,6 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
@@ -29,8 +30,9 @@ def predict(
     An unreadable image gets a line with an error. If none can be read, the exit code is 1.
 
     Args:
-        images: Files or folders, or - for a list of paths on standard input. Models before them
-            (runs, model files, timm:NAME) are averaged with MODEL.
+        images: Files, folders, tables, Parquet, shards (.tar), addresses (s3://, https://) or names
+            of data sets, or - for a list of them on standard input. Models before them (runs, model
+            files, timm:NAME) are averaged with MODEL.
         output_format: Format of standard output; auto is table in a terminal, otherwise jsonl.
     """
     # torch, which `vit --help` does without
@@ -41,9 +43,15 @@ def predict(
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
+    output = call.keywords["output"]
     if output_format == "auto":
         output_format = "table" if sys.stdout.isatty() and not call.keywords["similar"] else "jsonl"
-    if call.keywords["similar"] and output_format != "jsonl":
+    missing = [name for name in images if name.endswith((".npz", ".parquet"))]
+    if call.keywords["embeddings"] and not all(map(os.path.exists, missing)):
+        raise ValueError("--embeddings takes no file; name FILE.parquet or .jsonl with --output")
+    if call.keywords["embeddings"] and output_format == "csv" and not output:
+        raise ValueError("--embeddings needs --output or --format jsonl: CSV has no place for them")
+    if call.keywords["similar"] and output_format != "jsonl" and not output:
         raise ValueError("--similar needs --format jsonl: other formats have no place for photos")
     models = [call.keywords["model"]]
     while images and is_model_name(images[0]):
@@ -57,19 +65,22 @@ def predict(
     # one batch after another, whereas the function keeps all predictions in memory
     predictions = iterate_predictions(images=inputs, **keywords)
     write = {"table": write_table, "jsonl": write_jsonl, "csv": write_csv}[output_format]
+    written = predictions if output else write(predictions, file=sys.stdout)
     count = 0
     num_unreadable = 0
     with show_progress("images") as advance:
-        for prediction in write(predictions, file=sys.stdout):
+        for prediction in written:
             count += 1
             num_unreadable += prediction.error is not None
             advance(1, f"{count:,} images")
-    if count == 0:
+    if count == 0 and not call.keywords["resume"]:
         raise ValueError("there were no images to predict")
+    if output:
+        echo(f"{count:,} predictions were written into {output}")
     if num_unreadable:
         message = f"{num_unreadable} of {count} images could not be read; their lines say why"
         echo(message, err=True)
-    if num_unreadable == count:
+    if count and num_unreadable == count:
         raise typer.Exit(1)
 
 

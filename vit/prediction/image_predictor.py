@@ -3,8 +3,9 @@ for many machines."""
 
 import io
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,9 @@ from PIL import Image
 
 from vit.bundle import Bundle, ModelLike, require_classifier
 from vit.data.images import list_images, read_image
+from vit.data.inputs import LazyImage
 from vit.data.preprocess import Preprocess
+from vit.data.sources.remote import MissingError, RemoteError
 from vit.model.logits import count_features
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
 from vit.prediction.decision import decide_classes, measure_uncertainty
@@ -25,9 +28,12 @@ from vit.prediction.neighbours import check_similar, find_similar
 from vit.prediction.predictor import TTA, BatchPredictor, Pixels, read_from
 from vit.prediction.records import Columns, Prediction, build_columns
 from vit.runtime.arguments import check_arguments, check_choice
+from vit.runtime.version import __version__
 
 # columns of a batch that may hold its images, the first that is there counts
 IMAGE_COLUMNS = ("image", "bytes", "path")
+# requests at the same time
+_MAX_REQUESTS = 32
 # an image's name, and its pixels as each model sees it or why it can't be read
 Decoded = tuple[str, list[Pixels] | str]
 
@@ -142,16 +148,32 @@ class Predictor:
         """
         others, named = _split_columns(images)
         self.keeps_probabilities = True
-        predictions = list(self.predict_items(named))
-        columns = build_columns(
+        columns = self.build_columns(list(self.predict_items(named)))
+        if "path" in others:
+            del columns["path"]
+        return {**others, **columns}
+
+    def build_columns(self, predictions: Sequence[Prediction]) -> Columns:
+        """Return predictions of this model as columns, if it keeps probabilities."""
+        return build_columns(
             predictions,
             num_classes=len(self.bundle.class_names),
             num_features=count_features(self.bundle.model) if self.embeddings else None,
             has_labels=self.bundle.is_multilabel,
         )
-        if "path" in others:
-            del columns["path"]
-        return {**others, **columns}
+
+    def describe_options(self) -> dict[str, object]:
+        """Return the facts of the model and the options that predictions depend on."""
+        return {
+            "vit": __version__,
+            "model": self.bundle.sha256,
+            "precision": self.batch_predictors[0].precision,
+            "top_k": self.top_k,
+            "coverage": self.coverage,
+            "tta": self.tta,
+            "embeddings": self.embeddings,
+            "similar": self.similar,
+        }
 
     def predict(self, images: Iterable[Any]) -> list[Prediction]:
         """Return the prediction of each image of a batch as a record. See `__call__`."""
@@ -259,14 +281,31 @@ def _split_columns(
 def decode_batches(
     items: Iterable[tuple[str, Any]], preprocesses: Sequence[Preprocess], batch_size: int
 ) -> Iterator[list[Decoded]]:
-    """Yield images in batches, decoded for each model. See `Predictor.predict_items`."""
+    """Yield images in batches, decoded for each model; the next batch is decoded while the caller
+    works on one. See `Predictor.predict_items`."""
     items = iter(items)
     # decoding a photo may take longer than its forward pass; more threads than cores would only
     # keep more large photos in memory
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
-        while batch := list(islice(items, batch_size)):
-            decoded = pool.map(lambda item: _decode(item[1], preprocesses), batch)
-            yield [(name, pixels) for (name, _), pixels in zip(batch, decoded, strict=True)]
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_REQUESTS))
+    network = ThreadPoolExecutor(_MAX_REQUESTS)
+    ahead: deque[tuple[list[str], list[Future[list[Pixels] | str]]]] = deque()
+    try:
+        while True:
+            while len(ahead) < 2 and (batch := list(islice(items, batch_size))):
+                futures = [
+                    (network if getattr(image, "is_remote", False) else pool).submit(
+                        _decode, image, preprocesses
+                    )
+                    for _, image in batch
+                ]
+                ahead.append(([name for name, _ in batch], futures))
+            if not ahead:
+                return
+            names, futures = ahead.popleft()
+            yield [(name, each.result()) for name, each in zip(names, futures, strict=True)]
+    finally:
+        pool.shutdown(cancel_futures=True)
+        network.shutdown(cancel_futures=True)
 
 
 def _decode(image: Any, preprocesses: Sequence[Preprocess]) -> list[Pixels] | str:
@@ -275,11 +314,16 @@ def _decode(image: Any, preprocesses: Sequence[Preprocess]) -> list[Pixels] | st
         opened = _open_image(image)
         return [preprocess.to_uint8(opened) for preprocess in preprocesses]
     except (OSError, ValueError) as error:
+        # the store doesn't answer, and the image may be good
+        if isinstance(error, RemoteError) and not isinstance(error, MissingError):
+            raise
         # without the path, which the prediction already names
         return getattr(error, "strerror", None) or str(error)
 
 
 def _open_image(image: Any) -> Image.Image:
+    if isinstance(image, LazyImage):
+        return image.read()
     if isinstance(image, str | Path):
         return read_image(Path(image))
     if isinstance(image, bytes | bytearray | memoryview):

@@ -1,24 +1,22 @@
 """Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
-import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from vit.bundle import Bundle, ModelLike, keeps_mode, open_model, require_classifier
-from vit.data.dataset import printable
-from vit.data.images import ImageInputs, list_images
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
+from vit.data.images import ImageInputs
+from vit.data.inputs import list_inputs
 from vit.model.logits import count_features
-from vit.prediction.ensemble import open_models
 from vit.prediction.image_predictor import Predictor, decode_batches
-from vit.prediction.predictor import TTA, BatchPredictor, Pixels, read_from
+from vit.prediction.output import open_output
+from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult
 from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_arguments, check_choice
-from vit.runtime.files import expand_home, save_arrays, write_atomically
 
 _ORDERS = ("none", "uncertainty")
 
@@ -31,8 +29,10 @@ def predict(
     *,
     top_k: int = 5,
     coverage: float = 0.95,
+    output: str | Path | None = None,
+    resume: bool = False,
+    embeddings: bool = False,
     sort_into: str | Path | None = None,
-    embeddings: str | Path | None = None,
     similar: int = 0,
     tta: str = "none",
     sort: str = "none",
@@ -44,21 +44,27 @@ def predict(
 
     Args:
         model: See `vit.evaluate`.
-        images: Paths, folders, PIL images, uint8 arrays [H, W, 3] or
-            [n, H, W, 3], or one of them.
+        images: Files, folders, PIL images, uint8 arrays [H, W, 3] or
+            [n, H, W, 3], or one of them; also tables and Parquet files that
+            name or hold images, shards, addresses (s3://, https://) and names
+            of data sets. Labels aren't needed.
         top_k: Classes for each image.
         coverage: How often a `prediction_set` should include the right class,
             or the fraction of an image's labels that it should include: 0.9
             or 0.95.
+        output: File to write as predictions are made: FILE.jsonl, FILE.csv or
+            FILE.parquet. Parquet is a folder of parts with the probability of
+            every class. The result then holds no predictions.
+        resume: Go on with the `output` of a command that was stopped: no image
+            is predicted twice. The images and options must be the same.
+        embeddings: Add the features that the head reads: `embedding` in JSON
+            lines and Parquet, `.features` in Python.
         sort_into: Folder to copy the photos into: one folder for each class,
             "unsure" and "unusual". A photo goes to "unusual" if its `p_value`
             is at most 0.05, to its class if its `prediction_set` has one
             class, and to "unsure" otherwise. With an operating point it
             always goes to the predicted class, and a photo of several labels
             to each of them. No file is ever overwritten.
-        embeddings: File for the features that the head reads: FILE.npz or
-            FILE.parquet. The .npz file holds `paths` [N] and `embeddings`
-            [N, D] float32, the table the columns path and embedding.
         similar: Number of most similar training images to name for each
             image. Similarity is the cosine of the features, and the model
             file holds up to 2,000 training images.
@@ -88,16 +94,19 @@ def predict(
         images,
         top_k=top_k,
         coverage=coverage,
+        output=output,
+        resume=resume,
         sort_into=sort_into,
+        sort=sort,
         embeddings=embeddings,
         similar=similar,
         tta=tta,
-        sort=sort,
         batch_size=batch_size,
         device=device,
         precision=precision,
     )
-    return PredictionResult(list(predictions))
+    kept = [each for each in predictions if output is None]
+    return PredictionResult(kept)
 
 
 @keeps_mode
@@ -133,7 +142,7 @@ def embed(
     bundle = open_model(model, device=device)
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = [np.zeros((0, count_features(bundle.model)), dtype=np.float32)]
-    for batch in decode_batches(_name_images(images), [predictor.preprocess], batch_size):
+    for batch in decode_batches(list_inputs(images), [predictor.preprocess], batch_size):
         pixels: list[Pixels] = []
         for path, decoded in batch:
             if isinstance(decoded, str):
@@ -148,61 +157,54 @@ def iterate_predictions(
     model: ModelLike | Sequence[ModelLike],
     images: ImageInputs,
     *,
-    top_k: int,
-    coverage: float,
+    output: str | Path | None,
+    resume: bool,
     sort_into: str | Path | None,
-    embeddings: str | Path | None,
-    similar: int,
-    tta: str,
     sort: str,
-    batch_size: int,
-    device: str,
-    precision: str,
+    **options: Any,
 ) -> Iterator[Prediction]:
     """Yield the predictions of `predict`, for any number of images: one batch is in memory, unless
     they are sorted."""
-    check_choice(tta, TTA, name="tta")
     check_choice(sort, _ORDERS, name="sort")
-    bundle = open_models(model, device=device)
-    require_classifier(bundle)
-    predictions = predict_images(
-        bundle,
-        images,
-        top_k=top_k,
-        coverage=coverage,
-        tta=tta,
-        batch_size=batch_size,
-        precision=precision,
-        with_features=embeddings is not None,
-        similar=similar,
-    )
-    if sort_into is not None:
-        sorter = PhotoSorter(Path(sort_into), bundle, coverage=coverage)
-        sorter.check(images)
-        predictions = map(sorter.copy, predictions)
-    if embeddings is not None:
-        path = expand_home(embeddings)
-        _check_embeddings_file(path)
-        predictions = _keep_embeddings(predictions, path)
-    if sort == "uncertainty":
-        # Images that can't be read come last; of equal ones, the first comes first.
-        predictions = iter(
-            sorted(predictions, key=lambda each: (each.error is not None, -each.uncertainty))
+    predictor = Predictor(model, **options)
+    writer = None
+    if output is not None:
+        if resume and sort != "none":
+            raise ValueError("--resume goes on in the order of the images; leave out --sort")
+        similar = ["similar"] if predictor.similar else []
+        writer = open_output(
+            output,
+            resume=resume,
+            build_columns=predictor.build_columns,
+            only_jsonl=similar,
+            not_csv=["embeddings"] if predictor.embeddings else [],
         )
-    yield from predictions
+        predictor.keeps_probabilities = Path(output).suffix == ".parquet"
+    elif resume:
+        raise ValueError("--resume goes on in a file; name it with --output")
+    sorter = None
+    if sort_into is not None:
+        sorter = PhotoSorter(Path(sort_into), predictor.bundle, coverage=predictor.coverage)
+        sorter.check(images)
 
+    def predict_items(items: Iterator[tuple[str, Any]]) -> Iterator[Prediction]:
+        predictions = predictor.predict_items(items)
+        if sorter is not None:
+            predictions = map(sorter.copy, predictions)
+        if sort == "uncertainty":
+            # Images that can't be read come last; of equal ones, the first comes first.
+            predictions = iter(
+                sorted(predictions, key=lambda each: (each.error is not None, -each.uncertainty))
+            )
+        return predictions
 
-def _keep_embeddings(predictions: Iterable[Prediction], path: Path) -> Iterator[Prediction]:
-    """Yield predictions, and write their features into a file after the last one."""
-    # only paths and features are kept until the end, not the predictions
-    paths = []
-    features = []
-    for prediction in predictions:
-        if prediction.features is not None:
-            paths.append(prediction.path)
-            features.append(prediction.features)
-        yield prediction
-    _save_embeddings(path, paths, features)
+    items = list_inputs(images)
+    if writer is None:
+        yield from predict_items(items)
+    else:
+        yield from writer.write(
+            predict_items, items, {**predictor.describe_options(), "sort": sort}
+        )
 
 
 def predict_images(
@@ -235,44 +237,4 @@ def predict_images(
         embeddings=with_features,
         similar=similar,
     )
-    yield from predictor.predict_items(_name_images(images))
-
-
-def _name_images(images: ImageInputs) -> Iterator[tuple[str, str | Image.Image]]:
-    """Yield the name of each image, and its path or the image in memory."""
-    for number, image in enumerate(list_images(images)):
-        yield image if isinstance(image, str) else f"image {number}", image
-
-
-def _save_embeddings(path: Path, names: Sequence[str], features: Sequence[Float32s]) -> None:
-    """Write features: .npz with `paths` [N] and `embeddings` [N, D], or .parquet with the columns
-    path and embedding."""
-    paths = [printable(name) for name in names]
-
-    def write(temporary: Path) -> None:
-        if path.suffix == ".npz":
-            arrays = {"paths": np.array(paths, dtype=str), "embeddings": np.array(features)}
-            save_arrays(temporary, arrays)
-            return
-        # pyarrow comes with the extra "datasets"
-        import pyarrow as pa  # type: ignore[import-untyped]
-        import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-        pq.write_table(pa.table({"path": paths, "embedding": features}), temporary)
-
-    write_atomically(path, write)
-
-
-def _check_embeddings_file(path: Path) -> None:
-    """Check the file that features go into, before they are computed.
-
-    Raises:
-        ValueError: The suffix is neither .npz nor .parquet, or pyarrow is missing for the latter.
-    """
-    if path.suffix not in (".npz", ".parquet"):
-        raise ValueError(f"--embeddings {path} ends neither in .npz nor in .parquet")
-    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(
-            "--embeddings FILE.parquet needs pyarrow: pip install '.[datasets]' in the clone of vit;"
-            " .npz needs nothing"
-        )
+    yield from predictor.predict_items(list_inputs(images))

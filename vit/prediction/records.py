@@ -195,6 +195,8 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
     for prediction in predictions:
         record: dict[str, object] = {"path": prediction.path}
         if prediction.error is None:
+            record["predicted"] = prediction.predicted
+            record["probability"] = prediction.probability
             if prediction.labels is not None:
                 record["labels"] = prediction.labels
             record["predictions"] = describe_classes(prediction.classes)
@@ -203,8 +205,13 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
             record["p_value"] = prediction.p_value
             if prediction.similar is not None:
                 record["similar"] = describe_similar(prediction.similar)
+            if prediction.features is not None:
+                # with the fewest digits that a float32 is read back from
+                record["embedding"] = list(map(float, prediction.features.astype("U16")))
         else:
             record["error"] = prediction.error
+        if prediction.precision:
+            record["precision"] = prediction.precision
         line = json.dumps(record, ensure_ascii=False)
         if not line.isprintable():
             line = "".join(
@@ -215,12 +222,15 @@ def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
         yield prediction
 
 
-def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
+def write_csv(
+    predictions: Iterable[Prediction], *, file: TextIO, with_header: bool = True
+) -> Iterator[Prediction]:
     """Write a line for each image, and yield the prediction once it is written.
 
-    The columns are the path, the note, for a model of several labels an image its labels with bars
-    between them, the classes of the prediction set, the p-value, the error, and class_1
-    or label_1, probability_1 and so on for as many classes as the first image that can be read has.
+    The columns are the path, what is predicted and its probability, the note, for a model of
+    several labels an image its labels with bars between them, the classes of the prediction set,
+    the p-value, the error, the precision, and class_1 or label_1, probability_1 and so on for as
+    many classes as the first image that can be read has.
     Names have � for control characters, and an apostrophe where a spreadsheet would see a formula.
     """
     # without carriage returns, so that command-line tools can read the last column
@@ -237,16 +247,19 @@ def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Pr
     has_labels = bool(waiting) and waiting[-1].labels is not None
     kind = "label" if has_labels else "class"
     columns = [f"{name}_{rank}" for rank in ranks for name in (kind, "probability")]
-    header = ["path", "note", *(["labels"] if has_labels else []), "prediction_set", "p_value"]
-    writer.writerow((*header, "error", *columns))
+    header = ["path", "predicted", "probability", "note", *(["labels"] if has_labels else [])]
+    if with_header:
+        header += ["prediction_set", "p_value", "error", "precision"]
+        writer.writerow((*header, *columns))
     for prediction in chain(waiting, predictions):
-        cells: list[object] = [_format_cell(prediction.path), prediction.note]
+        cells: list[object] = [format_cell(prediction.path)]
+        cells += [format_cell(prediction.predicted or ""), prediction.probability, prediction.note]
         for names in (prediction.labels, prediction.prediction_set)[0 if has_labels else 1 :]:
-            cells.append("|".join(map(_format_cell, names or ())))
+            cells.append("|".join(map(format_cell, names or ())))
         cells.append("" if prediction.p_value is None else prediction.p_value)
-        cells.append(_format_cell(prediction.error or ""))
+        cells += [format_cell(prediction.error or ""), prediction.precision]
         for _, name, probability in prediction.classes:
-            cells += [_format_cell(name), probability]
+            cells += [format_cell(name), probability]
         writer.writerow(cells)
         yield prediction
 
@@ -279,6 +292,7 @@ def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
         yield prediction
 
 
-def _format_cell(text: str) -> str:
+def format_cell(text: str) -> str:
+    """Return text as a cell of CSV, see `write_csv`."""
     # bytes of names that aren't UTF-8 pass through: the name must still find its file
     return escape_formula(replace_control_characters(text, keep_bytes=True))

@@ -25,7 +25,7 @@ from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
 from vit.data.sources.table_labels import find_label_column, name_flags, take_class
 from vit.runtime.arguments import first_line, shorten
-from vit.runtime.files import expand_home
+from vit.runtime.files import default_cache_dir, expand_home
 from vit.runtime.hub import offline_if_unreachable
 
 
@@ -91,7 +91,7 @@ class RowReader(ImageReader):
 def is_dataset(path: Path) -> bool:
     """Return true for Parquet files and for a directory that save_to_disk wrote."""
     is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    return is_saved or bool(_list_parquet(path))
+    return is_saved or bool(list_parquet(path))
 
 
 def find_huggingface(request: Request) -> SourceSplits:
@@ -194,6 +194,15 @@ def find_huggingface(request: Request) -> SourceSplits:
     return SourceSplits(origins, load, unused, guesses).with_test_split()
 
 
+def open_rows(place: str) -> Iterator[RowReader]:
+    """Open each split of a data set, whether it has labels or not. See `find_huggingface`."""
+    for split, table in _load(place, default_cache_dir() / "datasets").items():
+        column = _find_column(table.features, ("image", "img"), place)
+        rows = _select_images(table, column, place)
+        ids = [f"{split}/{row:05d}" for row in range(len(table))]
+        yield RowReader(rows, ids, np.arange(len(ids)))
+
+
 def read_rows_column(
     tables: Mapping[str, Any], column: str, *, origin: str, id_format: str = "05d"
 ) -> dict[str, Any]:
@@ -260,7 +269,7 @@ def _check_inside(reader: RowReader, request: Request, origin: str) -> None:
             )
 
 
-def _list_parquet(path: Path) -> dict[str, list[str]]:
+def list_parquet(path: Path) -> dict[str, list[str]]:
     """List the Parquet files of each split at a path."""
     if path.suffix == ".parquet" and path.is_file():
         return {"train": [str(path)]}
@@ -279,7 +288,7 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
         ) from error
 
     path = expand_home(root)
-    parquet = _list_parquet(path)
+    parquet = list_parquet(path)
     with _quiet(datasets):
         try:
             if root.startswith("hf:"):

@@ -45,6 +45,10 @@ class RemoteError(OSError):
     """A file can't be read now; the message names its address."""
 
 
+class MissingError(RemoteError):
+    """There is no such file in a store that answers, or it may not be read."""
+
+
 class StoredFile(NamedTuple):
     """A file as it was found, on this disk or in object storage."""
 
@@ -129,6 +133,21 @@ def find_file(path: str) -> StoredFile:
     return StoredFile(path, info["size"], _find_version(info))
 
 
+def list_addresses(address: str) -> list[str]:
+    """List the files below an address, sorted. Raises RemoteError."""
+
+    def find(filesystem: Any) -> list[str]:
+        return [filesystem.unstrip_protocol(path) for path in filesystem.find(address)]
+
+    return sorted(request(address, find))
+
+
+def read_address(address: str) -> bytes:
+    """Read a whole file. Raises RemoteError, MissingError for that file alone."""
+    content: bytes = request(address, lambda filesystem: filesystem.cat_file(address))
+    return content
+
+
 def _find_version(facts: Mapping[str, Any]) -> str:
     return next((str(facts[name]) for name in _VERSIONS if facts.get(name)), "")
 
@@ -186,7 +205,9 @@ def request(url: str, ask: Callable[[Any], Result]) -> Result:
             if is_missing:
                 reason = "it is not there"
             # without the cause: its text has the whole address
-            raise RemoteError(f"{_show(url)} can't be read: {reason}") from None
+            is_refused = isinstance(failure, PermissionError) or status in (401, 403)
+            kind = MissingError if is_missing or is_refused else RemoteError
+            raise kind(f"{_show(url)} can't be read: {reason}") from None
 
 
 def _show(url: str) -> str:

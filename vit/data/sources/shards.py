@@ -43,7 +43,7 @@ from vit.data.sources.table_labels import (
     take_class,
 )
 from vit.runtime.arguments import hide_tokens, shorten
-from vit.runtime.files import expand_home, open_cached, read_arrays, write_arrays
+from vit.runtime.files import default_cache_dir, expand_home, open_cached, read_arrays, write_arrays
 
 _MAX_SHARDS = 1_000_000
 # suffixes of files with labels, the first that is there counts
@@ -65,7 +65,7 @@ class _Sample(NamedTuple):
     # place of the image, in bytes
     offset: int
     size: int
-    # suffix of the label's file
+    # suffix of the label's file; empty if there is none
     suffix: str = "cls"
 
 
@@ -189,7 +189,10 @@ def find_shards(request: Request) -> SourceSplits:
     paths = [path for shards in splits.values() for path in shards]
     index = partial(_index_cached, request.cache_dir / "shards")
     shard_at = dict(zip(paths, remote.map_parallel(index, paths), strict=True))
-    for _, _, unused_files in shard_at.values():
+    for file, samples, unused_files in shard_at.values():
+        for sample in samples:
+            if not sample.suffix:
+                raise _ask_for_label(file, sample, unused_files)
         unused.update(unused_files)
     labels = {
         split: [sample.label for path in splits[split] for sample in shard_at[path][1]]
@@ -240,16 +243,25 @@ def find_shards(request: Request) -> SourceSplits:
     return SourceSplits(origins, load, unused, guesses).with_test_split()
 
 
+def open_shard(path: str) -> ShardReader:
+    """Open the images of a shard, whether they have labels or not. See `find_shards`."""
+    file, samples, _ = _index_cached(default_cache_dir() / "shards", path)
+    places = np.array([(0, sample.offset, sample.size) for sample in samples])
+    return ShardReader([file], [f"{file.name}/{sample.key}" for sample in samples], places)
+
+
 def _check_not_empty(shards: Iterable[tuple[StoredFile, Sequence[_Sample], object]]) -> None:
     """Raise ValueError for an image without a class."""
     for file, samples, _ in shards:
         for sample in samples:
             if not sample.label:
-                raise _ask_for_label(hide_tokens(file.path), sample.key, "")
+                raise _ask_for_label(file, sample, {})
 
 
-def _ask_for_label(shard: str, key: str, others: str) -> ValueError:
-    text = f"{shard} has no label {key}.cls for the image {key}{others}"
+def _ask_for_label(file: StoredFile, sample: _Sample, unused: Mapping[str, int]) -> ValueError:
+    others = f", only {describe_counts(unused)}" if unused else ""
+    key = sample.key
+    text = f"{hide_tokens(file.path)} has no label {key}.cls for the image {key}{others}"
     return ValueError(f"{text}; write its class, a name or a number, into {key}.cls")
 
 
@@ -282,7 +294,7 @@ def _find_splits(path: str) -> tuple[dict[str, list[str]], Counter[str]]:
     no split."""
     # object storage can't be asked whether an address is a folder
     if not os.path.isdir(path) and (not remote.is_remote(path) or ".tar" in path):
-        return {"train": _expand(path)}, Counter()
+        return {"train": expand_pattern(path)}, Counter()
     splits = list_shards(path)
     used = {shard for shards in splits.values() for shard in shards}
     others = set(_glob_shards(path, "*.tar") + _glob_shards(path, "*/*.tar")) - used
@@ -328,7 +340,7 @@ def _glob_shards(folder: str, pattern: str) -> list[str]:
     return remote.match_files(f"{prefix}/{pattern}")
 
 
-def _expand(pattern: str) -> list[str]:
+def expand_pattern(pattern: str) -> list[str]:
     """List the shards of a pattern, in its order."""
     if _count_names(pattern) > _MAX_SHARDS:
         name = shorten(hide_tokens(pattern))
@@ -433,16 +445,14 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
     if not images:
         text = f"{name} holds no images <key>.jpg{others}"
         raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
-    for key in images:
-        if key not in labels:
-            raise _ask_for_label(name, key, others)
     if repeated:
         text = f"{name} has two images or labels of the key {min(repeated)}"
         raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
     if without_image := len(labels.keys() - images.keys()):
         unused["labels without an image"] = without_image
     samples = [
-        _Sample(key, labels[key], offset, size, chosen) for key, (offset, size) in images.items()
+        _Sample(key, labels.get(key, ""), offset, size, chosen if key in labels else "")
+        for key, (offset, size) in images.items()
     ]
     return samples, dict(unused)
 

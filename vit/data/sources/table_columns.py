@@ -35,8 +35,25 @@ _GROUP_NAME = re.compile(
     r"(patient|subject|case|lesion|individual|animal|person|donor|slide|specimen|site|location|"
     r"standort|station|camera|deployment|sequence|seq|burst|plot|group|study)s?(_?(id|name|uid|no|nr))?"
 )
+_NAME_COLUMN = "name the right one (--{}-column NAME), or "
+_PATH_OPTION = _NAME_COLUMN.format("path")
 # rows that a column is tried on
 _SAMPLE = 20
+
+
+def choose_path_column(table: Table, finder: FileFinder) -> int:
+    """Choose the column that names the images. Raises ValueError if there is none."""
+    # many addresses, or paths that are nowhere, are rows that can't be read
+    known = [
+        place for name in PATH_NAMES for place, other in enumerate(table.names) if name == other
+    ]
+    if known and "://" in "".join(_sample(table, known[0])):
+        return known[0]
+    try:
+        return _choose_path(table, None, finder)
+    except ValueError as error:
+        # nothing but the name of the column can say it here
+        raise ValueError(str(error).replace(_PATH_OPTION, "")) from None
 
 
 class Columns(NamedTuple):
@@ -90,7 +107,7 @@ def _ask(table: Table, text: str, kind: str) -> ValueError:
     if not table.columns:
         return ValueError(f"{table.path}: {text}; add a first line such as path,label")
     columns = shorten(", ".join(map(repr, table.columns)), 600)
-    hint = f"name the right one (--{kind}-column NAME), or call it {kind}"
+    hint = f"{_NAME_COLUMN.format(kind)}call it {kind}"
     return ValueError(f"{table.path}: {text}; its columns are {columns}; {hint}")
 
 

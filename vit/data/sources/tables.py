@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from vit.data.sources.base import (
     relative_path,
 )
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
-from vit.data.sources.table_columns import choose_columns, find_column, is_true
+from vit.data.sources.table_columns import choose_columns, choose_path_column, find_column, is_true
 from vit.data.sources.table_labels import (
     Cells,
     check_several,
@@ -190,6 +190,28 @@ def find_tables(
     )
     # the splits that a table names stay as they are
     return source if any(reader.names_splits for reader in readers) else source.with_test_split()
+
+
+def list_table_images(path: Path) -> Iterator[str]:
+    """Yield the image file that each row of a table names, whether it has labels or not; what is
+    written where there is no such file.
+
+    Raises:
+        ValueError: It is no table, or no column names images.
+    """
+    finder = FileFinder(path)
+    table = read_table_file(path)
+    if not table.rows:
+        raise ValueError(f"{path} holds no rows; write an image into each")
+    place = choose_path_column(table, finder)
+    # the first row may be an image
+    if table.columns and not count_known(table.columns) and finder.find(table.columns[place]):
+        table = read_table_file(path, has_header=False)
+    written = list(map(str, table.values(place)))
+    finder.learn(written)
+    for value in written:
+        files = [] if "://" in value else finder.find(value)
+        yield value if "://" in value else os.path.join(path.parent, (*files, value)[0])
 
 
 def _read_column(
