@@ -19,6 +19,9 @@ _WORTHWHILE_FLOPS = {"cpu": 1.6e14, "cuda": 1.6e16}
 # Forms of one function that are compiled.
 _MAX_COMPILED = 64
 
+# The first torch that can compile the backward pass with the forward pass.
+_OLDEST_TORCH = "2.10"
+
 
 def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) -> bool:
     """Return whether compiling the training step pays. Nothing is measured for it, so that a
@@ -31,7 +34,8 @@ def should_compile(device_type: str, *, total_flops: float, num_sizes: int = 1) 
     """
     pays = total_flops / num_sizes >= _WORTHWHILE_FLOPS.get(device_type, float("inf"))
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
-    return pays and any(shutil.which(compiler) for compiler in compilers)
+    has_compiler = any(shutil.which(compiler) for compiler in compilers)
+    return pays and has_compiler and torch.__version__ >= _OLDEST_TORCH
 
 
 def _name_attention_kernels() -> str:
@@ -48,8 +52,8 @@ def _name_attention_kernels() -> str:
 
 
 class CompiledFunction:
-    """A function compiled by torch, or unchanged if torch can't compile it: without a C++ compiler,
-    without Python's headers, or for an operation that its compiler doesn't know.
+    """A function compiled by torch, or unchanged if torch can't compile it: without a C++ compiler
+    or Python's headers, before torch 2.10, or for an operation that its compiler doesn't know.
 
     Args:
         function: Function whose result is differentiated. Its backward pass is compiled with it.
@@ -75,6 +79,8 @@ class CompiledFunction:
         if not self.is_compiled:
             return self._original(*args)
         try:
+            if torch.__version__ < _OLDEST_TORCH:
+                raise RuntimeError(f"torch {torch.__version__} is older than {_OLDEST_TORCH}")
             with (
                 # Otherwise the backward pass is compiled when it runs, too late to do without it.
                 torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
