@@ -1,11 +1,19 @@
-"""Every package that is imported directly is declared, so that no other package has to bring it."""
+"""Every package that is imported directly is declared, so that no other package has to bring it, in
+versions that are tested."""
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from uv import find_uv_bin
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -96,3 +104,37 @@ def test_every_requirement_says_why_it_is_there() -> None:
     assert len(lines) == len(PROJECT["dependencies"])
     for line in lines:
         assert re.search(r'^  "[^"]+",? *# \S+.*: \S', line), line
+
+
+def read_pins(name: str) -> dict[str, Version]:
+    """Package → version in a file of constraints."""
+    lines = (ROOT / name).read_text().splitlines()
+    pins = (line.split("==") for line in lines)
+    return {canonicalize_name(package): Version(version) for package, version in pins}
+
+
+def test_constraints_are_the_oldest_and_the_newest_versions_that_are_tested() -> None:
+    """`make oldest-constraints` after a bound has changed."""
+    oldest, newest = read_pins("constraints-oldest.txt"), read_pins("constraints.txt")
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    for requirement in map(Requirement, (text for group in groups for text in group)):
+        name = canonicalize_name(requirement.name)
+        if name == "vit-pipeline":
+            continue
+        assert requirement.specifier.contains(newest[name]), requirement
+        (bound,) = (part for part in requirement.specifier if part.operator == ">=")
+        # what the extra dev doesn't bring isn't installed for tests
+        assert oldest.get(name, Version(bound.version)) == Version(bound.version), requirement
+    names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    assert names <= oldest.keys()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_every_extra_can_be_installed_with_the_constraints(python: str) -> None:
+    """Needs the package index."""
+    options = ["--quiet", "--all-extras", "--constraint", "constraints.txt"]
+    command = [find_uv_bin(), "pip", "compile", *options, "--python-version", python]
+    outcome = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "mlflow-skinny==" in outcome.stdout

@@ -101,13 +101,14 @@ def test_what_a_signature_says_of_the_command_line() -> None:
         (("--option", "wait"), "--option 'wait' is not NAME=VALUE with one of"),
         (("--option", "wait=1"), "wait is no option of the methods libra-removal, rollout"),
         (("--option", "residual=much"), "residual 'much': input should be a valid number"),
-        (("--num-images", "0"), "greater than or equal to 1"),
+        # the older typer: is not in the range x>=1
+        (("--num-images", "0"), r"greater than or equal to 1|x>=1"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(
     arguments: tuple[str, ...], message: str, cli: Launcher, tmp_path: Any
 ) -> None:
-    assert message in cli.fail("explain", "imagenette", "-o", tmp_path / "out", *arguments)
+    assert re.search(message, cli.fail("explain", "imagenette", "-o", tmp_path / "out", *arguments))
 
 
 def test_a_rare_option_has_the_type_of_its_parameter(

@@ -1,10 +1,23 @@
-"""Completion in the shell, and the image of `docker build`."""
+"""Completion in the shell, the image of `docker build`, and the package as it is published."""
 
+import inspect
+import os
 import re
 import shlex
 import subprocess
+import sys
+import tarfile
+import threading
+import tomllib
+import zipfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from uv import find_uv_bin
 
 from tests.conftest import ROOT, Launcher
+from vit.deploy.serve.command import serve
 
 # the name of the program is the one that the shell knows
 _AS_COMMAND = ("-c", "import sys; sys.argv[0] = 'vit'; from vit.cli.main import main; main()")
@@ -24,21 +37,107 @@ def test_the_shell_completes_commands_and_options(cli: Launcher) -> None:
         assert outcome.out.split() == completions
 
 
-def test_the_image_is_for_a_user_who_is_not_root() -> None:
-    text = (ROOT / "Dockerfile").read_text()
-    lines = re.sub(r"\\\n", " ", text).splitlines()
-    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
-    kinds = [kind for kind, *_ in steps]
-    assert kinds.index("USER") < kinds.index("ENTRYPOINT")
-    (user,) = (value for kind, value in steps if kind == "USER")
-    assert user == "vit"
-    scripts = [value for kind, value in steps if kind == "RUN"]
-    # in the shell that docker uses, as far as it says whether they can be read
-    for script in scripts:
-        subprocess.run(["sh", "-n", "-c", script], check=True)
-    words = shlex.split(" ".join(scripts))
-    assert "/source" in words
-    assert words[words.index("useradd") + 1 :][:2] == ["--create-home", user]
-    # a version of Python that the package supports
-    (base,) = (value for kind, value in steps if kind == "FROM")
+@pytest.fixture(scope="module")
+def stages() -> list[list[tuple[str, str]]]:
+    """Instruction and arguments of each line of the Dockerfile, by stage."""
+    text = re.sub(
+        r"\\\n", " ", re.sub(r"^ *#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M)
+    )
+    found: list[list[tuple[str, str]]] = []
+    for line in filter(None, text.splitlines()):
+        kind, value = line.split(maxsplit=1)
+        if kind == "FROM":
+            found.append([])
+        found[-1].append((kind, value))
+    return found
+
+
+def test_the_image_is_built_of_a_wheel_with_pinned_extras_for_a_user_who_is_not_root(
+    stages: list[list[tuple[str, str]]],
+) -> None:
+    build, final = stages
+    # a version of Python that the package supports, the same for the environment that is copied
+    (base,) = {value.removesuffix(" AS build") for (_, value), *_ in stages}
     assert re.fullmatch(r"python:3\.1[123]-slim", base)
+    for stage in stages:
+        for kind, script in stage:
+            if kind == "RUN":  # in the shell that docker uses, as far as it says if it can be read
+                subprocess.run(["sh", "-n", "-c", script], check=True)
+    (script,) = (value for kind, value in build if kind == "RUN")
+    for command in re.findall(r"pip install.*?(?=&&|$)", script):
+        assert "--constraint constraints.txt" in command
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    (names,) = re.findall(r"whl\)\[(.*?)\]", script)
+    assert {"export", "serve"} == set(names.split(",")) <= extras.keys()
+    assert ("ARG", "TORCH_BACKEND=cpu") in build
+    # the environment alone is copied, not the source
+    assert [value for kind, value in final if kind in ("COPY", "ADD")] == [
+        "--from=build /opt/vit /opt/vit"
+    ]
+    kinds = [kind for kind, _ in final]
+    assert kinds.index("USER") < kinds.index("ENTRYPOINT")
+    (user,) = (value for kind, value in final if kind == "USER")
+    (script,) = (value for kind, value in final if kind == "RUN")
+    words = shlex.split(script)
+    assert words[words.index("useradd") + 1 :][:3] == ["--create-home", "--uid", user]
+    assert ("EXPOSE", str(inspect.signature(serve).parameters["port"].default)) in final
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "is_healthy"),
+    [("serve", 200, True), ("serve", 503, False), ("serve", None, False), ("train", None, True)],
+)
+def test_the_image_asks_a_server_for_its_health_and_nothing_else(
+    command: str,
+    status: int | None,
+    is_healthy: bool,
+    stages: list[list[tuple[str, str]]],
+    tmp_path: Path,
+) -> None:
+    (check,) = (value for kind, value in stages[1] if kind == "HEALTHCHECK")
+    (tmp_path / "cmdline").write_bytes(f"python\0vit\0{command}\0imagenette\0".encode())
+    script = check.partition("CMD ")[2].replace("/proc/1/cmdline", str(tmp_path / "cmdline"))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path == "/health"
+            self.send_response(status or 0)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    if status is None:
+        server.server_close()
+    else:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+    script = script.replace("8000", str(server.server_port))
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    outcome = subprocess.run(["sh", "-c", script], env=environment, capture_output=True)
+    server.server_close()
+    assert (outcome.returncode == 0) == is_healthy, outcome.stderr
+
+
+@pytest.mark.extended
+def test_the_package_is_one_that_an_index_shows(tmp_path: Path) -> None:
+    """Needs the package index: for hatchling, and for twine."""
+    uv = find_uv_bin()
+    subprocess.run([uv, "build", "--quiet", "--out-dir", tmp_path, ROOT], check=True)
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    subprocess.run([uv, "tool", "run", "twine", "check", "--strict", wheel, source], check=True)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        page = archive.read(metadata).decode().partition("\n\n")[2]
+    assert {"vit/configs/digits.yaml", "vit/schemas/evaluation.json"} <= set(names)
+    assert page.startswith("# vit\n")
+    links = re.findall(r"\]\(([^)]*)", page)
+    assert len(links) > 5
+    assert [link for link in links if not link.startswith("https://")] == []
+    with tarfile.open(source) as file:
+        folders = {"/".join(name.split("/")[1:3]) for name in file.getnames()}
+    assert "vit/api.py" in folders
+    assert not {"benchmarks/results", "research"} & folders

@@ -71,6 +71,7 @@ def test_softmax_backward_data_rounds_as_autograd_does():
     assert not torch.equal(in_python, expected)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch._disable_dynamo is traced before")
 # dynamo's own look, after a break
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_disable_dynamo_keeps_a_stem_on_a_cpu_out_of_compiled_graphs(monkeypatch):

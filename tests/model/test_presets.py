@@ -3,7 +3,7 @@
 import pytest
 import timm
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from vit.model.presets import PRESETS, compute_flops
 from vit.model.vision_transformer import VisionTransformer
@@ -86,6 +86,9 @@ def test_flops_equal_the_formula():
 )
 @pytest.mark.parametrize("backend", ["explicit", "fused"])
 def test_flops_equal_what_torch_counts(changes, backend):
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if backend == "fused" and kernel not in flop_registry:
+        pytest.skip("an older torch counts nothing of the fused attention")
     base = {
         "img_size": 32,
         "patch_size": 4,

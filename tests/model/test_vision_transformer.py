@@ -369,7 +369,8 @@ class TestTraining:
         compiled(images).sum().backward()
         torch.testing.assert_close(compiled.eval()(images), model.eval()(images), atol=1e-6, rtol=0)
         breaks = torch._dynamo.explain(model)(images).break_reasons
-        assert bool(breaks) == has_stem, breaks
+        # an older torch traces what torch._disable_dynamo marks
+        assert bool(breaks) == (has_stem and torch.__version__ >= "2.10"), breaks
 
     @pytest.mark.parametrize("options", OPTIONS)
     def test_bfloat16_autocast_is_close_and_trains(self, options, randomise):

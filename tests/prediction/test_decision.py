@@ -68,7 +68,8 @@ def test_scores_are_those_of_the_decision(classes: Bundle) -> None:
     logits = rng.standard_normal((200, 3)).astype(np.float32)
     truth = rng.integers(0, 3, 200)
     point = set_point(classes, dog=0.2)
-    scores = score_logits(logits, truth, threshold=read_class_threshold(point))
+    point_of = {"temperature": point.temperature, "threshold": read_class_threshold(point)}
+    scores = score_logits(logits, truth, **point_of)
     probabilities = compute_probabilities(point, logits)
     expected = decide_classes(point, probabilities)
     np.testing.assert_array_equal(scores.predicted, expected)

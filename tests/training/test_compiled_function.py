@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.conftest import Launcher
 from vit.model.vision_transformer import VisionTransformer
-from vit.training.compiled_function import CompiledBlocks, CompiledFunction
+from vit.training.compiled_function import CompiledBlocks, CompiledFunction, should_compile
 
 
 def cube(values: Tensor) -> Tensor:
@@ -36,6 +36,20 @@ def build_failing_backend(failing: str) -> Any:
     return aot_autograd(**compilers)
 
 
+needs_compiler = pytest.mark.skipif(
+    torch.__version__ < "2.10", reason="torch compiles no training step before 2.10"
+)
+
+
+def test_an_older_torch_trains_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert should_compile("cpu", total_flops=1e16) == (torch.__version__ >= "2.10")
+    monkeypatch.setattr("vit.training.compiled_function._OLDEST_TORCH", "99")
+    assert not should_compile("cpu", total_flops=1e16)
+    with pytest.warns(UserWarning, match=r"\(torch 2\..* is older than 99\); training goes on"):
+        assert float(CompiledFunction(cube)(torch.tensor([1.0, 2.0]))) == 9.0
+
+
+@needs_compiler
 @pytest.mark.parametrize("failing", ["fw_compiler", "bw_compiler"])
 def test_a_compiler_that_fails_in_either_pass_is_done_without(
     failing: str, monkeypatch: pytest.MonkeyPatch
@@ -54,6 +68,7 @@ def test_a_compiler_that_fails_in_either_pass_is_done_without(
         assert float(function(values).detach()) == 9.0
 
 
+@needs_compiler
 def test_only_force_non_lazy_backward_lowering_finds_a_failing_backward_pass_in_time() -> None:
     """torch's private setting: without it the forward pass succeeds, and nothing can be done without
     compiling any more when its backward pass fails."""
@@ -85,6 +100,7 @@ def test_an_error_of_the_function_itself_is_raised() -> None:
         function(torch.ones(1))
 
 
+@needs_compiler
 @pytest.mark.extended
 def test_code_compiled_for_another_kernel_of_attention_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +139,7 @@ def test_without_a_c_compiler_a_run_trains_uncompiled(
     assert line.startswith("warning: torch could not compile the training step (")
 
 
+@needs_compiler
 def test_more_shapes_are_compiled_than_torch_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """Image sizes × rates of dropped patches × lengths of micro-batches; from the ninth on torch
     would go on without compiling."""
@@ -142,6 +159,7 @@ def test_more_shapes_are_compiled_than_torch_would(monkeypatch: pytest.MonkeyPat
     assert function.is_compiled
 
 
+@needs_compiler
 @pytest.mark.parametrize("fails", [False, True], ids=["", "the compiler fails"])
 def test_blocks_are_compiled_alone_and_share_their_code(
     monkeypatch: pytest.MonkeyPatch, fails: bool

@@ -444,10 +444,9 @@ def test_tensorboard_gets_the_configuration_and_the_confusion_in_one_run(
     assert (confusion.step, confusion.width > 100) == (10, True)
 
 
-def test_the_documented_mlflow_callback_logs_to_a_folder(
-    arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+@pytest.fixture
+def documented() -> dict[str, Any]:
+    """The classes that docs/tutorials/notebook.md shows for trackers of experiments."""
     page = (Path(__file__).parents[2] / "docs" / "tutorials" / "notebook.md").read_text()
     (block,) = (
         text
@@ -457,11 +456,37 @@ def test_the_documented_mlflow_callback_logs_to_a_folder(
     assert len(re.findall(r"^.*\S.*$", block.split("class WandB")[0], re.MULTILINE)) <= 10
     namespace: dict[str, Any] = {"vit": vit}
     exec(block, namespace)
+    return namespace
+
+
+@pytest.mark.extended
+def test_the_documented_mlflow_callback_logs_to_a_folder(
+    documented: dict[str, Any], arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import mlflow
+
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
-    callbacks = [namespace["MLflow"]()]
+    callbacks = [documented["MLflow"]()]
     result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=callbacks)
     (run,) = mlflow.search_runs(output_format="list", search_all_experiments=True)
     assert run.data.params["train.batch_size"] == "16"
     assert run.data.metrics["val_top1"] == pytest.approx(result.metrics[-1]["val_top1"])
     assert run.info.status == "FINISHED"
+
+
+@pytest.mark.extended
+def test_the_documented_wandb_callback_logs_to_a_folder(
+    documented: dict[str, Any], arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    callback = documented["WandB"]()
+    result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[callback])
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert callback.run.config["train.batch_size"] == 16
+    # its records are JSON between bytes of protobuf
+    content = file.read_bytes()
+    assert content.count(b"val_loss") >= len(result.metrics)
+    assert str(result.metrics[-1]["val_loss"]).encode() in content
