@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     paths = sorted(arguments.photos.glob("*.jpg"))
@@ -227,7 +227,8 @@ def main() -> None:
             "seconds": arguments.seconds,
             "results": results,
         }
-        write_result(result, NAME, arguments.output)
+        path = write_result(arguments.output, NAME, result)
+        print(path)
 
 
 if __name__ == "__main__":

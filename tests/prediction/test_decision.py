@@ -19,8 +19,8 @@ from vit.prediction.decision import (
     describe_decision,
     read_class_threshold,
 )
+from vit.prediction.image_predictor import Predictor
 from vit.prediction.labels import compute_probabilities, find_labels
-from vit.prediction.predict import predict_images
 from vit.prediction.records import Prediction, write_csv, write_jsonl, write_table
 from vit.prediction.sorting import PhotoSorter
 
@@ -106,7 +106,7 @@ def test_predict_sorts_and_prints_what_the_operating_point_decides(
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)).save(photo)
 
     def run(bundle: Bundle) -> Prediction:
-        (prediction,) = predict_images(bundle, [photo], top_k=10, precision="float32")
+        (prediction,) = Predictor(bundle, top_k=10, precision="float32").predict([photo])
         return prediction
 
     plain = run(classes)

@@ -14,8 +14,9 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs
+from vit.data.inputs import list_inputs
+from vit.prediction.image_predictor import Predictor
 from vit.prediction.neighbours import Similar
-from vit.prediction.predict import predict_images
 from vit.prediction.records import (
     Prediction,
     PredictionResult,
@@ -40,7 +41,8 @@ def run(
     bundle: Bundle, images: ImageInputs, *, top_k: int = 3, temperature: float = 1.0
 ) -> list[Prediction]:
     heated = replace(bundle, metadata={"temperature": temperature})
-    return list(predict_images(heated, images, top_k=top_k, batch_size=2, precision="float32"))
+    predictor = Predictor(heated, top_k=top_k, batch_size=2, precision="float32")
+    return list(predictor.predict_items(list_inputs(images)))
 
 
 def test_files_and_folders_are_predicted_in_order(bundle: Bundle, folder: Path) -> None:
@@ -113,7 +115,8 @@ def test_only_one_batch_is_in_memory(bundle: Bundle, folder: Path) -> None:
             taken += 1
             yield f"{folder}/c.webp"
 
-    predictions = predict_images(bundle, paths(), top_k=1, batch_size=2)
+    predictor = Predictor(bundle, top_k=1, batch_size=2)
+    predictions = predictor.predict_items(list_inputs(paths()))
     for _ in range(5):
         next(predictions)
     assert taken <= 8  # three batches of two, and one that is decoded meanwhile

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
+from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.data.images import ImageInputs
 from vit.data.inputs import list_inputs
 from vit.model.logits import count_features
@@ -205,36 +205,3 @@ def iterate_predictions(
         yield from writer.write(
             predict_items, items, {**predictor.describe_options(), "sort": sort}
         )
-
-
-def predict_images(
-    bundle: Bundle,
-    images: ImageInputs,
-    *,
-    top_k: int = 5,
-    coverage: float = 0.95,
-    batch_size: int = 64,
-    precision: str = "auto",
-    tta: str = "none",
-    with_features: bool = False,
-    similar: int = 0,
-) -> Iterator[Prediction]:
-    """Yield a prediction for each image, in order.
-
-    Args:
-        bundle: The model, on its device.
-        images: See `predict`; so are `top_k`, `coverage`, `batch_size`, `precision`, `tta` and
-            `similar`.
-        with_features: Add the pooled features to each prediction.
-    """
-    predictor = Predictor(
-        bundle,
-        top_k=top_k,
-        coverage=coverage,
-        batch_size=batch_size,
-        precision=precision,
-        tta=tta,
-        embeddings=with_features,
-        similar=similar,
-    )
-    yield from predictor.predict_items(list_inputs(images))

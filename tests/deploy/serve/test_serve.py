@@ -658,12 +658,12 @@ def test_memory_is_bounded_while_large_photos_wait(cli: Launcher, tiny_run: Path
     large = encode(Image.fromarray(pixels), "JPEG")
     with serving(cli, tiny_run) as address:
         port = int(address.rpartition(":")[2])
-        with ThreadPoolExecutor(100) as pool:
-            assert set(pool.map(partial(post, port, large), range(100))) == {200}
+        with ThreadPoolExecutor(60) as pool:
+            assert set(pool.map(partial(post, port, large), range(60))) == {200}
             peak = count(read_metrics(port), "process_resident_memory_bytes")
-            assert set(pool.map(partial(post, port, large), range(300))) == {200}
+            assert set(pool.map(partial(post, port, large), range(120))) == {200}
             after = count(read_metrics(port), "process_resident_memory_bytes")
-    # 12 megapixels are 36 MB: a hundred of them would be 3.6 GB
+    # 12 megapixels are 36 MB: sixty of them would be 2.2 GB
     assert peak < 1.5e9
     assert after < peak + 1e8
 

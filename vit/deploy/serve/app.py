@@ -31,7 +31,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import Histogram
 from prometheus_client.multiprocess import mark_process_dead
-from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette_exporter import PrometheusMiddleware, handle_metrics
 
@@ -98,11 +97,9 @@ _PHOTO = {"type": "string", "format": "binary"}
 _FORM = {"type": "object", "properties": {"image": {"type": "array", "items": _PHOTO}}}
 # the body of POST /predict in OpenAPI
 _BODY = {"content": {"image/*": {"schema": _PHOTO}, "multipart/form-data": {"schema": _FORM}}}
-_REFUSALS: tuple[int | str, ...] = (400, 403, 408, 413, 415, 422, 503)
 _BATCHES = Histogram(
     "vit_batch_photos", "Photos in a forward pass.", buckets=(1, 2, 4, 8, 16, _BATCH_SIZE)
 )
-_ANSWERS: TypeAdapter[Answers] = TypeAdapter(Answers)
 Json = Mapping[str, Any]
 
 
@@ -110,8 +107,7 @@ def open_app(
     model: str, *, device: str, num_workers: int, build: Callable[[Bundle], FastAPI]
 ) -> FastAPI:
     """Open a model and build its application, in one of several processes that share the cores."""
-    if num_workers > 1:
-        torch.set_num_threads(max(torch.get_num_threads() // num_workers, 1))
+    torch.set_num_threads(max(torch.get_num_threads() // num_workers, 1))
     return build(load_bundle(model, device=choose_device(device)))
 
 
@@ -166,7 +162,8 @@ def build_app(
     app.post(
         "/predict",
         response_model=Answers,
-        responses={status: {"model": Refusal} for status in _REFUSALS},
+        response_model_exclude_unset=True,
+        responses={status: {"model": Refusal} for status in (400, 403, 408, 413, 415, 422, 503)},
         openapi_extra={"requestBody": _BODY},
     )(service.predict)
     app.exception_handler(HTTPException)(_refuse)
@@ -267,7 +264,7 @@ class _Service:
 
     async def predict(
         self, request: Request, options: Annotated[AnswerOptions, Query()]
-    ) -> Response:
+    ) -> Answers | Response:
         """Predict the classes of a photo, or of each photo of a form."""
         if options.similar and self.no_similar:
             raise HTTPException(400, self.no_similar)
@@ -282,8 +279,7 @@ class _Service:
                 if not answers.done():
                     # nginx's status for it; nobody reads the answer
                     return Response(status_code=499)
-                content = _ANSWERS.dump_json(answers.result(), by_alias=True, exclude_unset=True)
-                return Response(content, media_type="application/json")
+                return answers.result()
             finally:
                 answers.cancel()
                 gone.cancel()
@@ -311,8 +307,7 @@ class _Service:
                 prediction = await self._batches.predict((photo, options))
                 if options.map != "none":
                     async with self._map_turn:
-                        explain = partial(self._explain, file, as_picture=options.map == "png")
-                        maps = await self._batches.run(explain)
+                        maps = await self._batches.run(partial(self._explain, file, options))
         except TimeoutError:
             raise HTTPException(503, "the model is busy; try again", _RETRY) from None
         present = prediction.labels or []
@@ -359,12 +354,13 @@ class _Service:
         if self.bundle.is_multilabel:
             predictor.top_k = len(self.bundle.class_names)
         predictor.similar = max(options.similar for _, options in photos)
-        # an equal part for each thread of the processor
-        num_threads = min(torch.get_num_threads(), MAX_THREADS)
-        self._batch_predictor.batch_size = math.ceil(len(photos) / num_threads)
+        if self.bundle.device.type == "cpu":
+            # an equal part for each thread
+            num_threads = min(torch.get_num_threads(), MAX_THREADS)
+            self._batch_predictor.batch_size = math.ceil(len(photos) / num_threads)
         return list(predictor.predict_pixels([("", [pixels]) for pixels, _ in photos]))
 
-    def _explain(self, file: BinaryIO, *, as_picture: bool) -> list[Json]:
+    def _explain(self, file: BinaryIO, options: AnswerOptions) -> list[Json]:
         """Return the map of a photo, or one for each label: a picture of it over the photo, or its
         values."""
         if self.explainer is None:
@@ -386,7 +382,7 @@ class _Service:
             }
             if self.bundle.is_multilabel:
                 facts["label"] = map.target_name
-            if as_picture:
+            if options.map == "png":
                 overlay = blend(shown, map.shown_values, explained.geometry, scale=map.scale)
                 facts["png"] = encode_picture(overlay, "PNG")
             else:
@@ -408,13 +404,12 @@ def _refuse(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
         status, message = 422, explain_error(error.errors()[0])
     elif isinstance(error, HTTPException):
-        status, message = error.status_code, error.detail
-        headers = {**_HEADERS, **(error.headers or {})}
+        status, headers = error.status_code, {**_HEADERS, **(error.headers or {})}
         # the framework's own words don't say what to do
-        if status == 404:
-            message = "there is /, /predict, /health, /metrics and /openapi.json, nothing else"
-        elif status == 405:
-            message = f"/predict takes POST, everything else GET; {HINT}"
+        message = {
+            404: "there is /, /predict, /health, /metrics and /openapi.json, nothing else",
+            405: f"/predict takes POST, everything else GET; {HINT}",
+        }.get(status, error.detail)
     return JSONResponse({"error": message}, status, headers)
 
 
@@ -499,14 +494,12 @@ def _supervise(app: object, listener: socket.socket, *, num_workers: int) -> Non
         processes = [start() for _ in range(num_workers)]
         while not is_ending.wait(0.5):
             for place, process in enumerate(processes):
-                if process.exitcode is None:
-                    continue
-                # one that ends by itself would do so again
-                if process.exitcode >= 0:
+                if process.exitcode is not None and process.exitcode < 0:
+                    mark_process_dead(process.pid, folder)  # type: ignore[no-untyped-call]
+                    processes[place] = start()
+                elif process.exitcode is not None:
+                    # another one would end in the same way
                     is_ending.set()
-                    break
-                mark_process_dead(process.pid, folder)  # type: ignore[no-untyped-call]
-                processes[place] = start()
         for process in processes:
             process.terminate()
         for process in processes:

@@ -68,7 +68,7 @@ async def receive_photos(request: Request, uploads: Uploads) -> list[BinaryIO]:
         async with asyncio.timeout(_SLOW_SECONDS) as limit:
             uploads.add(limit)
             try:
-                chunks = _read_chunks(request, limit)
+                chunks = _read_chunks(request, limit, uploads)
                 if kind.startswith("image/"):
                     return [await _receive_body(chunks)]
                 return await _receive_form(request, chunks)
@@ -102,7 +102,9 @@ async def _receive_form(request: Request, chunks: AsyncGenerator[bytes, None]) -
     return list(photos)
 
 
-async def _read_chunks(request: Request, limit: asyncio.Timeout) -> AsyncGenerator[bytes, None]:
+async def _read_chunks(
+    request: Request, limit: asyncio.Timeout, uploads: Uploads
+) -> AsyncGenerator[bytes, None]:
     start = asyncio.get_running_loop().time()
     num_bytes = 0
     async for chunk in request.stream():
@@ -111,7 +113,7 @@ async def _read_chunks(request: Request, limit: asyncio.Timeout) -> AsyncGenerat
         if num_bytes > MAX_BYTES:
             raise _refuse_size()
         # one whose place was taken stays ended
-        if not limit.expired():
+        if limit in uploads:
             seconds = min(_SLOW_SECONDS + num_bytes / _MIN_RATE, RECEIVING_SECONDS)
             limit.reschedule(start + seconds)
         yield chunk
