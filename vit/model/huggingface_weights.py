@@ -57,15 +57,6 @@ _NAMES_TO_READ = (
     ("distillation_classifier.", "head_dist."),
 )
 _PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
-# Values of an architecture that Hugging Face's models have.
-_PLAIN = {
-    "stem": "patch",
-    "mlp": "gelu",
-    "qk_norm": False,
-    "fc_norm": False,
-    "distilled": False,
-    "class_token": True,
-}
 # Parts that only pretraining needs, or that no classifier reads.
 _UNUSED = re.compile(r"mask_token$|^pooler\.")
 
@@ -120,73 +111,65 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
 def convert_to_huggingface(
     model: VisionTransformer, weights: StateDict
 ) -> tuple[StateDict, dict[str, Any]] | None:
-    """Convert a model to Hugging Face's ViT or DINOv2; return None for other architectures.
-
-    Args:
-        model: Model whose architecture is converted.
-        weights: Its weights, under our names, with `pos_embed`.
+    """Convert a model and its weights, with `pos_embed`, to Hugging Face's ViT or DINOv2.
 
     Returns:
-        The weights under their names, and the architecture as values of config.json.
+        The weights under their names, and the architecture as values of config.json; None for
+        other architectures.
     """
     values = model.architecture
-    if any(values[name] != value for name, value in _PLAIN.items()):
+    num_registers, embedded = values["reg_tokens"], model.num_embedded_prefix_tokens
+    is_plain = values["stem"] == "patch" and values["mlp"] == "gelu" and values["class_token"]
+    if not is_plain or values["qk_norm"] or values["fc_norm"] or values["distilled"]:
         return None
+    sizes = {"image_size": values["img_size"], "patch_size": values["patch_size"]}
     width, hidden_dim = model.embed_dim, round(model.embed_dim * values["mlp_ratio"])
-    is_token = values["global_pool"] == "token"
-    has_classes = bool(model.num_classes)
     config = {
         "hidden_size": width,
         "num_hidden_layers": values["depth"],
         "num_attention_heads": values["num_heads"],
         "num_channels": values["in_chans"],
-        "image_size": values["img_size"],
-        "patch_size": values["patch_size"],
         "qkv_bias": values["qkv_bias"],
         "layer_norm_eps": NORM_EPS,
+        **{name: size[0] if len(set(size)) == 1 else size for name, size in sizes.items()},
     }
-    for name in ("image_size", "patch_size"):
-        if len(set(config[name])) == 1:
-            config[name] = config[name][0]
-    weights = dict(weights)
-    if not model.num_embedded_prefix_tokens:
+    names: tuple[tuple[str, str], ...] = _NAMES
+    weights, head = dict(weights), weights.get("head.weight")
+    if not embedded:
         weights["pos_embed"] = torch.cat([torch.zeros(1, 1, width), weights["pos_embed"]], dim=1)
     if values["init_values"] is None:
-        if not is_token or values["reg_tokens"]:
-            return None
-        kind, name = "vit", "ViT"
+        kind, name, names = "vit", "ViT", _NAMES + _VIT_NAMES
         config["intermediate_size"] = hidden_dim
+        fits = values["global_pool"] == "token" and not num_registers
     else:
         kind, name = "dinov2", "Dinov2"
-        # Its images are square, its registers have no positions.
-        fits = isinstance(config["image_size"], int) and hidden_dim % width == 0
-        if not fits or (values["reg_tokens"] and model.num_embedded_prefix_tokens):
-            return None
+        if num_registers:
+            kind, name = "dinov2_with_registers", "Dinov2WithRegisters"
+            config["num_register_tokens"] = num_registers
         config["mlp_ratio"] = hidden_dim // width
         weights["embeddings.mask_token"] = torch.zeros(1, width)
-        if values["reg_tokens"]:
-            kind, name = f"{kind}_with_registers", f"{name}WithRegisters"
-            config["num_register_tokens"] = values["reg_tokens"]
-        if has_classes:
+        if head is not None:
             # Its classifier reads the class token and the mean of the patches.
-            head = weights["head.weight"]
             parts = [head, torch.zeros_like(head)]
-            weights["head.weight"] = torch.cat(parts if is_token else parts[::-1], dim=1)
+            weights["head.weight"] = torch.cat(
+                parts if values["global_pool"] == "token" else parts[::-1], dim=1
+            )
+        # Its images are square, and its registers have no positions.
+        fits = isinstance(config["image_size"], int) and hidden_dim % width == 0
+        fits = fits and not (num_registers and embedded)
+    if not fits:
+        return None
     config["model_type"] = kind
-    config["architectures"] = [name + ("ForImageClassification" if has_classes else "Model")]
-    return _rename_to_theirs(weights, kind), config
+    config["architectures"] = [name + ("Model" if head is None else "ForImageClassification")]
 
-
-def _rename_to_theirs(weights: StateDict, kind: str) -> StateDict:
-    """Split queries, keys and values, and rename."""
-    names = [*reversed(_VIT_NAMES if kind == "vit" else ()), *reversed(_NAMES)]
     theirs: StateDict = {}
     for name, tensor in weights.items():
-        parts = ("query", "key", "value") if ".qkv." in name else ("",)
-        for part, value in zip(parts, tensor.chunk(len(parts)), strict=True):
-            their = _replace(name.replace(".qkv.", f".{part}."), ((new, old) for old, new in names))
-            theirs[their if name.startswith("head.") else f"{kind}.{their}"] = value
-    return theirs
+        parts_of_name = ("query", "key", "value") if ".qkv." in name else ("",)
+        for part, value in zip(parts_of_name, tensor.chunk(len(parts_of_name)), strict=True):
+            to_theirs = ((ours, their) for their, ours in reversed(names))
+            renamed = _replace(name.replace(".qkv.", f".{part}."), to_theirs)
+            theirs[renamed if name.startswith("head.") else f"{kind}.{renamed}"] = value
+    return theirs, config
 
 
 def _replace(name: str, pairs: Iterable[tuple[str, str]]) -> str:

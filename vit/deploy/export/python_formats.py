@@ -59,6 +59,7 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
     model = bundle.model
     assert isinstance(model, VisionTransformer)
     weights = _fold_temperature(bundle)
+    classifier = "ViTForImageClassification"
     processor = _describe_processor(bundle.preprocess)
     converted = convert_to_huggingface(model, weights)
     # transformers' own pipeline knows no thresholds
@@ -69,7 +70,25 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
         write_program(directory / "timm_vit.py")
         write_program(directory / "modeling_vit.py")
         weights = {f"vit.{name}": tensor for name, tensor in weights.items()}
-        config = _describe_for_code(bundle)
+        # timm_vit.py takes these also where timm has an architecture of its own
+        variant = {name: model.architecture[name] for name in _VARIANT}
+        config = {
+            "model_type": _OURS,
+            "architectures": [classifier if bundle.class_names else "ViTModel"],
+            "arguments": variant | _describe_for_timm(bundle)["model_args"],
+            "auto_map": {
+                "AutoConfig": "modeling_vit.ViTConfig",
+                "AutoModel": "modeling_vit.ViTModel",
+                "AutoModelForImageClassification": f"modeling_vit.{classifier}",
+            },
+            "custom_pipelines": {
+                "image-classification": {
+                    "impl": "modeling_vit.ViTPipeline",
+                    "pt": ["AutoModelForImageClassification"],
+                    "type": "image",
+                }
+            },
+        }
         processor = {"image_processor_type": "ViTProcessor"}
     config |= {
         "dtype": "float32",
@@ -99,48 +118,17 @@ def export_huggingface(bundle: Bundle, directory: Path) -> Path:
     return directory
 
 
-def _describe_for_code(bundle: Bundle) -> dict[str, Any]:
-    """Return the keys of config.json that open modeling_vit.py."""
-    model = bundle.model
-    assert isinstance(model, VisionTransformer)
-    # timm_vit.py takes these also where timm has an architecture of its own
-    variant = {name: model.architecture[name] for name in _VARIANT}
-    return {
-        "model_type": _OURS,
-        "architectures": ["ViTForImageClassification" if bundle.class_names else "ViTModel"],
-        "arguments": variant | _describe_for_timm(bundle)["model_args"],
-        "auto_map": {
-            "AutoConfig": "modeling_vit.ViTConfig",
-            "AutoModel": "modeling_vit.ViTModel",
-            "AutoModelForImageClassification": "modeling_vit.ViTForImageClassification",
-        },
-        "custom_pipelines": {
-            "image-classification": {
-                "impl": "modeling_vit.ViTPipeline",
-                "pt": ["AutoModelForImageClassification"],
-                "type": "image",
-            }
-        },
-    }
-
-
 def _describe_processor(preprocess: Preprocess) -> dict[str, Any] | None:
     """Return what makes transformers' own processor resize like this but for rounded sizes; None if
     it can't."""
-    sizes = {"height": preprocess.image_size[0], "width": preprocess.image_size[1]}
-    is_square = sizes["height"] == sizes["width"]
-    if preprocess.value_range is not None:
+    height, width = preprocess.image_size
+    size = {"height": height, "width": width}
+    if preprocess.resize_mode == "stretch" and preprocess.value_range is None:
+        return {"image_processor_type": "ViTImageProcessor", "size": size}
+    if preprocess.resize_mode == "pad" or preprocess.value_range or height != width:
         return None
-    if preprocess.resize_mode == "stretch":
-        return {"image_processor_type": "ViTImageProcessor", "size": sizes}
-    if preprocess.resize_mode == "pad" or not is_square:
-        return None
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": True,
-        "size": {"shortest_edge": preprocess.resize_size[0]},
-        "crop_size": sizes,
-    }
+    edge = {"shortest_edge": preprocess.resize_size[0]}
+    return {"image_processor_type": "BitImageProcessor", "size": edge, "crop_size": size}
 
 
 def _describe_task(bundle: Bundle) -> dict[str, Any]:

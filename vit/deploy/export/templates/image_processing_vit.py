@@ -62,25 +62,23 @@ class ViTProcessor(ImageProcessingMixin):
         return read_rgb(image, self.value_range)
 
     def _resize(self, image):
-        height, width = self.resize_size
-        if self.resize_mode == "stretch":
-            return np.asarray(image.resize((width, height), self.resample))
-        if self.resize_mode == "pad":
-            pixel = max(image.width / width, image.height / height)
-            columns = min(max(round(image.width / pixel), 1), width)
-            rows = min(max(round(image.height / pixel), 1), height)
+        (height, width), (rows, columns) = self.resize_size, self.image_size
+        across, down = image.width / width, image.height / height
+        box, size = None, (width, height)
+        if self.resize_mode == "crop":
+            pixel = min(across, down)
+            left = max((image.width - width * pixel) / 2, 0.0)
+            top = max((image.height - height * pixel) / 2, 0.0)
+            right = min(left + width * pixel, image.width)
+            box = (left, top, right, min(top + height * pixel, image.height))
+        elif self.resize_mode == "pad":
+            pixel = max(across, down)
+            sides = zip(image.size, size, strict=True)
+            size = tuple(min(max(round(side / pixel), 1), limit) for side, limit in sides)
+        image = image.resize(size, self.resample, box=box)
+        if size != (width, height):
             padded = Image.new("RGB", (width, height), tuple(self.ground))
-            image = image.resize((columns, rows), self.resample)
-            padded.paste(image, ((width - columns) // 2, (height - rows) // 2))
-            return np.asarray(padded)
-        pixel = min(image.width / width, image.height / height)
-        left = max((image.width - width * pixel) / 2, 0.0)
-        top = max((image.height - height * pixel) / 2, 0.0)
-        right = min(left + width * pixel, image.width)
-        bottom = min(top + height * pixel, image.height)
-        image = image.resize((width, height), self.resample, box=(left, top, right, bottom))
-
-        crop_height, crop_width = self.image_size
-        left = (width - crop_width) // 2
-        top = (height - crop_height) // 2
-        return np.asarray(image.crop((left, top, left + crop_width, top + crop_height)))
+            padded.paste(image, ((width - size[0]) // 2, (height - size[1]) // 2))
+            image = padded
+        left, top = (width - columns) // 2, (height - rows) // 2
+        return np.asarray(image.crop((left, top, left + columns, top + rows)))
