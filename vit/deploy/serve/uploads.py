@@ -6,6 +6,7 @@ from tempfile import SpooledTemporaryFile
 from typing import BinaryIO, cast
 
 from fastapi import Request
+from python_multipart.exceptions import FormParserError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -77,7 +78,7 @@ async def receive_photos(request: Request, uploads: Uploads) -> list[BinaryIO]:
     except TimeoutError:
         text = f"the photo arrived too slowly; it must arrive within {RECEIVING_SECONDS:.0f} s, and"
         raise HTTPException(408, f"{text} at {_MIN_RATE / 2**10:.0f} KB/s or more") from None
-    except (MultiPartException, ClientDisconnect) as error:
+    except (MultiPartException, FormParserError, ClientDisconnect) as error:
         text = f"the form is damaged, or has more than {_MAX_PHOTOS} photos or fields"
         raise HTTPException(400, f"{text}; {HINT}") from error
 
