@@ -30,7 +30,7 @@ from vit.evaluation.metrics import (
     Scores,
     compute_metrics,
     compute_per_class,
-    compute_reliability,
+    bin_confidence,
     score_logits,
 )
 from vit.evaluation.predictions import write_predictions as write_table
@@ -134,7 +134,7 @@ def write_report(count: int, num_classes: int) -> Callable[[Path], Run]:
         **values,
         intervals={name: (value, value) for name, value in values.items()},
         per_class=compute_per_class(scores, dataset.class_names),
-        reliability=compute_reliability(scores),
+        reliability=bin_confidence(scores.confidence, scores.correct),
         calibration=None,
         num_images=count,
         unreadable=[],

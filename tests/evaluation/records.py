@@ -8,9 +8,9 @@ import numpy as np
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.metrics import (
+    bin_confidence,
     compute_metrics,
     compute_per_class,
-    compute_reliability,
     score_logits,
 )
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
@@ -57,7 +57,7 @@ def write_evaluation(
         **metrics,
         intervals=dict.fromkeys(metrics, (0.0, 1.0)),
         per_class=compute_per_class(scores, names),
-        reliability=compute_reliability(scores),
+        reliability=bin_confidence(scores.confidence, scores.correct),
         calibration=None,
         num_images=len(scores),
         unreadable=[],

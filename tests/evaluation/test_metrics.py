@@ -7,9 +7,9 @@ from sklearn import metrics as sklearn_metrics
 
 from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.metrics import (
+    bin_confidence,
     compute_metrics,
     compute_per_class,
-    compute_reliability,
     score_logits,
 )
 from vit.evaluation.report.confusion import compute_confusion
@@ -92,7 +92,7 @@ def test_calibration_error_of_a_case_worked_by_hand() -> None:
     assert compute_metrics(scores)["ece"] == pytest.approx(
         0.75 * (0.9 - 2 / 3) + 0.25 * 0.6, abs=1e-6
     )
-    bins = [each for each in compute_reliability(scores) if each.count]
+    bins = [each for each in bin_confidence(scores.confidence, scores.correct) if each.count]
     assert [each.count for each in bins] == [1, 3]
     assert bins[1].accuracy == pytest.approx(2 / 3)
     assert bins[1].confidence == pytest.approx(0.9)
@@ -100,7 +100,7 @@ def test_calibration_error_of_a_case_worked_by_hand() -> None:
 
 def test_reliability_and_ece_say_the_same(make_predictions: MakePredictions) -> None:
     scores = score_logits(*make_predictions())
-    bins = compute_reliability(scores)
+    bins = bin_confidence(scores.confidence, scores.correct)
     assert sum(each.count for each in bins) == len(scores)
     total = sum(each.count / len(scores) * abs(each.accuracy - each.confidence) for each in bins)
     assert total == pytest.approx(compute_metrics(scores)["ece"], abs=1e-12)
@@ -131,8 +131,8 @@ def test_logits_that_are_not_numbers_are_no_hits() -> None:
     )
     scores = score_logits(logits, np.array([0, 1, 0]))
     assert scores.correct.tolist() == [False, False, True]
-    for compute in (compute_metrics, compute_reliability):
-        with pytest.raises(
-            ValueError, match="2 of 3 images have NaN or infinity among their logits"
-        ):
-            compute(scores)
+    message = "2 of 3 images have NaN or infinity among their logits"
+    with pytest.raises(ValueError, match=message):
+        compute_metrics(scores)
+    with pytest.raises(ValueError, match=message):
+        bin_confidence(scores.confidence, scores.correct)

@@ -32,9 +32,9 @@ from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.label_result import LabelEvaluationResult
 from vit.evaluation.metrics import (
     ConfusedPair,
+    bin_confidence,
     compute_metrics,
     compute_per_class,
-    compute_reliability,
     score_logits,
 )
 from vit.evaluation.report import report
@@ -98,7 +98,7 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         **metrics,
         intervals=compute_intervals(scores),
         per_class=compute_per_class(scores, names),
-        reliability=compute_reliability(scores),
+        reliability=bin_confidence(scores.confidence, scores.correct),
         calibration=Calibration(
             1.5, {"split": "validation", "num_images": 50}, {"ece": 0.1}, {"ece": 0.01}
         ),

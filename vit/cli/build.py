@@ -215,8 +215,7 @@ class CommandBuilder:
                 metavar=_METAVARS.get(kind),
             )
         else:
-            flag = self._find_flag(parameter)
-            info = typer.Argument(help=text, metavar=flag)
+            info = typer.Argument(help=text, metavar=self._find_flag(parameter))
         return inspect.Parameter(
             name,
             _KEYWORD_ONLY,

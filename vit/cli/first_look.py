@@ -31,8 +31,7 @@ def _check_model(model: str | Sequence[str]) -> None:
         return
     if model.startswith("timm:") or is_timm_folder(model):
         return
-    path = find_model_file(model)
-    if is_image_name(str(path)):
+    if is_image_name(str(find_model_file(model))):
         raise ValueError(f"{model} is an image, not a model; the model comes before the images")
 
 

@@ -7,6 +7,8 @@ from scipy.special import betaincinv, stdtrit
 
 from vit.prediction.probabilities import Bools, Floats, Ints
 
+# lower and upper end of a 95 % interval
+Interval = tuple[float, float]
 # probability that the true value lies below a 95 % interval, and that it lies above
 TAIL = 0.025
 # Weight, in groups, of the assumption that the images of a group are all alike. Without it 95 %
@@ -19,6 +21,14 @@ def number_clusters(groups: Sequence[str] | None, count: int) -> Ints:
     if groups is None:
         return np.arange(count)
     return np.unique(np.array(groups, dtype=str), return_inverse=True)[1]
+
+
+def select_groups(groups: Sequence[str] | None, chosen: Ints | Bools) -> list[str] | None:
+    """Return the groups of some images; None if each image is its own group."""
+    if groups is None:
+        return None
+    selected: list[str] = np.array(groups, dtype=object)[chosen].tolist()
+    return selected
 
 
 def compute_design_effect(
@@ -64,7 +74,7 @@ def compute_design_effect(
     return effect * float(ratio) ** 2
 
 
-def compute_clustered_interval(correct: Bools, clusters: Ints) -> tuple[float, float]:
+def compute_clustered_interval(correct: Bools, clusters: Ints) -> Interval:
     """Compute the 95 % interval of an accuracy whose images come in groups, 0 to 1.
 
     It is Clopper and Pearson's interval for the number of independent images that would give the
@@ -84,7 +94,7 @@ def compute_clustered_interval(correct: Bools, clusters: Ints) -> tuple[float, f
     return compute_proportion_interval(int(correct.sum()) / effect, count / effect)
 
 
-def compute_proportion_interval(successes: float, count: float) -> tuple[float, float]:
+def compute_proportion_interval(successes: float, count: float) -> Interval:
     """Compute the exact 95 % interval of a proportion (Clopper & Pearson 1934).
 
     Whatever the true proportion, at least 95 % of samples have an interval that includes it.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vit.evaluation.clusters import (
+    Interval,
     compute_clustered_interval,
     compute_design_effect,
     compute_proportion_interval,
@@ -16,7 +17,6 @@ from vit.prediction.probabilities import Bools, Floats, Ints
 LEVELS = (0.9, 0.95)
 _NUM_POINTS = 200
 
-Interval = tuple[float, float]
 Points = list[tuple[float, float]]
 
 
@@ -166,23 +166,20 @@ def measure_thresholds(
             place = _find_threshold(errors, name, level)
             if place is None:
                 continue
-            rates = {
-                "sensitivity": 1 - float(errors.missed[place]) / errors.num_positive,
-                "specificity": 1 - float(errors.alarms[place]) / errors.num_negative,
-            }
+            rates = (
+                1 - float(errors.missed[place]) / errors.num_positive,
+                1 - float(errors.alarms[place]) / errors.num_negative,
+            )
             is_right = (probabilities >= errors.thresholds[place]) == is_positive
             interval = _bound_other_rate(
                 errors, name, level, is_right=is_right, is_positive=is_positive, clusters=clusters
             )
-            rows.append(
-                ThresholdRates(
-                    f"{name}={level}",
-                    float(errors.thresholds[place]),
-                    **rates,
-                    sensitivity_interval=None if name == "sensitivity" else interval,
-                    specificity_interval=interval if name == "sensitivity" else None,
-                )
-            )
+            # the rate that the rule sets has none
+            intervals: tuple[Interval | None, Interval | None] = (interval, None)
+            if name == "sensitivity":
+                intervals = (None, interval)
+            threshold = float(errors.thresholds[place])
+            rows.append(ThresholdRates(f"{name}={level}", threshold, *rates, *intervals))
     return rows
 
 
@@ -226,10 +223,12 @@ def _bound_other_rate(
             return 1 - float(errors.alarms[place]) / errors.num_negative
         return 1 - float(errors.missed[place]) / errors.num_positive
 
+    worst = 0.0
     # beyond the outermost of these images nothing is known
-    is_beyond = (1 - highest) * len(given) < 0.5
-    worst, best = 0.0 if is_beyond else measure(highest), measure(lowest)
+    if (1 - highest) * len(given) >= 0.5:
+        worst = min(measure(highest), rate)
+    best = max(measure(lowest), rate)
     return (
-        max(rate - float(np.hypot(rate - low, rate - min(worst, rate))), 0.0),
-        min(rate + float(np.hypot(high - rate, max(best, rate) - rate)), 1.0),
+        max(rate - float(np.hypot(rate - low, rate - worst)), 0.0),
+        min(rate + float(np.hypot(high - rate, best - rate)), 1.0),
     )

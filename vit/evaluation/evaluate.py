@@ -16,6 +16,7 @@ import torch
 
 from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, require_classifier
 from vit.data.dataset import LabelRule, printable
+from vit.data.splits import DatasetSplits
 from vit.evaluation.calibration import (
     calibrate_bundle,
     find_model_file,
@@ -36,13 +37,13 @@ from vit.evaluation.label_metrics import (
 from vit.evaluation.label_result import LabelEvaluationResult, measure_labels
 from vit.evaluation.metrics import (
     Scores,
+    bin_confidence,
     compute_metrics,
     compute_per_class,
-    compute_reliability,
     score_logits,
 )
 from vit.evaluation.operating_point import choose_operating_point, parse_rule
-from vit.evaluation.out_of_fold import CROSS_VALIDATION, load_out_of_fold
+from vit.evaluation.out_of_fold import CROSS_VALIDATION, OutOfFold, load_out_of_fold
 from vit.evaluation.result import Evaluation, EvaluationResult
 from vit.evaluation.subgroups import build_tables, read_values
 from vit.evaluation.written import convert_to_logits
@@ -56,7 +57,7 @@ from vit.prediction.decision import (
 )
 from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
 from vit.prediction.labels import compute_probabilities, find_classes
-from vit.prediction.predictor import TTA, BatchPredictor, Read
+from vit.prediction.predictor import TTA, BatchPredictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import describe_device
@@ -172,74 +173,51 @@ def evaluate(
     """
     check_data(data, dataset)
     check_choice(tta, TTA, name="tta")
+    is_fitted = calibrate or operating_point is not None
     # The validation images can't serve to fit and to measure.
     hint = "--calibrate needs a model file to keep the temperature in, and --split test"
     if operating_point is not None:
         hint = "--operating-point needs a model file to keep it in, and --split test"
-    is_fitted = calibrate or operating_point is not None
     if is_fitted and (str(model).startswith("timm:") or split in ("validation", "all")):
         raise ValueError(hint)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
         bundle = open_models(model, device=device_name)
-        require_classifier(bundle)
         start = read_work_clock(bundle.device.type)
-        is_ensemble = isinstance(bundle, Ensemble)
-        if is_ensemble and (is_fitted or corruptions):
-            raise ValueError(
-                "calibrate, operating_point and corruptions are for one model; name one"
-            )
-        if bundle.is_multilabel and corruptions:
-            raise ValueError(
-                "--corruptions measures top-1 accuracy, which a model of several labels doesn't have;"
-                " leave it out"
-            )
-        if operating_point is not None:
-            # a wrong rule is reported before the images are decoded
-            parse_rule(operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel)
-        labels = LabelRule(label_by, path_column, label_column)
+        _check_model(bundle, calibrate, operating_point, corruptions=corruptions)
         # several models are measured on the images of the first one's training by default
-        data_splits = open_data(
+        splits = open_data(
             list_members(bundle)[0],
             data,
             root,
             dataset,
             class_names,
-            labels=labels,
+            labels=LabelRule(label_by, path_column, label_column),
             group_by=group_by,
         )
-        if is_fitted and (split or data_splits.default_split) == "validation":
+        if is_fitted and (split or splits.default_split) == "validation":
             raise ValueError(hint)
-        found = None
-        is_own = data is None and dataset is None and not is_ensemble
-        if is_own and split in (None, CROSS_VALIDATION):
-            found = load_out_of_fold(bundle)
-        if split == CROSS_VALIDATION and found is None:
-            raise ValueError(
-                f"split {split} is that of a run of vit train --folds, named without other images"
-            )
+        is_own = data is None and dataset is None
+        found = _find_out_of_fold(
+            bundle, split, is_own=is_own, is_plain=not corruptions and tta == "none"
+        )
         if found is not None:
-            if corruptions or tta != "none":
-                raise ValueError(
-                    "corruptions and tta need images that the model hasn't seen, and this run was"
-                    " cross-validated; name some with --data"
-                )
             split = "train"
         if predictions is not None and (is_fitted or corruptions or found is not None):
             raise ValueError(
                 "predictions are measured as they are; name images with data, and leave out calibrate,"
                 " operating_point and corruptions"
             )
-        columns = (by,) if isinstance(by, str) else tuple(by)
-        source = data_splits.split(split)
+        columns = (by,) if isinstance(by, str) else by
+        source = splits.split(split)
         values = {column: read_values(source, column) for column in columns}
         # All images are decoded before anything is computed: errors in them are reported first.
-        images, *validation = [
-            load_images(bundle, data_splits, name, predictions=predictions)
-            for name in ([split, "validation"] if is_fitted and found is None else [split])
-        ]
-        if data is None and dataset is None:
-            images = replace(images, splits=data_splits)
+        images = load_images(bundle, splits, split, predictions=predictions)
+        if is_own:
+            images = replace(images, splits=splits)
+        validation = images
+        if is_fitted and found is None:
+            validation = load_images(bundle, splits, "validation")
         # one predictor for all passes: the batch size changes the last bits of logits
         predictor = BatchPredictor.from_bundle(
             bundle, batch_size=batch_size, precision=precision, tta=tta
@@ -248,28 +226,23 @@ def evaluate(
         notes = []
         if found is not None:
             notes = found.describe(images)
-            images, logits = found.select(images), found.logits
-            validation = [images]
+            logits = found.logits
+            images = validation = found.select(images)
         if images.probabilities is not None:
             logits = convert_to_logits(bundle, images.probabilities)
             notes.append(
                 "measured on written predictions; copies of training images weren't sought"
             )
         elif isinstance(bundle, Ensemble):
-            logits = _average(
-                bundle,
-                images,
-                [load_images(member, data_splits, split).read for member in bundle.members],
-                predictor,
-            )
+            logits = _average(bundle, images, splits, split, predictor)
             notes.append(f"the mean probabilities of {len(bundle.members)} models were measured")
-        notes = list_notes(bundle, images) + notes
+        notes = _describe_images(bundle, images) + notes
         fitted = bundle
         if is_fitted:
             fitted, sentences = _fit(
                 bundle,
                 predictor,
-                validation[0],
+                validation,
                 calibrate=calibrate,
                 operating_point=operating_point,
                 in_place=in_place,
@@ -277,15 +250,15 @@ def evaluate(
             )
             notes += sentences
         notes += filter(None, [describe_decision(fitted)])
-        result = measure_model(
+        result = _measure(
             fitted,
             images,
-            predictor=predictor,
+            predictor,
+            logits,
             num_examples=num_examples,
             corruptions=corruptions,
             notes=notes,
             values=values,
-            logits=logits,
         )
         return replace(
             result,
@@ -294,7 +267,51 @@ def evaluate(
         )
 
 
-def list_notes(bundle: Bundle, images: EvaluationSet) -> list[str]:
+def _check_model(
+    bundle: Bundle, calibrate: bool, operating_point: str | None, *, corruptions: bool
+) -> None:
+    """Raise ValueError for what isn't measured of such a model, before images are decoded."""
+    require_classifier(bundle)
+    is_fitted = calibrate or operating_point is not None
+    if isinstance(bundle, Ensemble) and (is_fitted or corruptions):
+        raise ValueError("calibrate, operating_point and corruptions are for one model; name one")
+    if bundle.is_multilabel and corruptions:
+        raise ValueError(
+            "--corruptions measures top-1 accuracy, which a model of several labels doesn't have;"
+            " leave it out"
+        )
+    if operating_point is not None:
+        parse_rule(operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel)
+
+
+def _find_out_of_fold(
+    bundle: Bundle, split: str | None, *, is_own: bool, is_plain: bool
+) -> OutOfFold | None:
+    """Return the predictions of a cross-validation if they are to be measured.
+
+    Args:
+        bundle: The model.
+        split: See `evaluate`.
+        is_own: No other images are named.
+        is_plain: The images themselves are measured, without corruptions and mirror images.
+    """
+    found = None
+    is_own = is_own and not isinstance(bundle, Ensemble)
+    if is_own and split in (None, CROSS_VALIDATION):
+        found = load_out_of_fold(bundle)
+    if split == CROSS_VALIDATION and found is None:
+        raise ValueError(
+            f"split {split} is that of a run of vit train --folds, named without other images"
+        )
+    if found is not None and not is_plain:
+        raise ValueError(
+            "corruptions and tta need images that the model hasn't seen, and this run was"
+            " cross-validated; name some with --data"
+        )
+    return found
+
+
+def _describe_images(bundle: Bundle, images: EvaluationSet) -> list[str]:
     """Return what a reader should know about the images, in sentences."""
     notes = list(images.dataset.notes)
     if any(was_used_for_epoch(member, images) for member in list_members(bundle)):
@@ -373,16 +390,16 @@ def _fit(
     return fitted, sentences
 
 
-def measure_model(
+def _measure(
     bundle: Bundle,
     images: EvaluationSet,
-    *,
     predictor: BatchPredictor,
+    logits: Float32s | None,
+    *,
     num_examples: int,
     corruptions: bool,
-    notes: Sequence[str],
+    notes: list[str],
     values: Mapping[str, Mapping[str, str]],
-    logits: Float32s | None = None,
 ) -> EvaluationResult | LabelEvaluationResult:
     """Measure a model. In a process group all processes share the images, and each gets the result.
 
@@ -390,17 +407,14 @@ def measure_model(
         bundle: The model, with its temperature.
         images: Images to measure on.
         predictor: The model, with the conditions under which it runs.
-        num_examples: See `evaluate`.
-        corruptions: See `evaluate`.
-        notes: Facts that a reader should know, in sentences.
-        values: Column → id of an image → its value.
         logits: Logits of the images, [n, C]: those of probes that haven't seen them, or of several
             models. None: they are computed.
+        num_examples, corruptions: See `evaluate`.
+        notes: Facts that a reader should know, in sentences.
+        values: Column → id of an image → its value.
     """
     process = current_process()
-    parts = {
-        column: [found[name] for name in images.dataset.ids] for column, found in values.items()
-    }
+    dataset = images.dataset
     if logits is None:
         logits = _predict(predictor, images, title="evaluating")
     accuracies = None
@@ -416,20 +430,12 @@ def measure_model(
     cost = None
     # the other processes wait, because their work would slow what is timed
     if process.is_main:
-        count = min(predictor.batch_size, len(images))
-        cost = add_costs(
-            [
-                measure_cost(
-                    member.model,
-                    torch.zeros(count, 3, *member.preprocess.image_size, device=predictor.device),
-                    precision=predictor.precision,
-                )
-                for member in list_members(bundle)
-            ]
-        )
+        cost = _measure_cost(bundle, predictor, num_images=min(predictor.batch_size, len(images)))
     cost = process.broadcast(cost)
-    assert cost is not None
-
+    parts = {column: [found[name] for name in dataset.ids] for column, found in values.items()}
+    describe = partial(
+        _describe_measurement, bundle, images, predictor, cost=cost, notes=notes, parts=parts
+    )
     if bundle.is_multilabel:
         label_scores = score_label_logits(
             logits,
@@ -437,17 +443,8 @@ def measure_model(
             temperature=bundle.temperature,
             thresholds=read_thresholds(bundle),
         )
-        measured = measure_labels(
-            bundle,
-            images,
-            label_scores,
-            _describe_measurement(
-                bundle, images, predictor, label_scores, cost=cost, notes=notes, parts=parts
-            ),
-            logits=logits,
-        )
         return LabelEvaluationResult(
-            measured,
+            measure_labels(bundle, images, label_scores, describe(label_scores), logits=logits),
             label_scores,
             images,
             bundle,
@@ -460,13 +457,12 @@ def measure_model(
         temperature=bundle.temperature,
         threshold=read_class_threshold(bundle),
     )
-    dataset = images.dataset
     evaluation = Evaluation(
         **compute_metrics(scores),
         intervals=compute_intervals(scores, dataset.groups),
         per_class=compute_per_class(scores, bundle.class_names, dataset.groups),
         against_rest=_measure_against_rest(bundle, logits, images),
-        reliability=compute_reliability(scores),
+        reliability=bin_confidence(scores.confidence, scores.correct),
         calibration=measure_calibration(bundle, logits, images.labels),
         prediction_sets=measure_sets(bundle, logits, images.labels),
         examples=choose_examples(
@@ -479,11 +475,18 @@ def measure_model(
         ),
         corruptions=accuracies,
         mean_corruption_error=corruption_error,
-        **_describe_measurement(
-            bundle, images, predictor, scores, cost=cost, notes=notes, parts=parts
-        ),
+        **describe(scores),
     )
     return EvaluationResult(evaluation, scores, images, bundle, logits, is_main=process.is_main)
+
+
+def _measure_cost(bundle: Bundle, predictor: BatchPredictor, *, num_images: int) -> Cost:
+    """Measure the cost of a model, or of all models of an ensemble one after another."""
+    costs = []
+    for member in list_members(bundle):
+        images = torch.zeros(num_images, 3, *member.preprocess.image_size, device=predictor.device)
+        costs.append(measure_cost(member.model, images, precision=predictor.precision))
+    return add_costs(costs)
 
 
 def _measure_against_rest(
@@ -511,8 +514,8 @@ def _describe_measurement(
     predictor: BatchPredictor,
     scores: Scores | LabelScores,
     *,
-    cost: Cost,
-    notes: Sequence[str],
+    cost: Cost | None,
+    notes: list[str],
     parts: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:
     """Return what every evaluation records besides its metrics, by the name of the field."""
@@ -529,7 +532,7 @@ def _describe_measurement(
         "cost": cost,
         "data": images.title or dataset.name,
         "split": dataset.split,
-        "notes": list(notes),
+        "notes": notes,
         "fingerprint": dataset.fingerprint,
         "model": bundle.name,
         "model_sha256": bundle.sha256,
@@ -542,22 +545,23 @@ def _describe_measurement(
 
 
 def _average(
-    ensemble: Ensemble, images: EvaluationSet, reads: Sequence[Read], predictor: BatchPredictor
+    ensemble: Ensemble,
+    images: EvaluationSet,
+    splits: DatasetSplits,
+    split: str | None,
+    predictor: BatchPredictor,
 ) -> Float32s:
     """Return logits of the mean probabilities of several models, [n, C].
 
     Args:
         ensemble: The models.
-        images: The images.
-        reads: Reader of the images for each model.
+        images: The images as the first model sees them.
+        splits, split: The same images.
         predictor: The first model, with the conditions under which all run.
     """
+    reads = [load_images(member, splits, split).read for member in ensemble.members]
     predictors = [
-        replace(
-            predictor,
-            model=member.model,
-            preprocess=member.preprocess,
-        )
+        replace(predictor, model=member.model, preprocess=member.preprocess)
         for member in ensemble.members
     ]
     count = len(images)

@@ -101,11 +101,7 @@ def load_images(
             f" have {theirs}; name others with --data"
         )
     # Unknown classes are refused before the decoding, which may take minutes.
-    class_indices = match_classes(
-        np.flatnonzero(source.class_counts),
-        source_classes=source.class_names,
-        model_classes=bundle.class_names,
-    )
+    class_indices = _match_dataset(source, bundle.class_names)
     preprocess = bundle.preprocess
     probabilities = None
     if predictions is not None:
@@ -121,14 +117,28 @@ def load_images(
     return EvaluationSet(
         dataset=decoded,
         ids=tuple(printable(name) for name in decoded.ids),
-        labels=renumber_labels(decoded, class_indices, len(bundle.class_names)),
+        labels=_renumber_labels(decoded, class_indices, len(bundle.class_names)),
         preprocess=preprocess,
         title=printable(dataset.title),
         probabilities=probabilities,
     )
 
 
-def renumber_labels(dataset: ImageDataset, class_indices: Ints, num_classes: int) -> Ints | Bools:
+def find_labels(dataset: ImageDataset, model_classes: Sequence[str]) -> Ints | Bools:
+    """Return the labels of images as classes of a model. See `match_classes`."""
+    class_indices = _match_dataset(dataset, model_classes)
+    return _renumber_labels(dataset, class_indices, len(model_classes))
+
+
+def _match_dataset(dataset: ImageDataset, model_classes: Sequence[str]) -> Ints:
+    return match_classes(
+        np.flatnonzero(dataset.class_counts),
+        source_classes=dataset.class_names,
+        model_classes=model_classes,
+    )
+
+
+def _renumber_labels(dataset: ImageDataset, class_indices: Ints, num_classes: int) -> Ints | Bools:
     """Return the labels of images as classes of the model.
 
     Args:
@@ -234,6 +244,25 @@ class TrainTestOverlap:
     near: int
     examples: list[str]
     top1_without: float | None
+
+    def describe(self) -> str:
+        """Return how many images were in training, in a sentence; empty without any."""
+        if not self.exact + self.near:
+            return ""
+        return (
+            f"{self.exact} of these images were in training, {self.near} more are near-duplicates of"
+            f" one that was: {', '.join(self.examples[:3])}"
+        )
+
+
+def describe_unreadable(unreadable: Sequence[tuple[str, str]]) -> list[str]:
+    """Return how many images could not be read, in a sentence; nothing without any."""
+    if not unreadable:
+        return []
+    return [
+        f"{len(unreadable)} images could not be read and are not counted, the first:"
+        f" {': '.join(unreadable[0])}"
+    ]
 
 
 def find_overlap(

@@ -12,6 +12,7 @@ from scipy.special import gammaincinv
 
 from vit.evaluation.clusters import (
     TAIL,
+    Interval,
     compute_clustered_interval,
     compute_design_effect,
     number_clusters,
@@ -23,9 +24,7 @@ from vit.prediction.probabilities import Ints
 _ECE_STEPS = 24
 
 
-def compute_intervals(
-    scores: Scores, groups: Sequence[str] | None = None
-) -> dict[str, tuple[float, float]]:
+def compute_intervals(scores: Scores, groups: Sequence[str] | None = None) -> dict[str, Interval]:
     """Compute the 95 % confidence interval of every metric. Each interval includes its metric.
 
     A bootstrap fails if there are few errors: it can't draw errors that are not in the test set,
@@ -86,7 +85,7 @@ def compute_intervals(
     }
 
 
-def bound_sum(total: float, *, variance: float, step: float) -> tuple[float, float]:
+def bound_sum(total: float, *, variance: float, step: float) -> Interval:
     """Compute the gamma interval of a sum over images (Fay & Feuer 1997, equations 3 and 4).
 
     Args:
@@ -104,7 +103,7 @@ def bound_sum(total: float, *, variance: float, step: float) -> tuple[float, flo
 
 def _bound_macro_error(
     scores: Scores, error: float, columns: list[Ints], clusters: Ints
-) -> tuple[float, float]:
+) -> Interval:
     """Compute the interval of 1 minus a macro average.
 
     A wrong image adds 1/n to the error of a class, where n counts the images with that label (for
@@ -142,7 +141,7 @@ def _compute_group_size(clusters: Ints) -> float:
     return float((np.bincount(clusters) ** 2).sum()) / len(clusters)
 
 
-def _bound_ece(scores: Scores, clusters: Ints) -> tuple[float, float]:
+def _bound_ece(scores: Scores, clusters: Ints) -> Interval:
     """Compute the interval of the calibration error, by inverting a test.
 
     Noise raises the calibration error, so that even a calibrated model's is never 0. Therefore the

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit, stdtrit
 
-from vit.evaluation.clusters import TAIL, compute_clustered_interval, number_clusters
+from vit.evaluation.clusters import TAIL, Interval, compute_clustered_interval, number_clusters
 from vit.evaluation.curves import ThresholdRates, measure_thresholds
 from vit.evaluation.intervals import bound_sum
 from vit.evaluation.metrics import NUM_BINS, find_bins
@@ -164,16 +164,11 @@ def compute_rates(
         "image_f1": weights @ image_f1 / weights.sum(axis=1),
     }
     if "map_micro" in names:
-        rates["map_micro"] = np.array([_rank_all(scores, row) for row in weights])
+        marks, probabilities = labels.ravel(), scores.probabilities.ravel()
+        # one row at a time, because all pairs of image and label take much memory
+        pairs = (np.repeat(row, num_labels)[None] for row in weights)
+        rates["map_micro"] = np.array([_rank(marks, probabilities, each)[0][0] for each in pairs])
     return {name: rates[name] for name in names}
-
-
-def _rank_all(scores: LabelScores, weights: Floats) -> float:
-    """Compute the average precision of all pairs of image and label together, for weights of the
-    images, [n]."""
-    pairs = np.repeat(weights, scores.labels.shape[1])[None]
-    precision, _ = _rank(scores.labels.ravel(), scores.probabilities.ravel(), pairs)
-    return float(precision[0])
 
 
 def _average(values: Floats) -> Floats:
@@ -238,10 +233,10 @@ class LabelMetrics:
     f1: float | None
     support: int
     predicted: int
-    average_precision_interval: tuple[float, float]
-    roc_auc_interval: tuple[float, float]
-    precision_interval: tuple[float, float]
-    recall_interval: tuple[float, float]
+    average_precision_interval: Interval
+    roc_auc_interval: Interval
+    precision_interval: Interval
+    recall_interval: Interval
     thresholds: list[ThresholdRates] = field(default_factory=list)
 
 
@@ -268,19 +263,26 @@ def compute_per_label(
         left_out = _rank(has_label, scores.probabilities[:, place], parts)
         # one more image at the wrong place
         step = 1 / max(min(support, len(scores) - support), 1)
-        values = [None if np.isnan(value[0]) else float(value[0]) for value in ranked]
+        average_precision, roc_auc = (
+            None if np.isnan(value[0]) else float(value[0]) for value in ranked
+        )
+        precision = recall = f1 = None
+        if support:
+            precision = hits / max(predicted, 1)
+            recall = hits / support
+            f1 = 2 * hits / (support + predicted)
         rows.append(
             LabelMetrics(
                 name,
-                values[0],
-                values[1],
-                precision=hits / predicted if predicted and support else 0.0 if support else None,
-                recall=hits / support if support else None,
-                f1=2 * hits / (support + predicted) if support else None,
+                average_precision,
+                roc_auc,
+                precision,
+                recall,
+                f1,
                 support=support,
                 predicted=predicted,
-                average_precision_interval=_bound_rate(values[0], left_out[0], step),
-                roc_auc_interval=_bound_rate(values[1], left_out[1], step),
+                average_precision_interval=_bound_rate(average_precision, left_out[0], step),
+                roc_auc_interval=_bound_rate(roc_auc, left_out[1], step),
                 precision_interval=compute_clustered_interval(is_hit[guessed], clusters[guessed]),
                 recall_interval=compute_clustered_interval(is_hit[has_label], clusters[has_label]),
                 thresholds=measure_thresholds(
@@ -296,7 +298,7 @@ def compute_per_label(
 
 def compute_label_intervals(
     scores: LabelScores, groups: Sequence[str] | None = None
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, Interval]:
     """Compute the 95 % interval of each metric but the calibration error.
 
     The variance is the jackknife's, over parts of the images that are left out in turn; a part has
@@ -310,15 +312,8 @@ def compute_label_intervals(
     clusters = number_clusters(groups, len(scores))
     metrics = compute_label_metrics(scores)
     left_out = compute_rates(scores, leave_out_parts(clusters))
-    counts = scores.labels.sum(axis=0)
-    counts = np.minimum(counts, len(scores) - counts)
-    counts = counts[counts > 0]
-    # one more error in the label where it counts most, of all labels
-    step = float((1 / counts).mean() / len(counts)) if len(counts) else 1.0
-    intervals = {
-        name: _bound_rate(metrics[name], left_out[name], max(step, 1 / len(scores)))
-        for name in _RATES
-    }
+    step = max(find_largest_error(scores.labels), 1 / len(scores))
+    intervals = {name: _bound_rate(metrics[name], left_out[name], step) for name in _RATES}
     intervals["exact_match"] = compute_clustered_interval(scores.correct, clusters)
     parts = leave_out_parts(clusters)
     losses = parts @ scores.loss / parts.sum(axis=1)
@@ -327,7 +322,21 @@ def compute_label_intervals(
     return intervals
 
 
-def bound_mean(values: Floats, groups: Sequence[str] | None = None) -> tuple[float, float]:
+def find_largest_error(labels: Bools) -> float:
+    """Return how much one more error counts in a mean over the labels at most.
+
+    Args:
+        labels: Which labels each image has, [n, C].
+    """
+    counts = labels.sum(axis=0)
+    counts = np.minimum(counts, len(labels) - counts)
+    counts = counts[counts > 0]
+    if not len(counts):
+        return 1.0
+    return float((1 / counts).mean() / len(counts))
+
+
+def bound_mean(values: Floats, groups: Sequence[str] | None = None) -> Interval:
     """Compute the 95 % interval of a mean of values from 0 to 1.
 
     Args:
@@ -341,7 +350,7 @@ def bound_mean(values: Floats, groups: Sequence[str] | None = None) -> tuple[flo
 
 def compare_precision(
     scores: Sequence[LabelScores], groups: Sequence[str] | None = None
-) -> tuple[Floats, list[tuple[float, float]], Floats]:
+) -> tuple[Floats, list[Interval], Floats]:
     """Measure the mean average precision of several predictions of the same images.
 
     Args:
@@ -379,7 +388,7 @@ def leave_out_parts(clusters: Ints) -> NDArray[np.float64]:
     return weights
 
 
-def _bound_rate(value: float | None, left_out: Floats, step: float) -> tuple[float, float]:
+def _bound_rate(value: float | None, left_out: Floats, step: float) -> Interval:
     """Compute the interval of a metric from 0 to 1, whose errors add up.
 
     Args:
@@ -396,7 +405,7 @@ def _bound_rate(value: float | None, left_out: Floats, step: float) -> tuple[flo
     return max(1 - high, 0.0), 1 - low
 
 
-def _bound_total(value: float, left_out: Floats, step: float) -> tuple[float, float]:
+def _bound_total(value: float, left_out: Floats, step: float) -> Interval:
     """Compute the interval of a sum of errors. See `_bound_rate`."""
     known = left_out[~np.isnan(left_out)]
     # a single image or group doesn't tell its variance: it counts as two that differ by the value
@@ -418,14 +427,14 @@ def format_thresholds(rows: Sequence[LabelMetrics], count: int) -> list[str]:
     for row in rows:
         name = html.escape(row.name).replace("|", "\\|")
         for rates in row.thresholds:
-            cells = [
-                format_percent(value, count)
-                + (f" ({format_interval(interval, count)})" if interval else "")
-                for value, interval in (
-                    (rates.sensitivity, rates.sensitivity_interval),
-                    (rates.specificity, rates.specificity_interval),
-                )
-            ]
+            cells = []
+            for value, interval in (
+                (rates.sensitivity, rates.sensitivity_interval),
+                (rates.specificity, rates.specificity_interval),
+            ):
+                cells.append(format_percent(value, count))
+                if interval:
+                    cells[-1] += f" ({format_interval(interval, count)})"
             rule = rates.rule or "the prediction"
             lines.append(f"| {name} | {rule} | {rates.threshold:.4g} | {' | '.join(cells)} |")
     return lines

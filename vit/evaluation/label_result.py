@@ -2,7 +2,6 @@
 `evaluation.md`, `report.html` and `predictions.csv`."""
 
 import html
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
 from vit.evaluation.calibration import Calibration, measure_calibration
+from vit.evaluation.clusters import Interval, select_groups
 from vit.evaluation.cost import Cost
-from vit.evaluation.images import EvaluationSet, TrainTestOverlap
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap, describe_unreadable
 from vit.evaluation.label_metrics import (
     LabelMetrics,
     LabelScores,
@@ -25,7 +25,7 @@ from vit.evaluation.label_metrics import (
     format_thresholds,
 )
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_label_predictions
-from vit.evaluation.result import MetricRow, SavedEvaluation, render_rows
+from vit.evaluation.result import MetricRow, SavedEvaluation, Shown
 from vit.evaluation.subgroups import SubgroupTable, format_tables
 from vit.prediction.conformal import LEVELS, mark_sets
 from vit.prediction.probabilities import Bools, Float32s
@@ -48,11 +48,11 @@ class LabelSetMetrics:
     coverage: float
     num_images: int
     measured: float
-    interval: tuple[float, float]
+    interval: Interval
     mean_size: float
 
 
-class LabelEvaluation(BaseModel):
+class LabelEvaluation(Shown, BaseModel):
     """The metrics of one model on one set of images with several labels, and the conditions of the
     measurement. A metric is null where no image has a label that it needs."""
 
@@ -85,7 +85,7 @@ class LabelEvaluation(BaseModel):
         description="expected calibration error of all labels over 15 bins of equal width",
     )
     # 95 % confidence interval of each metric above but the calibration error
-    intervals: dict[str, tuple[float, float]]
+    intervals: dict[str, Interval]
     # every label of the model, in its order
     per_label: list[LabelMetrics]
     # null if no temperature was ever fitted
@@ -130,14 +130,7 @@ class LabelEvaluation(BaseModel):
             f" map={value} ({low:.4f} to {high:.4f}))"
         )
 
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        """Return the metrics as a table, for a notebook."""
-        return render_rows(repr(self), self.list_rows())
-
     def list_rows(self) -> list[MetricRow]:
-        """Return the metrics as tables for people show them."""
         rows = []
         for name in (*self.intervals, "ece"):
             value = getattr(self, name)
@@ -191,21 +184,13 @@ class LabelEvaluation(BaseModel):
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
-        warnings = list(self.notes)
-        if self.unreadable:
-            warnings.append(
-                f"{len(self.unreadable)} images could not be read and are not counted, the first:"
-                f" {': '.join(self.unreadable[0])}"
-            )
+        warnings = [*self.notes, *describe_unreadable(self.unreadable)]
         missing = [row.name for row in self.per_label if not row.support]
         if missing:
             warnings.append(f"no image has the label {', '.join(missing)}: its metrics are –")
         overlap = self.duplicates_of_training
-        if overlap is not None and overlap.exact + overlap.near > 0:
-            warnings.append(
-                f"{overlap.exact} of these images were in training, {overlap.near} more are"
-                f" near-duplicates of one that was: {', '.join(overlap.examples[:3])}"
-            )
+        if overlap is not None and (text := overlap.describe()):
+            warnings.append(text)
         return warnings
 
 
@@ -254,7 +239,7 @@ def measure_label_sets(
     """
     chosen = np.flatnonzero(labels.any(axis=1))
     counts = labels[chosen].sum(axis=1)
-    kept = None if groups is None else [groups[index] for index in chosen.tolist()]
+    kept = select_groups(groups, chosen)
     measured = []
     for coverage in LEVELS:
         in_set = mark_sets(bundle, logits, coverage=coverage)
@@ -278,25 +263,12 @@ class LabelEvaluationResult(SavedEvaluation):
     """A `LabelEvaluation`, and what each image contributed to it.
 
     Attributes:
-        evaluation: The metrics and the conditions.
-        scores: Contribution of each image to the metrics.
-        images: The images.
-        bundle: The model.
         num_examples: Missed and falsely found images of each label that the report shows.
-        is_main, has_new_values, seconds: See `EvaluationResult`.
     """
 
     evaluation: LabelEvaluation
     scores: LabelScores
-    images: EvaluationSet
-    bundle: Bundle
     num_examples: int = 3
-    is_main: bool = True
-    has_new_values: bool = False
-    seconds: float = math.inf
-
-    def __repr__(self) -> str:
-        return f"LabelEvaluationResult{repr(self.evaluation).removeprefix('LabelEvaluation')}"
 
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs

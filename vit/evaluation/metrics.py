@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.evaluation.clusters import compute_clustered_interval, number_clusters
+from vit.evaluation.clusters import Interval, compute_clustered_interval, number_clusters
 from vit.prediction.decision import ClassThreshold
 from vit.prediction.probabilities import (
     Bools,
@@ -168,14 +168,9 @@ def count_classes(scores: Scores) -> Ints:
     return np.array([np.bincount(column, minlength=scores.num_classes) for column in columns])
 
 
-def compute_reliability(scores: Scores) -> list[Bin]:
-    """Compute mean confidence and accuracy of the images in 15 bins of confidence; both are 0 for
-    an empty bin."""
-    return bin_confidence(scores.confidence, scores.correct)
-
-
 def bin_confidence(confidence: Floats, correct: Bools) -> list[Bin]:
-    """Compute the bins of any predictions. See `compute_reliability`."""
+    """Compute mean confidence and accuracy of predictions in 15 bins of confidence; both are 0 for
+    an empty bin."""
     bins = find_bins(confidence)
     counts = np.bincount(bins, minlength=NUM_BINS)
     divisors = np.maximum(counts, 1)
@@ -212,8 +207,8 @@ class ClassMetrics:
     f1: float | None
     support: int
     predicted: int
-    precision_interval: tuple[float, float]
-    recall_interval: tuple[float, float]
+    precision_interval: Interval
+    recall_interval: Interval
 
 
 def compute_per_class(
@@ -255,7 +250,7 @@ def compute_per_class(
 
 def _compute_clustered_intervals(
     correct: Bools, clusters: Ints, classes: Ints, num_classes: int
-) -> list[tuple[float, float]]:
+) -> list[Interval]:
     """Compute the interval of the accuracy on the images of each class."""
     order = np.argsort(classes, kind="stable")
     ends = np.cumsum(np.bincount(classes, minlength=num_classes))[:-1]

@@ -1,7 +1,7 @@
 """predictions.csv: a line for each evaluated image, with the probability of each class or label."""
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,18 @@ def _write(
         writer.writerows([*row, *values] for row, values in zip(rows, probabilities, strict=True))
 
 
+def _read_rows(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Read the place and the fields of each line, the header first, which is empty if there is
+    none. Raises ValueError for a line of another number of fields."""
+    table = read_table(path)
+    line, header = next(table, ("", []))
+    yield line, header
+    for line, row in table:
+        if len(row) != len(header):
+            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
+        yield line, row
+
+
 def load_label_predictions(
     path: Path, class_names: Sequence[str]
 ) -> tuple[dict[str, list[str]], LabelScores]:
@@ -126,16 +138,14 @@ def load_label_predictions(
     places = {name: place for place, name in enumerate(class_names)}
     # reading a cell undoes the escape of its first name alone
     places |= {escape_formula(name): place for name, place in places.items()}
-    table = read_table(path)
-    _, header = next(table, ("", []))
+    rows: list[list[str]] = []
+    numbers = []
+    table = _read_rows(path)
+    _, header = next(table)
     expected = [*LABEL_COLUMNS, *(f"{_PROBABILITY}{name}" for name in class_names)]
     if [name for name in header if name not in (GROUP_COLUMN, FILE_COLUMN)] != expected:
         raise ValueError(f"{path} line 1 is not {shorten(','.join(expected))}; evaluate again")
-    rows: list[list[str]] = []
-    numbers = []
     for line, row in table:
-        if len(row) != len(header):
-            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
         try:
             texts = (row[header.index("loss")], *row[len(header) - len(class_names) :])
             numbers.append([float(text) for text in texts])
@@ -146,7 +156,8 @@ def load_label_predictions(
     labels, predicted = (np.zeros((len(rows), len(class_names)), bool) for _ in range(2))
     for marks, column in ((labels, "labels"), (predicted, "predicted")):
         for place, cell in enumerate(columns[column]):
-            names = cell.split(SEPARATOR) if cell else []
+            # an empty cell has no label
+            names = list(filter(None, cell.split(SEPARATOR)))
             if unknown := [name for name in names if name not in places]:
                 raise ValueError(f"{path}: {shorten(unknown[0])} is no label; evaluate again")
             marks[place, [places[name] for name in names]] = True
@@ -164,8 +175,8 @@ def load_predictions(path: Path) -> dict[str, list[str]]:
         ValueError: A line is wrong; the message names it.
     """
     rows: list[list[str]] = []
-    table = read_table(path)
-    _, header = next(table, ("", []))
+    table = _read_rows(path)
+    _, header = next(table)
     places = [place for place, name in enumerate(header) if not name.startswith(_PROBABILITY)]
     names = [header[place] for place in places]
     num_known = len(COLUMNS)
@@ -174,8 +185,6 @@ def load_predictions(path: Path) -> dict[str, list[str]]:
         raise ValueError(f"{path} line 1 is not {','.join(COLUMNS)}; evaluate again")
     rank = header.index("rank")
     for line, row in table:
-        if len(row) != len(header):
-            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
         # the number of a class
         if not row[rank].isdecimal() or len(row[rank]) > 9:
             raise ValueError(f"{line}: rank {shorten(row[rank])!r} is not a number; evaluate again")

@@ -7,8 +7,7 @@ key is removed or changes its meaning, not when a key is added. Fractions are 0 
 
 import html
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import MODEL_FILE, Bundle
 from vit.evaluation.calibration import Calibration, save_fitted
+from vit.evaluation.clusters import Interval
 from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
-from vit.evaluation.images import EvaluationSet, TrainTestOverlap
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap, describe_unreadable
 from vit.evaluation.label_metrics import LabelMetrics
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
@@ -46,14 +46,26 @@ class MetricRow(NamedTuple):
     about: str
 
 
-def render_rows(title: str, rows: Sequence[MetricRow]) -> str:
-    """Return metrics as a table in HTML, for a notebook."""
-    cells = [f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in rows]
-    headings = "<tr><th>metric<th>value<th>95 % interval"
-    return f"<p>{html.escape(title)}<table>{headings}{''.join(cells)}</table>"
+class Shown:
+    """An evaluation as notebooks show it."""
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        """Return the metrics as a table."""
+        cells = [
+            f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()
+        ]
+        headings = "<tr><th>metric<th>value<th>95 % interval"
+        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(cells)}</table>"
+
+    def list_rows(self) -> list[MetricRow]:
+        """Return the metrics as tables for people show them."""
+        raise NotImplementedError
 
 
-class Evaluation(BaseModel):
+class Evaluation(Shown, BaseModel):
     """The metrics of one model on one set of images, and the conditions of the measurement."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -87,7 +99,7 @@ class Evaluation(BaseModel):
         description="mean cross-entropy after temperature scaling, nats",
     )
     # 95 % confidence interval of each metric above
-    intervals: dict[str, tuple[float, float]]
+    intervals: dict[str, Interval]
     # every class of the model, in its order
     per_class: list[ClassMetrics]
     # the rarer of two classes, or the class of the operating point, against the rest
@@ -144,14 +156,7 @@ class Evaluation(BaseModel):
             f" top1={self.top1:.4f} ({low:.4f} to {high:.4f}))"
         )
 
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        """Return the metrics as a table, for a notebook."""
-        return render_rows(repr(self), self.list_rows())
-
     def list_rows(self) -> list[MetricRow]:
-        """Return the metrics as tables for people show them."""
         rows = []
         for name in self.list_metrics():
             if name in _FRACTIONS:
@@ -226,21 +231,12 @@ class Evaluation(BaseModel):
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
-        warnings = list(self.notes)
-        if self.unreadable:
-            warnings.append(
-                f"{len(self.unreadable)} images could not be read and are not counted, the first:"
-                f" {': '.join(self.unreadable[0])}"
-            )
+        warnings = [*self.notes, *describe_unreadable(self.unreadable)]
         for row in self.prediction_sets or []:
             if find_low_coverage(row.num_images, row.coverage) < row.coverage - _FAR_COVERAGE:
                 warnings.append(describe_low_coverage(row.num_images, row.coverage))
         overlap = self.duplicates_of_training
-        if overlap is not None and overlap.exact + overlap.near > 0:
-            text = (
-                f"{overlap.exact} of these images were in training, {overlap.near} more are"
-                f" near-duplicates of one that was: {', '.join(overlap.examples[:3])}"
-            )
+        if overlap is not None and (text := overlap.describe()):
             if overlap.top1_without is not None:
                 text += (
                     f"; top-1 is {format_percent(self.top1, self.num_images)} with them and"
@@ -250,13 +246,32 @@ class Evaluation(BaseModel):
         return warnings
 
 
+@dataclass(frozen=True, repr=False)
 class SavedEvaluation(Result):
-    """An evaluation with its files, and with the evaluated model file if something was fitted."""
+    """An evaluation with its files, and with the evaluated model file if something was fitted.
+
+    Attributes:
+        evaluation: The metrics and the conditions.
+        scores: Contribution of each image to the metrics.
+        images: The images.
+        bundle: The model, with its temperature and its operating point.
+        is_main: True in the process that writes files.
+        has_new_values: True if no model file has these yet; `save` writes one.
+        seconds: Work of the evaluation by `read_work_clock`; the maps of the report take no more.
+    """
 
     evaluation: Any
+    scores: Any
+    images: EvaluationSet
     bundle: Bundle
-    is_main: bool
-    has_new_values: bool
+    _: KW_ONLY
+    is_main: bool = True
+    has_new_values: bool = False
+    seconds: float = math.inf
+
+    def __repr__(self) -> str:
+        name = type(self.evaluation).__name__
+        return f"{type(self).__name__}{repr(self.evaluation).removeprefix(name)}"
 
     def _repr_html_(self) -> str:
         """Return the metrics as a table, for a notebook."""
@@ -295,27 +310,12 @@ class EvaluationResult(SavedEvaluation):
     """An `Evaluation`, and what each image contributed to it.
 
     Attributes:
-        evaluation: The metrics and the conditions.
-        scores: Contribution of each image to the metrics.
-        images: The images.
-        bundle: The model, with its temperature and its operating point.
         logits: Logits of the images, [n, C].
-        is_main: True in the process that writes files.
-        has_new_values: True if no model file has these yet; `save` writes one.
-        seconds: Work of the evaluation by `read_work_clock`; the maps of the report take no more.
     """
 
     evaluation: Evaluation
     scores: Scores
-    images: EvaluationSet
-    bundle: Bundle
     logits: Float32s
-    is_main: bool = True
-    has_new_values: bool = False
-    seconds: float = math.inf
-
-    def __repr__(self) -> str:
-        return f"EvaluationResult{repr(self.evaluation).removeprefix('Evaluation')}"
 
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import bdtr, bdtri, betainc, ndtri, stdtr, stdtrit
 
-from vit.evaluation.clusters import compute_design_effect
+from vit.evaluation.clusters import Interval, compute_design_effect
 from vit.prediction.probabilities import Floats, Ints
 
 # A difference is significant if chance alone makes one as large in fewer tests than this.
 SIGNIFICANCE = 0.05
 # Probability with which a test finds the smallest difference that it is said to find.
 POWER = 0.8
+# The two-sided p-value, the 95 % interval of the accuracy of B minus that of A, and the smallest
+# difference that is found in 80 % of such comparisons.
+Outcome = tuple[float, Interval, float]
 _TAIL = SIGNIFICANCE / 2
 _NORMAL = float(ndtri(1 - _TAIL))
 
@@ -85,7 +88,7 @@ def find_detectable(num_changed: float, count: float, significance: float) -> fl
     return min((1 - 2 * share) * changed / count, 1.0)
 
 
-def compute_paired_interval(only_a: float, only_b: float, count: float) -> tuple[float, float]:
+def compute_paired_interval(only_a: float, only_b: float, count: float) -> Interval:
     """Compute the 95 % interval of the accuracy of B minus that of A (Bonett & Price 2012, equation
     3).
 
@@ -109,16 +112,13 @@ def compute_paired_interval(only_a: float, only_b: float, count: float) -> tuple
 
 def compare_models(
     changes: Floats, clusters: Ints, *, significance: float = SIGNIFICANCE
-) -> tuple[float, tuple[float, float], float]:
+) -> Outcome:
     """Compare two models by McNemar's exact test.
 
     Args:
         changes: See `count_changes`.
         clusters: See `count_changes`.
         significance: See `compare_seeds`.
-
-    Returns:
-        See `compare_seeds`.
     """
     only_a, only_b, count = count_changes(changes, clusters)
     return (
@@ -134,7 +134,7 @@ def compare_seeds(
     clusters: Ints | None = None,
     *,
     significance: float = SIGNIFICANCE,
-) -> tuple[float, tuple[float, float], float]:
+) -> tuple[float, Interval, float]:
     """Compute Welch's t-test (1947) that two recipes are equally accurate, over seeds and images.
 
     The variance of the difference is the sum of the variance between seeds of each recipe and the
@@ -147,10 +147,6 @@ def compare_seeds(
         correct_b: The same for B, on the same images.
         clusters: Number of each image's group, [n]. None: each image is its own group.
         significance: Largest p-value that counts as significant for the smallest difference.
-
-    Returns:
-        The two-sided p-value, the 95 % interval of the accuracy of B minus that of A, and the
-        smallest difference that is found in 80 % of such comparisons.
     """
     count = correct_a.shape[1]
     if clusters is None:
@@ -179,18 +175,29 @@ def compare_seeds(
         effect = compute_design_effect(changes - changes.mean(), clusters, changes != 0)
         image_variance = effect * image_variance - seed_and_image
         terms.append((max(image_variance, 0.0), count - 1))
-    total = sum(variance for variance, _ in terms)
-    difference = float(changes.mean())
-    if total == 0:
+    if not any(variance for variance, _ in terms):
         # the seeds agree on each image, so this is the comparison of two single models
         return compare_models(changes, clusters, significance=significance)
-    # degrees of freedom by Satterthwaite
+    return compare_by_t(float(changes.mean()), terms, significance)
+
+
+def compare_by_t(
+    difference: float, terms: Sequence[tuple[float, int]], significance: float
+) -> Outcome:
+    """Test a difference by Student's t, with the degrees of freedom of Satterthwaite.
+
+    Args:
+        difference: The difference.
+        terms: Parts of its variance, each with its degrees of freedom.
+        significance: See `compare_seeds`.
+    """
+    total = sum(variance for variance, _ in terms)
     freedom = total**2 / sum(variance**2 / degrees for variance, degrees in terms)
-    error = np.sqrt(total)
+    error = math.sqrt(total)
     half = float(stdtrit(freedom, 1 - _TAIL)) * error
     p_value = 2 * float(stdtr(freedom, -abs(difference) / error))
     # with a few seeds that differ much, the t distribution exceeds the range of a difference
     interval = (max(difference - half, -1.0), min(difference + half, 1.0))
     # the quantiles of the test and of its power, as if the standard error were known
     reach = float(stdtrit(freedom, 1 - significance / 2) + stdtrit(freedom, POWER))
-    return p_value, interval, min(reach * float(error), 1.0)
+    return p_value, interval, min(reach * error, 1.0)

@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import ImageDataset, printable
-from vit.evaluation.clusters import compute_clustered_interval, number_clusters
+from vit.evaluation.clusters import (
+    Interval,
+    compute_clustered_interval,
+    number_clusters,
+    select_groups,
+)
 from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.label_metrics import (
     LabelScores,
@@ -53,9 +58,9 @@ class Subgroup:
     num_images: int
     num_groups: int | None
     accuracy: float
-    interval: tuple[float, float]
+    interval: Interval
     mean: float | None
-    mean_interval: tuple[float, float]
+    mean_interval: Interval
 
 
 @dataclass(frozen=True)
@@ -97,16 +102,19 @@ class SubgroupTable:
     @property
     def headings(self) -> list[str]:
         """Names of the columns of `list_rows`."""
-        groups = ["groups"] if self.rows[0].num_groups is not None else []
         accuracy, mean = self.titles
-        return [self.column, "images", *groups, accuracy, "95 % interval", mean, "95 % interval"]
+        names = [self.column, "images", accuracy, "95 % interval", mean, "95 % interval"]
+        if self.rows[0].num_groups is not None:
+            names.insert(2, "groups")
+        return names
 
     def list_rows(self) -> list[list[str]]:
         """Return the subgroups as tables for people show them."""
         rows = []
         for row in self.rows:
-            groups = [] if row.num_groups is None else [f"{row.num_groups:,}"]
-            cells = [row.name, f"{row.num_images:,}", *groups]
+            cells = [row.name, f"{row.num_images:,}"]
+            if row.num_groups is not None:
+                cells.append(f"{row.num_groups:,}")
             for value, interval in (
                 (row.accuracy, row.interval),
                 (row.mean, row.mean_interval),
@@ -236,17 +244,18 @@ def build_tables(
 
 def _measure_mean(
     scores: Scores | LabelScores, chosen: Bools, groups: Sequence[str] | None
-) -> tuple[float | None, tuple[float, float]]:
+) -> tuple[float | None, Interval]:
     """Compute the metric of chosen images that counts classes or labels alike, and its interval."""
-    if groups is not None:
-        groups = [groups[index] for index in np.flatnonzero(chosen).tolist()]
-    if isinstance(scores, LabelScores):
-        own = scores.subset(chosen)
-        value = compute_label_metrics(own)["map"]
-        interval = compute_label_intervals(own, groups)["map"]
-        return None if np.isnan(value) else value, interval
+    groups = select_groups(groups, chosen)
     part = scores.subset(chosen)
-    return compute_metrics(part)["macro_recall"], compute_intervals(part, groups)["macro_recall"]
+    if isinstance(part, Scores):
+        recall = compute_metrics(part)["macro_recall"]
+        return recall, compute_intervals(part, groups)["macro_recall"]
+    value = compute_label_metrics(part)["map"]
+    interval = compute_label_intervals(part, groups)["map"]
+    if np.isnan(value):
+        return None, interval
+    return value, interval
 
 
 def _name_parts(column: str, texts: Sequence[str]) -> tuple[list[str], list[str]]:

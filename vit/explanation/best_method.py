@@ -129,7 +129,9 @@ def choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -
             # the model was not measured
             if _has_removal_maps(bundle):
                 chosen.insert(0, "libra-removal")
-    names = [name for method in methods for name in (chosen if method == AUTO else [method])]
+    names: list[str] = []
+    for method in methods:
+        names += chosen if method == AUTO else [method]
     return replace_best(names, bundle)
 
 

@@ -140,6 +140,10 @@ class Explainer:
         if self._has_thresholds and target == "auto":
             self._target = replace(self._target, choose=partial(choose_decided, bundle))
         _check_target(target, self._methods)
+        # a target that isn't about a class is the same in every column
+        self._has_predicted_first = self._target.name is not None or starts_with_predicted(
+            target, bundle.class_names
+        )
         self._is_verified = False
         self._completeness_error: float | None = None
 
@@ -289,7 +293,9 @@ class Explainer:
             )
             checks: list[list[MapChecks]] = [[] for _ in maps]
             if self.sanity_checks:
-                checks = self._check_maps(forward, targets, maps)
+                checks = check_maps(
+                    forward, targets, maps, predicted_first=self._has_predicted_first
+                )
         logits = forward.logits.detach()
         probabilities = self._to_probabilities(logits.float())
         scores = torch.stack(
@@ -343,15 +349,6 @@ class Explainer:
         for result, p_value, chosen in zip(results, p_values, sets, strict=True):
             result.p_value = p_value
             result.note = find_note(p_value, chosen, is_decided=self._has_thresholds)
-
-    def _check_maps(
-        self, forward: Forward, targets: Tensor, maps: Sequence[Maps]
-    ) -> list[list[MapChecks]]:
-        # a target that isn't about a class is the same in every column
-        predicted_first = self._target.name is not None or starts_with_predicted(
-            self._target_name, self.bundle.class_names
-        )
-        return check_maps(forward, targets, maps, predicted_first=predicted_first)
 
     def _select_target(self, results: Sequence[ImageResult]) -> Target:
         return self._target.select([result.item.number for result in results])
@@ -455,9 +452,9 @@ class Explainer:
 def _check_read(explanations: Explanations) -> None:
     """Raise ValueError if no image could be read, and warn about some that could not."""
     unreadable = explanations.unreadable
+    if not unreadable and not explanations.images:
+        raise ValueError("there are no images to explain")
     if not explanations.images:
-        if not unreadable:
-            raise ValueError("there are no images to explain")
         raise ValueError(f"none of the {len(unreadable)} images could be read: {unreadable[0][1]}")
     if unreadable:
         warnings.warn(

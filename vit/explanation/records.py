@@ -80,8 +80,7 @@ class Sink:
     layers: tuple[int, ...]
 
     def __str__(self) -> str:
-        numbers = ", ".join(map(str, self.layers))
-        return f"row {self.row}, column {self.column} (layer {numbers})"
+        return f"row {self.row}, column {self.column} (layer {', '.join(map(str, self.layers))})"
 
 
 @dataclass(repr=False)
@@ -125,10 +124,14 @@ class MapResult:
 
     def __repr__(self) -> str:
         """Return one line."""
-        target = "" if self.target_name is None else f" of {shorten(self.target_name, 60)!r}"
-        verdict = "" if self.sanity_check is None else f", {self.sanity_check.verdict}"
+        text = self.method.name
+        if self.target_name is not None:
+            text += f" of {shorten(self.target_name, 60)!r}"
         rows, columns = self.values.shape
-        return f"MapResult({self.method.name}{target}: {rows}×{columns} patches{verdict})"
+        text += f": {rows}×{columns} patches"
+        if self.sanity_check is not None:
+            text += f", {self.sanity_check.verdict}"
+        return f"MapResult({text})"
 
     @property
     def shown_values(self) -> PatchMap:
@@ -148,35 +151,39 @@ class MapResult:
         """Describe the attention sinks in words; empty without any."""
         if not self.sinks:
             return ""
-        one = len(self.sinks) == 1
-        subject = "one patch draws" if one else f"{len(self.sinks)} patches draw"
+        subject, verb = f"{len(self.sinks)} patches draw", "hold"
+        if len(self.sinks) == 1:
+            subject, verb = "one patch draws", "holds"
         places = "; ".join(map(str, self.sinks[:_MAX_NAMED_SINKS]))
         more = len(self.sinks) - _MAX_NAMED_SINKS
-        others = f"; and {more} more" if more > 0 else ""
+        if more > 0:
+            places += f"; and {more} more"
         return (
             f"attention sinks: {subject} the attention of nearly all others in any image and"
-            f" {'holds' if one else 'hold'} {100 * self.sink_fraction:.0f} % of the map:"
-            f" {places}{others}"
+            f" {verb} {100 * self.sink_fraction:.0f} % of the map: {places}"
         )
 
     def describe(self) -> str:
         """Describe in words what the map shows."""
         name = self.target_name
         if self.target is not None:
-            against = f" (red) and against {name} (blue)" if self.method.signed else ""
-            text = f"evidence for {name}{against}"
-            text += "" if self.is_predicted else f"; {name} is not predicted"
+            text = f"evidence for {name}"
+            if self.method.signed:
+                text += f" (red) and against {name} (blue)"
+            if not self.is_predicted:
+                text += f"; {name} is not predicted"
         elif name is not None:
             # a number that is not about a class has no evidence, only patches that change it
-            against = " (red) and lower it (blue)" if self.method.signed else ""
-            text = f"patches that raise {name}{against}"
+            text = f"patches that raise {name}"
+            if self.method.signed:
+                text += " (red) and lower it (blue)"
         else:
-            text = (
-                f"{self.method.title} (the same for every {'label' if self.is_label else 'class'})"
-            )
+            noun = "label" if self.is_label else "class"
+            text = f"{self.method.title} (the same for every {noun})"
         # differences that are not drawn have to be named
-        is_flat = self.scale is not None and self.scale.is_flat
-        return f"{text}; nearly even" if is_flat else text
+        if self.scale is not None and self.scale.is_flat:
+            text += "; nearly even"
+        return text
 
 
 @dataclass(repr=False)
@@ -290,9 +297,8 @@ class Explanations:
 
     def __repr__(self) -> str:
         """Return one line, because notebooks show the result of a cell."""
-        methods = ", ".join(self.methods)
         return (
-            f"Explanations({len(self.images)} images by {methods};"
+            f"Explanations({len(self.images)} images by {', '.join(self.methods)};"
             f" {len(self.unreadable)} could not be read)"
         )
 

@@ -25,7 +25,7 @@ from vit.prediction.decision import decide_classes, decide_labels
 from vit.prediction.labels import compute_probabilities as predict_probabilities
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import shorten
-from vit.runtime.tensors import Logits
+from vit.runtime.tensors import Logits, describe_shape
 
 # index or name of a class, another text that `build_target` takes, a function from outputs [B, C]
 # to numbers [B], or a class for each image
@@ -152,10 +152,9 @@ def choose_decided(bundle: Bundle, logits: Logits) -> Int[Tensor, "B T"]:
     most probable first (without any, the most probable label). Shorter rows repeat their first
     label."""
     values = logits.float().cpu().numpy()
-    present = find_decided(bundle, values)
     chosen = [
         labels[:_MAX_CLASSES] or [int(row.argmax())]
-        for labels, row in zip(present, values, strict=True)
+        for labels, row in zip(find_decided(bundle, values), values, strict=True)
     ]
     width = max(map(len, chosen))
     rows = [labels + labels[:1] * (width - len(labels)) for labels in chosen]
@@ -205,7 +204,9 @@ def build_target(
         if target == "auto" and len(class_names) > 1:
             names = shorten(", ".join(class_names))
             raise ValueError(f"the model gives several numbers; which is to be explained? {names}")
-        index = 0 if target == "auto" else _find_class(target, class_names)
+        index = 0
+        if target != "auto":
+            index = _find_class(target, class_names)
         return Target(_logit, _logit, class_names.__getitem__, _choose_one(index))
 
     # a class may be called "A - B" or "sigmoid:A" itself
@@ -217,8 +218,8 @@ def build_target(
         pair = _find_difference(text, class_names)
         if pair is not None:
             return build_difference(class_names, *map(torch.tensor, pair))
-    chosen = LABEL if kind == "labels" else CLASS
-    return replace(chosen, choose=_build_choice(target, class_names))
+    choose = _build_choice(target, class_names)
+    return replace(LABEL if kind == "labels" else CLASS, choose=choose)
 
 
 def starts_with_predicted(target: TargetLike, class_names: Sequence[str]) -> bool:
@@ -322,9 +323,8 @@ def _build_function(function: Callable[[Tensor], Tensor]) -> Target:
             ) from error
         # a result that keeps an axis would be broadcast over the images without an error
         if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
-            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
-                f"the target gives {shape} of {len(logits)} images; it takes outputs "
+                f"the target gives {describe_shape(values)} of {len(logits)} images; it takes outputs "
                 f"{list(logits.shape)} and gives a number for each image, "
                 "as lambda logits: logits[:, 0] does"
             )
@@ -407,12 +407,13 @@ def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int |
     """Return how many of the most probable classes are asked for; None if one class is named."""
     if str(target) in class_names:
         return None
+    if target == "auto":
+        return 1
     if target == "all":
         return len(class_names)
-    top = re.fullmatch(r"top(\d+)", str(target))
-    if top is not None:
+    if top := re.fullmatch(r"top(\d+)", str(target)):
         return int(top[1])
-    return 1 if target == "auto" else None
+    return None
 
 
 def _find_class(target: int | str, class_names: Sequence[str]) -> int:

@@ -316,7 +316,7 @@ class MapWriter:
         # decoded by several threads
         rows = list(self._pool.map(self._read_row, self.entries[:MAX_SHEET_IMAGES]))
         sheet = draw_contact_sheet(rows)
-        write_atomically(self.output / SHEET_FILE, lambda path: _save_picture(sheet, path, "png"))
+        write_atomically(self.output / SHEET_FILE, partial(_save_picture, sheet, kind="png"))
 
     def _read_row(self, entry: dict[str, Any]) -> list[Tile]:
         """Cut an image and its maps out of the overlays, which after `resume` include those of an
@@ -364,25 +364,23 @@ class MapWriter:
             max_side=self._max_side,
             caption=self._captions,
         )
-        # the manifest is written later, and makes all their names durable
-        write_atomically(
-            self.output / f"{result.key}.{kind}",
-            lambda path: _save_picture(picture, path, kind),
-            flush_name=False,
-        )
+        pictures = {result.key: picture}
         if not self._captions:
             assert result.scale is not None
             legend = draw_legend(result.shown_values, result.scale, picture.width)
-            write_atomically(
-                self.output / f"{result.key}.colours.{kind}",
-                lambda path: _save_picture(legend, path, kind),
-                flush_name=False,
-            )
+            pictures[f"{result.key}.colours"] = legend
+        for name, each in pictures.items():
+            # the manifest is written later, and makes all their names durable
+            save = partial(_save_picture, each, kind=kind)
+            write_atomically(self.output / f"{name}.{kind}", save, flush_name=False)
 
     def _write_figures(self, image: ImageResult, result: MapResult) -> None:
         from vit.explanation.render.figure import save_figure
 
         assert result.scale is not None
+        caption = []
+        if self._captions:
+            caption = _describe_map(image, result, self.bundle.class_names)
         for kind in self._figure_formats:
             save = partial(
                 save_figure,
@@ -391,9 +389,7 @@ class MapWriter:
                 geometry=image.geometry,
                 kind=kind,
                 scale=result.scale,
-                caption=_describe_map(image, result, self.bundle.class_names)
-                if self._captions
-                else (),
+                caption=caption,
                 smooth=self._smooth,
                 max_side=self._max_side,
                 dpi=self._dpi,
@@ -436,10 +432,10 @@ def _describe_map(image: ImageResult, result: MapResult, class_names: Sequence[s
     """Return the lines of a map's caption: the prediction first, then the map's own."""
     lines = [
         f"{image.item.title}: {image.describe_prediction(class_names)}",
-        result.describe()
-        if result.target_name is None
-        else f"{result.describe()} ({result.method.title})",
+        result.describe(),
     ]
+    if result.target_name is not None:
+        lines[-1] += f" ({result.method.title})"
     if result.sanity_check is not None:
         lines.append(f"patch-removal test: {result.sanity_check}")
     if result.sinks:

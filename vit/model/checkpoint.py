@@ -149,8 +149,7 @@ class CheckpointStore:
             OSError: The disk is full or read-only, or its mount has vanished. The earlier
                 checkpoints are as they were.
         """
-        make = partial(self.directory.mkdir, parents=True, exist_ok=True)
-        wait_for_drive(make, self.directory)
+        wait_for_drive(partial(self.directory.mkdir, parents=True, exist_ok=True), self.directory)
         digest = hashlib.sha256(content).hexdigest()
         path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
         write_atomically(path, lambda temporary: temporary.write_bytes(content))

@@ -195,12 +195,15 @@ def describe_timm(module: nn.Module) -> Architecture:
         ValueError: The model has a feature that VisionTransformer lacks; the message names it.
     """
     if not isinstance(module, timm_vit.VisionTransformer):
-        text = f"only timm's VisionTransformer loads, not its {type(module).__name__}"
-        raise ValueError(f"{text}; {OTHER_MODELS}")
+        raise ValueError(
+            f"only timm's VisionTransformer loads, not its {type(module).__name__}; {OTHER_MODELS}"
+        )
     feature = next(_list_features_without_counterpart(module), None)
     if feature is not None:
-        text = f"this timm model has {feature}, which our VisionTransformer doesn't have"
-        raise ValueError(f"{text}; {OTHER_MODELS}")
+        raise ValueError(
+            f"this timm model has {feature}, which our VisionTransformer doesn't have"
+            f"; {OTHER_MODELS}"
+        )
 
     block = module.blocks[0]
     has_scale = isinstance(block.ls1, layers.LayerScale)

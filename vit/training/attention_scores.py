@@ -46,8 +46,7 @@ def measure_scores(model: nn.Module, images: Tensor, *, precision: Precision) ->
         for hook in hooks:
             hook.remove()
     # With one tensor the host waits for the device once.
-    values = torch.stack(list(largest.values())).tolist()
-    return dict(zip(largest, values, strict=True))
+    return dict(zip(largest, torch.stack(list(largest.values())).tolist(), strict=True))
 
 
 def describe_growth(first: dict[str, float], last: dict[str, float]) -> str | None:

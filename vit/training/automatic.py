@@ -497,7 +497,9 @@ def _is_power_of_two(size: int) -> bool:
 
 
 def _shorten(sides: tuple[int, int]) -> int | list[int]:
-    return sides[0] if sides[0] == sides[1] else list(sides)
+    if sides[0] == sides[1]:
+        return sides[0]
+    return list(sides)
 
 
 def _set_length(sections: Sections, task: _Task, epochs: float) -> None:
@@ -635,7 +637,9 @@ def _plan_epochs(
     if epochs >= _MIN_FINE_TUNING_EPOCHS or task.has_length:
         config = task.load(sections)
         if "freeze" in task.user["model"]:
-            num_frozen = config.model.freeze if isinstance(config.model.freeze, int) else 0
+            num_frozen = 0
+            if isinstance(config.model.freeze, int):
+                num_frozen = config.model.freeze
         if num_frozen:
             # The frozen blocks' tokens are the same in each epoch. Dropping random patches takes
             # the place of crops, and saves a third of the time.
@@ -685,8 +689,9 @@ def _choose_num_frozen(
         share = num_frozen / depth
         # The images and their mirror images pass through the frozen blocks once.
         token_seconds = 2 / 3 * share * num_images * image_seconds
-        cost = _DROPPED_COST if num_frozen else 1
-        epoch_seconds = (1 - share) * cost * num_images * image_seconds
+        epoch_seconds = (1 - share) * num_images * image_seconds
+        if num_frozen:
+            epoch_seconds = (1 - share) * _DROPPED_COST * num_images * image_seconds
         epochs = max(seconds - token_seconds, 0.0) / epoch_seconds
         if epochs >= min_epochs:
             break

@@ -4,6 +4,7 @@ nor another image of its group."""
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from numpy.typing import NDArray
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset, printable
-from vit.evaluation.clusters import compute_clustered_interval, number_clusters
+from vit.evaluation.clusters import (
+    Interval,
+    compute_clustered_interval,
+    number_clusters,
+    select_groups,
+)
 from vit.evaluation.label_metrics import (
     compare_precision,
     compute_label_metrics,
@@ -21,7 +27,7 @@ from vit.evaluation.label_metrics import (
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.out_of_fold import OutOfFold
 from vit.prediction.features import Features, compute_features
-from vit.prediction.probabilities import Bools, Float32s, Ints
+from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.files import write_json
 from vit.runtime.numbers import format_interval, format_percent
 from vit.runtime.processes import current_process
@@ -77,7 +83,7 @@ class CrossValidation:
     num_groups: int | None
     top1: float | None
     map: float | None
-    interval: tuple[float, float]
+    interval: Interval
     macro_f1: float
     majority: float | None
     chance: float
@@ -108,7 +114,9 @@ class CrossValidation:
     def describe(self) -> str:
         """The result in a sentence."""
         percent = partial(format_percent, count=self.num_images)
-        clusters = "" if self.num_groups is None else f", by {self.num_groups:,} groups"
+        confidence = "with 95 % confidence"
+        if self.num_groups is not None:
+            confidence += f", by {self.num_groups:,} groups"
         measure, value = ("top-1", self.top1)
         if self.map is not None:
             measure, value = ("mean average precision", self.map)
@@ -118,8 +126,8 @@ class CrossValidation:
             guess = f"; always the most frequent class: {percent(self.majority)}"
         return (
             f"{self.num_folds}-fold cross-validation of {self.num_images:,} images: {measure}"
-            f" {percent(value)} ({format_interval(self.interval, self.num_images)} with 95 % confidence"
-            f"{clusters}), macro F1 {percent(self.macro_f1)}{guess}; chance: {percent(self.chance)}"
+            f" {percent(value)} ({format_interval(self.interval, self.num_images)} {confidence}),"
+            f" macro F1 {percent(self.macro_f1)}{guess}; chance: {percent(self.chance)}"
             f"{describe_always_trained(self.always_trained)}"
         )
 
@@ -187,9 +195,7 @@ def cross_validate(
     logits = np.zeros((len(labels), len(class_names)), dtype=np.float32)
     for fold in range(folds.max() + 1):
         is_out = folds == fold
-        inner_groups = None
-        if groups is not None:
-            inner_groups = [groups[index] for index in np.flatnonzero(~is_out).tolist()]
+        inner_groups = select_groups(groups, ~is_out)
         # The folds of the other images serve to choose by.
         inner_folds = folds[~is_out]
         inner_folds = train_on_whole_classes(inner_folds - (inner_folds > fold), labels[~is_out])
@@ -214,8 +220,8 @@ def cross_validate(
         label_scores = score_label_logits(logits[measured], truth)
         answers = [
             (
-                _list_names(has, class_names),
-                _list_names(guessed, class_names),
+                list(compress(class_names, has)),
+                list(compress(class_names, guessed)),
                 probabilities.tolist(),
             )
             for has, guessed, probabilities in zip(
@@ -269,7 +275,3 @@ def cross_validate(
         measured=measured,
         logits=logits[measured],
     )
-
-
-def _list_names(marks: Bools, class_names: Sequence[str]) -> list[str]:
-    return [class_names[place] for place in np.flatnonzero(marks).tolist()]

@@ -54,18 +54,20 @@ def assign_folds(
                 splits = splitter.split(inside, labels[inside], clusters[inside])
                 for fold, (_, out) in enumerate(splits):
                     folds[inside[out]] = fold
-            folds = folds if several else train_on_whole_classes(folds, labels)
+            if not several:
+                folds = train_on_whole_classes(folds, labels)
             # Folds without images don't count.
             is_out = folds >= 0
             folds[is_out] = np.unique(folds[is_out], return_inverse=True)[1]
         return folds
 
     counts = np.bincount(labels)
-    min_images = 0 if several else 1
+    min_images = int(not several)
     sizes = counts[counts > min_images]
     if not len(sizes) or len(labels) < 2:
         return folds
-    num_folds = max(min(num_folds, len(labels) if several else int(sizes.min())), 2)
+    most = len(labels) if several else int(sizes.min())
+    num_folds = max(min(num_folds, most), 2)
     rng = np.random.default_rng(0)
     start = 0
     for label in np.flatnonzero(counts > min_images):

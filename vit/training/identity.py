@@ -162,5 +162,4 @@ class RunIdentity:
 def _describe(function: object) -> str:
     """Describe a function that was passed from Python, the same in each process."""
     # An object's address in memory is another one in each process.
-    text = re.sub(" at 0x[0-9a-f]+", "", repr(function))
-    return " ".join(text.split())
+    return " ".join(re.sub(" at 0x[0-9a-f]+", "", repr(function)).split())

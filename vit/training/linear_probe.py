@@ -138,8 +138,9 @@ def fit_probe(
     weight[classes] = fitted_weight
     bias = np.full(num_classes, fitted_bias.min() + ABSENT_BIAS)
     bias[classes] = fitted_bias
-    top1, mean_precision = (None, accuracy) if several else (accuracy, None)
-    return LinearProbe(readout, strength, weight, bias, top1, mean_precision)
+    if several:
+        return LinearProbe(readout, strength, weight, bias, top1=None, map=accuracy)
+    return LinearProbe(readout, strength, weight, bias, top1=accuracy)
 
 
 def _choose_readout(
@@ -160,9 +161,10 @@ def _choose_readout(
     images_a_class = max(max_images // num_classes, _MIN_IMAGES_A_CLASS)
     rng = np.random.default_rng(0)
     parts = [np.arange(len(labels))]
+    num_chosen = images_a_class * num_classes
     if labels.ndim == 1:
         parts = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-    num_chosen = images_a_class * (1 if labels.ndim == 1 else num_classes)
+        num_chosen = images_a_class
     sample = np.sort(np.concatenate([rng.permutation(part)[:num_chosen] for part in parts]))
 
     arrays = {readout: as_array(features, readout)[sample] for readout in features}
@@ -197,7 +199,9 @@ def _compute_ridge_error(
             each image is left out alone.
     """
     standardised, _, _ = _standardise(features)
-    targets = np.eye(labels.max() + 1)[labels] if labels.ndim == 1 else labels.astype(np.float64)
+    targets = labels.astype(np.float64)
+    if labels.ndim == 1:
+        targets = np.eye(labels.max() + 1)[labels]
     targets -= targets.mean(axis=0)
     vectors, values, _ = np.linalg.svd(standardised, full_matrices=False)
     errors = []
@@ -356,8 +360,12 @@ def fit_path(
             weight = start[:, :-1] / std
             fitted.append((weight, start[:, -1] - weight @ mean, np.arange(len(start))))
         return fitted
+    class_weight: str | dict[int, float] | None = None
+    if isinstance(balanced, dict):
+        class_weight = balanced
+    elif balanced:
+        class_weight = "balanced"
     # Each fit starts from the one before, which is near it.
-    class_weight = balanced if isinstance(balanced, dict) else "balanced" if balanced else None
     model = LogisticRegression(max_iter=1000, warm_start=True, class_weight=class_weight)
     path = []
     for strength in strengths:

@@ -39,8 +39,7 @@ class LossScale(nn.Module):
     def check(self) -> None:
         """Raise RuntimeError for values, perhaps of a file, that are out of their ranges."""
         check_number("the loss scale", self.factor, least=1, most=_LARGEST)
-        most = _DOUBLING_STEPS
-        check_number("the loss scale's steps", self.finite_steps, least=0, most=most)
+        check_number("the loss scale's steps", self.finite_steps, least=0, most=_DOUBLING_STEPS)
 
     def forward(self, loss: Tensor) -> Tensor:
         """Return the loss to differentiate."""

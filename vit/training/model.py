@@ -1,7 +1,7 @@
 """Configuration → the model of a run: its weights random, loaded, or passed from Python."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vit.config import Config
 from vit.data.preprocess import Preprocess
@@ -9,6 +9,7 @@ from vit.data.sources.python_objects import FROM_PYTHON
 from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair, check_choice, first_line, resolve_image_sizes
+from vit.runtime.tensors import describe_shape
 from vit.training.train_step import Loss
 
 
@@ -54,7 +55,10 @@ def load_initial_model(
         num_classes=num_classes,
         drop_path_rate=config.model.drop_path_rate,
     )
-    return model, Preprocess.from_dict(values) if values else None
+    preprocess = None
+    if values:
+        preprocess = Preprocess.from_dict(values)
+    return model, preprocess
 
 
 def resize_model(config: Config, model: VisionTransformer) -> None:
@@ -96,7 +100,7 @@ def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> N
     finally:
         model.train(was_training)
 
-    shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    shape = describe_shape(output)
     if shape != [2, num_classes]:
         raise ValueError(
             f"{name} makes {shape} of {list(images.shape)}, "
@@ -144,7 +148,7 @@ def check_loss(
             result = loss(logits, values)
         except Exception as error:  # a function may raise anything
             raise ValueError(f"{call} fails ({first_line(error)})") from error
-        shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        shape = describe_shape(result)
         if shape not in ([], [4]) or not result.requires_grad:
             raise ValueError(
                 f"{call} gives {shape}, not a mean [] or the losses [4] to differentiate"

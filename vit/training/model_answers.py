@@ -70,7 +70,8 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
         )
         if temperature is not None and run.config.train.calibrate:
             calibration, sentence = use_temperature(temperature, validation, out_of_fold=True)
-            said = sentence if calibration else None
+            if calibration:
+                said = sentence
         num_images = len(held_aside.probabilities)
         for coverage in LEVELS:
             if bundle.is_multilabel:
@@ -104,7 +105,7 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
     except (OSError, ValueError, RuntimeError) as error:
         conformal["no_likeness"] = first_line(error)
     if process.is_main:
-        out_of_fold = None if temperature is None else temperature.model_dump()
+        out_of_fold = temperature and temperature.model_dump()
         values: dict[str, object] = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
         best = run.trainer.progress.best
         if run.trainer.validator is not None and not bundle.is_multilabel:

@@ -33,12 +33,14 @@ def read_run_model(directory: Path, *, run_id: str, step: int | None = None) -> 
         return None
     owner = content.metadata.get("run_id")
     if owner != run_id:
-        owner = "not of a run" if owner is None else f"of run {owner}"
+        whose = "not of a run" if owner is None else f"of run {owner}"
         raise ValueError(
-            f"{path} is {owner}, this is run {run_id}; move it away, or choose another --output"
+            f"{path} is {whose}, this is run {run_id}; move it away, or choose another --output"
         )
     # Older files don't tell their step.
-    return content if step is None or content.metadata.get("step") in (step, None) else None
+    if step is not None and content.metadata.get("step") not in (step, None):
+        return None
+    return content
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,9 @@ class BundleWriter:
         # The values themselves: the files that they are from may change.
         config["data"]["class_names"] = data.splits.renamed_classes or None
         config["data"]["corrections"] = dict(data.splits.corrections) or None
-        listing = {"listing": data.listing} if data.listing else {}
+        listing: dict[str, object] = {}
+        if data.listing:
+            listing["listing"] = data.listing
         if data.train.is_multilabel:
             listing["task"] = MULTILABEL
         datasets = {"train": data.train}

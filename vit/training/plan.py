@@ -134,7 +134,7 @@ class Progress:
         Raises:
             RuntimeError: A number is out of its range; the message names it.
         """
-        total_steps = plan.total_steps if self.total_steps is None else self.total_steps
+        total_steps = self.total_steps or plan.total_steps
         check_number("total_steps", total_steps, least=0, most=plan.total_steps)
         check_number("step", self.step, least=0, most=total_steps)
         check_number("step_in_epoch", self.step_in_epoch, least=0, most=plan.steps_per_epoch)

@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from vit.data.dataset import ImageDataset
 from vit.data.label_sets import describe_label_sets
 from vit.data.statistics import (
     MAX_CUT,
@@ -86,15 +85,22 @@ def summarize_run(run: Run) -> dict[str, str]:
     length += f", {plan.total_steps:,} steps in all"
     if not plan.total_steps:
         length = "linear probe only"
+    classes = f"{len(data.train.class_names)} classes"
+    if data.train.is_multilabel:
+        classes = describe_label_sets(data.train.labels)
+    values = ""
+    if data.preprocess.value_range is not None:
+        low, high = data.preprocess.value_range
+        values = f"{low:g} to {high:g} become black to white (data.value_range)"
     facts = {
-        "data": f"{data.splits.title}: {images}; {_describe_classes(data.train)}",
+        "data": f"{data.splits.title}: {images}; {classes}",
         "files": data.splits.describe_files(num_unreadable),
         "read as": "; ".join(data.splits.source.guesses),
         "splits": "; ".join(data.splits.describe_splits()),
-        "labels" if data.train.is_multilabel else "classes": data.splits.describe_classes(),
+        data.train.class_word: data.splits.describe_classes(),
         "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
-        "values": _describe_range(data.preprocess.value_range),
+        "values": values,
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
         "model": model,
         "device": f"{device}, {train_step.precision}, {compiled}",
@@ -109,19 +115,6 @@ def summarize_run(run: Run) -> dict[str, str]:
     # Other data sets have no files, most need no guesses, and images of 8 bits need no range.
     optional = ("files", "read as", "values")
     return {name: text for name, text in facts.items() if text or name not in optional}
-
-
-def _describe_classes(dataset: ImageDataset) -> str:
-    if dataset.is_multilabel:
-        return describe_label_sets(dataset.labels)
-    return f"{len(dataset.class_names)} classes"
-
-
-def _describe_range(value_range: tuple[float, float] | None) -> str:
-    if value_range is None:
-        return ""
-    low, high = value_range
-    return f"{low:g} to {high:g} become black to white (data.value_range)"
 
 
 def list_warnings(run: Run) -> list[str]:

@@ -54,8 +54,10 @@ def find_recipe(name: str | Path) -> Path:
     path = Path(name)
     folder = _recipe_folder()
     if path.is_file() and path.suffix.lower() not in ("", ".yaml", ".yml", ".json"):
-        text = f"{name} is neither a configuration (.yaml) nor a table of images (.csv, .tsv, .txt"
-        raise ValueError(f"{text} or .jsonl); write such a table, or name the folder of the images")
+        raise ValueError(
+            f"{name} is neither a configuration (.yaml) nor a table of images (.csv, .tsv, .txt"
+            " or .jsonl); write such a table, or name the folder of the images"
+        )
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return path
     recipe = folder / f"{name}.yaml"

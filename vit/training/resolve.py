@@ -55,9 +55,11 @@ def resolve_arguments(
     if folds is not None:
         listed += FOLDS_OVERRIDES
     if group_by is not None:
-        # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
         text = str(group_by)
-        listed.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
+        # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
+        if not text.isdecimal():
+            text = json.dumps(text)
+        listed.append(f"data.group_by={text}")
     for name, value in labels._asdict().items():
         if value is not None:
             listed.append(f"data.{name}={json.dumps(value)}")

@@ -148,12 +148,13 @@ def build_run(
     uncut_model = parts.uncut_model
     checkpoints = CheckpointStore(directory / "checkpoints")
     if probe is None and uses_probe(config) and isinstance(model, VisionTransformer):
-        uncut_model = model if is_probe_alone(config) else None
+        if is_probe_alone(config):
+            uncut_model = model
         left_model = None
         if resume:
-            left_model = process.broadcast(
-                _read_left_model(checkpoints, directory) if process.is_main else None
-            )
+            if process.is_main:
+                left_model = _read_left_model(checkpoints, directory)
+            left_model = process.broadcast(left_model)
         if left_model is not None:
             origin = str(directory / MODEL_FILE)
             model = rebuild_probed_model(config, left_model, origin=origin)
@@ -165,7 +166,7 @@ def build_run(
     if tokens is None:
         data, tokens = keep_tokens(model, data, device=device, transform=parts.transform)
 
-    teacher = None
+    teacher = teacher_hash = targets = None
     if config.train.teacher is not None:
         if parts.loss is not None or is_probe_alone(config):
             raise ValueError(
@@ -178,16 +179,19 @@ def build_run(
                 " it out"
             )
         teacher = ask_teacher(config, data, device=device)
+        targets = teacher.build_targets(data.train.labels)
+        teacher_hash = teacher.weights_hash
     build_loader = partial(
         build_train_loader,
         data,
         device=device,
         process=process,
         transform=parts.transform,
-        targets=None if teacher is None else teacher.build_targets(data.train.labels),
+        targets=targets,
     )
-    image_loader = build_loader()
-    train_loader = image_loader if tokens is None else build_loader(tokens=tokens)
+    image_loader = train_loader = build_loader()
+    if tokens is not None:
+        train_loader = build_loader(tokens=tokens)
     multilabel = data.train.is_multilabel
     plan = build_plan(
         config,
@@ -199,10 +203,12 @@ def build_run(
     weights = data.class_weights
     if weights is None and data.class_balance == "weights":
         weights = compute_class_weights(data.train.labels, len(data.train.class_names))
-    class_weights = None if weights is None else torch.from_numpy(weights).to(device)
-    if parts.loss is not None and data.class_balance == "asymmetric":
-        raise ValueError("train.class_balance=asymmetric and loss= are both losses; use one")
+    class_weights = None
+    if weights is not None:
+        class_weights = torch.from_numpy(weights).to(device)
     if parts.loss is not None:
+        if data.class_balance == "asymmetric":
+            raise ValueError("train.class_balance=asymmetric and loss= are both losses; use one")
         check_loss(
             config,
             parts.loss,
@@ -230,11 +236,10 @@ def build_run(
         validator = ImageValidator(data, device, HeldAside(config.train.select_by))
     writer = BackgroundWriter()
     if observers is None:
-        tensorboard = TensorBoard(directory, image_loader, validator)
         observers = [
             ProgressBar(len(data.validation or ())),
             MetricsFile(directory, writer),
-            tensorboard,
+            TensorBoard(directory, image_loader, validator),
         ]
 
     section = config.data.model_copy(update={"pipeline": data.pipeline})
@@ -251,7 +256,7 @@ def build_run(
         model=parts.user_model,
         loss=parts.loss,
         class_weights=parts.class_weights,
-        teacher=None if teacher is None else teacher.weights_hash,
+        teacher=teacher_hash,
     )
     trainer = Trainer(
         train_step=train_step,
@@ -300,8 +305,12 @@ def _read_left_model(checkpoints: CheckpointStore, directory: Path) -> ModelFile
     """Read the model file of the run that left the checkpoints. None without checkpoints, with which
     alone a run goes on, or without a model of ours. Raises ValueError for a file of another run."""
     run_id = checkpoints.find_run_id()
-    content = None if run_id is None else read_run_model(directory, run_id=run_id)
-    return content if content is not None and "architecture" in content.metadata else None
+    if run_id is None:
+        return None
+    content = read_run_model(directory, run_id=run_id)
+    if content is None or "architecture" not in content.metadata:
+        return None
+    return content
 
 
 def build_plan(

@@ -53,8 +53,9 @@ def open_run_directory(
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     # Files that are there already are kept if the run fails.
-    kept = {path, *path.iterdir()} if path.exists() else set()
-    kept.update(parent for parent in path.parents if parent.exists())
+    kept = {place for place in (path, *path.parents) if place.exists()}
+    if path in kept:
+        kept.update(path.iterdir())
     path.mkdir(parents=True, exist_ok=True)
     refusal = f"another process is training into {path}; wait for it or choose another --output"
     with lock_file(path / _LOCK_FILE, refusal=refusal):
@@ -84,7 +85,9 @@ def _prepare(path: Path, *, resume: bool, overwrite: bool) -> None:
     foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
     if resume:
         # A job's log may lie there, and a run can go on from its checkpoints alone.
-        foreign = foreign.intersection(_RUN_FILES) if "checkpoints" not in foreign else set()
+        foreign.intersection_update(_RUN_FILES)
+        if "checkpoints" in foreign:
+            foreign.clear()
     if foreign and not holds_run:
         raise FileExistsError(
             f"{path} holds {min(foreign)}, which is not part of a run; choose another --output"

@@ -46,7 +46,9 @@ class TensorBoard(Observer):
         from torch.utils.tensorboard import SummaryWriter
 
         # Lines that a killed process logged after its last checkpoint are replaced.
-        purge_step = step + 1 if step else None
+        purge_step = None
+        if step:
+            purge_step = step + 1
         # Files are read in the order of their names, which begin with the second and end with a
         # process and a number, which have no order. The clock may stand still or go back.
         deadline = time.monotonic() + 1.1
@@ -77,14 +79,15 @@ class TensorBoard(Observer):
     def on_end(self) -> None:
         if self.writer is None:
             return
-        scores = self.validator.last_scores if self.validator else None
+        scores = self.validator and self.validator.last_scores
         # a confusion matrix needs one class an image
-        if not isinstance(scores, Scores):
-            scores = None
-        if self._last_epoch_step is not None and self.loader is not None and scores:
-            from vit.evaluation.report.confusion import (
-                plot_confusion,  # matplotlib takes half a second
-            )
+        if (
+            isinstance(scores, Scores)
+            and self.loader is not None
+            and self._last_epoch_step is not None
+        ):
+            # matplotlib takes half a second
+            from vit.evaluation.report.confusion import plot_confusion
 
             figure = plot_confusion(scores, class_names=self.loader.dataset.class_names)
             self.writer.add_figure("validation/confusion", figure, self._last_epoch_step)

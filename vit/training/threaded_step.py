@@ -58,7 +58,9 @@ def forward_backward_on_threads(
         loss, correct = compute_loss(*micro_batch)
         loss = loss * (len(micro_batch[0]) / len(images))
         # Not loss.backward(): threads would add to the same .grad in an order that is not fixed.
-        scaled_loss = loss if loss_scale is None else loss_scale(loss)
+        scaled_loss = loss
+        if loss_scale is not None:
+            scaled_loss = loss_scale(loss)
         gradients = torch.autograd.grad(scaled_loss, trainable, allow_unused=True)
         return loss.detach(), correct, gradients
 
@@ -77,8 +79,10 @@ def forward_backward_on_threads(
         correct = correct + micro_correct
         for place, gradient in enumerate(gradients):
             total = sums[place]
-            if gradient is not None:  # None: the loss doesn't depend on this parameter
-                sums[place] = gradient if total is None else total + gradient
+            if total is None:
+                sums[place] = gradient
+            elif gradient is not None:  # None: the loss doesn't depend on this parameter
+                sums[place] = total + gradient
 
     for parameter, gradient in zip(trainable, sums, strict=True):
         # torch's fused optimizers on a CPU read weight and gradient in the order of memory, and a

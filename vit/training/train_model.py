@@ -171,7 +171,10 @@ def train(
         overwrite=overwrite,
         passed=passed,
     )
-    device = find_device(all_overrides) if resolved is None else resolved.train.device
+    if resolved is None:
+        device = find_device(all_overrides)
+    else:
+        device = resolved.train.device
     # A dry run leaves a run that is there alone.
     resume = resume and not dry_run
     with ExitStack() as stack:
@@ -236,17 +239,28 @@ def train(
             if process.is_main:
                 build_console(stderr=True).print(cross_validation.describe(), soft_wrap=True)
 
-    multilabel = run.data.train.is_multilabel
+    best = progress.best
+    best_top1 = best_map = passed_images = None
+    if run.data.train.is_multilabel:
+        if best.map >= 0:
+            best_map = best.map
+    elif best.top1 >= 0:
+        best_top1 = best.top1
+    num_validation = 0
+    if run.data.validation:
+        num_validation = len(run.data.decoded_validation)
+    if dataset is not None:
+        passed_images = run.data.splits
     return TrainingResult(
         directory,
         steps=progress.step,
         seconds=progress.elapsed_seconds,
-        best_top1=None if progress.best.top1 < 0 or multilabel else progress.best.top1,
-        best_map=progress.best.map if multilabel and progress.best.map >= 0 else None,
-        num_validation=len(run.data.decoded_validation) if run.data.validation else 0,
+        best_top1=best_top1,
+        best_map=best_map,
+        num_validation=num_validation,
         guess_top1=_find_guess(run.data.validation),
         module=model,
-        passed_images=None if dataset is None else run.data.splits,
+        passed_images=passed_images,
     )
 
 
@@ -302,5 +316,6 @@ def _estimate_time(run: Run) -> str:
     trainer = run.trainer
     step_seconds = time_steps(trainer.train_step, trainer.train_batches)
     seconds = step_seconds * trainer.plan.count_full_steps(run.data.preprocess.image_size)
-    duration = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
-    return f"{duration} of training steps"
+    if seconds < 120:
+        return f"{seconds:.0f} seconds of training steps"
+    return f"{seconds / 60:.0f} minutes of training steps"

@@ -149,10 +149,8 @@ class TrainStep:
     def _build_compiled(self) -> CompiledFunction:
         """Compile the blocks alone where time is dear or gradients are exchanged: on a GPU and in
         several processes. On a CPU the whole is compiled, once for each size."""
-        is_parallel = isinstance(self.model, DistributedDataParallel)
-        if isinstance(self.module, VisionTransformer) and (
-            is_parallel or self.device.type != "cpu"
-        ):
+        is_alone = self.module is self.model and self.device.type == "cpu"
+        if isinstance(self.module, VisionTransformer) and not is_alone:
             return CompiledBlocks(self._compute_loss, self.module.blocks)
         return CompiledFunction(self._compute_loss)
 
@@ -398,11 +396,10 @@ class TrainStep:
 
         if self.loss is not None:
             loss = self.loss(logits.float(), targets)
-            if self.class_weights is not None:
-                is_label = targets.ndim == 1
-                loss = loss * (
-                    self.class_weights[targets] if is_label else targets @ self.class_weights
-                )
+            if self.class_weights is not None and targets.ndim == 1:
+                loss = loss * self.class_weights[targets]
+            elif self.class_weights is not None:
+                loss = loss * (targets @ self.class_weights)
             loss = loss.mean()
         elif self.multilabel:
             smoothed = targets + self.label_smoothing * (0.5 - targets)
@@ -430,8 +427,9 @@ class TrainStep:
         if self.multilabel:
             is_right = (logits.detach() > 0) == (targets > 0.5)
             return loss, is_right.all(dim=1).sum()
-        labels = targets if targets.ndim == 1 else targets.argmax(dim=1)
-        return loss, (logits.detach().argmax(dim=1) == labels).sum()
+        if targets.ndim == 2:
+            targets = targets.argmax(dim=1)
+        return loss, (logits.detach().argmax(dim=1) == targets).sum()
 
     def _update_average(self, updates: Tensor) -> None:
         """Compute average ← d · average + (1 − d) · weights, if the step `updates` the weights."""

@@ -377,14 +377,15 @@ class Trainer:
             # At most one unwritten checkpoint is in memory, and a crash loses only its steps.
             if self._saving is not None:
                 self._saving.result()
+            held_aside = None
+            if self.validator is not None:
+                held_aside = self.validator.held_aside.state_dict()
             checkpoint = Checkpoint(
                 # A plain tuple, because a checkpoint holds no classes.
                 progress=vars(progress) | {"best": tuple(progress.best)},
                 state=self.train_step.state_dict(),
                 identity=self.identity.to_record(),
-                validator=None
-                if self.validator is None
-                else self.validator.held_aside.state_dict(),
+                validator=held_aside,
             )
             save = partial(
                 self.checkpoints.save,

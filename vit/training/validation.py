@@ -63,7 +63,9 @@ class HeldAside:
         is_second = digests % 2 == 1
         for number, half in enumerate((~is_second, is_second)):
             # All images may be in one half, for example a single image.
-            chosen_by = half if half.any() else ~half
+            chosen_by = half
+            if not half.any():
+                chosen_by = ~half
             validation = measure(scores.subset(chosen_by))
             is_first = self.best[number] == NO_VALIDATION
             if is_first or validation.rank(self.select_by) > self.best[number].rank(self.select_by):

@@ -5,10 +5,10 @@ Only a linear classifier is trained, on the features of a model. Label errors co
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, compress
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
 from vit.data.groups import join_duplicates
+from vit.evaluation.clusters import select_groups
 from vit.evaluation.examples import find_known
 from vit.evaluation.label_metrics import LabelScores, compute_label_metrics
 from vit.evaluation.metrics import count_confusions
@@ -256,14 +257,11 @@ def _audit_classes(
         features, labels, dataset.digests, num_classes=len(dataset.class_names), groups=groups
     )
     # the others are always trained on, so that nothing is known about their labels
-    left_out = np.flatnonzero(~np.isnan(probabilities[:, 0])).tolist()
+    left_out = np.flatnonzero(~np.isnan(probabilities[:, 0]))
     probabilities, out_labels = probabilities[left_out], labels[left_out]
 
     correct = probabilities.argmax(axis=1) == out_labels
-    out_groups = None
-    if dataset.groups is not None:
-        out_groups = [dataset.groups[index] for index in left_out]
-    is_known = find_known(correct, out_labels, out_groups)
+    is_known = find_known(correct, out_labels, select_groups(dataset.groups, left_out))
     suspects = [
         (left_out[place], suggested, 1 - float(probabilities[place, out_labels[place]]))
         for place, suggested in zip(*find_suspects(probabilities, out_labels), strict=True)
@@ -325,15 +323,11 @@ def _audit_label_sets(
             continue
         has_label = bool(labels[index, label])
         name = class_names[label]
-        names = tuple(class_names[place] for place in np.flatnonzero(labels[index]).tolist())
+        names = tuple(compress(class_names, labels[index]))
         probability = float(probabilities[index, label])
-        error = LabelError(
-            path=paths[index],
-            given=name if has_label else "",
-            suggested="" if has_label else name,
-            score=1 - probability if has_label else probability,
-            labels=names,
-        )
+        error = LabelError(paths[index], "", name, probability, names)
+        if has_label:
+            error = LabelError(paths[index], name, "", 1 - probability, names)
         label_errors.append(error)
         neighbours[error.key] = {
             side: [
@@ -436,14 +430,24 @@ def _find_confused_labels(
     found = (~labels & predicted).astype(np.int64)
     one_way = missed.T @ found
     alone = labels.T.astype(np.int64) @ ~labels
-    pairs = []
-    for first, second in combinations(range(len(class_names)), 2):
-        confused = int(one_way[first, second] + one_way[second, first])
-        count = int(alone[first, second] + alone[second, first])
-        if confused >= max(_MIN_CONFUSED, _MIN_CONFUSED_SHARE * count):
-            names = (class_names[first], class_names[second])
-            pairs.append(ConfusedClasses(names, confused, count))
-    return sorted(pairs, key=lambda pair: -pair.confused / pair.count)
+    return _keep_confused(
+        ConfusedClasses(
+            (class_names[first], class_names[second]),
+            int(one_way[first, second] + one_way[second, first]),
+            int(alone[first, second] + alone[second, first]),
+        )
+        for first, second in combinations(range(len(class_names)), 2)
+    )
+
+
+def _keep_confused(pairs: Iterable[ConfusedClasses]) -> list[ConfusedClasses]:
+    """Return the pairs that are confused often enough, the most confused pair first."""
+    found = [
+        pair
+        for pair in pairs
+        if pair.confused >= max(_MIN_CONFUSED, _MIN_CONFUSED_SHARE * pair.count)
+    ]
+    return sorted(found, key=lambda pair: -pair.confused / pair.count)
 
 
 def predict_out_of_fold(
@@ -556,13 +560,14 @@ def find_confused(
         first, second = sorted((pair.label, pair.predicted))
         num_confused[first, second] += pair.count
     support = np.bincount(labels, minlength=len(class_names))
-    found = []
-    for (first, second), confused in sorted(num_confused.items()):
-        count = int(support[first] + support[second])
-        if confused >= max(_MIN_CONFUSED, _MIN_CONFUSED_SHARE * count):
-            names = (class_names[first], class_names[second])
-            found.append(ConfusedClasses(names, confused, count))
-    return sorted(found, key=lambda pair: -pair.confused / pair.count)
+    return _keep_confused(
+        ConfusedClasses(
+            (class_names[first], class_names[second]),
+            confused,
+            int(support[first] + support[second]),
+        )
+        for (first, second), confused in sorted(num_confused.items())
+    )
 
 
 def _find_nearest_of_class(
@@ -603,28 +608,25 @@ def _describe_properties(
     classes: Sequence[str],
     convert: Callable[[Image.Image], Image.Image],
 ) -> Mapping[str, ImageProperty]:
+    def measure(index: int) -> dict[str, float]:
+        return measure_image(convert(dataset.image(index)))
+
     with ThreadPoolExecutor() as pool:
-        rows = list(
-            pool.map(
-                lambda index: measure_image(convert(dataset.image(index))), range(len(dataset))
-            )
-        )
+        rows = list(pool.map(measure, range(len(dataset))))
     described = {}
     for name in rows[0]:
         values = np.array([row[name] for row in rows])
         # sizes and sharpness differ by factors, brightness by steps
-        scale = values if name == "brightness" else np.log(np.maximum(values, 1e-3))
+        scale = values
+        if name != "brightness":
+            scale = np.log(np.maximum(values, 1e-3))
         is_low, is_high = _find_odd(scale)
         farthest_first = np.argsort(-np.abs(scale - np.median(scale)), kind="stable").tolist()
+        sides = np.select([is_low, is_high], ["low", "high"], "").tolist()
         odd = [
-            OddImage(
-                paths[index],
-                classes[index],
-                float(values[index]),
-                "low" if is_low[index] else "high",
-            )
+            OddImage(paths[index], classes[index], float(values[index]), sides[index])
             for index in farthest_first
-            if is_low[index] or is_high[index]
+            if sides[index]
         ]
         described[name] = ImageProperty(measure_between(scale, dataset.strata), odd)
     return described

@@ -31,7 +31,7 @@ from vit.data.images import (
     read_image,
 )
 from vit.data.preprocess import Preprocess
-from vit.evaluation.images import match_classes, open_data, renumber_labels
+from vit.evaluation.images import find_labels, match_classes, open_data
 from vit.explanation.items import ImageItem, items_from_dataset, items_from_images
 from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.documents import read_json
@@ -84,12 +84,14 @@ def read_summary_images(
     max_images = int(_MAX_BYTES // (3 * np.prod(bundle.preprocess.image_size)))
     chosen = _sample(labels, len(items), max_images=max_images)
     stems = Counter(Path(item.path).stem for item in items)
-    # the mask of one of several images of a name must not describe the others
-    masks_by_name = {
-        name: mask
-        for name, mask in ({} if masks is None else find_masks(Path(masks))).items()
-        if "/" in name or stems[name] == 1
-    }
+    masks_by_name = {}
+    if masks is not None:
+        # the mask of one of several images of a name must not describe the others
+        masks_by_name = {
+            name: mask
+            for name, mask in find_masks(Path(masks)).items()
+            if "/" in name or stems[name] == 1
+        }
 
     pixels = []
     mask_pixels = []
@@ -130,13 +132,7 @@ def _find_images(
     names = bundle.class_names
     if images is None:
         source = open_data(bundle, None, None, None, None).split()
-        class_indices = match_classes(
-            np.flatnonzero(source.class_counts),
-            source_classes=source.class_names,
-            model_classes=names,
-        )
-        labels = renumber_labels(source, class_indices, len(names))
-        return items_from_dataset(source, count=len(source)), labels
+        return items_from_dataset(source, count=len(source)), find_labels(source, names)
 
     items = items_from_images(list_images(images))
     # a folder names one of the labels
@@ -150,8 +146,7 @@ def _find_images(
     for shown in (sources, [words.get(name, name) for name in sources]):
         # one folder of another name, and the folders are no labels
         with suppress(ValueError):
-            class_indices = match_classes(numbers, source_classes=shown, model_classes=names)
-            return items, class_indices[numbers]
+            return items, match_classes(numbers, source_classes=shown, model_classes=names)[numbers]
     return items, None
 
 
@@ -162,7 +157,9 @@ def _sample(labels: Ints | Bools | None, count: int, *, max_images: int) -> list
     order = np.random.default_rng(0).permutation(count)
     if labels is None:
         return sorted(order[:max_images].tolist())
-    present = np.flatnonzero(labels.any(axis=0)) if labels.ndim == 2 else np.unique(labels)
+    present = np.unique(labels)
+    if labels.ndim == 2:
+        present = np.flatnonzero(labels.any(axis=0))
     images_a_class = min(MAX_IMAGES_A_CLASS, max(max_images // max(len(present), 1), 1))
     chosen: set[int] = set()
     for label in present:

@@ -11,7 +11,7 @@ from scipy.special import bdtrc
 from vit.analysis.class_summary.passes import Passes, PatchMask, has_class
 from vit.analysis.class_summary.places import SAME_PICTURE
 from vit.analysis.class_summary.records import FALSE_ALARM_RATE, PatchCluster, Removal
-from vit.explanation.capture.forward import Grid
+from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.sanity_checks import list_alternatives
 from vit.prediction.probabilities import Ints
 

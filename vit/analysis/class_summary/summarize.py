@@ -16,6 +16,7 @@ is binomial (sign test). All tests of a summary together have the stated rate of
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ from vit.analysis.class_summary.records import ClassSummary, MaskSummary, PatchC
 from vit.analysis.class_summary.shortcuts import find_suspicions, flag_shortcuts, measure_removal
 from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.images import ImageInputs
+from vit.data.label_sets import count_labels
 from vit.explanation.best_method import replace_best
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.prediction.probabilities import Bools, Ints
@@ -152,7 +154,7 @@ def summarize_images(
     pictures = Pictures(images.pixels, passes.grid, np.random.default_rng(seed))
     labels = passes.predicted if images.classes is None else images.classes
     names = bundle.class_names
-    counts = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=len(names))
+    counts = count_labels(labels, len(names))
     is_present = counts >= MIN_IMAGES_A_CLASS
     if not is_present.any():
         raise ValueError(
@@ -181,7 +183,7 @@ def summarize_images(
     shown |= {path: pixels_by_path[path] for cluster in clusters for path, _ in cluster.strip}
     return Summary(
         classes=classes,
-        left_out=[names[index] for index in np.flatnonzero(~is_present & (counts > 0))],
+        left_out=list(compress(names, ~is_present & (counts > 0))),
         model=bundle.name,
         model_sha256=bundle.sha256,
         method=method,

@@ -113,24 +113,22 @@ def _show_pair(
         )
         console.print(f"  {_TITLES[metric.metric]} {difference} (95 % interval {low} to {high})")
     for label in pair.label_changes[:num_examples]:
-        before, after = (
-            format_percent(value, label.support)
-            for value in (label.average_precision_a, label.average_precision_b)
-        )
+        before = format_percent(label.average_precision_a, label.support)
+        after = format_percent(label.average_precision_b, label.support)
         text = f"average precision {before} → {after} ({label.support} images)"
         console.print(f"  {label.name}: {text}")
     for change in pair.recall_changes[:num_examples]:
-        before, after = (
-            format_percent(recall, change.support) for recall in (change.recall_a, change.recall_b)
-        )
+        before = format_percent(change.recall_a, change.support)
+        after = format_percent(change.recall_b, change.support)
         console.print(f"  {change.name}: {before} → {after} of {change.support} images correct")
     for name, images in ((pair.a, pair.only_a), (pair.b, pair.only_b)):
         shown = ", ".join(images[:num_examples])
         if len(images) > num_examples > 0:
             shown += ", …"
-        colon = ": " if shown else ""
         which = f"that only {name} predicts correctly"
         if pair.metrics:
             which = f"of which only {name} has all labels right"
+        if shown:
+            which += f": {shown}"
         plural = "s" * (len(images) != 1)
-        console.print(f"  {len(images)} image{plural} {which}{colon}{shown}")
+        console.print(f"  {len(images)} image{plural} {which}")

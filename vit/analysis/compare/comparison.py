@@ -17,7 +17,7 @@ from vit.analysis.compare.labels import (
     compare_labels,
     find_label_changes,
 )
-from vit.evaluation.clusters import number_clusters
+from vit.evaluation.clusters import Interval, number_clusters, select_groups
 from vit.evaluation.label_metrics import LabelMetrics, LabelScores
 from vit.evaluation.label_result import LabelEvaluation, LabelEvaluationResult
 from vit.evaluation.predictions import (
@@ -145,7 +145,7 @@ class Pair:
     a: str
     b: str
     difference: float
-    interval: tuple[float, float]
+    interval: Interval
     test: str
     p_value: float
     corrected_p_value: float
@@ -232,14 +232,13 @@ def compare(
     if len(groups) == 1:
         compared = [Group([member]) for member in members]
         groups = groups + compared
-    pairs = correct_pairs(
-        [compare_groups(compared[0], other, num_pairs=len(compared) - 1) for other in compared[1:]]
-    )
+    first, *others = compared
+    pairs = correct_pairs([compare_groups(first, other, num_pairs=len(others)) for other in others])
     notes = [
-        f"{first.name} and {second.name} are evaluations of one model file"
-        for first, second in combinations(members, 2)
+        f"{a.name} and {b.name} are evaluations of one model file"
+        for a, b in combinations(members, 2)
         # A model in memory has no file.
-        if first.evaluation.model_sha256 == second.evaluation.model_sha256 != ""
+        if a.evaluation.model_sha256 == b.evaluation.model_sha256 != ""
     ]
     notes += [
         f"{member.name} has no loss: the model's outputs are not all finite numbers"
@@ -273,23 +272,20 @@ def load_evaluations(
         if isinstance(item, str | Path):
             loaded.append(_load(Path(item), os.path.relpath(Path(item).resolve(), common)))
             continue
-        class_names = item.bundle.class_names
-        scores = item.scores if isinstance(item, LabelEvaluationResult) else None
-        loaded.append(
-            NamedEvaluation(
-                name=f"{item.evaluation.model} ({number})",
-                evaluation=item.evaluation,
-                ids=list(item.images.ids),
-                labels=(
-                    [class_names[label] for label in item.scores.labels.tolist()]
-                    if scores is None
-                    else []
-                ),
-                groups=item.images.groups,
-                correct=item.scores.correct,
-                scores=scores,
-            )
+        named = NamedEvaluation(
+            name=f"{item.evaluation.model} ({number})",
+            evaluation=item.evaluation,
+            ids=list(item.images.ids),
+            labels=[],
+            groups=item.images.groups,
+            correct=item.scores.correct,
         )
+        if isinstance(item, LabelEvaluationResult):
+            named = replace(named, scores=item.scores)
+        else:
+            names = np.array(item.bundle.class_names, dtype=object)
+            named = replace(named, labels=names[item.scores.labels].tolist())
+        loaded.append(named)
     return [loaded[0], *(_align(other, loaded[0]) for other in loaded[1:])]
 
 
@@ -343,33 +339,37 @@ def compare_groups(a: Group, b: Group, *, num_pairs: int = 1) -> Pair:
     test = f"Welch's t-test over {len(a.evaluations)} and {len(b.evaluations)} seeds"
     metrics: list[MetricDifference] = []
     label_changes: list[LabelChange] = []
+    recall_changes: list[RecallChange] = []
     if first.scores is not None:
-        test = "paired jackknife" if is_single else test
-        scores = [
+        if is_single:
+            test = "paired jackknife"
+        scores_a, scores_b = (
             [member.scores for member in group.evaluations if member.scores] for group in (a, b)
-        ]
-        outcome, metrics = compare_labels(scores[0], scores[1], clusters, significance=significance)
+        )
+        outcome, metrics = compare_labels(scores_a, scores_b, clusters, significance=significance)
         label_changes = find_label_changes(a.per_label, b.per_label)
-    elif is_single:
-        test = "McNemar's exact test"
-        outcome = compare_models(mean_b - mean_a, clusters, significance=significance)
+        difference = metrics[0].value_b - metrics[0].value_a
     else:
-        outcome = compare_seeds(a.correct, b.correct, clusters, significance=significance)
+        recall_changes = _find_recall_changes(first.labels, mean_a, mean_b)
+        difference = float((mean_b - mean_a).mean())
+        if is_single:
+            test = "McNemar's exact test"
+            outcome = compare_models(mean_b - mean_a, clusters, significance=significance)
+        else:
+            outcome = compare_seeds(a.correct, b.correct, clusters, significance=significance)
     p_value, interval, detectable = outcome
     ids = np.array(first.ids, dtype=object)
     return Pair(
         a=a.name,
         b=b.name,
-        difference=(
-            metrics[0].value_b - metrics[0].value_a if metrics else float((mean_b - mean_a).mean())
-        ),
+        difference=difference,
         interval=interval,
         test=test,
         p_value=p_value,
         corrected_p_value=p_value,
         is_significant=p_value < SIGNIFICANCE,
         detectable=detectable,
-        recall_changes=[] if metrics else _find_recall_changes(first.labels, mean_a, mean_b),
+        recall_changes=recall_changes,
         only_a=ids[(mean_a == 1) & (mean_b == 0)].tolist(),
         only_b=ids[(mean_b == 1) & (mean_a == 0)].tolist(),
         metrics=metrics,
@@ -394,27 +394,25 @@ def _load(directory: Path, name: str) -> NamedEvaluation:
     if not (directory / EVALUATION_FILE).is_file():
         raise FileNotFoundError(f"{directory} has no {EVALUATION_FILE}; run vit evaluate first")
     evaluation = load_evaluation(directory / EVALUATION_FILE)
-    metric = "map" if isinstance(evaluation, LabelEvaluation) else "top1"
-    value = getattr(evaluation, metric)
-    # the file may be edited or damaged, and nan would spread to all differences
-    if value is None or not all(map(math.isfinite, (value, *evaluation.intervals[metric]))):
-        raise ValueError(f"{directory / EVALUATION_FILE}: {metric} is not a number; evaluate again")
     path = directory / PREDICTIONS_FILE
     scores = None
     if isinstance(evaluation, LabelEvaluation):
+        metric, value = "map", evaluation.map
         columns, scores = load_label_predictions(path, [row.name for row in evaluation.per_label])
+        correct, labels = scores.correct, columns["labels"]
     else:
+        metric, value = "top1", evaluation.top1
         columns = load_predictions(path)
+        correct, labels = np.array(columns["rank"]) == "0", columns["label"]
+    # the file may be edited or damaged, and nan would spread to all differences
+    if value is None or not all(map(math.isfinite, (value, *evaluation.intervals[metric]))):
+        raise ValueError(f"{directory / EVALUATION_FILE}: {metric} is not a number; evaluate again")
     ids = columns["path"]
     # both files are of one evaluation only if nobody replaced one of them
     if len(ids) != evaluation.num_images:
         raise ValueError(
             f"{path} has {len(ids)} predictions of {evaluation.num_images} images; evaluate again"
         )
-    if scores is not None:
-        correct, labels = scores.correct, columns["labels"]
-    else:
-        correct, labels = np.array([rank == "0" for rank in columns["rank"]]), columns["label"]
     return NamedEvaluation(
         name, evaluation, ids, labels, columns.get(GROUP_COLUMN), correct, scores
     )
@@ -428,7 +426,8 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
     """
     a, b = first.evaluation, other.evaluation
     if first.metric != other.metric:
-        several, single = (first, other) if first.scores is not None else (other, first)
+        # "map" comes before "top1"
+        several, single = sorted((first, other), key=lambda each: each.metric)
         raise ValueError(
             f"{several.name} is of several labels an image and {single.name} of one class an image;"
             " compare evaluations of one kind"
@@ -446,18 +445,17 @@ def _align(other: NamedEvaluation, first: NamedEvaluation) -> NamedEvaluation:
             " on the same copy of the images"
         )
     # image by image, because tests of pairs are sharper than those of means
-    order = [position[name] for name in first.ids]
-    groups = other.groups
-    if groups is not None:
-        groups = [groups[index] for index in order]
-    return replace(
+    order = np.array([position[name] for name in first.ids])
+    aligned = replace(
         other,
         ids=first.ids,
         labels=first.labels,
-        groups=groups,
+        groups=select_groups(other.groups, order),
         correct=other.correct[order],
-        scores=None if other.scores is None else other.scores.subset(np.array(order)),
     )
+    if other.scores is not None:
+        aligned = replace(aligned, scores=other.scores.subset(order))
+    return aligned
 
 
 def _find_recall_changes(

@@ -4,10 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
 
-from vit.evaluation.label_metrics import LabelMetrics, LabelScores, compute_rates, leave_out_parts
-from vit.evaluation.significance import POWER, SIGNIFICANCE, compare_models, compare_seeds
+from vit.evaluation.clusters import Interval
+from vit.evaluation.label_metrics import (
+    LabelMetrics,
+    LabelScores,
+    compute_rates,
+    find_largest_error,
+    leave_out_parts,
+)
+from vit.evaluation.significance import (
+    SIGNIFICANCE,
+    Outcome,
+    compare_by_t,
+    compare_models,
+    compare_seeds,
+)
 from vit.prediction.probabilities import Floats, Ints
 
 # the first one is tested
@@ -27,7 +39,7 @@ class MetricDifference:
     metric: str
     value_a: float
     value_b: float
-    interval: tuple[float, float]
+    interval: Interval
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ def compare_labels(
     clusters: Ints,
     *,
     significance: float = SIGNIFICANCE,
-) -> tuple[tuple[float, tuple[float, float], float], list[MetricDifference]]:
+) -> tuple[Outcome, list[MetricDifference]]:
     """Compare two recipes by their mean average precision.
 
     The variance of the difference between images is the jackknife's over parts that are left out of
@@ -68,10 +80,7 @@ def compare_labels(
     rates_a, rates_b = (
         [compute_rates(scores, weights, names=_RATES) for scores in recipe] for recipe in (a, b)
     )
-    counts = np.minimum(labels.sum(axis=0), (~labels).sum(axis=0))
-    counts = counts[counts > 0]
-    # one more error in the label where it counts most, of all labels
-    step = float((1 / counts).mean() / len(counts)) if len(counts) else 1.0
+    step = find_largest_error(labels)
     differences = []
     outcomes = []
     for name in _RATES:
@@ -98,7 +107,7 @@ def compare_labels(
 
 def _compare_values(
     values_a: Floats, values_b: Floats, step: float, significance: float
-) -> tuple[float, tuple[float, float], float]:
+) -> Outcome:
     """Compare a metric of two recipes. See `compare_labels`.
 
     Args:
@@ -121,14 +130,7 @@ def _compare_values(
             # a recipe with one seed is assumed to vary like the other
             share = 1 / len(values) + has_single_seed
             terms.append((share * float(values[:, 0].var(ddof=1)), len(values) - 1))
-    total = sum(variance for variance, _ in terms)
-    freedom = total**2 / sum(variance**2 / degrees for variance, degrees in terms)
-    error = float(np.sqrt(total))
-    half = float(stdtrit(freedom, 1 - SIGNIFICANCE / 2)) * error
-    interval = (max(float(difference) - half, -1.0), min(float(difference) + half, 1.0))
-    p_value = 2 * float(stdtr(freedom, -abs(float(difference)) / error))
-    reach = float(stdtrit(freedom, 1 - significance / 2) + stdtrit(freedom, POWER))
-    return p_value, interval, min(reach * error, 1.0)
+    return compare_by_t(float(difference), terms, significance)
 
 
 def find_label_changes(

@@ -3,7 +3,8 @@
 import torch
 from torch.nn import functional as F
 
-from vit.explanation.capture.forward import Grid, PatchMaps
+from vit.explanation.capture.forward import PatchMaps
+from vit.explanation.capture.tokens import Grid
 from vit.runtime.tensors import Images
 
 # random maps for each image; their metrics are averaged
@@ -16,16 +17,11 @@ def baseline_maps(images: Images, grid: Grid, *, seed: int) -> dict[str, list[Pa
     # on the host, so that the numbers are the same on every device
     generator = torch.Generator().manual_seed(seed)
     noise = [
-        random_maps(len(images), grid, generator=generator).to(images.device)
+        torch.rand(len(images), *grid, generator=generator).to(images.device)
         for _ in range(RANDOM_MAPS)
     ]
     centre = centre_maps(len(images), grid).to(images.device)
     return {"centre": [centre], "edges": [edge_maps(images, grid)], "random": noise}
-
-
-def random_maps(batch: int, grid: Grid, *, generator: torch.Generator) -> PatchMaps:
-    """Return uniform noise from 0 to 1."""
-    return torch.rand(batch, *grid, generator=generator)
 
 
 def centre_maps(batch: int, grid: Grid) -> PatchMaps:

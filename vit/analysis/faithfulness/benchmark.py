@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from vit.analysis.faithfulness.baselines import RANDOM_MAPS, baseline_maps
 from vit.analysis.faithfulness.map_metrics import PerImage, find_order
 from vit.bundle import Bundle
-from vit.explanation.capture.forward import Grid, PatchMaps
+from vit.explanation.capture.forward import PatchMaps
 from vit.explanation.capture.reader import read_model
+from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.sanity_checks import randomise_weights, rank_correlation
 from vit.explanation.checks.token_ablation import (
     FRACTIONS,

@@ -24,7 +24,7 @@ def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> Non
         overwrite: Replace an earlier result.
     """
     # torch, which `vit --help` does without
-    from vit.analysis.faithfulness.result import format_estimate
+    from vit.analysis.faithfulness.result import format_estimate, format_time
 
     result = compute_and_save(measure, output, overwrite=overwrite)
     # these columns fit into 80 characters; faithfulness.md has all
@@ -34,9 +34,9 @@ def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> Non
         cells = [name]
         for metric in ("srg", "srg_mean"):
             estimates = result.summary["metrics"][metric]
-            mark = " *" if name in estimates["best"] else "  "
-            cells.append(format_estimate(estimates["methods"][name]) + mark)
-        cells.append(f"{milliseconds[name]:.1f}" if name in milliseconds else "")
+            mark = "*" * (name in estimates["best"])
+            cells.append(f"{format_estimate(estimates['methods'][name])} {mark:1}")
+        cells.append(format_time(milliseconds, name))
         rows.append(cells)
 
     console = build_console()

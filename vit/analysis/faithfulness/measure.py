@@ -15,7 +15,7 @@ from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark
 from vit.analysis.faithfulness.result import FaithfulnessResult, write_best_method
 from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
-from vit.evaluation.images import check_data, match_classes, open_data, renumber_labels
+from vit.evaluation.images import check_data, find_labels, open_data
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.registry import find_methods, list_methods
 from vit.explanation.targets import (
@@ -206,12 +206,7 @@ def select_correct_images(
     Raises:
         ValueError: Fewer than `MIN_IMAGES` are predicted correctly.
     """
-    class_indices = match_classes(
-        np.flatnonzero(dataset.class_counts),
-        source_classes=dataset.class_names,
-        model_classes=bundle.class_names,
-    )
-    labels = renumber_labels(dataset, class_indices, len(bundle.class_names))
+    labels = find_labels(dataset, bundle.class_names)
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
     images = _read_shuffled(bundle, dataset, seed)
     correct: dict[int, tuple[Pixels, int]] = {}
@@ -219,19 +214,18 @@ def select_correct_images(
         while len(correct) < count and (batch := dict(islice(images, batch_size))):
             read = read_from(list(batch.values()))
             logits = predictor.predict(read, count=len(batch))
+            answers = _find_right(bundle, logits, labels[list(batch)]).tolist()
             right = {
-                index: (batch[index], int(answer))
-                for index, answer in zip(
-                    batch, _find_right(bundle, logits, labels[list(batch)]), strict=True
-                )
+                index: (pixels, answer)
+                for (index, pixels), answer in zip(batch.items(), answers, strict=True)
                 if answer >= 0
             }
             correct |= right
             advance(len(right))
 
     chosen = dict(islice(correct.items(), count))
-    pixels = {index: read for index, (read, _) in chosen.items()}
-    inputs, ids = _prepare(bundle, dataset, pixels, "are predicted correctly")
+    read_images = {index: pixels for index, (pixels, _) in chosen.items()}
+    inputs, ids = _prepare(bundle, dataset, read_images, "are predicted correctly")
     return inputs, torch.tensor([answer for _, answer in chosen.values()]), ids
 
 

@@ -113,7 +113,7 @@ class FaithfulnessResult(Result):
     def _format_row(self, name: str) -> list[str]:
         kind = "baseline"
         if name not in BASELINES:
-            kind = "yes" if METHODS[name].class_specific else "no"
+            kind = ("no", "yes")[METHODS[name].class_specific]
         row = [name, kind]
 
         for metric in self.summary["metrics"].values():
@@ -126,8 +126,7 @@ class FaithfulnessResult(Result):
             row.append(cell)
 
         # leave-one-out is the only baseline that takes time
-        milliseconds = self.measurement.milliseconds.get(name)
-        row.append(f"{milliseconds:.1f}" if milliseconds else "")
+        row.append(format_time(self.measurement.milliseconds, name))
         return row
 
     def build_files(self) -> dict[str, FileContent]:
@@ -192,6 +191,13 @@ def choose_best(both: Mapping[str, PerImage], milliseconds: Mapping[str, float])
     most = _SAME_COST * min(costs.values())
     affordable = [name for name in as_good if costs[name] <= most]
     return max(affordable, key=lambda name: both[name].mean())
+
+
+def format_time(milliseconds: Mapping[str, float], name: str) -> str:
+    """Format the time of a map; empty for one that takes none."""
+    if name not in milliseconds:
+        return ""
+    return f"{milliseconds[name]:.1f}"
 
 
 def format_estimate(mean: Mapping[str, Any]) -> str:

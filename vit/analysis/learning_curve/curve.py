@@ -8,6 +8,7 @@ fitted to measured accuracies and gives a forecast for twice as many images.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -458,9 +459,7 @@ def _find_gains(
         half, all_images = by_half[is_in_class], by_all[is_in_class]
         changes = np.bincount(clusters[is_in_class], all_images.astype(int) - half)
         p_values.append(compute_mcnemar(int((changes > 0).sum()), int((changes < 0).sum())))
-        name = class_names[label]
-        gains.append(ClassGain(name, float(half.mean()), float(all_images.mean())))
+        gains.append(ClassGain(class_names[label], float(half.mean()), float(all_images.mean())))
     is_found = false_discovery_control(p_values) < SIGNIFICANCE
-    found = [gain for gain, is_gain in zip(gains, is_found, strict=True) if is_gain]
-    found = [gain for gain in found if gain.difference > 0]
+    found = [gain for gain in compress(gains, is_found) if gain.difference > 0]
     return sorted(found, key=lambda gain: -gain.difference)[:_MAX_GAINS]

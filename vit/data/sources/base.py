@@ -199,8 +199,10 @@ def find_split_folders(root: Path) -> dict[str, Path]:
         if split is None or not entry.is_dir():
             continue
         if split in folders:
-            text = f"{root} holds {folders[split].name}/ and {entry.name}/"
-            raise ValueError(f"{text}, both names of the {split} split; merge or rename one")
+            raise ValueError(
+                f"{root} holds {folders[split].name}/ and {entry.name}/"
+                f", both names of the {split} split; merge or rename one"
+            )
         folders[split] = entry
     return folders
 

@@ -81,34 +81,41 @@ def read_flat_split(folder: Path, root: Path, class_names: Collection[str]) -> F
     if all(len(row) == 1 for row in rows):
         # a class a line, in the order of the names
         if len(rows) != len(paths):
-            text = f"{source} has {len(rows):,} lines, and {folder} {len(paths):,} images"
-            raise ValueError(f"{text}; take the file that belongs to them")
+            raise ValueError(
+                f"{source} has {len(rows):,} lines, and {folder} {len(paths):,} images"
+                "; take the file that belongs to them"
+            )
         by_name = {_stem(path): row[0] for path, row in zip(sorted(paths), rows, strict=True)}
     else:
         by_name = {_stem(row[0]): row[1] for row in rows if len(row) > 1}
 
     missing = [path for path in paths if _stem(path) not in by_name]
     if missing:
-        text = f"{source} has no class for {len(missing):,} images, such as {missing[0]}"
-        raise ValueError(f"{text}; add them, or move them away")
+        raise ValueError(
+            f"{source} has no class for {len(missing):,} images, such as {missing[0]}"
+            "; add them, or move them away"
+        )
     known = set(class_names)
     named = _name_classes([by_name[_stem(path)] for path in paths], known, source)
     labels = {path: label for path, label in zip(paths, named, strict=True) if label in known}
     if not labels:
-        text = f"{source} names classes such as {named[0]!r}, and no folder of training images"
-        raise ValueError(f"{text} has these names; take the file that belongs to them")
+        raise ValueError(
+            f"{source} names classes such as {named[0]!r}, and no folder of training images"
+            " has these names; take the file that belongs to them"
+        )
     return FlatSplit(labels, source, len(paths) - len(labels))
 
 
 def _find_source(folder: Path) -> Path | None:
+    near = (folder, folder.parent)
     above = (folder, *folder.absolute().parents[:4])
-    for names, places in ((_NEAR, (folder, folder.parent)), (_ABOVE, above)):
-        for name in names:
-            for place in places:
-                path = place / name.format(folder.name)
-                if path.is_file():
-                    return path
-    return None
+    paths = [
+        place / name.format(folder.name)
+        for names, places in ((_NEAR, near), (_ABOVE, above))
+        for name in names
+        for place in places
+    ]
+    return next(filter(Path.is_file, paths), None)
 
 
 def _read_rows(source: Path) -> list[list[str]]:

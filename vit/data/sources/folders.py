@@ -349,8 +349,9 @@ def check_not_packed(folder: Path) -> None:
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     archives = [name for name in names if is_archive(name)]
     if archives and not list_classes(folder) and not any(map(is_image_name, names)):
-        text = f"{folder} holds no folder of a class, but the archive {min(archives)}"
-        raise ValueError(f"{text}; unpack it there")
+        raise ValueError(
+            f"{folder} holds no folder of a class, but the archive {min(archives)}; unpack it there"
+        )
 
 
 def check_not_inside(output: Path, root: Path) -> None:
@@ -366,8 +367,10 @@ def check_not_inside(output: Path, root: Path) -> None:
     if not root.is_dir() or root.resolve() not in output.resolve().parents:
         return
     if not find_split_folders(root) and not list_tables(root):
-        text = f"--output {output} is inside the images, {root}, and would be taken for a class"
-        raise ValueError(f"{text}; choose another --output")
+        raise ValueError(
+            f"--output {output} is inside the images, {root}, and would be taken for a class"
+            "; choose another --output"
+        )
 
 
 def _find_splits(root: Path, classes: ClassChoice) -> dict[str, Path]:
@@ -499,24 +502,26 @@ def _make_link_check(class_folders: Sequence[Path]) -> Callable[[str], None]:
     for folder in map(os.fspath, class_folders):
         target = os.path.realpath(folder)
         if target in folder_at:
-            text = f"{folder} and {folder_at[target]} are the same folder"
-            raise ValueError(f"{text}, whose images would have two classes; remove the link")
+            raise ValueError(
+                f"{folder} and {folder_at[target]} are the same folder"
+                ", whose images would have two classes; remove the link"
+            )
         folder_at[target] = folder
 
     def check_link(link: str) -> None:
         target = os.path.realpath(link)
         # the link leads to a folder above it, or to one that a link above it leads to
         if any(os.path.realpath(parent) == target for parent in Path(link).absolute().parents):
-            text = f"{link} leads back to {target}, in which it lies"
-            raise ValueError(f"{text}; remove the link")
+            raise ValueError(f"{link} leads back to {target}, in which it lies; remove the link")
         # find the class folder that the link leads into, from the inside out
         place = target
         while place not in folder_at and place != os.path.dirname(place):
             place = os.path.dirname(place)
         folder = folder_at.get(place)
         if folder is not None and not f"{link}/".startswith(f"{folder}/"):
-            text = f"{link} leads to {target}, an image or folder of {folder}"
-            raise ValueError(f"{text}; remove the link")
+            raise ValueError(
+                f"{link} leads to {target}, an image or folder of {folder}; remove the link"
+            )
 
     return check_link
 

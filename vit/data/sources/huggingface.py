@@ -125,8 +125,10 @@ def find_huggingface(request: Request) -> SourceSplits:
         if split is None or not values:
             continue
         if split in name_of:
-            text = f"{origin} has the splits {name_of[split]!r} and {name!r}"
-            raise ValueError(f"{text}, both names of the {split} split; rename one")
+            raise ValueError(
+                f"{origin} has the splits {name_of[split]!r} and {name!r}"
+                f", both names of the {split} split; rename one"
+            )
         name_of[split] = name
         labels[split] = values
     if not name_of:
@@ -233,7 +235,12 @@ def read_rows_column(
 
 def _recognizes(place: str) -> bool:
     # object storage can't be asked for Parquet files
-    return not is_remote(place) and (place.startswith("hf:") or is_dataset(expand_home(place)))
+    if is_remote(place):
+        return False
+    path = expand_home(place)
+    # a directory that save_to_disk wrote
+    is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return place.startswith("hf:") or is_saved or bool(_list_parquet(path))
 
 
 SOURCE = Source(
@@ -250,8 +257,10 @@ def _select_images(table: Any, column: str, origin: str) -> Any:
         return table.select_columns([column]).cast_column(column, ImageFeature(decode=False))
     except (TypeError, ValueError, NotImplementedError) as error:
         kind = shorten(str(table.features[column]))
-        text = f"{origin}: the column {column} holds {kind}, not images"
-        raise ValueError(f"{text}; name the column of the images image or img") from error
+        raise ValueError(
+            f"{origin}: the column {column} holds {kind}, not images"
+            "; name the column of the images image or img"
+        ) from error
 
 
 def _check_inside(reader: RowReader, request: Request, origin: str) -> None:

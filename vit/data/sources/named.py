@@ -110,8 +110,10 @@ def find_cifar(name: str, request: Request) -> SourceSplits:
     folder = choose_folder(name, request.root)
     # a folder of images would be taken for a download that broke off
     if request.root is not None and "train" in find_split_folders(folder):
-        text = f"data.root {folder} is an image folder (train/<class>/…), not the published {name}"
-        raise ValueError(f"{text}; read it with data.name=folder")
+        raise ValueError(
+            f"data.root {folder} is an image folder (train/<class>/…), not the published {name}"
+            "; read it with data.name=folder"
+        )
 
     def load(split: str) -> ImageDataset:
         open_published = partial(dataset_class, folder, train=split == "train")

@@ -107,8 +107,10 @@ def _read_list(path: Path) -> Mapping[str, str]:
         if name and (not label or rows.setdefault(name, label[0]) != label[0]):
             wrong.append(f"line {number}: {shorten(line, 60)}")
     if wrong:
-        text = f"{path} has {len(wrong)} lines without a class, or with a second one for an image"
-        raise ValueError(f"{text}: {', '.join(wrong[:10])}; correct them")
+        raise ValueError(
+            f"{path} has {len(wrong)} lines without a class, or with a second one for an image"
+            f": {', '.join(wrong[:10])}; correct them"
+        )
     return rows
 
 
@@ -130,8 +132,10 @@ def _find_images(
     root = request.place
     missing = [image.path for image in images if not (root / image.path).is_file()]
     if missing:
-        text = f"{len(missing):,} of {len(images):,} images listed in {root} are missing"
-        raise ValueError(f"{text}, such as {missing[0]}; unpack the archive again")
+        raise ValueError(
+            f"{len(missing):,} of {len(images):,} images listed in {root} are missing"
+            f", such as {missing[0]}; unpack the archive again"
+        )
     unused = count_unlisted(root, (image.path for image in images), lists=())
     return find_listed(
         images,

@@ -110,8 +110,10 @@ def find_python_objects(
         if other.class_names != first.class_names:
             theirs = ", ".join(other.class_names)
             ours = ", ".join(first.class_names)
-            text = f"the validation images have classes {theirs}, the training images {ours}"
-            raise ValueError(f"{text}; pass class_names")
+            raise ValueError(
+                f"the validation images have classes {theirs}, the training images {ours}"
+                "; pass class_names"
+            )
     return SourceSplits(
         dict.fromkeys(datasets, "the images passed from Python"), datasets.__getitem__
     )
@@ -129,8 +131,10 @@ def read_map_style(
     if isinstance(dataset, tuple) and len(dataset) == 2:
         images, labels = dataset
         if len(images) != len(labels):
-            text = f"dataset holds {len(images)} images and {len(labels)} labels"
-            raise ValueError(f"{text}; pass a label for each image")
+            raise ValueError(
+                f"dataset holds {len(images)} images and {len(labels)} labels"
+                "; pass a label for each image"
+            )
         dataset = list(zip(images, labels, strict=True))
     read_column = None
     # a table of the library `datasets`
@@ -156,39 +160,41 @@ def read_map_style(
         class_names=class_names or numbered_classes,
         task=task,
     )
-    reader = DatasetReader(dataset, np.arange(len(labels)), digests)
-    ids = [f"{split}/{index:06d}" for index in range(len(labels))]
     if several is not None:
-        marks, own_names = several
-        return ImageDataset(
-            name=FROM_PYTHON,
-            split=split,
-            class_names=own_names,
-            labels=marks,
-            ids=ids,
-            reader=reader,
-            read_column=read_column,
-        )
-    plain_labels, num_classes = read_labels(labels)
-    if num_classes is not None:
-        known = class_names or numbered_classes
-        numbered_classes = known or [f"class {number}" for number in range(num_classes)]
-        if len(numbered_classes) != num_classes:
-            text = f"the labels of dataset are one-hot rows of {num_classes} classes, and there are"
-            raise ValueError(f"{text} {len(numbered_classes)} class names; name each class")
-    numbers, names = _number_labels(plain_labels, class_names, numbered_classes)
-    if numbers.min() < 0 or numbers.max() >= len(names):
-        text = f"labels from {numbers.min()} to {numbers.max()}, and {len(names)} class names"
-        raise ValueError(f"dataset has {text}; name each class")
+        numbers, names = several
+    else:
+        numbers, names = _read_classes(labels, class_names, numbered_classes)
     return ImageDataset(
         name=FROM_PYTHON,
         split=split,
         class_names=names,
         labels=numbers,
-        ids=ids,
-        reader=reader,
+        ids=[f"{split}/{index:06d}" for index in range(len(labels))],
+        reader=DatasetReader(dataset, np.arange(len(labels)), digests),
         read_column=read_column,
     )
+
+
+def _read_classes(
+    labels: Sequence[Any],
+    class_names: Sequence[str] | None,
+    numbered_classes: Sequence[str] | None,
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the class of each image, int64 [n], and the class names, see `find_python_objects`."""
+    plain_labels, num_classes = read_labels(labels)
+    if num_classes is not None:
+        known = class_names or numbered_classes
+        numbered_classes = known or [f"class {number}" for number in range(num_classes)]
+        if len(numbered_classes) != num_classes:
+            raise ValueError(
+                f"the labels of dataset are one-hot rows of {num_classes} classes, and there are"
+                f" {len(numbered_classes)} class names; name each class"
+            )
+    numbers, names = _number_labels(plain_labels, class_names, numbered_classes)
+    if numbers.min() < 0 or numbers.max() >= len(names):
+        text = f"labels from {numbers.min()} to {numbers.max()}, and {len(names)} class names"
+        raise ValueError(f"dataset has {text}; name each class")
+    return numbers, names
 
 
 def _check_training_images(images: ImageDataset) -> ImageDataset:
@@ -245,8 +251,10 @@ def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:
     name = f"item {index} of dataset"
     image, label = split_item(dataset[index], name=name)
     if isinstance(image, str | Path):
-        text = f"{name} holds {image!r}, not a PIL image, an array or a tensor"
-        raise ValueError(f"{text}; open it (PIL.Image.open), or train on a table of the paths")
+        raise ValueError(
+            f"{name} holds {image!r}, not a PIL image, an array or a tensor"
+            "; open it (PIL.Image.open), or train on a table of the paths"
+        )
     if not isinstance(image, Image.Image):
         if not hasattr(image, "__array__"):
             expected = "a PIL image, an array or a tensor"

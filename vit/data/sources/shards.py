@@ -326,8 +326,10 @@ def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
     splits = {}
     for split, shards in named.items():
         if len(shards) > 1:
-            text = f"{folder} holds shards named {' and '.join(map(repr, shards))}"
-            raise ValueError(f"{text}, all of the {split} split; name them alike")
+            raise ValueError(
+                f"{folder} holds shards named {' and '.join(map(repr, shards))}"
+                f", all of the {split} split; name them alike"
+            )
         for paths in shards.values():
             splits[split] = paths
     if not splits and top:
@@ -443,11 +445,14 @@ def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
     unused.update({f".{suffix}": len(other) for suffix, other in texts.items() if other})
     others = f", only {describe_counts(unused)}" if unused else ""
     if not images:
-        text = f"{name} holds no images <key>.jpg{others}"
-        raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
+        raise ValueError(
+            f"{name} holds no images <key>.jpg{others}; a sample is <key>.jpg and <key>.cls"
+        )
     if repeated:
-        text = f"{name} has two images or labels of the key {min(repeated)}"
-        raise ValueError(f"{text}; a sample is <key>.jpg and <key>.cls")
+        raise ValueError(
+            f"{name} has two images or labels of the key {min(repeated)}"
+            "; a sample is <key>.jpg and <key>.cls"
+        )
     if without_image := len(labels.keys() - images.keys()):
         unused["labels without an image"] = without_image
     samples = [

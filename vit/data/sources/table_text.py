@@ -128,7 +128,9 @@ def read_table_file(path: Path, *, has_header: bool = True) -> Table:
         guesses.append(f"{_DELIMITER_NAMES.get(delimiter, repr(delimiter))} between columns")
     rows = _strip(rows, guesses)
 
-    header = _find_header(rows) if has_header else None
+    header = None
+    if has_header:
+        header = _find_header(rows)
     if header is None:
         guesses.append("no header")
         widths = Counter(len(fields) for _, fields in rows)
@@ -175,8 +177,9 @@ def _decode(path: Path) -> tuple[str, list[str]]:
     except UnicodeDecodeError:
         # in another encoding, hardly any characters look like those of UTF-8
         if not content.decode("utf-8", "ignore").isascii():
-            text = f"{path} is UTF-8 with lines of another encoding, or damaged"
-            raise ValueError(f"{text}; save it as UTF-8") from None
+            raise ValueError(
+                f"{path} is UTF-8 with lines of another encoding, or damaged; save it as UTF-8"
+            ) from None
         # Western programs of Windows; a few bytes have no character there
         name = "Windows-1252 instead of UTF-8"
         try:
@@ -186,8 +189,10 @@ def _decode(path: Path) -> tuple[str, list[str]]:
         words = {word for word in re.split(r"[\s,;|/\"]+", text) if not word.isascii()}
         misread = sorted(word for word in words if _MISREAD.search(word))
         if len(misread) > len(words) / 2:
-            text = f"{path} is in an unknown encoding ({shorten(misread[0], 30)!r} as Windows-1252)"
-            raise ValueError(f"{text}; save it as UTF-8 (in Excel: CSV UTF-8)") from None
+            raise ValueError(
+                f"{path} is in an unknown encoding ({shorten(misread[0], 30)!r} as Windows-1252)"
+                "; save it as UTF-8 (in Excel: CSV UTF-8)"
+            ) from None
     if "\0" in text:
         raise ValueError(f"{path} is not a text: it holds zero bytes; save it as UTF-8")
     return text, [] if name.startswith("UTF-8") else [f"text in {name}"]
@@ -281,7 +286,9 @@ def _find_header(rows: Sequence[Row]) -> int | None:
     for index, (_, fields) in enumerate(rows[:_HEADER_ROWS]):
         if count_known(fields) >= 2:
             return index
-    return None if not rows or any(map(is_image_name, rows[0][1])) else 0
+    if not rows or any(map(is_image_name, rows[0][1])):
+        return None
+    return 0
 
 
 def _read_json_lines(path: Path, text: str, guesses: list[str]) -> Table:

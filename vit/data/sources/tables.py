@@ -70,8 +70,10 @@ def list_tables(root: Path) -> list[Path]:
     tables = [path for folder in folders for name in _METADATA if (path := folder / name).is_file()]
     without = [folder for folder in folders if folder not in {table.parent for table in tables}]
     if tables and without:
-        text = f"{without[0]} has no metadata.csv or metadata.jsonl"
-        raise ValueError(f"{text}, which other splits of {root} have; add it, or remove theirs")
+        raise ValueError(
+            f"{without[0]} has no metadata.csv or metadata.jsonl"
+            f", which other splits of {root} have; add it, or remove theirs"
+        )
     return tables
 
 
@@ -107,8 +109,10 @@ def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
             reader = _TableReader(path, rule)
             paths = reader.list_paths()
             if not reader.finder.count_files(paths[:_MAX_LISTED]):
-                text = f"{path} names no images below {root}, such as {shorten(paths[0], 60)!r}"
-                raise ValueError(f"{text}; correct its paths")
+                raise ValueError(
+                    f"{path} names no images below {root}, such as {shorten(paths[0], 60)!r}"
+                    "; correct its paths"
+                )
         except (ValueError, OSError, IndexError) as error:
             reasons.append(str(error))
         else:
@@ -349,8 +353,8 @@ class _TableReader:
 
     def find_split(self) -> None:
         """Find the split of train.csv beside val.csv or test.csv."""
-        split = None if self._path.name in _METADATA else find_table_split(self._path)
-        if split is not None:
+        split = find_table_split(self._path)
+        if split is not None and self._path.name not in _METADATA:
             self.names_splits = True
             self._split = split
 
@@ -453,15 +457,20 @@ class _TableReader:
         for (line, _), value in zip(self.table.rows, self.values, strict=True):
             if isinstance(value, list | tuple) and len(value) != 1:
                 named = shorten(" and ".join(map(str, value)), 60)
-                text = f"{named} are {1 if isinstance(value, tuple) else 'labels'}"
-                text = text if value else "no class is 1"
+                text = f"{named} are labels"
+                if isinstance(value, tuple):
+                    text = f"{named} are 1"
+                if not value:
+                    text = "no class is 1"
                 remedy = "an image has one class: keep one, leave the image out, or set"
                 self._add(line, text, f"{remedy} data.task=multilabel")
                 labels.append(None)
                 continue
             label = take_class(value)
-            if not is_label(label):
-                text = f"label {shorten(repr(label), 60)} is neither a text nor a whole number"
-                self._add(line, text, "give each image one class")
-            labels.append(str(label) if is_label(label) else None)
+            if is_label(label):
+                labels.append(str(label))
+                continue
+            text = f"label {shorten(repr(label), 60)} is neither a text nor a whole number"
+            self._add(line, text, "give each image one class")
+            labels.append(None)
         return labels

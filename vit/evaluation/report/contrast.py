@@ -21,7 +21,7 @@ from vit.explanation.capture.reader import read_bundle
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
-from vit.explanation.render.page import encode_photo, encode_relative_map
+from vit.explanation.render.page import encode_photo, encode_signed_map
 from vit.explanation.targets import build_difference
 from vit.explanation.training_photos import TrainingPhotos
 from vit.prediction.labels import find_classes
@@ -154,7 +154,7 @@ def _draw_contrast(pixels: Pixels, contrast: Contrast) -> dict[str, Any]:
     return {
         "photo": encode_photo(photo, side=_SIDE),
         "maps": [
-            (method, encode_relative_map(photo, values, signed=True, side=_SIDE))
+            (method, encode_signed_map(photo, values, side=_SIDE))
             for method, values in contrast.maps.items()
         ],
         "num_removed": len(contrast.removed),

@@ -19,14 +19,16 @@ def build_curve_charts(
     if curve is None:
         return []
     frequency = float(is_positive.mean())
-    roc_point, precision_point = None, None
+    roc_point = precision_point = None
+    text = ""
     if decided is not None:
+        text = f"from a probability of {decided.threshold:.4g}"
         alarms = 1 - decided.specificity
         roc_point = (alarms, decided.sensitivity)
         hits = frequency * decided.sensitivity
         predicted = hits + (1 - frequency) * alarms
-        precision_point = (decided.sensitivity, hits / predicted) if predicted else None
-    text = f"from a probability of {decided.threshold:.4g}" if decided else ""
+        if predicted:
+            precision_point = (decided.sensitivity, hits / predicted)
     return [
         _draw(
             ("ROC curve", "false-positive rate", "sensitivity"),

@@ -1,6 +1,7 @@
 """The report of an evaluation on images with several labels: one self-contained HTML file."""
 
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,21 +14,18 @@ from vit.evaluation.metrics import bin_confidence
 from vit.evaluation.report.charts import Chart, build_reliability_chart
 from vit.evaluation.report.curves import build_curve_charts
 from vit.evaluation.report.report import (
-    BADGES,
     DrawnMap,
-    chart_history,
+    build_context,
     describe_maps,
-    describe_training,
     draw_maps,
     find_problem,
-    load_history,
     read_images,
 )
-from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
+from vit.explanation.render.page import encode_picture, render_page, resize_picture
 from vit.explanation.targets import LABEL
 from vit.prediction.probabilities import Bools
 from vit.runtime.machine import read_work_clock
-from vit.runtime.numbers import format_interval, format_number, format_percent
+from vit.runtime.numbers import format_percent
 
 if TYPE_CHECKING:
     # A result writes its own report.
@@ -93,31 +91,20 @@ def build_label_report(result: "LabelEvaluationResult") -> str:
     labels, about_maps, maps_missing = _fold_labels(result, deadline)
     pairs = find_error_pairs(scores, result.bundle.class_names)
     context = {
-        "evaluation": evaluation,
-        "run": name_model(evaluation.model),
-        "data": evaluation.data,
+        **build_context(result),
         "outputs": f"{len(evaluation.per_label)} labels",
-        "beats_guessing": evaluation.beats_guessing(),
         "sentences": _describe_in_plain_words(evaluation, scores, pairs),
-        "warnings": evaluation.list_warnings(),
-        "metrics": evaluation.list_rows(),
         "cards": _choose_cards(evaluation, scores),
-        "percent": partial(format_percent, count=evaluation.num_images),
-        "interval_text": partial(format_interval, count=evaluation.num_images),
-        "number": format_number,
         "thresholds": np.broadcast_to(scores.thresholds, len(evaluation.per_label)).tolist(),
         "labels": labels,
         "pairs": pairs,
         "about_maps": about_maps,
         "maps_missing": maps_missing,
-        "badges": BADGES,
         "reliability": build_reliability_chart(
             bin_confidence(scores.probabilities.ravel(), scores.labels.ravel()),
             x_label="probability",
             y_label="frequency",
         ),
-        "history": chart_history(load_history(evaluation.model)),
-        "training": describe_training(result.bundle),
     }
     return render_page(_TEMPLATE, context)
 
@@ -222,7 +209,7 @@ def _fold_labels(
     ]
     # one example of each kind before the second, because there may be no time for every map
     ranks = [rank for kinds in chosen.values() for images in kinds for rank in range(len(images))]
-    cases = [cases[i] for i in np.argsort(ranks, kind="stable").tolist()] if cases else []
+    cases = [case for _, case in sorted(zip(ranks, cases, strict=True), key=lambda pair: pair[0])]
     pixels = read_images(result.images, [result.images.ids[index] for index, _ in cases])
     about, missing = "", find_problem(result)
     maps: dict[tuple[int, int], DrawnMap] = {}
@@ -245,7 +232,7 @@ def _fold_labels(
             Mistake(
                 result.images.ids[index],
                 float(scores.probabilities[index, place]),
-                [names[label] for label in np.flatnonzero(scores.labels[index]).tolist()],
+                list(compress(names, scores.labels[index])),
                 pictures[index],
                 maps.get((index, place)),
             )
@@ -255,7 +242,6 @@ def _fold_labels(
     folded = []
     for place in order:
         missed, false = chosen[place]
-        thresholds = rows[place].thresholds
         folded.append(
             FoldedLabel(
                 place,
@@ -263,7 +249,7 @@ def _fold_labels(
                 build_curve_charts(
                     scores.probabilities[:, place],
                     scores.labels[:, place],
-                    thresholds[0] if thresholds else None,
+                    next(iter(rows[place].thresholds), None),
                 ),
                 int(is_missed[:, place].sum()),
                 describe(missed, place),

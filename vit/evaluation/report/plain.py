@@ -23,7 +23,7 @@ def describe_in_plain_words(result: "EvaluationResult") -> list[str]:
         _describe_trust(evaluation),
         _describe_data(evaluation),
     ]
-    return [sentence for sentence in sentences if sentence]
+    return list(filter(None, sentences))
 
 
 def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:

@@ -71,7 +71,7 @@ _MAX_CONTRAST_SECONDS = 15.0
 # errors that are shown; the others are folded
 _NUM_SHOWN = 6
 # class and text of the badge of each verdict
-BADGES = {
+_BADGES = {
     "confirmed": ("confirmed", "✓ map confirmed"),
     "partly confirmed": ("partly", "~ map partly confirmed"),
     "not confirmed": ("not", "✗ map not confirmed"),
@@ -141,25 +141,16 @@ def build_report(result: "EvaluationResult") -> str:
     maps = dict(zip(pictures, drawn.maps if drawn else [], strict=False))
     sentences = describe_in_plain_words(result)
     build_section = find_product("report section")
-    section: Section | None = build_section(result) if build_section else None
+    section: Section | None = build_section and build_section(result)
     if section is not None:
         sentences.append(section.sentence)
     context = {
-        "evaluation": evaluation,
-        "run": name_model(evaluation.model),
-        "data": evaluation.data,
+        **build_context(result),
         "sentences": sentences,
-        "warnings": evaluation.list_warnings(),
         "classes": _choose_classes(evaluation),
-        "metrics": evaluation.list_rows(),
         "outputs": f"{len(class_names)} classes",
-        "beats_guessing": evaluation.beats_guessing(),
         "cards": _choose_cards(result),
-        "percent": partial(format_percent, count=evaluation.num_images),
-        "interval_text": partial(format_interval, count=evaluation.num_images),
-        "number": format_number,
         "describe_low_coverage": describe_low_coverage,
-        "history": chart_history(load_history(evaluation.model)),
         "section": section,
         "matrix": describe_confusion(result.scores, class_names, result.images),
         "contrasts": contrasts,
@@ -172,12 +163,29 @@ def build_report(result: "EvaluationResult") -> str:
         "maps": maps,
         "about_maps": describe_maps(drawn, len(pictures)) if drawn else "",
         "maps_missing": maps_missing,
-        "badges": BADGES,
         "num_shown": _NUM_SHOWN,
         "neighbours": dict(zip(errors, nearest, strict=True)),
-        "training": describe_training(result.bundle),
     }
     return render_page(_TEMPLATES / "report.html.jinja", context)
+
+
+def build_context(result: "EvaluationResult | LabelEvaluationResult") -> dict[str, Any]:
+    """Return what the templates of both reports need."""
+    evaluation = result.evaluation
+    return {
+        "evaluation": evaluation,
+        "run": name_model(evaluation.model),
+        "data": evaluation.data,
+        "warnings": evaluation.list_warnings(),
+        "metrics": evaluation.list_rows(),
+        "beats_guessing": evaluation.beats_guessing(),
+        "percent": partial(format_percent, count=evaluation.num_images),
+        "interval_text": partial(format_interval, count=evaluation.num_images),
+        "number": format_number,
+        "history": _chart_history(load_history(evaluation.model)),
+        "badges": _BADGES,
+        "training": _describe_training(result.bundle),
+    }
 
 
 def _draw_curves(result: "EvaluationResult") -> list[Chart]:
@@ -239,10 +247,10 @@ def find_run(model: str) -> Path | None:
 
 def load_history(model: str) -> list[dict[str, Any]]:
     """Return the epochs in the metrics file next to a model file; none without such a file."""
-    run = find_run(model)
     # with a damaged file only the chart is missing
     with suppress(ValueError):
-        return load_metrics(run / METRICS_FILE) if run else []
+        if run := find_run(model):
+            return load_metrics(run / METRICS_FILE)
     return []
 
 
@@ -323,24 +331,21 @@ def _choose_classes(evaluation: "Evaluation") -> list[ClassMetrics]:
     return worst_first[:_MAX_CLASSES]
 
 
-def chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
+def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
     charts = []
-    loss = {
-        "training": _read_series(epochs, "train_loss"),
-        "validation": _read_series(epochs, "val_loss"),
-    }
-    loss = {name: points for name, points in loss.items() if points}
+    loss = {}
+    for name, key in (("training", "train_loss"), ("validation", "val_loss")):
+        if points := _read_series(epochs, key):
+            loss[name] = points
     if loss:
         charts.append(build_history_chart("Loss", loss, y_label="cross-entropy, nats"))
     for title, label, key in (
         ("Accuracy", "top-1", "val_top1"),
         ("Mean average precision", "mAP", "val_map"),
     ):
-        points = _read_series(epochs, key)
-        if points:
-            charts.append(
-                build_history_chart(title, {"validation": points}, y_label=label, y_range=(0, 1))
-            )
+        if points := _read_series(epochs, key):
+            curve = {"validation": points}
+            charts.append(build_history_chart(title, curve, y_label=label, y_range=(0, 1)))
     return charts
 
 
@@ -411,14 +416,15 @@ def describe_maps(
     return text
 
 
-def describe_training(bundle: Bundle) -> str:
+def _describe_training(bundle: Bundle) -> str:
     """Describe in words how the model was trained; empty if it isn't known."""
     train, model = bundle.config.get("train"), bundle.config.get("model", {})
     step = bundle.metadata.get("step")
     if not train or step is None:
         return ""
-    init = model.get("init")
-    start = f"from the weights {name_model(str(init))}" if init else "from random weights"
+    start = "from random weights"
+    if init := model.get("init"):
+        start = f"from the weights {name_model(str(init))}"
     length = f"best model at step {step:,}, {train.get('batch_size')} images a step"
     if step == 0 and model.get("probe"):
         length = "linear probe only"

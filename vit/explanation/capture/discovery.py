@@ -1,7 +1,7 @@
 """Find the attention layers of a model of any code: run it once and see what attends."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,18 +52,13 @@ class StreamChanges(TorchFunctionMode):
         self.changes = changes
         self.count = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _is_result(result, self.stream.shape):
             change = self.changes.get(self.count)
             self.count += 1
-            return result if change is None else change(result)
+            if change is not None:
+                return change(result)
         return result
 
 
@@ -93,13 +88,7 @@ class _Discovery(AttentionWatch):
         self.operands: dict[int, tuple[Tensor, ...]] = {}
         self._begin: tuple[tuple[nn.Module, ...], int] = ((), 0)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self._weights
         # a fused function has its weights and its product at one time
         now = (tuple(self.stack), len(self.results))
@@ -107,7 +96,8 @@ class _Discovery(AttentionWatch):
         if self._weights is not before:
             self._begin = now
         if isinstance(result, Tensor) and result.ndim == 3:
-            if func in _ADDITIONS and all(_is_like(term, result) for term in args[:2]):
+            shapes = [getattr(term, "shape", None) for term in args[:2]]
+            if func in _ADDITIONS and shapes.count(result.shape) == len(shapes):
                 self.operands[len(self.results)] = args[:2]
             self.results.append(result)
         return result
@@ -119,10 +109,6 @@ class _Discovery(AttentionWatch):
             path = path[: sum(one is other for one, other in zip(path, begin, strict=False))]
         if call.num_queries == call.value.shape[2]:
             self.seen.append(_Seen(path, call.value.shape[1], call.num_queries, time))
-
-
-def _is_like(term: object, result: Tensor) -> bool:
-    return isinstance(term, Tensor) and term.shape == result.shape
 
 
 def discover_layers(
@@ -150,8 +136,9 @@ def discover_layers(
     def on_exit(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if watch.stack and watch.stack[-1] is module:
             watch.stack.pop()
-        output = result[0] if isinstance(result, tuple) and result else result
-        tokens[module] = (args[0] if args else None, output)
+        if isinstance(result, tuple) and result:
+            result = result[0]
+        tokens[module] = (next(iter(args), None), result)
 
     with ExitStack() as stack:
         stack.enter_context(keep_mode(model))
@@ -218,9 +205,8 @@ def _find_stream(family: str, watch: _Discovery) -> Stream:
     inputs = []
     for seen in watch.seen:
         earlier = {id(result): number for number, result in enumerate(watch.results[: seen.time])}
-        added = next((n for n in watch.operands if n >= seen.time), None)
-        terms = [] if added is None else [id(term) for term in watch.operands[added]]
-        before = [earlier[term] for term in terms if term in earlier]
+        added = next((terms for n, terms in watch.operands.items() if n >= seen.time), ())
+        before = [earlier[id(term)] for term in added if id(term) in earlier]
         if len(before) != 1:
             raise ValueError(f"an attention of {family} isn't added to the tokens it reads")
         inputs += before

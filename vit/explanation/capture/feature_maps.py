@@ -10,7 +10,7 @@ and whose places, not only its class token, are read.
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ def order_channels(model: nn.Module, features: Tensor, images: Images) -> Featur
         first, second, third = features.shape[1:]
         if second * width == third * height:
             return features
-        return features.permute(0, 3, 1, 2) if first * width == second * height else None
+        if first * width == second * height:
+            return features.permute(0, 3, 1, 2)
+        return None
 
     for num_prefix in range(count_prefix_tokens(model) + 1):
         num_places = features.shape[1] - num_prefix
@@ -70,12 +72,10 @@ def record_outputs(model: nn.Module, number: int | None = None) -> Iterator[list
         if has_places and number in (None, next(count)):
             outputs.append(output)
 
-    handles = [module.register_forward_hook(keep) for module in model.modules()]
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(module.register_forward_hook(keep))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.enable_grad()
@@ -108,7 +108,9 @@ def find_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"])
     found: list[int] = []  # last first
     is_read = False
     for number, gradient in zip(reversed(kept), reversed(gradients), strict=True):
-        places = None if gradient is None else order_channels(model, gradient, image)
+        if gradient is None:
+            continue
+        places = order_channels(model, gradient, image)
         # the classifier may read the class token alone
         if places is None or not places.any():
             continue
@@ -209,7 +211,9 @@ def _compare_halves(preference: Float[Tensor, "rows columns"]) -> tuple[Tensor, 
     """Return the mean of the upper half minus that of the lower one, and of the left half minus
     that of the right one; a row or column in the middle is in neither."""
     rows, columns = (side // 2 for side in preference.shape)
-    zero = preference.new_zeros(())
-    down = preference[:rows].mean() - preference[-rows:].mean() if rows else zero
-    across = preference[:, :columns].mean() - preference[:, -columns:].mean() if columns else zero
+    down = across = preference.new_zeros(())
+    if rows:
+        down = preference[:rows].mean() - preference[-rows:].mean()
+    if columns:
+        across = preference[:, :columns].mean() - preference[:, -columns:].mean()
     return down, across

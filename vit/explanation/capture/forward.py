@@ -51,13 +51,7 @@ from vit.explanation.capture.pooling import (
     measure_pool_weights,
 )
 from vit.explanation.capture.reader import ModelReader, read_bundle, read_model
-from vit.explanation.capture.tokens import (
-    Grid as Grid,
-)
-from vit.explanation.capture.tokens import (
-    capture_patch_grids,
-    count_prefix_tokens,
-)
+from vit.explanation.capture.tokens import Grid, capture_patch_grids, count_prefix_tokens
 from vit.explanation.capture.verification import (
     check_chain,
     check_gradient,
@@ -217,8 +211,8 @@ def capture_attention(
 
         # timm's gradient checkpointing runs the blocks again in the backward pass, so that the
         # captured tensors would be in no graph
-        for module in called.modules() if gradients else ():
-            if getattr(module, "grad_checkpointing", False):
+        for module in called.modules():
+            if gradients and getattr(module, "grad_checkpointing", False):
                 module.grad_checkpointing = False  # type: ignore[assignment]
                 stack.callback(setattr, module, "grad_checkpointing", True)
         stack.enter_context(without_fast_path())
@@ -385,11 +379,13 @@ def _run_without_attention(
     model = reader.model
     # a new leaf, so that the caller's tensor gets no gradient
     images = images.detach().clone()
+    number = None
     with evaluation_mode(model):
-        if reader.source == "feature map" and (verify or reader.feature_map is None):
-            reader.feature_map = find_feature_map(model, images[:1])
+        if reader.source == "feature map":
+            if verify or reader.feature_map is None:
+                reader.feature_map = find_feature_map(model, images[:1])
+            number = reader.feature_map
         images.requires_grad_(gradients)
-        number = reader.feature_map if reader.source == "feature map" else None
         with torch.set_grad_enabled(gradients), record_outputs(model, number) as outputs:
             logits = compute_logits(model, images)
         if verify:
@@ -458,9 +454,9 @@ def settle_source(reader: ModelReader, images: Images) -> bool:
                 raise
             if source == "attention" and reader.leave_out_unseen(images[:1]):
                 continue
-            is_sentence = isinstance(error, ValueError)
-            reason = str(error) if is_sentence else f"reading it fails with {error!r}"
-            reader.refused[source] = reason
+            reader.refused[source] = str(error)
+            if not isinstance(error, ValueError):
+                reader.refused[source] = f"reading it fails with {error!r}"
         else:
             reader.is_settled = is_settled_now = True
             reader.keep(images)

@@ -6,7 +6,7 @@ Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -249,6 +249,14 @@ class AttentionLayer:
             if module.training:
                 self._value = output.detach().chunk(3, dim=-1)[2]
 
+        def on_heads(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            # in training mode, attention dropout makes O differ from attention · value
+            if not self._verified and not self.module.training:
+                self._verify(args[0])
+            # O is the last tensor of a layer that is captured
+            self.captured = True
+            self.heads = args[0] if gradients else None
+
         def on_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             self.returns_tuple = isinstance(result, tuple)
             self._verify_output(first_output(result))
@@ -256,7 +264,8 @@ class AttentionLayer:
         handles = [
             self.module.register_forward_pre_hook(on_input, with_kwargs=True),
             self.module.register_forward_hook(on_output),
-            self._attach_heads(),
+            # the submodule that takes O
+            _first_of(self.module, "norm", "proj").register_forward_pre_hook(on_heads),
         ]
         for attribute, name in zip(("query", "key"), self.projections, strict=False):
             projection = getattr(self.module, name)
@@ -280,23 +289,6 @@ class AttentionLayer:
     def _keep_block(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         self.block_input = args[0]
         self.block_tokens = first_output(result)
-
-    def _attach_heads(self) -> RemovableHandle:
-        """Hook the submodule that takes O."""
-        receiver: nn.Module = _first_of(self.module, "norm", "proj")
-        return receiver.register_forward_pre_hook(lambda module, args: self._keep(args[0]))
-
-    def _keep(self, heads: Tensor) -> None:
-        """Keep O, the last tensor of a layer that is captured.
-
-        Raises:
-            ValueError: O differs from attention · value.
-        """
-        # in training mode, attention dropout makes them differ
-        if not self._verified and not self.module.training:
-            self._verify(heads)
-        self.captured = True
-        self.heads = heads if self._gradients else None
 
     def _project(self, tokens: Float[Tensor, "B N D"], which: int) -> Float[Tensor, "B N E"]:
         """Compute queries (0), keys (1) or values (2), heads side by side."""
@@ -418,12 +410,10 @@ class WatchedLayer(AttentionLayer):
             if block_tokens:
                 self.block_input = self.tokens
             self.batch, self.num_tokens = self.tokens.shape[:2]
+            if not self.place.tokens_first:
+                return None
             # the block reads the tensor that is kept, so that it has a gradient
-            return (
-                ((self.place.order(self.tokens), *args[1:]), options)
-                if self.place.tokens_first
-                else None
-            )
+            return (self.place.order(self.tokens), *args[1:]), options
 
         def on_block_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
             self.block_tokens = self.place.order(first_output(result))
@@ -480,22 +470,22 @@ class WatchedLayer(AttentionLayer):
 
     @contextmanager
     def without_mixing(self) -> Iterator[None]:
-        handles = self.watch(lambda call: None, mixes=False)
-        try:
+        with ExitStack() as stack:
+            for handle in self.watch(lambda call: None, mixes=False):
+                stack.enter_context(handle)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _keep_call(self, call: AttentionCall) -> None:
-        self._call_in_graph = replace(call) if self._gradients else None
+        self._call_in_graph = self.heads = None
+        if self._gradients:
+            self._call_in_graph = replace(call)
+            self.heads = call.output
         call.detach()
         self._call = call
         self.num_queries = call.num_queries
         if not self._verified and not self.module.training:
             self._verify(call.output)
         self.captured = True
-        self.heads = call.output if self._gradients else None
         if not self._gradients:
             call.output = call.output.new_empty(0)
 

@@ -96,22 +96,17 @@ def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
     def keep_output(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         captured[name] = output
 
-    def keep_input(name: str, module: nn.Module, args: Any) -> None:
-        captured[name] = args[0]
+    def keep_heads(module: nn.Module, args: Any) -> None:
+        captured["heads"] = args[0]
 
-    handles = []
-    attention_pool: Any = getattr(model, "attn_pool", None)
-    if hasattr(attention_pool, "latent"):
-        for name in ("q_norm", "k_norm", "kv"):
-            submodule = getattr(attention_pool, name)
-            handles.append(submodule.register_forward_hook(partial(keep_output, name)))
-        projection = attention_pool.proj
-        handles.append(projection.register_forward_pre_hook(partial(keep_input, "heads")))
-    try:
+    with ExitStack() as stack:
+        attention_pool: Any = getattr(model, "attn_pool", None)
+        if hasattr(attention_pool, "latent"):
+            for name in ("q_norm", "k_norm", "kv"):
+                submodule = getattr(attention_pool, name)
+                stack.enter_context(submodule.register_forward_hook(partial(keep_output, name)))
+            stack.enter_context(attention_pool.proj.register_forward_pre_hook(keep_heads))
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def measure_pool_weights(
@@ -164,10 +159,6 @@ def measure_pool_weights(
     return shares / shares.sum(dim=1, keepdim=True), tokens
 
 
-def _same(tokens: Tensor) -> Tensor:
-    return tokens
-
-
 @contextmanager
 def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
     """Keep the tokens that leave the last block and those that leave each module after it. Without
@@ -188,12 +179,13 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
         is_tokens = isinstance(result, Tensor) and result.ndim == 3 and result.shape[-1] > 1
         if not last_tokens or not is_tokens:
             return None
-        for arrange in (_same, order):
-            tokens = arrange(result)
-            if tokens.shape[:-1] == last_tokens[0].shape[:-1]:
-                last_tokens.append(tokens)
-                # the model goes on with the tensor that is kept
-                return arrange(tokens)
+        shape = last_tokens[0].shape[:-1]
+        if result.shape[:-1] == shape:
+            last_tokens.append(result)
+        elif order(result).shape[:-1] == shape:
+            last_tokens.append(order(result))
+            # the model goes on with the tensor that is kept
+            return order(last_tokens[-1])
         return None
 
     # only what follows the last block can be the pooling

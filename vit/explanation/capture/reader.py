@@ -247,11 +247,8 @@ class ModelReader:
             return (place.order(change(place.order(args[0]))), *args[1:])
 
         # the position embedding is added before the first block
-        handle = place.block.register_forward_pre_hook(replace)
-        try:
+        with place.block.register_forward_pre_hook(replace):
             yield
-        finally:
-            handle.remove()
 
     @contextmanager
     def change_last_tokens(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -266,11 +263,8 @@ class ModelReader:
             tokens = place.order(change(place.order(first_output(result))))
             return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
 
-        handle = place.block.register_forward_hook(replace)
-        try:
+        with place.block.register_forward_hook(replace):
             yield
-        finally:
-            handle.remove()
 
 
 # Findings about each module, with a description of it and its images. See `ModelReader.keep`.
@@ -329,13 +323,12 @@ def read_model(model: nn.Module | ModelReader, images: Tensor | None = None) -> 
         model: The model.
         images: Images for it, whose size it may not tell.
     """
-    if isinstance(model, ModelReader):
-        reader = model
-    else:
-        reader = ModelReader(model)
-        if images is not None:
-            reader._recall(images)
-    if images is not None and reader.image_size is None:
+    reader = model if isinstance(model, ModelReader) else ModelReader(model)
+    if images is None:
+        return reader
+    if reader is not model:
+        reader._recall(images)
+    if reader.image_size is None:
         height, width = images.shape[-2:]
         reader.image_size = (height, width)
     return reader

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
@@ -39,14 +39,10 @@ def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
         rows, columns = patches.shape[-2:]
         grids.add((rows, columns))
 
-    handles = []
-    for module in model.modules():
-        is_convolution = isinstance(module, nn.Conv2d) and module.in_channels == 3
-        # patches do not overlap, so each token has one place on the grid
-        if is_convolution and module.kernel_size == module.stride:
-            handles.append(module.register_forward_hook(keep_grid))
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            is_convolution = isinstance(module, nn.Conv2d) and module.in_channels == 3
+            # patches do not overlap, so each token has one place on the grid
+            if is_convolution and module.kernel_size == module.stride:
+                stack.enter_context(module.register_forward_hook(keep_grid))
         yield grids
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -124,13 +124,7 @@ class AttentionWatch(TorchFunctionMode):
         self._weights: list[Tensor] = []  # the result of the last softmax, in all its shapes
         self._last: AttentionCall | None = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # other modes see the model's computations alone
@@ -138,11 +132,7 @@ class AttentionWatch(TorchFunctionMode):
             return self._read(result, func, args, kwargs)
 
     def _read(
-        self,
-        result: Any,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, result: Any, func: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Look at the result of a function, and return it, or what it is without mixing."""
         if func is F.scaled_dot_product_attention:
@@ -267,8 +257,7 @@ class AttentionWatch(TorchFunctionMode):
         """Read a product of attention and values that is written as a sum over indices."""
         names, output_names = equation.replace(" ", "").split("->")
         terms = names.split(",")
-        first = operands[0]
-        if not self._is_weights(first):
+        if not self._is_weights(operands[0]):
             operands = operands[::-1]
             terms = terms[::-1]
         weights, value = operands

@@ -25,7 +25,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from vit.explanation.capture.forward import Forward, Grid, PatchMaps
+from vit.explanation.capture.forward import Forward, PatchMaps
+from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import (
     build_removal,
     group_members,

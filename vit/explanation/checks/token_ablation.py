@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit.explanation.capture.forward import Grid
 from vit.explanation.capture.reader import ModelReader, read_model
+from vit.explanation.capture.tokens import Grid
 from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer

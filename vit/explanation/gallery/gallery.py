@@ -86,8 +86,7 @@ class Gallery:
             if result.sanity_check is not None:
                 verdicts = self._verdicts.setdefault(result.method.name, [])
                 verdicts.append(result.sanity_check.verdict)
-            fractions = self._sink_fractions.setdefault(result.method.name, [])
-            fractions.append(result.sink_fraction)
+            self._sink_fractions.setdefault(result.method.name, []).append(result.sink_fraction)
         shown = images[: MAX_IMAGES - len(self._images)]
         pixels = [image.pixels for image in shown if image.pixels is not None]
         nearest = self._training_photos.find(pixels, _NUM_NEIGHBOURS)

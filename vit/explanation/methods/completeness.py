@@ -3,7 +3,7 @@ gradient over the pixels and everything that is added on the way (biases, positi
 tokens)."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -85,8 +85,10 @@ def _measure(reader: ModelReader, images: Images, target: Target) -> float | Non
     inputs = float((images.detach() * gradient).sum())
     number = float(score.detach())
     scale = max(abs(number), _LEAST_FRACTION * (abs(inputs) + abs(meter.total)))
-    error = abs(inputs + meter.total - number) / max(scale, torch.finfo(torch.float32).tiny)
-    return error if error > _TOLERANCE else None
+    error: float = abs(inputs + meter.total - number) / max(scale, torch.finfo(torch.float32).tiny)
+    if error <= _TOLERANCE:
+        return None
+    return error
 
 
 class _ConstantsMeter(LibraGradients):
@@ -101,21 +103,16 @@ class _ConstantsMeter(LibraGradients):
         super().__init__()
         self.total = 0.0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         has_signals = False
 
         def silence(tensor: Tensor) -> Tensor:
             nonlocal has_signals
-            if tensor.requires_grad or hasattr(tensor, _LOST):
-                has_signals = True
-                tensor = torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
+            is_signal = tensor.requires_grad or hasattr(tensor, _LOST)
+            has_signals |= is_signal
+            if is_signal and tensor.is_floating_point():
+                return torch.zeros_like(tensor)
             return tensor
 
         quiet, options = map_tensors(silence, args), map_tensors(silence, kwargs)

@@ -125,8 +125,7 @@ def compute_cdam(forward: Forward, classes: Classes) -> TokenWeights:
     before the last attention. Signed."""
     tokens = forward.record.layers[-1].tokens
     assert tokens is not None
-    gradient = differentiate(forward.score(classes), tokens)
-    return _sum_over_channels(tokens, gradient)
+    return _sum_over_channels(tokens, differentiate(forward.score(classes), tokens))
 
 
 def compute_input_x_gradient(forward: Forward, classes: Classes) -> TokenWeights:

@@ -16,7 +16,7 @@ Only gradients change: results of the forward pass are bit-equal, fused attentio
 model doesn't change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,13 +40,7 @@ class LibraGradients(TorchFunctionMode):
     """Context in which results get gradients by LibraGrad's rules. The backward pass may run
     outside of it."""
 
-    def __torch_function__(
-        self,
-        func: Function,
-        types: Sequence[type],
-        args: Arguments = (),
-        kwargs: Options | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         rule = _RULES.get(func)
         if rule is not None:
@@ -72,8 +66,9 @@ def list_tensors(value: Any) -> list[Tensor]:
     """List the tensors in arguments or in a result."""
     if isinstance(value, Tensor):
         return [value]
-    parts = value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in list_tensors(part)]
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in list_tensors(part)]
+    return []
 
 
 def _list_signals(value: Any) -> list[Tensor]:

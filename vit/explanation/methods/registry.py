@@ -93,10 +93,9 @@ class Method:
         if not isinstance(self.compute, str):
             return dict.fromkeys(self.options, "")
         module, _, name = self.compute.partition(":")
-        parameters = read_signature(module, name).values()
         return {
             parameter.name: f"{parameter.help} Default: {parameter.default}."
-            for parameter in parameters
+            for parameter in read_signature(module, name).values()
             if parameter.is_keyword
         }
 

@@ -77,13 +77,10 @@ def encode_map(
     return encode_picture(blend(shown, values, geometry, scale=scale))
 
 
-def encode_relative_map(
-    photo: Image.Image, values: NDArray[np.float32], *, signed: bool, side: int
-) -> str:
-    """Encode a map in multiples of the average patch, see `encode_map`."""
+def encode_signed_map(photo: Image.Image, values: NDArray[np.float32], *, side: int) -> str:
+    """Encode a signed map in multiples of the average patch, see `encode_map`."""
     relative = relative_to_uniform(values)
-    scale = fit_scale([relative], signed=signed)
-    return encode_map(photo, relative, scale=scale, side=side)
+    return encode_map(photo, relative, scale=fit_scale([relative], signed=True), side=side)
 
 
 def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:
