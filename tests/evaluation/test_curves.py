@@ -12,8 +12,7 @@ from sklearn.metrics import (
 
 import vit
 from vit.evaluation.curves import compute_curve, count_errors, measure_thresholds
-from vit.evaluation.report.charts import Chart
-from vit.evaluation.report.curves import build_curve_charts
+from vit.evaluation.report.charts import Chart, build_curve_charts
 from vit.evaluation.result import EvaluationResult
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.labels import compute_probabilities

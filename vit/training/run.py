@@ -166,19 +166,9 @@ def build_run(
     if tokens is None:
         data, tokens = keep_tokens(model, data, device=device, transform=parts.transform)
 
-    teacher = teacher_hash = targets = None
-    if config.train.teacher is not None:
-        if parts.loss is not None or is_probe_alone(config):
-            raise ValueError(
-                "train.teacher is for training steps with the loss of vit.train; leave it out for a"
-                " linear probe alone, or with loss="
-            )
-        if data.train.is_multilabel:
-            raise ValueError(
-                "train.teacher is for one class an image, and these images have several labels; leave"
-                " it out"
-            )
-        teacher = ask_teacher(config, data, device=device)
+    teacher = _find_teacher(config, parts, data, device)
+    teacher_hash = targets = None
+    if teacher is not None:
         targets = teacher.build_targets(data.train.labels)
         teacher_hash = teacher.weights_hash
     build_loader = partial(
@@ -299,6 +289,26 @@ def _build_model_and_data(
         )
     # The model moves first, because the optimizer creates its state on the device of the weights.
     return model.to(device), data
+
+
+def _find_teacher(
+    config: Config, parts: RunParts, data: TrainingData, device: torch.device
+) -> Teacher | None:
+    """Return the teacher of a run, with its answers; None if the configuration names none. Raise
+    ValueError for a run without steps that could learn from it."""
+    if config.train.teacher is None:
+        return None
+    if parts.loss is not None or is_probe_alone(config):
+        raise ValueError(
+            "train.teacher is for training steps with the loss of vit.train; leave it out for a"
+            " linear probe alone, or with loss="
+        )
+    if data.train.is_multilabel:
+        raise ValueError(
+            "train.teacher is for one class an image, and these images have several labels; leave it"
+            " out"
+        )
+    return ask_teacher(config, data, device=device)
 
 
 def _read_left_model(checkpoints: CheckpointStore, directory: Path) -> ModelFile | None:

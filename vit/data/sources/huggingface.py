@@ -235,12 +235,7 @@ def read_rows_column(
 
 def _recognizes(place: str) -> bool:
     # object storage can't be asked for Parquet files
-    if is_remote(place):
-        return False
-    path = expand_home(place)
-    # a directory that save_to_disk wrote
-    is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    return place.startswith("hf:") or is_saved or bool(_list_parquet(path))
+    return not is_remote(place) and (place.startswith("hf:") or is_dataset(expand_home(place)))
 
 
 SOURCE = Source(

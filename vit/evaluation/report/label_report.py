@@ -11,8 +11,7 @@ from PIL import Image
 
 from vit.evaluation.label_metrics import LabelMetrics, LabelScores
 from vit.evaluation.metrics import bin_confidence
-from vit.evaluation.report.charts import Chart, build_reliability_chart
-from vit.evaluation.report.curves import build_curve_charts
+from vit.evaluation.report.charts import Chart, build_curve_charts, build_reliability_chart
 from vit.evaluation.report.report import (
     DrawnMap,
     build_context,

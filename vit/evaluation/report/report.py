@@ -18,13 +18,13 @@ from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.out_of_fold import CROSS_VALIDATION
 from vit.evaluation.report.charts import (
     Chart,
+    build_curve_charts,
     build_history_chart,
     build_reliability_chart,
     build_selective_chart,
 )
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions, find_confused_pairs
-from vit.evaluation.report.curves import build_curve_charts
 from vit.evaluation.report.plain import describe_in_plain_words
 from vit.evaluation.subgroups import format_tables
 from vit.explanation.best_method import AUTO, choose_methods
