@@ -113,6 +113,22 @@ def test_timm_opens_the_folder_and_computes_equal_logits(
     assert tuple(theirs.pretrained_cfg["label_names"]) == NAMES
 
 
+def test_cards_of_the_packaged_model_and_of_one_without_classes(tmp_path: Path) -> None:
+    folder = vit.export_model("imagenette", output=tmp_path / "packaged", format="timm")
+    card = (folder / "README.md").read_text()
+    assert "On 3,925 images, val/ of Imagenette v2: top-1 0.8848 (95 % interval 0.8744" in card
+    assert "as `vit predict --precision float32` does" in card
+    assert "python FOLDER/timm_vit.py validate.py" in card
+    headless = timm.create_model("vit_tiny_patch16_224", num_classes=0, img_size=32, depth=1)
+    for form, opened in (("timm", "timm.create_model("), ("huggingface", "transformers' own ViTM")):
+        folder = vit.export_model(headless, output=tmp_path / form, format=form)
+        card = (folder / "README.md").read_text()
+        assert "# Vision transformer without a classifier" in card
+        assert "pipeline_tag: image-feature-extraction" in card
+        assert opened in card
+        assert not any(text in card for text in ("classes", "## Accuracy", "\n\n\n"))
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_what_was_exported_to_timm_comes_back(
     task: str, save: Save, export: Export, tmp_path: Path

@@ -169,7 +169,7 @@ def _write_card(directory: Path, bundle: Bundle, to: str) -> None:
         set_limits=describe_limits(bundle.metadata),
         warnings=evaluation.list_warnings() if evaluation else (),
     )
-    write_text(directory / "README.md", text)
+    write_text(directory / "README.md", re.sub(r"\n{3,}", "\n\n", text))
 
 
 def _plain(text: object) -> str:
