@@ -7,7 +7,7 @@ from PIL import Image
 from torch import nn
 
 from vit.data.preprocess import Interpolation, Preprocess, ResizeMode
-from vit.deploy.export.photo_model import PhotoModel
+from vit.deploy.export.photo_model import Classifier, PhotoModel
 
 SIZES = [
     (1, 1),
@@ -25,10 +25,10 @@ SIZES = [
 
 
 class Pixels(nn.Module):
-    """Stands for a model."""
+    """Stands for a classifier: logits, probabilities and features."""
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return images.flatten(1)[:, :2]
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return images.flatten(1), images.flatten(1), images.flatten(1)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_every_pixel_is_that_of_preprocess(
         interpolation=interpolation,
         resize_mode=mode,
     )
-    model = PhotoModel(Pixels(), preprocess, temperature=1.0)
+    model = PhotoModel(Pixels(), preprocess)
     random = np.random.default_rng(0)
     for height, width in [*SIZES, preprocess.resize_size, preprocess.image_size]:
         pixels = random.choice(np.array([0, 60, 200, 255], dtype=np.uint8), (height, width, 3))
@@ -69,13 +69,10 @@ def test_every_pixel_is_that_of_preprocess(
 
 
 def test_probabilities_are_at_the_temperature() -> None:
-    class Constant(Pixels):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return torch.tensor([[1.0, 3.0]])
+    class Constant(nn.Module):
+        def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.tensor([[1.0, 3.0]]), torch.zeros(1, 2)
 
-    probabilities, _ = PhotoModel(Constant(), Preprocess((2, 2)), temperature=4.0)(
-        torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
-    )
-    torch.testing.assert_close(
-        probabilities, torch.tensor([[0.25, 0.75]]).softmax(1), atol=1e-7, rtol=0
-    )
+    logits, probabilities, _ = Classifier(Constant(), temperature=4.0)(torch.zeros(1, 3, 2, 2))
+    torch.testing.assert_close(logits, torch.tensor([[0.25, 0.75]]), atol=1e-7, rtol=0)
+    torch.testing.assert_close(probabilities, logits.softmax(1), atol=1e-7, rtol=0)

@@ -30,15 +30,19 @@ _MAX_CLASSES = 100
 
 
 @accept_old_names(to="format")
-@check_arguments()
+# operators of ONNX after version 25 don't run in onnxruntime
+@check_arguments(batch_size=(1, None), opset=(17, 25))
 @keeps_mode
 def export_model(
     model: ModelLike,
     *,
     output: str | Path,
     format: Literal["onnx", "timm", "huggingface"] = "onnx",
-    precision: Literal["float32", "int8"] = "float32",
+    input: Literal["photo", "tensor"] = "photo",
+    precision: Literal["float32", "float16", "int8"] = "float32",
     attention: bool = False,
+    batch_size: int | None = None,
+    opset: int = 20,
     data: str | Path | None = None,
     root: str | Path | None = None,
     split: str | None = None,
@@ -50,9 +54,13 @@ def export_model(
         model: See `vit.evaluate`; one of this project or of timm.
         output: Directory for the results.
         format: "onnx", "timm" or "huggingface".
-        precision: Weights of the ONNX file, "float32" or "int8". The accuracy
-            of int8 is measured and compared with float32.
-        attention: Add attention rollout to the ONNX file as a second output.
+        input: Input of the ONNX file: "photo", uint8 pixels of any size, or
+            "tensor", normalised images of the model's size.
+        precision: Weights of the ONNX file, "float32", "float16" or "int8".
+            The accuracy of int8 is measured and compared with float32.
+        attention: Add attention rollout to the ONNX file as an output.
+        batch_size: Images a batch that the ONNX file takes; None for any.
+        opset: Version of the operators in the ONNX file, 17 to 25.
         data: Images on which int8 is measured, see `vit.evaluate`.
         root: See `vit.evaluate`.
         split: See `vit.evaluate`.
@@ -70,9 +78,11 @@ def export_model(
         >>> path = vit.export_model("runs/digits", output="runs/digits-onnx")
         >>> path.name  # model.onnx
     """
-    if format != "onnx" and (precision != "float32" or attention):
+    options = (input, precision, attention, batch_size, opset)
+    if format != "onnx" and options != ("photo", "float32", False, None, 20):
         raise ValueError(
-            f"--precision and --attention are options of --format onnx, not of {format}"
+            "--input, --precision, --attention, --batch-size and --opset are options of --format onnx, "
+            f"not of {format}"
         )
     bundle = open_model(model, device="cpu")
     # the exporters know the layers of this project alone
@@ -94,7 +104,14 @@ def export_model(
     ):
         if format == "onnx":
             path = export_onnx(
-                bundle, directory, precision=precision, attention=attention, images=images
+                bundle,
+                directory,
+                input=input,
+                precision=precision,
+                attention=attention,
+                batch_size=batch_size,
+                opset=opset,
+                images=images,
             )
         else:
             writers = {"timm": export_timm, "huggingface": export_huggingface}

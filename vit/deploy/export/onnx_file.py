@@ -1,5 +1,6 @@
 """A model as an ONNX file: traced, quantised, described in its metadata, and measured."""
 
+import copy
 import importlib.util
 import json
 import logging
@@ -7,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from vit.bundle import MULTILABEL, Bundle
 from vit.data.dataset import ImageDataset
-from vit.deploy.export.photo_model import PhotoModel
+from vit.data.preprocess import Preprocess
+from vit.deploy.export.photo_model import Classifier, PhotoModel
 from vit.deploy.export.python_formats import write_program
+from vit.deploy.export.tensor_files import write_tensor_files
 from vit.evaluation.label_metrics import LabelScores, compute_label_metrics
 from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.model.model_file import NUM_NEIGHBOURS
@@ -30,6 +33,7 @@ from vit.runtime.version import __version__
 COVERAGE = 0.95
 # to measure the accuracy
 _BATCH_SIZE = 64
+Input = Literal["photo", "tensor"]
 
 
 class LogitsAndFeatures(nn.Module):
@@ -89,7 +93,7 @@ class Answers(nn.Module):
             for no sets.
         training_features: Features [m, D] of training images, of length one.
         distances: Distances [n] of images that were not trained on, ascending.
-        multilabel: See `PhotoModel`.
+        multilabel: See `Classifier`.
     """
 
     training_features: Tensor
@@ -161,23 +165,33 @@ def export_onnx(
     bundle: Bundle,
     directory: Path,
     *,
-    precision: Literal["float32", "int8"],
+    input: Input,
+    precision: Literal["float32", "float16", "int8"],
     attention: bool,
+    batch_size: int | None,
+    opset: int,
     images: ImageDataset | None,
 ) -> Path:
-    """Write model.onnx, its facts as model.json, and predict.py.
+    """Write model.onnx, its facts as model.json, and predict.py or, for tensors, preprocess.json and
+    examples.
 
-    The model takes "images" in RGB, uint8 [batch, height, width, 3] of any size, and gives
-    "probabilities" [batch, classes]. Where an image may have several labels, or the model file has
-    an operating point, it also gives "predicted", bool [batch, classes]. In float32, as far as the
-    model file holds what they need, it also gives "prediction_set", bool [batch, classes], and
-    "p_value" [batch]: quantised weights would need other thresholds.
+    From photos, the model takes "images" in RGB, uint8 [batch, height, width, 3] of any size, and
+    gives "probabilities" [batch, classes] and last "pixel_values", the normalised images. From
+    tensors, it takes "pixel_values" in float32 [batch, 3, H, W], and gives "logits", "probabilities"
+    and last "features". Where an image may have several labels, or the model file has an operating
+    point, both give "predicted", bool [batch, classes]. As far as the model file holds what they
+    need, they also give "prediction_set", bool [batch, classes], and "p_value" [batch], but not with
+    weights of 8 bits, which would need other thresholds.
 
     Args:
         bundle: The model.
         directory: Folder of the files.
-        precision: "float32", or "int8" for onnxruntime's dynamic quantisation of linear layers.
-        attention: Add the second output "attention" [batch, rows, columns], the attention rollout.
+        input: "photo" or "tensor".
+        precision: "float32"; "float16" for weights and computing; or "int8" for onnxruntime's dynamic
+            quantisation of linear layers.
+        attention: Add the output "attention" [batch, rows, columns], the attention rollout.
+        batch_size: Images a batch; None for any number.
+        opset: Version of ONNX's operators.
         images: Images on which the accuracy of int8 is measured and compared with float32.
 
     Returns:
@@ -187,21 +201,27 @@ def export_onnx(
 
     path = directory / "model.onnx"
     accuracy = None
-    answers = None
-    if precision == "float32":
-        answers = Answers.from_bundle(bundle)
-        _write_onnx(path, bundle, answers, attention=attention)
-    else:
-        # hidden, because it is deleted when it was quantised and measured
-        float_path = directory / ".float32.onnx"
-        _write_onnx(float_path, bundle, None, attention=attention)
+    answers = None if precision == "int8" else Answers.from_bundle(bundle)
+    # hidden, because it is deleted when it was quantised and measured
+    float_path = directory / ".float32.onnx" if precision == "int8" else path
+    _write_onnx(
+        float_path,
+        bundle,
+        answers,
+        input=input,
+        attention=attention,
+        batch_size=batch_size,
+        opset=opset,
+        dtype=torch.float16 if precision == "float16" else torch.float32,
+    )
+    if precision == "int8":
         _quantise(float_path, path)
         if images is not None:
             # in the runtime that will run the files
             accuracy = {
                 "map" if bundle.is_multilabel else "top1": {
-                    "float32": _measure(float_path, images),
-                    "int8": _measure(path, images),
+                    "float32": _measure(float_path, images, bundle.preprocess),
+                    "int8": _measure(path, images, bundle.preprocess),
                 },
                 "data": images.name,
                 "split": images.split,
@@ -217,6 +237,7 @@ def export_onnx(
         "sha256_of_source": bundle.sha256,
         "run_id": bundle.metadata.get("run_id"),
         "vit_version": __version__,
+        "input": input,
         "precision": precision,
         "attention": attention,
         "accuracy": accuracy,
@@ -235,41 +256,63 @@ def export_onnx(
     del proto.graph.value_info[:]
     for part in (proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
         del part.metadata_props[:]
+    if opset < 18:
+        proto = _convert(proto, opset)
     onnx.helper.set_model_props(proto, texts)
     write_atomically(path, lambda temporary: onnx.save(proto, temporary))
     write_text(directory / "model.json", json.dumps(facts, indent=2) + "\n")
-    write_program(directory / "predict.py")
+    if input == "photo":
+        write_program(directory / "predict.py")
+    else:
+        write_tensor_files(directory, bundle.preprocess)
     return path
 
 
-def _write_onnx(path: Path, bundle: Bundle, answers: Answers | None, *, attention: bool) -> None:
-    """Write the file in float32, without metadata."""
-    outputs = ["probabilities"]
+def _write_onnx(
+    path: Path,
+    bundle: Bundle,
+    answers: Answers | None,
+    *,
+    input: Input,
+    attention: bool,
+    batch_size: int | None,
+    opset: int,
+    dtype: torch.dtype,
+) -> None:
+    """Write the file without metadata."""
     model = bundle.model
     assert isinstance(model, VisionTransformer)
-    traced: nn.Module = model
-    if attention:
-        outputs.append("attention")
-        traced = LogitsAndRollout(model)
-    elif answers is not None:
-        traced = LogitsAndFeatures(model)
+    if dtype != torch.float32:
+        model = copy.deepcopy(model).to(dtype)
     decision = Decision.from_bundle(bundle)
-    if decision is not None:
-        outputs.append("predicted")
-    if answers is not None:
-        outputs += answers.names
-    outputs.append("pixel_values")
-    traced = PhotoModel(
-        traced,
-        bundle.preprocess,
+    traced: nn.Module = Classifier(
+        LogitsAndRollout(model) if attention else LogitsAndFeatures(model),
         temperature=bundle.temperature,
         multilabel=bundle.is_multilabel,
         decision=decision,
         answers=answers,
+        dtype=dtype,
     )
-    # these sizes differ from each other and from the model's: the tracer would identify equal ones
+    outputs = ["probabilities"]
+    if attention:
+        outputs.append("attention")
+    if decision is not None:
+        outputs.append("predicted")
+    if answers is not None:
+        outputs += answers.names
+
     height, width = bundle.preprocess.image_size
-    example = torch.zeros(2, height + 3, width + 8, 3, dtype=torch.uint8)
+    count = batch_size or 2
+    sizes = {} if batch_size else {0: "batch"}
+    if input == "photo":
+        traced = PhotoModel(traced, bundle.preprocess)
+        inputs, outputs = ["images"], [*outputs, "pixel_values"]
+        # these sizes differ from each other and from the model's: the tracer would identify equal ones
+        example = torch.zeros(count, height + 3, width + 8, 3, dtype=torch.uint8)
+        sizes |= {1: "height", 2: "width"}
+    else:
+        inputs, outputs = ["pixel_values"], ["logits", *outputs, "features"]
+        example = torch.zeros(count, 3, height, width)
 
     with _silence(), torch.no_grad():
         exported = torch.onnx.export(
@@ -277,13 +320,27 @@ def _write_onnx(path: Path, bundle: Bundle, answers: Answers | None, *, attentio
             (example,),
             dynamo=True,
             verbose=False,
-            input_names=["images"],
+            input_names=inputs,
             output_names=outputs,
+            opset_version=max(opset, 18),
             # sizes along these axes stay free and get names
-            dynamic_shapes=({0: "batch", 1: "height", 2: "width"},),
+            dynamic_shapes=(sizes,),
         )
         assert exported is not None
         write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
+
+
+def _convert(proto: Any, opset: int) -> Any:
+    """Convert a graph to an earlier version of the operators."""
+    from onnx import version_converter
+
+    for node in proto.graph.node:
+        for attribute in node.attribute:
+            # the converter doesn't know that version 17 has only the default
+            if attribute.name == "noop_with_empty_axes":
+                node.attribute.remove(attribute)
+                break
+    return version_converter.convert_version(proto, opset)
 
 
 def _quantise(source: Path, path: Path) -> None:
@@ -309,7 +366,7 @@ def _quantise(source: Path, path: Path) -> None:
         write_atomically(path, write)
 
 
-def _measure(path: Path, images: ImageDataset) -> float:
+def _measure(path: Path, images: ImageDataset, preprocess: Preprocess) -> float:
     """Measure a file on images decoded to `resize_size`: the share of them that it predicts correctly,
     or the mean average precision of labels."""
     import onnxruntime
@@ -317,13 +374,20 @@ def _measure(path: Path, images: ImageDataset) -> float:
     session = onnxruntime.InferenceSession(path)
     assert images.pixels is not None
     names = [output.name for output in session.get_outputs()]
+    (given,) = session.get_inputs()
+    count = given.shape[0] if isinstance(given.shape[0], int) else _BATCH_SIZE
     # an operating point decides
     name = "predicted" if "predicted" in names and not images.is_multilabel else "probabilities"
     parts = []
-    for start in range(0, len(images), _BATCH_SIZE):
-        batch = np.array(images.pixels[start : start + _BATCH_SIZE])
-        parts += session.run([name], {"images": batch})
-    scores = np.concatenate(parts)  # [n, C]
+    for start in range(0, len(images), count):
+        batch = np.array(images.pixels[start : start + count])
+        # a file of fixed batches takes whole ones
+        missing = count - len(batch) if isinstance(given.shape[0], int) else 0
+        batch = np.concatenate([batch, np.repeat(batch[:1], missing, axis=0)])
+        if given.name == "pixel_values":
+            batch = preprocess.normalize(torch.from_numpy(preprocess.crop(batch))).numpy()
+        parts += session.run([name], {given.name: batch})
+    scores = np.concatenate(parts)[: len(images)]  # [n, C]
     if images.is_multilabel:
         values = LabelScores(images.labels, scores.astype(float), np.zeros(len(images)))
         return compute_label_metrics(values)["map"]

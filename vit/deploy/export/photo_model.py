@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import PIL
 import torch
-from jaxtyping import Bool, Float64, Int32, Int64, Shaped, UInt8
+from jaxtyping import Bool, Float, Float64, Int32, Int64, Shaped, UInt8
 from torch import Tensor, nn
 
 from vit.data.preprocess import Interpolation, Preprocess
@@ -26,41 +26,66 @@ _NUM_PARTS = 4
 _ROWS_MAY_BE_FIRST = int(PIL.__version__.partition(".")[0]) >= 13
 
 
-class PhotoModel(nn.Module):
-    """From pixels to probabilities.
+class Classifier(nn.Module):
+    """From normalised images to logits, probabilities and what follows from them.
 
     Args:
-        model: From normalised images [B, 3, H, W] to logits, or to a tuple that begins with logits
-            and ends with features.
-        preprocess: The preprocessing of the model.
+        model: From normalised images [B, 3, H, W] to a tuple of logits, any other outputs, and
+            features.
         temperature: Divisor of the logits before the softmax.
         multilabel: Each label has a probability of its own, the sigmoid of its logit.
         decision: From probabilities to what is predicted; None where that is the most probable
             class.
         answers: From logits and features to further outputs; None for no more.
+        dtype: Type in which `model` computes; inputs and outputs are float32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float,
+        multilabel: bool = False,
+        decision: nn.Module | None = None,
+        answers: nn.Module | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.multilabel = multilabel
+        self.decision = decision
+        self.answers = answers
+        self.dtype = dtype
+
+    def forward(self, pixel_values: Float[Tensor, "B 3 H W"]) -> tuple[Tensor, ...]:
+        """Compute logits divided by the temperature and probabilities [B, C], the outputs of `model`
+        between its logits and features, what is predicted, the answers, and the features."""
+        outputs = self.model(pixel_values.to(self.dtype))
+        logits, *others, features = (output.float() for output in outputs)
+        scaled = logits / self.temperature
+        probabilities = scaled.sigmoid() if self.multilabel else scaled.softmax(dim=-1)
+        predicted = () if self.decision is None else (self.decision(probabilities),)
+        answers = () if self.answers is None else self.answers(logits, features)
+        return scaled, probabilities, *others, *predicted, *answers, features
+
+
+class PhotoModel(nn.Module):
+    """From pixels to probabilities.
+
+    Args:
+        classifier: From normalised images to what `Classifier` gives.
+        preprocess: The preprocessing of the model.
     """
 
     ground: Tensor
     scale: Tensor
     shift: Tensor
 
-    def __init__(
-        self,
-        model: nn.Module,
-        preprocess: Preprocess,
-        *,
-        temperature: float,
-        multilabel: bool = False,
-        decision: nn.Module | None = None,
-        answers: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, classifier: nn.Module, preprocess: Preprocess) -> None:
         super().__init__()
-        self.multilabel = multilabel
-        self.decision = decision
-        self.answers = answers
-        self.model = model
+        self.classifier = classifier
         self.preprocess = preprocess
-        self.temperature = temperature
         scale, shift = preprocess.scale_and_shift()
         ground = torch.tensor(preprocess.ground, dtype=torch.uint8)
         self.register_buffer("ground", ground)
@@ -68,23 +93,16 @@ class PhotoModel(nn.Module):
         self.register_buffer("shift", shift)
 
     def forward(self, images: UInt8[Tensor, "B height width 3"]) -> tuple[Tensor, ...]:
-        """Compute the probabilities [B, C] of RGB images, the outputs of `model` between its logits
-        and features, what is predicted, the answers, and the normalised images.
+        """Compute what `classifier` gives of RGB images, between its logits and features, and the
+        normalised images.
 
         OpenVINO computes in bfloat16 by default, except what leads to an output without a matrix
         product: the normalised images are one so that the weights of the resize stay in float32.
         """
         resized = self._resize(images).permute(0, 3, 1, 2)
         normalised = torch.addcmul(self.shift, resized.float(), self.scale)
-        outputs = self.model(normalised)
-        if not isinstance(outputs, tuple):
-            outputs = (outputs, None)
-        logits, *others, features = outputs
-        scaled = logits / self.temperature
-        probabilities = scaled.sigmoid() if self.multilabel else scaled.softmax(dim=-1)
-        predicted = () if self.decision is None else (self.decision(probabilities),)
-        answers = () if self.answers is None else self.answers(logits, features)
-        return probabilities, *others, *predicted, *answers, normalised
+        _, *outputs, _ = self.classifier(normalised)
+        return *outputs, normalised
 
     def _resize(self, pixels: UInt8[Tensor, "B height width 3"]) -> UInt8[Tensor, "B H W 3"]:
         """Compute `Preprocess.to_uint8` of each image."""
