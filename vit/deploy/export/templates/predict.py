@@ -43,6 +43,7 @@ for path in sys.argv[1:]:
                 answer["note"] = "unusual"
     except Exception as error:  # broken bytes raise nearly any error in Pillow's decoders
         answer = {"path": path, "error": str(error)}
+    answer["precision"] = facts["precision"]
     line = json.dumps(answer, ensure_ascii=False)
     # a terminal would obey control characters in names: they are escaped
     print(line if line.isprintable() else json.dumps(answer))
