@@ -23,13 +23,17 @@ for path in sys.argv[1:]:
         scores = outputs["probabilities"][0]
         order = np.argsort(-scores, kind="stable").tolist()
         listed = order
-        answer = {"path": path}
+        labels = None
         if facts.get("task") == "multilabel":
-            answer["labels"] = [names[i] for i in order if outputs["predicted"][0, i]]
+            labels = [names[i] for i in order if outputs["predicted"][0, i]]
         elif "predicted" in outputs:
             # the predicted class comes first, whatever its probability
             listed = sorted(order, key=lambda i: not outputs["predicted"][0, i])
         best = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in listed[:5]]
+        predicted = best[0]["name"] if labels is None else "|".join(labels)
+        answer = {"path": path, "predicted": predicted, "probability": best[0]["probability"]}
+        if labels is not None:
+            answer["labels"] = labels
         answer |= {"predictions": best, "note": "", "prediction_set": None, "p_value": None}
         if "prediction_set" in outputs:
             chosen = [names[i] for i in order if outputs["prediction_set"][0, i]]
