@@ -325,7 +325,7 @@ def build_bundle(
             f"load weights of timm with vit.load_timm({str(path)!r})"
         )
     if model is None:
-        model = _build_to_fit(content, origin=str(path))
+        model = _build_to_fit(content, origin=str(path), is_random=random_weights)
     else:
         check_fit(model, content.weights, origin=str(path))
     if content.likeness is not None:
@@ -424,13 +424,15 @@ def collect_versions() -> dict[str, str]:
     }
 
 
-def _build_to_fit(content: ModelFile, *, origin: str) -> nn.Module:
+def _build_to_fit(content: ModelFile, *, origin: str, is_random: bool) -> nn.Module:
     """Check that a file's weights fit its description, and build that module, untrained."""
     metadata = content.metadata
     num_classes = len(metadata["class_names"])
     if "module" not in metadata:
         _check_class_names(metadata["class_names"], metadata["architecture"]["num_classes"])
-        return build_to_fit(metadata["architecture"], content.weights, origin=origin)
+        return build_to_fit(
+            metadata["architecture"], content.weights, origin=origin, is_random=is_random
+        )
     from vit.model.timm_weights import build_module  # timm takes a second to import
 
     build = partial(build_module, metadata["module"], num_classes=num_classes)

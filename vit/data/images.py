@@ -222,6 +222,7 @@ def read_image(
         # Pillow has a limit of its own
         if max_pixels > _MAX_PIXELS:
             Image.MAX_IMAGE_PIXELS = max_pixels
+        _load_plugins()
         with Image.open(file, formats=formats) as image:
             check_size(image.size)
             is_large = image.width * image.height > _LARGE_PIXELS
@@ -294,6 +295,16 @@ def _decode_plain_jpeg(file: BinaryIO) -> np.ndarray | None:
             pixels: np.ndarray | None = cv2.imdecode(codes, flags)
             return pixels
     return None
+
+
+@cache
+def _load_plugins() -> None:
+    """Load the formats that Pillow itself would load with fifty others."""
+    from PIL import TiffImagePlugin, WebPImagePlugin  # noqa: F401
+
+    # older ones have none
+    with suppress(ImportError):
+        from PIL import AvifImagePlugin  # noqa: F401
 
 
 def check_size(size: tuple[int, int]) -> None:

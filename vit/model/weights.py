@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vit.model.checkpoint import CHECKPOINT_NAME
 from vit.model.model_file import ModelFile, StateDict, check_finite, read_model_file
+from vit.model.patch_embed import build_sincos_positions
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors
@@ -70,9 +71,10 @@ def read_weights(path: Path) -> ModelFile:
 
 
 def build_to_fit(
-    architecture: Architecture, weights: StateDict, *, origin: str
+    architecture: Architecture, weights: StateDict, *, origin: str, is_random: bool = True
 ) -> VisionTransformer:
-    """Build an untrained model of `architecture`, after a check that the weights fit it.
+    """Build an untrained model of `architecture`, after a check that the weights fit it. Unless it
+    `is_random`, it has the weights, and none are drawn.
 
     The check runs on "meta", without memory. So a damaged or malicious file can't allocate more
     memory than its own weights take.
@@ -93,7 +95,16 @@ def build_to_fit(
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{origin}: {error}") from error
     check_fit(model, weights, origin=origin)
-    return VisionTransformer(**architecture)
+    if is_random:
+        return VisionTransformer(**architecture)
+    # to_empty would import torch's compiler
+    kinds = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    given = {name: weights[name].to(kind) for name, kind in kinds.items()}
+    model.load_state_dict(given, assign=True)
+    # fixed positions are no weights
+    if not isinstance(model.pos_embed, nn.Parameter):
+        model.pos_embed = build_sincos_positions(model.grid_size, model.embed_dim)
+    return model
 
 
 def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:

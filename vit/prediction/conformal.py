@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import betaincinv, expit
 
 from vit.bundle import MULTILABEL, Bundle
 from vit.prediction.neighbours import compute_distances
@@ -23,6 +22,7 @@ from vit.prediction.probabilities import (
     Ints,
     chunk_rows,
     compute_log_probabilities,
+    compute_sigmoid,
 )
 from vit.runtime.numbers import format_percent
 
@@ -100,6 +100,8 @@ def find_low_coverage(num_images: int, coverage: float) -> float:
         num_images: Number n of held-out images that the threshold is from.
         coverage: See `find_threshold`.
     """
+    from scipy.special import betaincinv  # see `compute_softmax`
+
     rank = _find_rank(num_images, coverage)
     return float(betaincinv(rank, num_images + 1 - rank, 0.1))
 
@@ -172,8 +174,7 @@ def _compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
     """Compute probabilities [n, C] without the temperature, which may have been fitted after the
     threshold."""
     if bundle.is_multilabel:
-        probabilities: Floats = expit(logits.astype(np.float64))
-        return probabilities
+        return compute_sigmoid(logits.astype(np.float64))
     return np.exp(compute_log_probabilities(logits, 1.0))
 
 

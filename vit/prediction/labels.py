@@ -1,11 +1,16 @@
 """Probabilities of classes, or of labels where an image may have several."""
 
 import numpy as np
-from scipy.special import expit, softmax
 
 from vit.bundle import Bundle
 from vit.prediction.decision import decide_classes, decide_labels
-from vit.prediction.probabilities import Float32s, Floats, Ints
+from vit.prediction.probabilities import (
+    Float32s,
+    Floats,
+    Ints,
+    compute_sigmoid,
+    compute_softmax,
+)
 
 
 def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
@@ -16,8 +21,7 @@ def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
         logits: [n, C].
     """
     scaled = logits.astype(np.float64) / bundle.temperature
-    probabilities: Floats = expit(scaled) if bundle.is_multilabel else softmax(scaled, axis=1)
-    return probabilities
+    return compute_sigmoid(scaled) if bundle.is_multilabel else compute_softmax(scaled)
 
 
 def find_labels(bundle: Bundle, probabilities: Floats) -> list[str] | None:

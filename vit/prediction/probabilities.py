@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_softmax
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -24,5 +23,26 @@ def chunk_rows(logits: Float32s) -> Iterator[slice]:
 
 
 def compute_log_probabilities(logits: NDArray[np.floating[Any]], temperature: float) -> Floats:
-    """Compute log softmax(logits / temperature) of [n, C]."""
-    return np.asarray(log_softmax(logits.astype(np.float64, copy=False) / temperature, axis=1))
+    """Compute log softmax(logits / temperature) of [n, C], with the bits of scipy."""
+    shifted = _shift(logits.astype(np.float64, copy=False) / temperature)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def compute_softmax(logits: Floats) -> Floats:
+    """Compute softmax(logits) of [n, C], with the bits of scipy."""
+    # scipy takes a fifth of a second to import
+    exponentials = np.exp(_shift(logits))
+    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
+
+
+def compute_sigmoid(logits: Floats) -> Floats:
+    """Compute the sigmoid of logits."""
+    from scipy.special import expit  # see `compute_softmax`
+
+    return np.asarray(expit(logits))
+
+
+def _shift(logits: Floats) -> Floats:
+    """Subtract the largest logit of each row of [n, C]."""
+    # of no classes there is none
+    return np.asarray(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
