@@ -202,13 +202,14 @@ def _fold_temperature(bundle: Bundle) -> StateDict:
     assert isinstance(model, VisionTransformer)
     weights = model.state_dict() | {"pos_embed": model.pos_embed.detach()}
     for name, tensor in weights.items():
+        weights[name] = tensor = tensor.cpu()
         if name.startswith(("head.", "head_dist.")):
             weights[name] = (tensor.double() / bundle.temperature).to(tensor.dtype)
     return weights
 
 
 def _write_weights(weights: StateDict, path: Path) -> None:
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in weights.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
     # transformers requires the format
     write_atomically(path, lambda temporary: save_file(tensors, temporary, {"format": "pt"}))
 
