@@ -1,5 +1,5 @@
 """Write what is generated from the code, into the pages of this folder: reference/configuration.md,
-reference/commands.md and the tables of explanations/supported-models.md.
+reference/commands.md, reference/schemas and the tables of explanations/supported-models.md.
 
 python docs/generate.py
 """
@@ -13,16 +13,22 @@ from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints
 
 import torch
 import typer
-from pydantic import BaseModel
+import typing_extensions
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaMode
 
 from vit import config
 from vit.cli.main import app
+from vit.deploy.serve.answers import Answers
+from vit.evaluation import label_result, result
+from vit.explanation import writer
 from vit.explanation.capture.reader import ModelReader
+from vit.prediction.records import Record
 
 FOLDER = Path(__file__).parent
 REFERENCE = FOLDER / "reference"
@@ -36,7 +42,7 @@ Groups = dict[str, dict[str, list[str]]]
 
 def render_configuration() -> str:
     """A list for each section of the configuration schema."""
-    comments = _read_comments()
+    comments = _read_comments(config)
     text = _NOTE.format(source="vit/config.py") + (
         "# Configuration\n\n"
         "A configuration is a YAML file of sections and keys; `key.path=value` on the command line "
@@ -61,9 +67,9 @@ def render_configuration() -> str:
     return text
 
 
-def _read_comments() -> dict[tuple[str, str], str]:
+def _read_comments(module: types.ModuleType) -> dict[tuple[str, str], str]:
     """(class, field) → the comment above the field."""
-    source = inspect.getsource(config)
+    source = inspect.getsource(module)
     lines = [line.strip() for line in source.splitlines()]
     comments = {}
     for class_node in ast.parse(source).body:
@@ -241,9 +247,53 @@ def _fill(marker: str, rows: str) -> str:
     return f"{before}{marker}\n\n{rows}\n{end}{after}"
 
 
+def render_schemas() -> dict[str, str]:
+    """JSON Schemas of the files that commands write, by name."""
+    # without what an older file may lack
+    written: dict[str, tuple[Any, JsonSchemaMode]] = {
+        "evaluation": (result.Evaluation | label_result.LabelEvaluation, "serialization"),
+        "manifest": (writer.Manifest, "serialization"),
+        # of these, keys are left out
+        "prediction": (_as_model(Record), "validation"),
+        "answer": (Answers, "validation"),
+    }
+    comments: dict[tuple[str, str], str] = {}
+    for module in (result, label_result, writer):
+        comments |= _read_comments(module)
+    texts = {}
+    for name, (kind, mode) in written.items():
+        schema = TypeAdapter(kind).json_schema(mode=mode)
+        for part in (*schema.get("$defs", {}).values(), schema):
+            # keys may be added to any file
+            part.pop("additionalProperties", None)
+            for key, value in part.get("properties", {}).items():
+                if value.get("title", "") == key.replace("_", " ").title():
+                    del value["title"]
+                comment = comments.get((part["title"], key))
+                if comment:
+                    value.setdefault("description", comment)
+        schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+        texts[f"{name}.json"] = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    return texts
+
+
+def _as_model(kind: Any) -> Any:
+    """A TypedDict as pydantic takes it before Python 3.12."""
+    if not typing_extensions.is_typeddict(kind):
+        origin: Any = get_origin(kind)
+        return origin[_as_model(*get_args(kind))] if origin in (list, NotRequired) else kind
+    hints = get_type_hints(kind, include_extras=True)
+    fields = {name: _as_model(hint) for name, hint in hints.items()}
+    made: Any = typing_extensions.TypedDict(kind.__name__.strip("_"), fields)
+    made.__doc__ = kind.__doc__
+    return made
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(FOLDER.parent))  # for tests/
     (REFERENCE / "configuration.md").write_text(render_configuration(), encoding="utf-8")
     (REFERENCE / "commands.md").write_text(render_commands(), encoding="utf-8")
+    for name, text in render_schemas().items():
+        (REFERENCE / "schemas" / name).write_text(text, encoding="utf-8")
     MODELS_PAGE.write_text(render_supported_models(), encoding="utf-8")
     MODELS_PAGE.write_text(render_families(), encoding="utf-8")

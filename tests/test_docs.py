@@ -22,10 +22,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
-from generate import render_commands, render_configuration, render_supported_models
+from generate import (
+    render_commands,
+    render_configuration,
+    render_schemas,
+    render_supported_models,
+)
+from jsonschema import Draft202012Validator, ValidationError
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
+from tests.schemas import check_document
 from vit.cli.main import app
 from vit.config import load_config
 from vit.data.sources.registry import find_kind
@@ -297,6 +304,17 @@ def test_a_measured_number_has_a_mark(page: Path) -> None:
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     rest = re.sub(MARKED, "", text)
     assert set(re.findall(r"\d[\d,.]* (?:%|images/s|GiB)", rest)) <= STATED
+
+
+def test_schemas_are_up_to_date() -> None:
+    texts = {path.name: path.read_text() for path in (ROOT / "docs/reference/schemas").iterdir()}
+    assert texts == render_schemas(), "run `make docs`"
+    for text in texts.values():
+        Draft202012Validator.check_schema(json.loads(text))
+    # a key that is missing, and a value of another kind
+    for document in ({"predicted": "cat"}, {"path": "a.png", "p_value": "small"}):
+        with pytest.raises(ValidationError):
+            check_document("prediction", document)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from scipy.stats import chi2_contingency
 from sklearn.metrics import average_precision_score, balanced_accuracy_score
 
 from tests.conftest import Launcher, SaveModel
+from tests.schemas import check_document
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import read_map_style
@@ -159,7 +160,8 @@ def test_a_column_of_the_table_is_read(
     arguments = ("evaluate", model, "--data", data, "--split", "all", "--num-examples", "0", "--by")
     screen = cli.succeed(*arguments, "site name,group", "--output", out).out
     assert "by site name" in screen
-    sites, patients = json.loads((out / "evaluation.json").read_text())["subgroups"]
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    sites, patients = check_document("evaluation", evaluation)["subgroups"]
     assert [row["num_images"] for row in patients["rows"]] == [6] * 8
     with (out / "predictions.csv").open() as file:
         predictions = list(csv.DictReader(file))

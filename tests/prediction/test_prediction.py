@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.schemas import check_document
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs
 from vit.data.inputs import list_inputs
@@ -129,7 +130,8 @@ def test_lines_hold_what_was_predicted() -> None:
     ]
     file = io.StringIO()
     assert list(write_jsonl(predictions, file=file)) == predictions
-    first, second = [json.loads(line) for line in file.getvalue().splitlines()]
+    lines = file.getvalue().splitlines()
+    first, second = [check_document("prediction", json.loads(line)) for line in lines]
     assert first == {
         "path": "a.png",
         "predicted": "dog, the",
@@ -203,5 +205,5 @@ def test_lines_about_several_labels_say_labels() -> None:
     ]
     header = rows.getvalue().splitlines()[0].split(",")
     assert header[-4:] == ["label_1", "probability_1", "label_2", "probability_2"]
-    first = json.loads(lines.getvalue().splitlines()[0])
+    first = check_document("prediction", json.loads(lines.getvalue().splitlines()[0]))
     assert first["similar"] == [{"path": "train/c.png", "similarity": 0.9}]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vit
+from tests.schemas import check_document
 from vit.evaluation.label_result import LabelEvaluationResult
 from vit.evaluation.saved import load_evaluation
 from vit.training.result import TrainingResult
@@ -132,6 +133,7 @@ def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
     assert isinstance(result, LabelEvaluationResult)
     result.save(tmp_path / "evaluation")
     values = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    check_document("evaluation", values)
     assert values["task"] == "multilabel"
     assert load_evaluation(tmp_path / "evaluation" / "evaluation.json") == result.evaluation
     assert [row["support"] for row in values["per_label"]] == MARKS.sum(axis=0).tolist()

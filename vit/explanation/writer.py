@@ -19,7 +19,14 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
-from vit.explanation.records import ImageResult, MapResult, build_map_tile, build_photo_tile
+from vit.explanation.checks.sanity_checks import SanityCheck
+from vit.explanation.records import (
+    ImageResult,
+    MapResult,
+    Sink,
+    build_map_tile,
+    build_photo_tile,
+)
 from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, Tile, draw_contact_sheet
 from vit.explanation.render.overlay import MAX_SIDE, draw_legend, draw_overlay, panel_size
 from vit.explanation.render.text import MARGIN
@@ -56,44 +63,91 @@ _Side = Annotated[int, Field(gt=0, strict=True)]
 
 
 class _Part(BaseModel):
-    """A part of the manifest, with the keys that are read; others are kept."""
+    """A part of the manifest. Other keys are kept."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class _Class(_Part):
+class _Target(_Part):
+    """A class or label, or a target of another kind, without index and probability."""
+
+    index: int | None
     name: str
     probability: float | None
 
 
-class _SanityCheck(_Part):
-    verdict: str
+class _Predicted(_Target):
+    """What is predicted. With several labels an image, the first one's values and all labels."""
+
+    labels: list[_Target] | None = None
 
 
 class _Map(_Part):
     method: str
-    map_key: str
-    overlay: str | None
+    class_specific: bool
+    # null if the map is the same for every class
+    target: _Target | None
     caption: str
-    sanity_check: _SanityCheck | None
+    # the target's logit or value
+    score: float | None
+    # name of the array in maps.npz
+    map_key: str
+    # name of the picture
+    overlay: str | None
+    # fraction of the relevance in prefix tokens
+    prefix_mass: float
+    # nats
+    entropy: float
+    # the patch-removal test
+    sanity_check: SanityCheck | None
+    sinks: list[Sink]
+    # fraction of the map on attention sinks
     sink_fraction: float
+    completeness_error: float | None = None
 
 
 class _Entry(_Part):
     path: str
     name: str
     title: str
+    # hash of the file, or of the pixels of an image in memory
+    sha256: str
+    # width and height of the upright image
     size: tuple[_Side, _Side]
-    predicted: _Class
+    # left, top, right, bottom of the part that the model sees, in its pixels
+    box: tuple[float, float, float, float]
+    predicted: _Predicted
     p_value: float | None = None
+    # "unusual" or "unsure"
     note: str = ""
+    # rows and columns of patches
+    grid: tuple[int, int]
+    map_key: str
+    overlay: str | None
     maps: list[_Map]
 
 
-class _Manifest(BaseModel):
-    parameters: Mapping[str, Any]
+class _Unreadable(_Part):
+    path: str
+    reason: str
+
+
+class Manifest(_Part):
+    """manifest.json of `vit explain`. `schema_version` rises when a key is removed or changes its
+    meaning, not when a key is added."""
+
+    schema_version: int
+    # names of the methods, with commas
+    method: str
+    # everything that the maps depend on
+    parameters: dict[str, Any]
+    model: str
     model_sha256: str
+    run_id: str | None
+    preprocess: dict[str, Any]
+    versions: dict[str, str]
     images: list[_Entry]
+    unreadable: list[_Unreadable]
 
 
 class MapWriter:
@@ -209,7 +263,7 @@ class MapWriter:
                 f"{self.output} was written by another version of vit (schema {schema}, not "
                 f"{SCHEMA_VERSION}) and cannot be continued; use --overwrite or another --output"
             )
-        check_schema(_Manifest, manifest, origin=str(path))
+        check_schema(Manifest, manifest, origin=str(path))
 
         # maps with different parameters must not be in one directory
         changed = [

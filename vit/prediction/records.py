@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NotRequired, TextIO, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,16 @@ from vit.runtime.files import FileContent, Result
 
 # index, name and probability, the most probable first
 TopClasses = list[tuple[int, str, float]]
+
+
+class _Class(TypedDict):
+    index: int
+    name: str
+    probability: float
+
+
+# "class" is there if it is known
+_Similar = TypedDict("_Similar", {"path": str, "class": NotRequired[str], "similarity": float})
 # name of a column → an array with an entry for each image
 Columns = dict[str, Any]
 
@@ -169,7 +179,7 @@ def build_columns(
     return columns
 
 
-def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:
+def describe_classes(classes: TopClasses) -> list[_Class]:
     """Return classes as objects for JSON."""
     return [
         {"index": index, "name": name, "probability": probability}
@@ -177,23 +187,39 @@ def describe_classes(classes: TopClasses) -> list[dict[str, int | str | float]]:
     ]
 
 
-def describe_similar(images: Sequence[Similar]) -> list[dict[str, str | float]]:
+def describe_similar(images: Sequence[Similar]) -> list[_Similar]:
     """Return similar training images as objects for JSON."""
-    return [
-        {
-            "path": image.path,
-            **({"class": image.class_name} if image.class_name else {}),
-            "similarity": image.similarity,
-        }
-        for image in images
-    ]
+    described: list[_Similar] = []
+    for image in images:
+        described.append({"path": image.path, "similarity": image.similarity})
+        if image.class_name:
+            described[-1]["class"] = image.class_name
+    return described
+
+
+class Record(TypedDict):
+    """A line of predictions.jsonl. An image that can't be read has its path and `error`; the others
+    have all keys but this, `labels` with several labels an image, and what was asked for."""
+
+    path: str
+    predicted: NotRequired[str | None]
+    probability: NotRequired[float | None]
+    labels: NotRequired[list[str]]
+    predictions: NotRequired[list[_Class]]
+    note: NotRequired[str]
+    prediction_set: NotRequired[list[str] | None]
+    p_value: NotRequired[float | None]
+    similar: NotRequired[list[_Similar]]
+    embedding: NotRequired[list[float]]
+    error: NotRequired[str]
+    precision: NotRequired[str]
 
 
 def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write a JSON object on a line for each prediction, with escapes for control characters, and
     yield the prediction once it is written."""
     for prediction in predictions:
-        record: dict[str, object] = {"path": prediction.path}
+        record: Record = {"path": prediction.path}
         if prediction.error is None:
             record["predicted"] = prediction.predicted
             record["probability"] = prediction.probability

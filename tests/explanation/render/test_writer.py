@@ -19,6 +19,7 @@ from torch import Tensor
 
 import vit
 from tests.explanation.collector import build_writer, explain_with
+from tests.schemas import check_document
 from vit.api import explain
 from vit.bundle import Bundle, Likeness
 from vit.data.images import list_images
@@ -83,7 +84,7 @@ def export(bundle: Bundle, photos: list[str], output: Path, **choices: object) -
     settings = {"methods": ("rollout",), "batch_size": 2, "sanity_checks": True} | choices
     writer = build_writer(output, bundle, settings)
     write(bundle, items_from_images(photos), writer, settings)
-    return json.loads((output / "manifest.json").read_text())
+    return check_document("manifest", json.loads((output / "manifest.json").read_text()))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
