@@ -17,6 +17,7 @@ from typing import Any
 import attention_programs
 import evaluation
 import faithfulness
+import loader_rates
 import train_throughput
 from conditions import name_processor
 
@@ -398,6 +399,7 @@ def build_tables() -> dict[str, str]:
         "faithfulness-summary": build_faithfulness_summary(load_results(faithfulness.NAME)),
         "explanation-speed": build_explanation_speed(load_results(attention_programs.NAME)),
         "fuzz": build_fuzz(load_results("fuzz")),
+        "loader-rates": join_tables(loader_rates.build_table, loader_rates.NAME),
         "own-photos": build_own_photos(load_results("own-photos")),
         "pretrained": build_pretrained(load_results("pretrained")),
         "train-throughput": join_tables(train_throughput.build_table, "train-throughput"),
