@@ -294,7 +294,8 @@ def build_table(result: dict[str, Any]) -> str:
 
 {rates}
 
-On paper, at {needs["utilisation"]:.0%} of {needs["tflops"]} TFLOP/s (NVIDIA's data sheet, dense bfloat16); the cache has {result["stored_bytes"] / 1000:.0f} kB an image:
+On paper, at {needs["utilisation"]:.0%} of {needs["tflops"]} TFLOP/s (NVIDIA's data sheet, dense bfloat16):
+1 GB/s of the cache, {result["stored_bytes"] / 1000:.0f} kB an image, is {1e9 / result["stored_bytes"]:,.0f} images/s.
 
 {to_markdown(header, models)}
 
