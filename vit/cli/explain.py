@@ -3,20 +3,23 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from vit.cli.predict import list_names
+from vit.cli.predict import import_engine, list_names
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
+from vit.runtime.files import expand_home
 
 
 def explain(
     find: Call,
     images: list[str] | None = None,
     *,
-    output: Path,
+    output: str,
     summary: bool = False,
     masks: Path | None = None,
+    engine: Literal["local", "ray"] = "local",
+    workers: int | None = None,
 ) -> None:
     """Show which parts of an image explain the prediction.
 
@@ -26,28 +29,36 @@ def explain(
 
     Args:
         images: Files, folders, or - for a list on standard input. None: the model's test split.
-        output: Directory for the results.
+        output: Directory for the results; of --engine ray also an address.
         summary: Summarise what each class is recognised by.
         masks: Masks for --summary: a folder of images, black outside the object, or a COCO file.
+        engine: local, or ray: a cluster, with a row of a Parquet file for each image.
+        workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
     """
     # torch takes seconds to import, and `vit --help` does without
     from vit.data.images import list_images
     from vit.explanation.best_method import describe_best_method
 
+    if engine == "ray":
+        explain_on_ray, list_files = import_engine("explain_on_ray", "list_files")
+        listed = list_files(list_names(images or ()))
+        explain_on_ray(listed, find.keywords, output=output, workers=workers)
+        return
     paths = None
     if images:
         paths = sorted({str(path) for path in list_images(list_names(images))})
     options = find.keywords
+    folder = expand_home(output)
     if summary:
-        _summarize(options, paths, output=output, masks=masks)
+        _summarize(options, paths, output=folder, masks=masks)
         return
     if masks is not None:
         raise ValueError("--masks is an option of --summary; add that")
-    result = find(images=paths, output=output)
+    result = find(images=paths, output=folder)
 
-    _show(output)
+    _show(folder)
     if "html" in options["formats"]:
-        echo(f"open {output / 'gallery.html'} in a browser")
+        echo(f"open {folder / 'gallery.html'} in a browser")
     best = describe_best_method(result.bundle)
     if best and not options.get("random_weights"):
         echo(best)

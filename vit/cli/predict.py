@@ -4,8 +4,9 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from io import TextIOWrapper
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
@@ -19,6 +20,8 @@ def predict(
     images: list[str],
     *,
     output_format: Literal["auto", "table", "jsonl", "csv"] = "auto",
+    engine: Literal["local", "ray"] = "local",
+    workers: int | None = None,
 ) -> None:
     """Predict the most probable classes of images.
 
@@ -35,6 +38,8 @@ def predict(
             of data sets, or - for a list of them on standard input. Models before them (runs, model
             files, timm:NAME) are averaged with MODEL.
         output_format: Format of standard output; auto is table in a terminal, otherwise jsonl.
+        engine: local, or ray: a cluster, with `output` a folder or an address for Parquet files.
+        workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
     """
     # The garbage collector would look through torch's modules again and again, which never are
     # garbage: a quarter of the time that one photo takes.
@@ -66,6 +71,16 @@ def predict(
     if not images:
         raise ValueError(f"{models[-1]} is a model; name images after it")
     keywords = {**call.keywords, "model": models if len(models) > 1 else models[0]}
+    if engine == "ray":
+        predict_on_ray, list_files = import_engine("predict_on_ray", "list_files")
+        others = {name: keywords.pop(name) for name in ("sort_into", "similar", "sort")}
+        output, resume = keywords.pop("output"), keywords.pop("resume")
+        if others != {"sort_into": None, "similar": 0, "sort": "none"} or output is None:
+            text = "needs --output, and has no --sort-into, --similar and --sort"
+            raise ValueError(f"--engine ray {text}")
+        listed = list_files(list_names(images))
+        predict_on_ray(listed, keywords, output=output, workers=workers, resume=resume)
+        return
     # a folder that is named alone is an error if it holds no images
     is_one_path = len(images) == 1 and images[0] != "-"
     inputs = images[0] if is_one_path else list_names(images)
@@ -89,6 +104,16 @@ def predict(
         echo(message, err=True)
     if count and num_unreadable == count:
         raise typer.Exit(1)
+
+
+def import_engine(*names: str) -> list[Any]:
+    """Return functions of the engine `ray`. Raises ValueError if its packages are missing."""
+    try:
+        engine = import_module("vit.deploy.batch.engine")
+    except ImportError as error:
+        text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
+        raise ValueError(text) from error
+    return [getattr(engine, name) for name in names]
 
 
 def list_names(names: Iterable[str]) -> Iterator[str]:

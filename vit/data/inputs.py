@@ -17,8 +17,8 @@ from vit.runtime.arguments import first_line, hide_tokens, shorten
 from vit.runtime.files import expand_home
 
 # columns of Parquet that hold images, and those that name their files
-_IMAGE_COLUMNS = ("image", "img", "bytes")
-_PATH_COLUMNS = ("path", "file_name", "image_path", "file_path", "filename", "file")
+IMAGE_COLUMNS = ("image", "img", "bytes")
+PATH_COLUMNS = ("path", "file_name", "image_path", "file_path", "filename", "file")
 # rows of Parquet in memory at a time
 _ROWS = 64
 
@@ -209,10 +209,10 @@ def _list_rows(files: Iterable[str]) -> Iterator[tuple[str, Input]]:
             with find_file(file).open() as stream:
                 table = ParquetFile(stream)
                 names = table.schema_arrow.names
-                column = next((name for name in _IMAGE_COLUMNS if name in names), None)
-                named = next((name for name in _PATH_COLUMNS if name in names), None)
+                column = next((name for name in IMAGE_COLUMNS if name in names), None)
+                named = next((name for name in PATH_COLUMNS if name in names), None)
                 if column is None and named is None:
-                    wanted = ", ".join((*_IMAGE_COLUMNS, *_PATH_COLUMNS))
+                    wanted = ", ".join((*IMAGE_COLUMNS, *PATH_COLUMNS))
                     have = shorten(", ".join(names))
                     raise ValueError(f"{shown} has no column {wanted}, only {have}; rename one")
                 columns = [name for name in (column, named) if name is not None]

@@ -102,7 +102,7 @@ def items_from_images(
     for number, image in enumerate(images):
         if isinstance(image, str):
             paths.append(image)
-            readers.append(partial(_read_file, image))
+            readers.append(partial(read_file, image))
         else:
             paths.append(f"image-{number:05d}")
             readers.append(partial(_hash_pixels, image))
@@ -166,10 +166,10 @@ def _read_converted(
     return convert(image), sha256
 
 
-def _read_file(path: str) -> tuple[Image.Image, str]:
+def read_file(path: str, content: bytes | None = None) -> tuple[Image.Image, str]:
     """Read an image, and hash the same bytes, in case the file changes meanwhile."""
     try:
-        content = read_bytes(Path(path))
+        content = read_bytes(Path(path)) if content is None else content
     except IsADirectoryError as error:
         raise ValueError(f"{path} is a folder that holds no images, or can't be read") from error
     return read_image(io.BytesIO(content), name=path), hashlib.sha256(content).hexdigest()

@@ -294,9 +294,9 @@ def decode_batches(
             while len(ahead) < 2 and (batch := list(islice(items, batch_size))):
                 futures = [
                     (network if getattr(image, "is_remote", False) else pool).submit(
-                        _decode, image, preprocesses
+                        _decode, name, image, preprocesses
                     )
-                    for _, image in batch
+                    for name, image in batch
                 ]
                 ahead.append(([name for name, _ in batch], futures))
             if not ahead:
@@ -308,10 +308,10 @@ def decode_batches(
         network.shutdown(cancel_futures=True)
 
 
-def _decode(image: Any, preprocesses: Sequence[Preprocess]) -> list[Pixels] | str:
+def _decode(name: str, image: Any, preprocesses: Sequence[Preprocess]) -> list[Pixels] | str:
     """Return the image as each model sees it, uint8 [H, W, 3], or why it can't be read."""
     try:
-        opened = _open_image(image)
+        opened = _open_image(name, image)
         return [preprocess.to_uint8(opened) for preprocess in preprocesses]
     except (OSError, ValueError) as error:
         # the store doesn't answer, and the image may be good
@@ -321,13 +321,13 @@ def _decode(image: Any, preprocesses: Sequence[Preprocess]) -> list[Pixels] | st
         return getattr(error, "strerror", None) or str(error)
 
 
-def _open_image(image: Any) -> Image.Image:
+def _open_image(name: str, image: Any) -> Image.Image:
     if isinstance(image, LazyImage):
         return image.read()
     if isinstance(image, str | Path):
         return read_image(Path(image))
     if isinstance(image, bytes | bytearray | memoryview):
-        return read_image(io.BytesIO(image))
+        return read_image(io.BytesIO(image), name=name)
     if image is None:
         raise ValueError("there is no image")
     (opened,) = list_images(image)

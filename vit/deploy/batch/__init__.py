@@ -1,0 +1,1 @@
+"""Predictions and maps of any number of images on many machines."""

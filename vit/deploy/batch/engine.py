@@ -1,0 +1,253 @@
+"""`--engine ray`: Ray Data gives images to workers on many machines, and writes their rows.
+
+Ray restarts a worker that was killed, and computes its images again.
+"""
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import ray
+import ray.data
+import torch
+
+from vit.bundle import Bundle, open_model
+from vit.deploy.batch.inputs import list_files as list_files
+from vit.deploy.batch.inputs import read_contents
+from vit.deploy.batch.parts import Parts
+from vit.explanation.best_method import MAX_CHECKED_IMAGES, choose_methods
+from vit.explanation.explain import describe_parameters, explain
+from vit.explanation.explainer import Explainer
+from vit.explanation.items import ImageItem, read_file
+from vit.explanation.records import ImageResult, MapResult
+from vit.explanation.writer import draw_map
+from vit.prediction.image_predictor import Predictor
+from vit.prediction.output import build_table
+from vit.runtime.arguments import first_line
+from vit.runtime.console import echo
+from vit.runtime.device import choose_device
+from vit.runtime.files import clean_name
+
+# at most, of a worker without a GPU
+_CORES = 4
+# cores of a task that reads or writes, and waits most of the time
+_TASK_CORES = 0.25
+# images that a worker gets at once
+_MIN_IMAGES, _MAX_IMAGES = 64, 1024
+_IMAGES_A_PART = 1024
+
+_MAP = {
+    "method": pa.string(),
+    "target": pa.string(),
+    "values": pa.list_(pa.list_(pa.float32())),
+    "overlay": pa.binary(),
+}
+_MAPS = {
+    "path": pa.string(),
+    "predicted": pa.string(),
+    "probability": pa.float64(),
+    "maps": pa.list_(pa.struct(list(_MAP.items()))),
+    "error": pa.string(),
+}
+
+Values = Mapping[str, Any]
+# rows with the columns path and bytes → rows of the result
+Compute = Callable[[pa.Table], pa.Table]
+
+
+def predict_on_ray(
+    images: pa.Table, options: Values, *, output: str, workers: int | None, resume: bool
+) -> None:
+    """Write the columns of `vit.Predictor`, whose parameters are the options; see `_run`."""
+    predictor = Predictor(**{**options, "device": "cpu"})
+    # "auto" depends on the device of a worker
+    facts = {**predictor.describe_options(), "precision": options["precision"]}
+    build = partial(_build_predictor, options)
+    _run(images, build, predictor.bundle, Parts(output, facts), workers, resume=resume)
+
+
+def _build_predictor(options: Values, bundle: Bundle, device: str) -> Compute:
+    predictor = Predictor(**{**options, "model": bundle, "device": device})
+
+    def compute(rows: pa.Table) -> pa.Table:
+        paths, contents = rows.to_pydict().values()
+        # a path that can't be read says why
+        images = [content or path for path, content in zip(paths, contents, strict=True)]
+        columns = {"image": images, "path": np.array(paths, dtype=object)}
+        return build_table(predictor(columns))
+
+    return compute
+
+
+def explain_on_ray(images: pa.Table, options: Values, *, output: str, workers: int | None) -> None:
+    """Write the maps of `vit.explain`, whose parameters are the options; see `_run`."""
+    parameters = signature(explain).parameters.values()
+    options = {**{each.name: each.default for each in parameters}, **options}
+    if options["scale"] == "batch":
+        raise ValueError("--engine ray has no batches to scale by; choose another scale")
+    bundle = open_model(options["model"], device="cpu", random_weights=options["random_weights"])
+    names = ("target", "map_options", "sanity_checks", "batch_size", "precision")
+    chosen = {name: options[name] for name in names}
+    if chosen["sanity_checks"] is None:
+        chosen["sanity_checks"] = len(images) <= MAX_CHECKED_IMAGES
+    chosen["methods"] = choose_methods(options["methods"], bundle, num_images=len(images))
+    # a wrong option is reported now
+    facts = describe_parameters(
+        Explainer(bundle, **chosen),
+        options["target"],
+        options["scale"],
+        options["interpolation"],
+    )
+    parts = Parts(output, {"model": bundle.sha256, **facts})
+    build = partial(_build_explainer, options, chosen)
+    _run(images, build, bundle, parts, workers, resume=options["resume"])
+
+
+def _build_explainer(options: Values, chosen: Values, bundle: Bundle, device: str) -> Compute:
+    explainer = Explainer(open_model(bundle, device=device), **chosen)
+
+    def describe(image: ImageResult, result: MapResult) -> Values:
+        picture = draw_map(
+            image,
+            result,
+            bundle.class_names,
+            smooth=options["interpolation"] == "smooth",
+            max_side=options["max_side"],
+            caption=options["captions"],
+        )
+        overlay = io.BytesIO()
+        picture.save(overlay, "PNG")
+        shown = (result.method.name, result.target_name, list(result.values), overlay.getvalue())
+        return dict(zip(_MAP, shown, strict=True))
+
+    def compute(rows: pa.Table) -> pa.Table:
+        found: dict[str, Values] = {}
+
+        def add(images: Sequence[ImageResult]) -> None:
+            for image in images:
+                predicted = image.describe_predicted(bundle.class_names)
+                found[image.item.path] = {
+                    "predicted": predicted["name"],
+                    "probability": predicted["probability"],
+                    "maps": [describe(image, result) for result in image.maps],
+                }
+
+        items = [
+            ImageItem(path, clean_name(Path(path).stem), partial(read_file, path, content))
+            for path, content in zip(*rows.to_pydict().values(), strict=True)
+        ]
+        explained = explainer.explain(items, add, scale=options["scale"])
+        found |= {path: {"error": reason} for path, reason in explained.unreadable}
+        listed = [{"path": item.path, **found[item.path]} for item in items]
+        return pa.Table.from_pylist(listed, pa.schema(list(_MAPS.items())))
+
+    return compute
+
+
+class _Worker:
+    """Computes rows in a process of its own."""
+
+    def __init__(self, build: Callable[[Bundle, str], Compute], models: Any, cores: int) -> None:
+        torch.set_num_threads(cores)
+        self.compute = build(ray.get(models[0]), str(choose_device("auto")))
+
+    def __call__(self, rows: pa.Table) -> pa.Table:
+        return self.compute(rows)
+
+
+def _run(
+    images: pa.Table,
+    build: Callable[[Bundle, str], Compute],
+    bundle: Bundle,
+    parts: Parts,
+    workers: int | None,
+    *,
+    resume: bool,
+) -> None:
+    """Write a row for each image that has none.
+
+    Args:
+        images: See `list_files`.
+        build: Makes a worker's function of the model and a device.
+        bundle: The model, which the workers get.
+        parts: Where the rows go.
+        workers: Number of workers. None: one for each GPU, or for every 4 cores.
+        resume: Go on where rows are written already.
+    """
+    written = parts.prepare(resume=resume)
+    images = images.filter(pc.invert(pc.is_in(images["path"], value_set=written)))
+    if not len(images):
+        return
+    with _connect():
+        resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        num_gpus = int(resources.get("GPU", 0))
+        workers = workers or num_gpus or -(-int(resources["CPU"]) // _CORES)
+        cores = max(int(resources["CPU"]) // workers, 1)
+        size = min(max(len(images) // (64 * workers), _MIN_IMAGES), _MAX_IMAGES)
+        starts = range(0, len(images), size)
+        whole: Any = {"batch_size": None, "batch_format": "pyarrow"}
+        rows: ray.data.Dataset = ray.data.from_arrow(
+            [images.slice(start, size) for start in starts]
+        )
+        rows = rows.map_batches(read_contents, **whole, num_cpus=_TASK_CORES)
+        rows = rows.map_batches(
+            _Worker,
+            **whole,
+            # in a list: Ray would copy it into the arguments
+            fn_constructor_args=(build, [ray.put(bundle)], cores),
+            compute=ray.data.ActorPoolStrategy(size=min(workers, len(starts))),
+            num_gpus=int(num_gpus > 0),
+            # the others are for tasks
+            num_cpus=max(cores - 1, 0.5),
+        )
+        rows.write_datasink(_Sink(parts), ray_remote_args={"num_cpus": _TASK_CORES})
+
+
+class _Sink(ray.data.Datasink[int]):
+    """Writes the rows that Ray collects as a part."""
+
+    min_rows_per_write = _IMAGES_A_PART
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def write(self, blocks: Iterable[Any], ctx: object) -> int:
+        rows = pa.concat_tables(blocks)
+        self.parts.write(rows)
+        return len(rows) - int(rows["error"].null_count)
+
+    def on_write_complete(self, write_result: Any) -> None:
+        count, unreadable = write_result.num_rows, sum(write_result.write_returns)
+        echo(f"{count:,} images, {unreadable:,} of them unreadable: {self.parts.output}")
+
+
+@contextmanager
+def _connect() -> Iterator[None]:
+    """Connect to the cluster of RAY_ADDRESS or `ray start`; without one, start one here."""
+    # Ray would report to its makers
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        cause: BaseException = error
+        while deeper := getattr(cause, "cause", None) or cause.__cause__:
+            cause = deeper
+        raise ValueError(f"a worker failed: {first_line(cause)}") from error
+    finally:
+        if is_ours:
+            ray.shutdown()
