@@ -109,7 +109,11 @@ def test_a_prediction_that_is_missing_or_doubled_is_named(
 @pytest.mark.extended
 def test_an_audit_needs_no_images(tiny_model_file: Path, root: Path, written: Path) -> None:
     direct = vit.audit(root, model=tiny_model_file, **CPU).audit
-    found = vit.audit(root, model=tiny_model_file, predictions=written, **CPU).audit
+    result = vit.audit(root, model=tiny_model_file, predictions=written, **CPU)
+    found = result.audit
+    page = result.build_files()["audit.html"]
+    assert "data:image/" in page
+    assert "odd property" not in page
     assert found.num_images == direct.num_images == 299
     # the folds are others: they come of the pixels' hashes
     assert found.top1 == pytest.approx(direct.top1, abs=0.08)

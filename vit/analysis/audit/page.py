@@ -3,7 +3,7 @@
 Suspects are accepted or rejected by keyboard, and the page saves corrections.csv.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from vit.analysis.audit.suspects import Audit
 from vit.data.corrections import COLUMNS, SEPARATOR
 from vit.data.dataset import ImageDataset, printable
 from vit.explanation.render.page import encode_photo, name_model, render_page
-from vit.prediction.predictor import Pixels
 from vit.runtime.numbers import format_percent
 
 _TEMPLATE = Path(__file__).with_name("audit.html.jinja")
@@ -31,18 +30,14 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
 
     Args:
         audit: The result of the audit.
-        images: The images, decoded.
+        images: The images; those that are not decoded are read if the page shows them.
     """
     suspects = audit.label_errors[:_MAX_SUSPECTS]
     pairs = audit.near_duplicates[:_MAX_PAIRS]
     outliers = audit.outliers[:_MAX_ODD]
     odd = {name: described.odd[:_MAX_ODD] for name, described in audit.properties.items()}
 
-    assert images.pixels is not None
-    photos = {
-        printable(image_id): pixels
-        for image_id, pixels in zip(images.ids, images.pixels, strict=True)
-    }
+    places = {printable(image_id): index for index, image_id in enumerate(images.ids)}
     small = [
         path
         for error in suspects
@@ -52,6 +47,11 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
     small += [path for pair in pairs for path in pair.paths]
     small += [image.path for image in outliers]
     small += [image.path for rows in odd.values() for image in rows]
+
+    def encode(paths: Iterable[str], side: int) -> dict[str, str]:
+        chosen = {path: places[path] for path in paths}
+        return {path: encode_photo(_read(images, at), side=side) for path, at in chosen.items()}
+
     context = {
         "audit": audit,
         "model": name_model(audit.model),
@@ -60,17 +60,15 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
         "pairs": pairs,
         "outliers": outliers,
         "odd": odd,
-        "photos": _encode(photos, (error.path for error in suspects), side=_SIDE),
-        "thumbnails": _encode(photos, small, side=_THUMBNAIL_SIDE),
+        "photos": encode((error.path for error in suspects), _SIDE),
+        "thumbnails": encode(small, _THUMBNAIL_SIDE),
         "columns": COLUMNS,
         "separator": SEPARATOR,
     }
     return render_page(_TEMPLATE, context)
 
 
-def _encode(photos: Mapping[str, Pixels], paths: Iterable[str], *, side: int) -> dict[str, str]:
-    """Return pictures of images, by path."""
-    return {
-        path: encode_photo(Image.fromarray(photos[path]), side=side)
-        for path in dict.fromkeys(paths)
-    }
+def _read(images: ImageDataset, index: int) -> Image.Image:
+    if images.pixels is None:
+        return images.image(index)
+    return Image.fromarray(images.pixels[index])
