@@ -10,10 +10,12 @@ import argparse
 import contextlib
 import functools
 import http.server
+import importlib.util
 import io
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from conditions import ROOT, describe_conditions, load_result, write_result
 from PIL import Image
 from sklearn.datasets import load_sample_images
@@ -250,6 +253,72 @@ def _run_vit(case: Case, precision: Any) -> np.ndarray:
     return rows
 
 
+def _export(case: Case, form: Any) -> Path:
+    folder = case.work / form
+    if not folder.exists():
+        vit.export_model(case.model, output=folder, format=form)
+    return folder
+
+
+def _run_predict(case: Case) -> np.ndarray:
+    """Run predict.py of the export, whose other classes than the five that it prints are taken from
+    vit."""
+    rows = _run_vit(case, "float32")
+    command = [sys.executable, case.work / "photo" / "predict.py", *case.paths]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for row, line in zip(rows, told.splitlines(), strict=True):
+        for answer in json.loads(line)["predictions"]:
+            row[answer["index"]] = answer["probability"]
+    return rows
+
+
+def _run_transformers(case: Case, given: str, *, has_code: bool) -> np.ndarray:
+    from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+    folder, names = str(_export(case, "huggingface")), list(case.bundle.class_names)
+    if given == "Auto classes":
+        model = AutoModelForImageClassification.from_pretrained(folder, trust_remote_code=has_code)
+        read = AutoImageProcessor.from_pretrained(folder, trust_remote_code=has_code)
+        with torch.no_grad():
+            parts = [model(**read(str(path), return_tensors="pt")).logits for path in case.paths]
+        return _to_probabilities(case, torch.cat(parts))
+    answer = pipeline("image-classification", model=folder, trust_remote_code=has_code)
+    rows = np.zeros((len(case.paths), len(names)))
+    for row, path in zip(rows, case.paths, strict=True):
+        for found in answer(str(path) if given == "path" else Image.open(path), top_k=len(names)):
+            row[names.index(found["label"])] = found["score"]
+    return rows
+
+
+def _run_timm(case: Case, *, is_our_reader: bool) -> np.ndarray:
+    import timm
+
+    folder = _export(case, "timm")
+    for name in ("timm_vit", "read_image"):
+        if (folder / f"{name}.py").exists():
+            spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    parts = []
+    for path in case.paths:
+        image = (
+            sys.modules["read_image"].read_rgb(path)
+            if is_our_reader
+            else Image.open(path).convert("RGB")
+        )
+        with torch.no_grad():
+            parts.append(model(transform(image)[None]))
+    return _to_probabilities(case, torch.cat(parts))
+
+
+def _to_probabilities(case: Case, logits: torch.Tensor) -> np.ndarray:
+    return (logits.sigmoid() if case.bundle.is_multilabel else logits.softmax(dim=1)).numpy()
+
+
 CLIENTS: dict[str, Client] = {
     "vit predict, default precision": functools.partial(_run_vit, precision="auto"),
     "onnxruntime, photo": functools.partial(_run_session, export="photo"),
@@ -275,6 +344,21 @@ CLIENTS: dict[str, Client] = {
     "OpenVINO with the f32 hint, tensor": functools.partial(
         _run_openvino, export="tensor", is_float32=True
     ),
+    "predict.py": _run_predict,
+    "transformers without code, pipeline(path)": functools.partial(
+        _run_transformers, given="path", has_code=False
+    ),
+    "transformers with code, pipeline(path)": functools.partial(
+        _run_transformers, given="path", has_code=True
+    ),
+    "transformers with code, pipeline(PIL)": functools.partial(
+        _run_transformers, given="PIL", has_code=True
+    ),
+    "transformers with code, Auto classes": functools.partial(
+        _run_transformers, given="Auto classes", has_code=True
+    ),
+    'timm, Image.open().convert("RGB")': functools.partial(_run_timm, is_our_reader=False),
+    "timm, read_rgb": functools.partial(_run_timm, is_our_reader=True),
 }
 
 
