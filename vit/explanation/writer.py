@@ -77,7 +77,7 @@ class _Target(_Part):
 
 
 class _Predicted(_Target):
-    """What is predicted. With several labels an image, the first one's values and all labels."""
+    """The prediction. With several labels an image, the first one's values and all labels."""
 
     labels: list[_Target] | None = None
 
