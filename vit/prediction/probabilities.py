@@ -44,5 +44,5 @@ def compute_sigmoid(logits: Floats) -> Floats:
 
 def _shift(logits: Floats) -> Floats:
     """Subtract the largest logit of each row of [n, C]."""
-    # of no classes there is none
+    # there may be no class
     return np.asarray(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
