@@ -14,6 +14,9 @@ from vit.model.find_file import is_model_name
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 
+# imported on use, because Ray is an extra
+_ENGINE = "vit.deploy.batch.engine"
+
 
 def predict(
     call: Call,
@@ -109,7 +112,7 @@ def predict(
 def import_engine(*names: str) -> list[Any]:
     """Return functions of the engine `ray`. Raises ValueError if its packages are missing."""
     try:
-        engine = import_module("vit.deploy.batch.engine")
+        engine = import_module(_ENGINE)
     except ImportError as error:
         text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
         raise ValueError(text) from error
