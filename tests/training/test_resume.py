@@ -1,12 +1,14 @@
 """A run that dies anywhere and is resumed ends where an uninterrupted one ends, bit for bit."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.training.conftest import Killed, MakeRun, flatten, read_curves, read_metrics, run_until
 from vit.bundle import load_bundle
+from vit.training.observers import Observer
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,29 @@ def test_resumed_run_equals_uninterrupted_run(
     state = flatten(resumed.trainer.train_step.state_dict())
     assert whole_state.keys() == state.keys()
     assert all(torch.equal(whole_state[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("step", [5, 15])
+def test_a_run_stopped_after_the_last_step_of_an_epoch_or_of_the_run_goes_on(
+    make_run: MakeRun,
+    whole: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    overrides: list[str],
+    step: int,
+) -> None:
+    class Stop(Observer):
+        def on_step(self, metrics: dict[str, Any]) -> bool:
+            return bool(metrics["step"] == step)
+
+    stopped = make_run(tmp_path / "stopped", *overrides)
+    stopped.trainer.observers.append(Stop())
+    stopped.trainer.train()
+    assert stopped.trainer.progress.step_in_epoch == 5
+    resumed = make_run(tmp_path / "stopped", *overrides)
+    assert resumed.trainer.resume()
+    assert resumed.trainer.progress.step == step
+    resumed.trainer.train()
+    assert_equal_runs(whole[0], tmp_path / "stopped")
 
 
 def test_a_kill_between_an_epochs_metrics_and_its_checkpoint_logs_them_once(

@@ -140,7 +140,8 @@ class Trainer:
                 if self.keeps_first_model and not self._has_model():
                     self._keep_first_model()
                 self._speed_start = (time.perf_counter(), self.progress.step)
-                while not self.progress.is_done(self.plan):
+                # A run that was stopped after its last step has an epoch to finish.
+                while self.progress.step_in_epoch or not self.progress.is_done(self.plan):
                     if not self._train_epoch():
                         break
                     self._finish_epoch()
@@ -218,7 +219,10 @@ class Trainer:
             progress.epoch_sums = progress.epoch_sums.float()
         progress.epoch_sums = progress.epoch_sums.to(device)
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
-        batches = LookAhead(self._batches(start_step=progress.step_in_epoch))
+        is_over = progress.step >= plan.total_steps
+        rest = iter(()) if is_over else self._batches(start_step=progress.step_in_epoch)
+        batches = LookAhead(rest)
+        batch = None
         for batch in batches:
             self._fit_length()
             if self._first_scores is None:
@@ -246,6 +250,9 @@ class Trainer:
             is_last = progress.step_in_epoch == len(self.train_batches)
             if self._is_checkpoint_due() and not is_last:
                 self._save()
+        if batch is None:
+            # The run was stopped after the epoch's last step.
+            batch = next(self._batches(start_step=progress.step_in_epoch - 1))
         self._last_images = batch.images[:NUM_IMAGES].clone()
         return True
 
