@@ -171,7 +171,9 @@ def test_examples_run(page: Path, place: Path, cli: Any) -> None:
                 continue
             is_new_run = command[0] == "train" and "--resume" not in command
             short = SHORT[: 2 if "--folds" in command else 3] if is_new_run else []
-            if "--output" in command and "--resume" not in command:
+            # predictions are never overwritten
+            writes = "--output" in command and command[0] != "predict"
+            if writes and "--resume" not in command:
                 command = [*command, "--overwrite"]
             cli.succeed(*command, *short)
 
