@@ -28,6 +28,7 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.sources.base import FileReader
+from vit.data.workers import BatchIndices, DecodingWorkers
 
 MakeFolder = Callable[..., Path]
 PREPROCESS = Preprocess((12, 10))
@@ -212,6 +213,35 @@ def test_a_sample_is_drawn_anew_each_epoch_in_workers(file_dataset: ImageDataset
                 seen.setdefault(sample, set()).add(image.numpy().tobytes())
     assert {len(pictures) for pictures in seen.values()} == {6}
     assert len(seen) == 24
+
+
+def test_workers_share_a_batch_and_it_is_that_of_no_workers(
+    file_dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(file_dataset.reader, FileReader)
+    (file_dataset.reader.root / file_dataset.reader.paths[5]).write_bytes(b"no image")
+    source = file_dataset.subset([*range(24)] * 2)
+    sizes = []
+    build = DecodingWorkers.build_indices
+
+    def record(workers: DecodingWorkers, rng: StatelessRandom) -> BatchIndices:
+        sizes.append(len(rng.sample_ids))
+        return build(workers, rng)
+
+    monkeypatch.setattr(DecodingWorkers, "build_indices", record)
+    read = []
+    messages: list[list[str]] = [[], []]
+    for workers, said in zip((0, 2), messages, strict=True):
+        options = {"augment": GEOMETRY, "batch_size": 40, "max_unreadable_fraction": 0.2}
+        loader = make(source, workers=workers, **options)
+        read.append(
+            [batch for epoch in (0, 1) for batch in loader.epoch(epoch, on_warning=said.append)]
+        )
+        loader.close()
+    assert_same(iter(read[0]), iter(read[1]))
+    assert messages[0] == messages[1] != []
+    assert sizes.count(40) == 2
+    assert sizes.count(20) == 4
 
 
 def test_workers_flip_small_and_large_crops_alike(make_folder: MakeFolder) -> None:

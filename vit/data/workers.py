@@ -5,10 +5,11 @@ An image that can't be read is named, and another one takes its place.
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ from vit.runtime.machine import count_free_shared_memory, count_workers
 
 Transform = Callable[..., Any]
 
+# images of a batch that a worker decodes at a time, at least: fewer cost more to send than to decode
+_MIN_PART = 16
 # replacements of one image that are tried one after the other
 _MAX_REPLACEMENTS = 1000
 
@@ -149,7 +152,7 @@ def use_one_thread(_worker: int) -> None:
 
 
 class BatchIndices(NamedTuple):
-    """The images of a batch."""
+    """The images of a batch, or of a part of it."""
 
     # reads these images; None: the worker has a reader of all images
     reader: ImageReader | None
@@ -168,6 +171,19 @@ class DecodedBatch(NamedTuple):
     unreadable: dict[int, str]
     # why the user's transform failed, or why images can't be reached now; else empty
     error: str
+
+
+def join_parts(parts: Sequence[DecodedBatch]) -> DecodedBatch:
+    """Join the decoded parts of a batch."""
+    if len(parts) == 1:
+        return parts[0]
+    pixels = torch.cat([torch.as_tensor(part.pixels) for part in parts])
+    unreadable: dict[int, str] = {}
+    start = 0
+    for part in parts:
+        unreadable |= {start + row: reason for row, reason in part.unreadable.items()}
+        start += len(part.pixels)
+    return DecodedBatch(pixels, unreadable, next((part.error for part in parts if part.error), ""))
 
 
 class BatchSampler(Sampler[BatchIndices]):
@@ -236,8 +252,8 @@ class Decoding:
 
 
 class DecodingWorkers:
-    """Worker processes that live until `close()` or until this object is deleted. Each batch that
-    they decode has `batch_size` images."""
+    """Worker processes that live until `close()` or until this object is deleted. They share each
+    batch of `batch_size` images, so that it is there soon and few images are on their way."""
 
     def __init__(
         self,
@@ -294,15 +310,21 @@ class DecodingWorkers:
             for sample_ids in batches:
                 rng = StatelessRandom(seed, epoch, sample_ids)
                 sent.append(self._replace_unreadable(rng))
-                yield self.build_indices(sent[-1])
+                for ids in torch.split(sent[-1].sample_ids, part_size):
+                    yield self.build_indices(replace(rng, sample_ids=ids))
+
+        workers = self._decoding.workers
+        if workers is None:
+            workers = count_workers()
+        # without workers, a batch is decoded at once
+        part_size = self._batch_size
+        if workers:
+            part_size = max(math.ceil(self._batch_size / workers), _MIN_PART)
 
         # workers that live on from the epoch before take this one's batches
         self._batch_sampler.batches = list_indices()
         if self._data_loader is None:
-            workers = self._decoding.workers
-            if workers is None:
-                workers = count_workers()
-            self._choose_transport(workers, on_warning)
+            self._choose_transport(workers, min(part_size, self._batch_size), on_warning)
             self._data_loader = DataLoader(
                 self.decoder,
                 sampler=self._batch_sampler,
@@ -323,15 +345,18 @@ class DecodingWorkers:
             text = "the images or the transform can't be sent to other processes"
             hint = "define the transform in a module, or set data.workers=0"
             raise ValueError(f"{text} ({first_line(error)}); {hint}") from error
-        for decoded in self._decoded_batches:
-            yield self._receive(sent.popleft(), decoded, on_warning)
+        num_parts = math.ceil(self._batch_size / part_size)
+        while parts := list(islice(self._decoded_batches, num_parts)):
+            yield self._receive(sent.popleft(), join_parts(parts), on_warning)
 
-    def _choose_transport(self, workers: int, on_warning: Callable[[str], object]) -> None:
+    def _choose_transport(
+        self, workers: int, part_size: int, on_warning: Callable[[str], object]
+    ) -> None:
         """Send batches through pipes if shared memory doesn't hold those that are on their way: a
         worker that writes to a full /dev/shm is killed."""
-        batch_bytes = self._batch_size * 3 * math.prod(self.decoder.transform.size)
-        # two for each worker, and the one that is trained on
-        needed = (2 * workers + 1) * batch_bytes
+        image_bytes = 3 * math.prod(self.decoder.transform.size)
+        # two parts for each worker, and those of the batch that is joined
+        needed = (2 * workers * part_size + self._batch_size) * image_bytes
         free = count_free_shared_memory()
         had_room = self.decoder.shares_memory
         self.decoder.shares_memory = needed <= free
