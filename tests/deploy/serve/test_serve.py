@@ -883,6 +883,24 @@ def test_idle_connections_take_no_place_and_each_request_is_a_line(bundle: Bundl
     assert sum("/health" in line for line in lines) == 1
 
 
+def test_the_body_of_an_answer_does_not_wait_for_the_client(bundle: Bundle) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    seconds = []
+    with (
+        serve_in_thread(bundle) as (port, _),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as connection,
+    ):
+        for _ in range(20):
+            start = time.perf_counter()
+            connection.sendall(request)
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(4096)
+            seconds.append(time.perf_counter() - start)
+    # a client confirms after 40 ms
+    assert min(seconds[10:]) < 0.03
+
+
 def test_slow_uploads_lose_their_places_to_others(
     bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -448,6 +448,9 @@ def run_server(
         raise OSError(
             f"{host} port {port} can't be used ({error.strerror}); choose another --port or --host"
         ) from error
+    # Connections inherit it. asyncio doesn't set it for sockets that it didn't make, and without it
+    # an answer waits 40 ms until its client has confirmed the head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
     port = listener.getsockname()[1]
     with listener, suppress(KeyboardInterrupt):
         on_start("  ".join(f"http://{name}:{port}" for name in list_addresses(host)))
