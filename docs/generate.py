@@ -253,7 +253,7 @@ def render_schemas() -> dict[str, str]:
     written: dict[str, tuple[Any, JsonSchemaMode]] = {
         "evaluation": (result.Evaluation | label_result.LabelEvaluation, "serialization"),
         "manifest": (writer.Manifest, "serialization"),
-        # of these, keys are left out
+        # keys of these are left out
         "prediction": (_as_model(Record), "validation"),
         "answer": (Answers, "validation"),
     }
