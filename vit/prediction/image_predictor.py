@@ -31,7 +31,7 @@ from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.version import __version__
 
 # columns of a batch that may hold its images, the first that is there counts
-IMAGE_COLUMNS = ("image", "bytes", "path")
+_BATCH_COLUMNS = ("image", "bytes", "path")
 # requests at the same time
 _MAX_REQUESTS = 32
 # an image's name, and its pixels as each model sees it or why it can't be read
@@ -262,7 +262,7 @@ def _split_columns(
     columns = dict(images) if isinstance(images, Mapping) else {}
     rows: Iterable[Any] = images
     if columns:
-        found = next((name for name in IMAGE_COLUMNS if name in columns), None)
+        found = next((name for name in _BATCH_COLUMNS if name in columns), None)
         if found is None:
             have = ", ".join(map(str, columns))
             raise ValueError(f"the batch has the columns {have}; name one image, bytes or path")
