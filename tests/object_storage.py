@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -107,10 +108,14 @@ def serve_s3() -> Iterator[Any]:
     """A client of a server that is found by the environment, as users name theirs."""
     import boto3
     from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+    from s3fs import S3FileSystem
 
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
+    # what an earlier server of this process left: its buckets, and fsspec's client of its address
+    urlopen(f"http://{host}:{port}/moto-api/reset", data=b"")
+    S3FileSystem.clear_instance_cache()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}:{port}")
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
