@@ -199,24 +199,17 @@ def measure_calibration(
     """Measure probabilities without and with the model's temperature; None if none was fitted."""
     if "temperature" not in bundle.metadata:
         return None
-    if bundle.is_multilabel:
-        measured = []
-        for temperature in (1.0, bundle.temperature):
+    measured = []
+    for temperature in (1.0, bundle.temperature):
+        if bundle.is_multilabel:
             losses, ece = _measure(logits, labels, temperature=temperature)
             measured.append({"ece": ece, "loss": float(losses.mean())})
-        return Calibration(
-            bundle.temperature, bundle.metadata.get("temperature_fitted_on", {}), *measured
-        )
-    classes = labels.astype(np.int64, copy=False)
-    before = compute_metrics(score_logits(logits, classes))
-    after = compute_metrics(score_logits(logits, classes, temperature=bundle.temperature))
-    names = ("ece", "brier", "nll")
-    return Calibration(
-        temperature=bundle.temperature,
-        fitted_on=bundle.metadata.get("temperature_fitted_on", {}),
-        before={name: before[name] for name in names},
-        after={name: after[name] for name in names},
-    )
+            continue
+        classes = labels.astype(np.int64, copy=False)
+        metrics = compute_metrics(score_logits(logits, classes, temperature=temperature))
+        measured.append({name: metrics[name] for name in ("ece", "brier", "nll")})
+    fitted_on = bundle.metadata.get("temperature_fitted_on", {})
+    return Calibration(bundle.temperature, fitted_on, *measured)
 
 
 def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:

@@ -433,30 +433,33 @@ def _measure(
         cost = _measure_cost(bundle, predictor, num_images=min(predictor.batch_size, len(images)))
     cost = process.broadcast(cost)
     parts = {column: [found[name] for name in dataset.ids] for column, found in values.items()}
-    describe = partial(
-        _describe_measurement, bundle, images, predictor, cost=cost, notes=notes, parts=parts
-    )
+    scores: Scores | LabelScores
     if bundle.is_multilabel:
-        label_scores = score_label_logits(
+        scores = score_label_logits(
             logits,
             images.labels.astype(bool),
             temperature=bundle.temperature,
             thresholds=read_thresholds(bundle),
         )
+    else:
+        scores = score_logits(
+            logits,
+            images.labels,
+            temperature=bundle.temperature,
+            threshold=read_class_threshold(bundle),
+        )
+    shared = _describe_measurement(
+        bundle, images, predictor, scores, cost=cost, notes=notes, parts=parts
+    )
+    if isinstance(scores, LabelScores):
         return LabelEvaluationResult(
-            measure_labels(bundle, images, label_scores, describe(label_scores), logits=logits),
-            label_scores,
+            measure_labels(bundle, images, scores, shared, logits=logits),
+            scores,
             images,
             bundle,
             num_examples=min(num_examples, _LABEL_EXAMPLES),
             is_main=process.is_main,
         )
-    scores = score_logits(
-        logits,
-        images.labels,
-        temperature=bundle.temperature,
-        threshold=read_class_threshold(bundle),
-    )
     evaluation = Evaluation(
         **compute_metrics(scores),
         intervals=compute_intervals(scores, dataset.groups),
@@ -475,7 +478,7 @@ def _measure(
         ),
         corruptions=accuracies,
         mean_corruption_error=corruption_error,
-        **describe(scores),
+        **shared,
     )
     return EvaluationResult(evaluation, scores, images, bundle, logits, is_main=process.is_main)
 

@@ -3,7 +3,6 @@ curve and F1 of each label, and their averages, with 95 % intervals."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +16,6 @@ from vit.evaluation.intervals import bound_sum
 from vit.evaluation.metrics import NUM_BINS, find_bins
 from vit.prediction.decision import THRESHOLD
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
-from vit.runtime.numbers import format_interval, format_percent
 
 # Parts of the images, of whole groups, that are left out in turn for the variance of a metric.
 _NUM_PARTS = 50
@@ -417,24 +415,3 @@ def _bound_total(value: float, left_out: Floats, step: float) -> Interval:
     factor = float(stdtrit(count - 1, 1 - TAIL) / stdtrit(1e6, 1 - TAIL))
     low, high = bound_sum(value, variance=variance * factor**2, step=step)
     return min(low, value), max(high, value)
-
-
-def format_thresholds(rows: Sequence[LabelMetrics], count: int) -> list[str]:
-    """Return the lines of a table in Markdown: sensitivity and specificity of each label at its
-    threshold, and one at given values of the other."""
-    lines = ["", "| label | threshold for | probability | sensitivity | specificity |"]
-    lines.append("|---|---|---:|---:|---:|")
-    for row in rows:
-        name = html.escape(row.name).replace("|", "\\|")
-        for rates in row.thresholds:
-            cells = []
-            for value, interval in (
-                (rates.sensitivity, rates.sensitivity_interval),
-                (rates.specificity, rates.specificity_interval),
-            ):
-                cells.append(format_percent(value, count))
-                if interval:
-                    cells[-1] += f" ({format_interval(interval, count)})"
-            rule = rates.rule or "the prediction"
-            lines.append(f"| {name} | {rule} | {rates.threshold:.4g} | {' | '.join(cells)} |")
-    return lines

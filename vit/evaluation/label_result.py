@@ -1,7 +1,6 @@
 """The result of an evaluation on images with several labels, and its files: `evaluation.json`,
 `evaluation.md`, `report.html` and `predictions.csv`."""
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +21,10 @@ from vit.evaluation.label_metrics import (
     compute_label_intervals,
     compute_label_metrics,
     compute_per_label,
-    format_thresholds,
 )
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_label_predictions
-from vit.evaluation.result import MetricRow, SavedEvaluation, Shown
-from vit.evaluation.subgroups import SubgroupTable, format_tables
+from vit.evaluation.result import MetricRow, SavedEvaluation, Shown, build_row
+from vit.evaluation.subgroups import SubgroupTable
 from vit.prediction.conformal import LEVELS, mark_sets
 from vit.prediction.probabilities import Bools, Float32s
 from vit.runtime.files import FileContent
@@ -131,21 +129,10 @@ class LabelEvaluation(Shown, BaseModel):
         )
 
     def list_rows(self) -> list[MetricRow]:
-        rows = []
-        for name in (*self.intervals, "ece"):
-            value = getattr(self, name)
-            interval = self.intervals.get(name)
-            if value is None:
-                shown, bounds = "–", ""
-            elif name in ("loss", "ece"):
-                shown = format_number(value)
-                bounds = "" if interval is None else "–".join(map(format_number, interval))
-            else:
-                assert interval is not None
-                shown = format_percent(value, self.num_images)
-                bounds = format_interval(interval, self.num_images)
-            field = type(self).model_fields[name]
-            rows.append(MetricRow(str(field.title), shown, bounds, str(field.description)))
+        rows = [
+            build_row(self, name, is_fraction=name not in ("loss", "ece"))
+            for name in (*self.intervals, "ece")
+        ]
         for sets in self.label_sets:
             rows.append(
                 MetricRow(
@@ -273,6 +260,7 @@ class LabelEvaluationResult(SavedEvaluation):
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs
         from vit.evaluation.report.label_report import build_label_report
+        from vit.evaluation.report.report import render_markdown
 
         return {
             PREDICTIONS_FILE: partial(
@@ -283,25 +271,6 @@ class LabelEvaluationResult(SavedEvaluation):
                 groups=self.images.groups,
                 files=self.images.files,
             ),
-            "evaluation.md": _format_markdown(self.evaluation),
+            "evaluation.md": render_markdown(self),
             "report.html": build_label_report(self),
         }
-
-
-def _format_markdown(evaluation: LabelEvaluation) -> str:
-    """Return the metrics as tables in Markdown."""
-    count = evaluation.num_images
-    lines = [f"# {count:,} images of {evaluation.data} ({evaluation.split})", ""]
-    lines += [evaluation.describe_accuracy(), ""]
-    lines += [f"- {sentence}" for sentence in evaluation.list_warnings()]
-    lines += ["", "| metric | value | 95 % interval | |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in evaluation.list_rows()]
-    lines += ["", "| label | images | average precision | ROC AUC | precision | recall | F1 |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for row in evaluation.per_label:
-        values = (row.average_precision, row.roc_auc, row.precision, row.recall, row.f1)
-        cells = ["–" if value is None else format_percent(value, count) for value in values]
-        name = html.escape(row.name).replace("|", "\\|")
-        lines.append(f"| {name} | {row.support:,} | {' | '.join(cells)} |")
-    lines += format_thresholds(evaluation.per_label, count)
-    return "\n".join([*lines, format_tables(evaluation.subgroups)]).rstrip() + "\n"

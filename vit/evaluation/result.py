@@ -65,6 +65,20 @@ class Shown:
         raise NotImplementedError
 
 
+def build_row(evaluation: Any, name: str, *, is_fraction: bool) -> MetricRow:
+    """Build the row of a metric; fractions are shown in percent, other values as plain numbers."""
+    field = type(evaluation).model_fields[name]
+    value, interval = getattr(evaluation, name), evaluation.intervals.get(name)
+    shown, bounds = "–", ""
+    if value is not None and is_fraction:
+        shown = format_percent(value, evaluation.num_images)
+        bounds = format_interval(interval, evaluation.num_images)
+    elif value is not None:
+        shown = format_number(value)
+        bounds = "–".join(map(format_number, interval or ()))
+    return MetricRow(field.title, shown, bounds, field.description)
+
+
 class Evaluation(Shown, BaseModel):
     """The metrics of one model on one set of images, and the conditions of the measurement."""
 
@@ -157,16 +171,9 @@ class Evaluation(Shown, BaseModel):
         )
 
     def list_rows(self) -> list[MetricRow]:
-        rows = []
-        for name in self.list_metrics():
-            if name in _FRACTIONS:
-                value = format_percent(getattr(self, name), self.num_images)
-                interval = format_interval(self.intervals[name], self.num_images)
-            else:
-                value = format_number(getattr(self, name))
-                interval = "–".join(map(format_number, self.intervals[name]))
-            field = type(self).model_fields[name]
-            rows.append(MetricRow(str(field.title), value, interval, str(field.description)))
+        rows = [
+            build_row(self, name, is_fraction=name in _FRACTIONS) for name in self.list_metrics()
+        ]
         rest = self.against_rest
         if rest is not None:
             for title, rate, bounds in (

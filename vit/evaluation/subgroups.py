@@ -2,7 +2,6 @@
 differs between them."""
 
 import datetime
-import html
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -126,22 +125,6 @@ class SubgroupTable:
                     cells.append(format_interval(interval, row.num_images))
             rows.append(cells)
         return rows
-
-
-def format_tables(tables: Sequence[SubgroupTable]) -> str:
-    """Return tables in Markdown, empty without any."""
-    lines = []
-    for table in tables:
-        lines += ["", table.describe(), ""]
-        lines.append(f"| {' | '.join(map(_escape, table.headings))} |")
-        lines.append("|---" + "|---:" * (len(table.headings) - 1) + "|")
-        lines += [f"| {' | '.join(map(_escape, row))} |" for row in table.list_rows()]
-        lines += ["", " ".join(table.notes)]
-    return "\n".join(lines)
-
-
-def _escape(text: str) -> str:
-    return html.escape(text, quote=False).replace("|", "\\|")
 
 
 def read_values(dataset: ImageDataset, column: str) -> dict[str, str]:

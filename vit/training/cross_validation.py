@@ -27,7 +27,7 @@ from vit.evaluation.label_metrics import (
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.out_of_fold import OutOfFold
 from vit.prediction.features import Features, compute_features
-from vit.prediction.probabilities import Float32s, Ints
+from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.files import write_json
 from vit.runtime.numbers import format_interval, format_percent
 from vit.runtime.processes import current_process
@@ -62,7 +62,7 @@ class FoldPrediction:
     probability: float | list[float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CrossValidation:
     """The out-of-fold predictions of all images and their accuracy. Accuracies are from 0 to 1.
 
@@ -81,11 +81,11 @@ class CrossValidation:
     num_folds: int
     num_images: int
     num_groups: int | None
-    top1: float | None
-    map: float | None
+    top1: float | None = None
+    map: float | None = None
     interval: Interval
     macro_f1: float
-    majority: float | None
+    majority: float | None = None
     chance: float
     predictions: list[FoldPrediction]
     always_trained: list[str]
@@ -214,64 +214,62 @@ def cross_validate(
 
     measured = np.flatnonzero(folds >= 0)
     clusters = number_clusters(groups, len(labels))[measured]
-    truth = labels[measured]
-    accuracy: dict[str, Any]
-    if labels.ndim == 2:
-        label_scores = score_label_logits(logits[measured], truth)
-        answers = [
-            (
-                list(compress(class_names, has)),
-                list(compress(class_names, guessed)),
-                probabilities.tolist(),
-            )
-            for has, guessed, probabilities in zip(
-                truth, label_scores.predicted, label_scores.probabilities, strict=True
-            )
-        ]
-        metrics = compute_label_metrics(label_scores)
-        (mean,), (interval,), _ = compare_precision([label_scores], list(map(str, clusters)))
-        accuracy = {
-            "top1": None,
-            "map": float(mean),
-            "interval": interval,
-            "macro_f1": metrics["macro_f1"],
-            "majority": None,
-            "chance": float(truth.mean(axis=0)[truth.any(axis=0)].mean()),
-        }
-    else:
-        scores = score_logits(logits[measured], truth)
-        answers = [
-            (class_names[label], class_names[predicted], probability)
-            for label, predicted, probability in zip(
-                truth.tolist(), scores.predicted.tolist(), scores.confidence.tolist(), strict=True
-            )
-        ]
-        accuracy = {
-            "top1": float(scores.correct.mean()),
-            "map": None,
-            "interval": compute_clustered_interval(scores.correct, clusters),
-            "macro_f1": compute_metrics(scores)["macro_f1"],
-            "majority": float(np.bincount(truth).max() / len(measured)),
-            "chance": 1 / len(class_names),
-        }
+    measure = _measure_labels if labels.ndim == 2 else _measure_classes
+    accuracy, answers = measure(logits[measured], labels[measured], clusters, class_names)
     predictions = [
-        FoldPrediction(
-            path=ids[index],
-            group=None if groups is None else groups[index],
-            fold=int(folds[index]),
-            label=label,
-            predicted=predicted,
-            probability=probability,
-        )
-        for index, (label, predicted, probability) in zip(measured.tolist(), answers, strict=True)
+        FoldPrediction(ids[index], groups[index] if groups else None, int(folds[index]), *answer)
+        for index, answer in zip(measured.tolist(), answers, strict=True)
     ]
     return CrossValidation(
+        **accuracy,
         num_folds=int(folds.max()) + 1,
         num_images=len(measured),
         num_groups=None if groups is None else len(set(clusters.tolist())),
-        **accuracy,
         predictions=predictions,
         always_trained=[class_names[label] for label in list_always_trained(folds, labels)],
         measured=measured,
         logits=logits[measured],
     )
+
+
+def _measure_classes(
+    logits: Float32s, labels: Ints, clusters: Ints, class_names: Sequence[str]
+) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+    """Return the accuracy, by the fields of `CrossValidation`; and label, predicted and probability
+    of each image, as `FoldPrediction` has them."""
+    scores = score_logits(logits, labels)
+    answers = [
+        (class_names[label], class_names[predicted], probability)
+        for label, predicted, probability in zip(
+            labels.tolist(), scores.predicted.tolist(), scores.confidence.tolist(), strict=True
+        )
+    ]
+    accuracy = {
+        "top1": float(scores.correct.mean()),
+        "interval": compute_clustered_interval(scores.correct, clusters),
+        "macro_f1": compute_metrics(scores)["macro_f1"],
+        "majority": float(np.bincount(labels).max() / len(labels)),
+        "chance": 1 / len(class_names),
+    }
+    return accuracy, answers
+
+
+def _measure_labels(
+    logits: Float32s, labels: Bools, clusters: Ints, class_names: Sequence[str]
+) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+    """Measure several labels an image. See `_measure_classes`."""
+    scores = score_label_logits(logits, labels)
+    answers = [
+        (list(compress(class_names, has)), list(compress(class_names, predicted)), probabilities)
+        for has, predicted, probabilities in zip(
+            labels, scores.predicted, scores.probabilities.tolist(), strict=True
+        )
+    ]
+    (mean,), (interval,), _ = compare_precision([scores], list(map(str, clusters)))
+    accuracy = {
+        "map": float(mean),
+        "interval": interval,
+        "macro_f1": compute_label_metrics(scores)["macro_f1"],
+        "chance": float(labels.mean(axis=0)[labels.any(axis=0)].mean()),
+    }
+    return accuracy, answers

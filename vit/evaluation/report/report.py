@@ -1,5 +1,6 @@
 """The report of an evaluation: one self-contained HTML file, and a table in Markdown."""
 
+import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,6 @@ from PIL import Image
 
 from vit.bundle import Bundle
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.label_metrics import format_thresholds
 from vit.evaluation.metrics import ClassMetrics
 from vit.evaluation.out_of_fold import CROSS_VALIDATION
 from vit.evaluation.report.charts import (
@@ -26,7 +26,6 @@ from vit.evaluation.report.charts import (
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
-from vit.evaluation.subgroups import format_tables
 from vit.explanation.best_method import AUTO, choose_methods
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.checks.sanity_checks import check_maps
@@ -208,19 +207,21 @@ def find_problem(result: "EvaluationResult | LabelEvaluationResult") -> str:
     return ""
 
 
-def render_markdown(result: "EvaluationResult") -> str:
-    """Return the metrics as a table in Markdown."""
-    evaluation = result.evaluation
-    percent = partial(format_percent, count=evaluation.num_images)
-    rest = evaluation.against_rest
+def render_markdown(result: "EvaluationResult | LabelEvaluationResult") -> str:
+    """Return the metrics as tables in Markdown."""
+    count = result.evaluation.num_images
+
+    def percent(value: float | None) -> str:
+        return "–" if value is None else format_percent(value, count)
+
     context = {
-        "e": evaluation,
-        "data": evaluation.data,
+        "e": result.evaluation,
         "percent": percent,
-        "thresholds": format_thresholds([rest], evaluation.num_images) if rest else [],
-        "subgroups": format_tables(evaluation.subgroups),
+        "interval_text": partial(format_interval, count=count),
+        "cell": lambda text: html.escape(text, quote=False).replace("|", "\\|"),
     }
-    return render_page(_TEMPLATES / "evaluation.md.jinja", context)
+    kind = "label_evaluation" if result.bundle.is_multilabel else "evaluation"
+    return render_page(_TEMPLATES / f"{kind}.md.jinja", context).rstrip() + "\n"
 
 
 def _choose_cards(result: "EvaluationResult") -> list[tuple["MetricRow", str]]:
