@@ -44,12 +44,16 @@ class Process:
 
     def any_rank(self, flag: bool) -> bool:
         """Return True if `flag` is set in any process."""
+        return self.largest(float(flag)) != [0]
+
+    def largest(self, *values: float) -> list[float]:
+        """Return the largest of each value in all processes, the same in each."""
         if self.world_size == 1:
-            return flag
+            return list(values)
         # A tensor on the CPU is exchanged between hosts: nothing waits for a GPU.
-        num_flags = torch.tensor(float(flag))
-        dist.all_reduce(num_flags)
-        return bool(num_flags)
+        largest = torch.tensor(values)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.tolist()
 
     def broadcast(self, value: T) -> T:
         """Return the main process's `value`, in every process."""

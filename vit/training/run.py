@@ -48,6 +48,7 @@ from vit.training.probe import (
     rebuild_probed_model,
     uses_probe,
 )
+from vit.training.step_graphs import choose_capture_stream, on_stream
 from vit.training.teacher import Teacher, ask_teacher
 from vit.training.tensorboard import TensorBoard
 from vit.training.threaded_step import choose_threads
@@ -399,7 +400,9 @@ def build_train_step(
     """
     train = config.train
     precision = choose_precision(train.precision, device)
-    parallel_model = wrap_model(model.to(device), process, exchange=train.gradient_exchange)
+    stream = choose_capture_stream(process, device)
+    with on_stream(stream):
+        parallel_model = wrap_model(model.to(device), process, exchange=train.gradient_exchange)
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -452,6 +455,7 @@ def build_train_step(
         tf32=train.tf32,
         compile=compile,
         threads=threads,
+        capture_stream=stream,
     )
 
 
@@ -466,6 +470,8 @@ def wrap_model(model: nn.Module, process: Process, *, exchange: str) -> nn.Modul
     # when the backward pass has ended.
     bucket_mb = min(max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0), _MAX_BUCKET_MB)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    # Times of kernels, which a CUDA graph doesn't have, are read in its first ten steps only.
+    wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
     if exchange == "bfloat16":
         # takes a second to import
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook

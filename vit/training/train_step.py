@@ -84,6 +84,8 @@ class TrainStep:
             and in several processes, the encoder blocks of a model of ours.
         threads: Threads of a CPU that divide the batch, for a model that is not wrapped. Each takes
             at least one micro-batch.
+        capture_stream: Stream in which the model was wrapped, if its steps may be captured. See
+            `vit.training.step_graphs.choose_capture_stream`.
     """
 
     model: nn.Module
@@ -104,6 +106,7 @@ class TrainStep:
     tf32: bool = False
     compile: bool = False
     threads: BatchThreads | None = None
+    capture_stream: torch.cuda.Stream | None = None
 
     def __post_init__(self) -> None:
         self.module = self.model
@@ -142,9 +145,16 @@ class TrainStep:
         self.graphs: StepGraphs | None = None
         # Other models and losses may do something else in each step, by numbers of the host.
         # torch's gradient checkpointing reads the state of the device's random numbers.
-        is_capturable = isinstance(self.model, VisionTransformer) and self.loss is None
-        if is_capturable and not self.model.grad_checkpointing and self.device.type == "cuda":
-            self.graphs = StepGraphs(self.run_on_device, self.optimizer, self.device)
+        is_capturable = isinstance(self.module, VisionTransformer) and self.loss is None
+        is_capturable &= self.module is self.model or self.capture_stream is not None
+        if is_capturable and not self.module.grad_checkpointing and self.device.type == "cuda":
+            self.graphs = StepGraphs(
+                self.run_on_device,
+                self.optimizer,
+                self.device,
+                rehearse=None if self.module is self.model else self.rehearse,
+                stream=self.capture_stream,
+            )
 
     def _build_compiled(self) -> CompiledFunction:
         """Compile the blocks alone where time is dear or gradients are exchanged: on a GPU and in
@@ -214,6 +224,15 @@ class TrainStep:
                 loss_scale=self.loss_scale,
             )
             return self.update(loss, correct)
+
+    def rehearse(self, images: Tensor, targets: Tensor) -> Any:
+        """Compute the gradients of this process alone, without the model's wrapper."""
+        self.optimizer.zero_grad()
+        wrapped, self.model = self.model, self.module
+        try:
+            return self.forward_backward(images, targets)
+        finally:
+            self.model = wrapped
 
     def _forward_backward_in_memory(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Call `forward_backward`. If it doesn't fit into a GPU's memory, repeat it with the random

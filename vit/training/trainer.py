@@ -160,6 +160,8 @@ class Trainer:
                     text += " a larger /dev/shm (docker run --shm-size=8g), or"
                 raise OSError(f"{text} fewer data.workers") from error
             finally:
+                if self.process.world_size > 1 and self.train_step.graphs is not None:
+                    self.train_step.graphs.forget()
                 # This comes first: nothing may be written after observers hear of the end.
                 self.writer.finish()
                 self.train_batches.close()
