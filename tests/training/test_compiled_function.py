@@ -1,22 +1,30 @@
 """What torch can't compile is computed as it is."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from PIL import Image
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.conftest import Launcher
+from tests.conftest import TINY_RUN, Launcher, SaveModel
+from vit.config import load_config
+from vit.data import cache as decoding
 from vit.model.vision_transformer import VisionTransformer
+from vit.runtime.processes import Process
 from vit.training.compiled_function import CompiledBlocks, CompiledFunction, should_compile
+from vit.training.run import build_run
+from vit.training.train_step import TrainStep
 
 
 def cube(values: Tensor) -> Tensor:
@@ -206,3 +214,113 @@ def test_blocks_are_compiled_alone_and_share_their_code(
             assert all("forward" not in vars(block) for block in model.blocks)
     assert function.is_compiled != fails
     assert len(compiled) == (1 if fails else 2)
+
+
+_MIXED = "augment.mixup=0.2 augment.cutmix=1 train.class_balance=weights train.grad_accum_steps=3"
+_UNMIXED = "augment.cutmix=1 augment.mix_until=0 model.drop_path_rate=0.2 train.ema_decay=0.9"
+_SIZES = "train.image_sizes=[[0.5,0.5],[1,1]] train.patch_drop_rates=[[0.5,0.25]]"
+
+
+@needs_compiler
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        (_MIXED, ""),
+        (_UNMIXED, ""),
+        (_SIZES, "blocks"),
+        ("data.pipeline=cached augment.resized_crop_scale=[0.5,1]", "several labels"),
+        ("train.precision=bfloat16", "teacher"),
+        ("", "the compiler fails"),
+    ],
+)
+def test_the_first_step_is_compiled_while_the_images_are_decoded(
+    overrides: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    save_model: SaveModel,
+) -> None:
+    """The first step compiles nothing more, and the run is the one of decoded images, bit for
+    bit."""
+    compiled: list[Any] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        if kind == "the compiler fails":
+            raise RuntimeError("no Python.h")
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=lambda graph, _: make_boxed_func(graph))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(decoding, "_FEW", 0)
+    monkeypatch.setattr(decoding, "_CHUNK", 1)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    if kind == "blocks":
+
+        def compile_blocks(step: TrainStep) -> CompiledBlocks:
+            return CompiledBlocks(step._compute_loss, step.module.blocks)
+
+        monkeypatch.setattr(TrainStep, "_build_compiled", compile_blocks)
+
+    rng = np.random.default_rng(0)
+    (tmp_path / "images").mkdir()
+    rows = ["path,label"]
+    for number in range(48):
+        pixels = rng.integers(1, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "images" / f"{number}.png")
+        other = "cat|dog" if kind == "several labels" else "dog"
+        rows.append(f"{number}.png,{'cat' if number % 3 else other}")
+    table = tmp_path / "images" / "images.csv"
+    table.write_text("\n".join(rows))
+    options = [*TINY_RUN, f"data.root={table}", "data.name=folder", "data.workers=2"]
+    options += [f"data.cache_dir={tmp_path / 'cache'}", "train.batch_size=12", "train.epochs=2"]
+    options += ["train.compile=true", *overrides.split()]
+    if kind == "teacher":
+        teacher = save_model(
+            tmp_path / "teacher.safetensors", class_names=("cat", "dog"), img_size=8
+        )
+        options.append(f"train.teacher={teacher}")
+
+    passes: list[bool] = []
+    forward_backward = TrainStep.forward_backward
+
+    def watch(step: TrainStep, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        passes.append(any((tmp_path / "cache").glob("*.building")))
+        return forward_backward(step, images, targets)
+
+    monkeypatch.setattr(TrainStep, "forward_backward", watch)
+    states = []
+    for name in ("ahead", "decoded"):
+        torch._dynamo.reset()
+        compiled.clear()
+        passes.clear()
+        (tmp_path / name).mkdir()
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            run = build_run(
+                load_config({}, options),
+                directory=tmp_path / name,
+                process=Process(),
+                device_name="cpu",
+                observers=[],
+            )
+            step = run.trainer.train_step
+            assert passes == ([True] if name == "ahead" else [])
+            num_ahead = len(compiled)
+            assert bool(num_ahead) == (name == "ahead")
+            assert step.module.training
+            assert all(weight.grad is None for weight in step.module.parameters())
+            states.append({"random numbers": torch.get_rng_state()})
+            run.trainer.plan = replace(run.trainer.plan, total_steps=2)
+            run.trainer.train()
+        states[-1] |= step.averaged_model.state_dict()
+        fails = kind == "the compiler fails"
+        assert [str(warning.message)[:23] for warning in caught] == [
+            "torch could not compile"
+        ] * fails
+        if name == "ahead" and not fails:
+            assert len(compiled) == num_ahead
+            assert not passes[-1]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

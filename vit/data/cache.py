@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
@@ -60,6 +60,7 @@ def decode_dataset(
     max_unreadable_fraction: float = 0.05,
     progress: bool = True,
     preprocess: Preprocess | None = None,
+    while_decoding: Callable[[], object] | None = None,
 ) -> ImageDataset:
     """Decode every image once, or open what was decoded earlier.
 
@@ -71,6 +72,8 @@ def decode_dataset(
         max_unreadable_fraction: Fraction of the images that may be unreadable, 0 to 1.
         progress: Show a progress bar.
         preprocess: How images are scaled, apart from the size; None for a bicubic crop.
+        while_decoding: Called once when other processes have begun to decode; not if this one
+            decodes.
 
     Returns:
         The readable images, with `pixels` (None without a size), `hashes`, `sizes` and `unreadable`.
@@ -84,6 +87,9 @@ def decode_dataset(
 
     folder, stored = _find_place(dataset, size, cache_dir, preprocess)
     open_decoded = partial(open_cached, folder, partial(_open_decoded, folder, dataset, size))
+    decode = partial(
+        _decode_images, workers=workers, progress=progress, while_decoding=while_decoding
+    )
     decoded = open_decoded()
     if decoded is None:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,14 +103,7 @@ def decode_dataset(
                     ".building" if is_locked else f".{secrets.token_hex(4)}.building"
                 )
                 try:
-                    _build(
-                        dataset,
-                        building,
-                        stored,
-                        has_pixels=size is not None,
-                        workers=workers,
-                        progress=progress,
-                    )
+                    _build(dataset, building, stored, decode, has_pixels=size is not None)
                     # without a lock, another process may have been quicker
                     decoded = open_decoded()
                     if decoded is None:
@@ -155,12 +154,11 @@ def _build(
     dataset: ImageDataset,
     building: Path,
     preprocess: Preprocess,
+    decode: Callable[[ImageDataset, Path | None, Preprocess], tuple[np.ndarray, dict[int, str]]],
     *,
     has_pixels: bool,
-    workers: int | None,
-    progress: bool,
 ) -> None:
-    """Decode the images into the folder `building`. The caller removes it."""
+    """Decode the images into the folder `building`, by `_decode_images`. The caller removes it."""
     # a process that was killed may have left it
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
@@ -171,13 +169,7 @@ def _build(
         # reserved now: writing through a memory map to a full disk would kill the process
         _reserve(file, image_bytes * len(dataset))
 
-    facts, failures = _decode_images(
-        dataset,
-        pixels if has_pixels else None,
-        preprocess,
-        workers=workers,
-        progress=progress,
-    )
+    facts, failures = decode(dataset, pixels if has_pixels else None, preprocess)
 
     # unreadable images have no place in the file, only in the index
     readable = np.delete(np.arange(len(dataset)), list(failures))
@@ -222,6 +214,7 @@ def _decode_images(
     *,
     workers: int | None,
     progress: bool,
+    while_decoding: Callable[[], object] | None,
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Write the pixels of all images into a file, unless it is None, and hash them.
 
@@ -245,7 +238,14 @@ def _decode_images(
             from joblib import Parallel, delayed  # type: ignore[import-untyped]
 
             pool = Parallel(n_jobs=workers or -1, return_as="generator_unordered", max_nbytes=None)
-            chunks = pool(delayed(_decode_chunk)(*task) for task in tasks)
+            decoded = pool(delayed(_decode_chunk)(*task) for task in tasks)
+            try:
+                if while_decoding is not None:
+                    while_decoding()
+            except BaseException as error:
+                # ends the processes, as if raised while waiting for them
+                decoded.throw(error)
+            chunks = decoded
 
         try:
             for start, chunk_facts, chunk_failures in chunks:

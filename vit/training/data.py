@@ -64,10 +64,24 @@ class TrainingData:
     decode: Callable[[ImageDataset], ImageDataset]
     pipeline: Pipeline
     pipeline_reason: str
-    class_balance: ClassBalance
-    class_balance_reason: str
     class_weights: Float[np.ndarray, " C"] | None = None
     stored: ImageDataset | None = None
+
+    @property
+    def class_balance(self) -> ClassBalance:
+        """How the classes are balanced. Raises ValueError for a way that doesn't fit the labels."""
+        return self._balance[0]
+
+    @property
+    def class_balance_reason(self) -> str:
+        """Why they are, in words."""
+        return self._balance[1]
+
+    @cached_property
+    def _balance(self) -> tuple[ClassBalance, str]:
+        if self.class_weights is not None:
+            return "weights", "class_weights"
+        return choose_class_balance(self.train.labels, wanted=self.config.train.class_balance)
 
     @property
     def probe_balance(self) -> bool | dict[int, float]:
@@ -147,6 +161,7 @@ def build_data(
     pretrained: Preprocess | None = None,
     class_weights: Mapping[str, float] | None = None,
     has_transform: bool = False,
+    while_decoding: Callable[[TrainingData], object] | None = None,
 ) -> TrainingData:
     """List the training and validation images, and decode them where they fit into memory. The test
     images are not touched.
@@ -159,6 +174,7 @@ def build_data(
         pretrained: Preprocessing of pretrained weights, which comes before measured values.
         class_weights: Weight of each class in the loss, by its name; 1 for a class without a name.
         has_transform: Training images pass a function of the user, which needs them in full size.
+        while_decoding: Called with the undecoded data; see `decode_dataset`.
 
     Raises:
         ValueError: Images can't be read, or class weights don't fit the classes.
@@ -228,16 +244,30 @@ def build_data(
         max_unreadable_fraction=config.data.max_unreadable_fraction,
     )
     decode = partial(decode_as, size=preprocess.resize_size, preprocess=preprocess)
+    listed = TrainingData(
+        config=config,
+        splits=splits,
+        train=train,
+        validation=validation,
+        preprocess=preprocess,
+        decode=decode,
+        pipeline=pipeline,
+        pipeline_reason=reason,
+        class_weights=weights,
+    )
+    meanwhile = while_decoding and partial(while_decoding, listed)
     # Otherwise training images are decoded while training, and validation images when needed.
     stored = None
     if pipeline == "cached":
-        stored = decode_as(train, size=stored_as.resize_size, preprocess=stored_as)
+        stored = decode_as(
+            train, size=stored_as.resize_size, preprocess=stored_as, while_decoding=meanwhile
+        )
         train = replace(stored, pixels=None)
         size = " x ".join(map(str, stored_as.image_size))
         place = f"pixels of {size} in {splits.cache_dir}"
         reason = f"{stored_bytes / 1e9:,.1f} GB of {place}; {reason}"
     elif pipeline != "workers":
-        train = decode(train)
+        train = decode(train, while_decoding=meanwhile)
         validation = decode(validation) if validation is not None else None
 
     if not is_measured and train.pixels is not None:
@@ -247,21 +277,12 @@ def build_data(
         sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
         preprocess = _normalize(config, preprocess, map(preprocess.to_uint8, sample))
 
-    balance, balance_reason = choose_class_balance(train.labels, wanted=config.train.class_balance)
-    if weights is not None:
-        balance, balance_reason = "weights", "class_weights"
-    return TrainingData(
-        config=config,
-        splits=splits,
+    return replace(
+        listed,
         train=train,
         validation=validation,
         preprocess=preprocess,
-        decode=decode,
-        pipeline=pipeline,
         pipeline_reason=reason,
-        class_balance=balance,
-        class_balance_reason=balance_reason,
-        class_weights=weights,
         stored=stored,
     )
 

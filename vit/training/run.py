@@ -3,9 +3,12 @@
 Nothing else builds a run. `vit.training.automatic` hands over what it built to choose a recipe.
 """
 
+import copy
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +31,12 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.runtime.arguments import resolve_image_sizes
 from vit.runtime.background_writer import BackgroundWriter
-from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
+from vit.runtime.device import (
+    allow_tf32,
+    choose_device,
+    choose_precision,
+    use_deterministic_algorithms,
+)
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
@@ -144,7 +152,7 @@ def build_run(
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
     keep_freed_memory()
 
-    model, data = _build_model_and_data(config, parts, device)
+    model, data = _build_model_and_data(config, parts, process, device)
     probe = parts.probe
     uncut_model = parts.uncut_model
     checkpoints = CheckpointStore(directory / "checkpoints")
@@ -183,44 +191,8 @@ def build_run(
     image_loader = train_loader = build_loader()
     if tokens is not None:
         train_loader = build_loader(tokens=tokens)
-    multilabel = data.train.is_multilabel
-    plan = build_plan(
-        config,
-        model,
-        steps_per_epoch=len(train_loader),
-        batch_size=train_loader.batch_size,
-        multilabel=multilabel,
-    )
-    weights = data.class_weights
-    if weights is None and data.class_balance == "weights":
-        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
-    class_weights = None
-    if weights is not None:
-        class_weights = torch.from_numpy(weights).to(device)
-    if parts.loss is not None:
-        if data.class_balance == "asymmetric":
-            raise ValueError("train.class_balance=asymmetric and loss= are both losses; use one")
-        check_loss(
-            config,
-            parts.loss,
-            num_classes=len(data.train.class_names),
-            device=device,
-            has_class_weights=class_weights is not None,
-            multilabel=multilabel,
-        )
-    train_step = build_train_step(
-        config,
-        model,
-        plan=plan,
-        process=process,
-        device=device,
-        loss=parts.loss,
-        has_teacher=teacher is not None,
-        multilabel=multilabel,
-        asymmetric=data.class_balance == "asymmetric",
-        class_weights=class_weights,
-        compile=choose_compile(config, model, plan, device),
-    )
+    plan = _plan_batches(config, model, train_loader)
+    train_step = _build_step(config, parts, model, process, device, data, plan)
 
     validator = None
     if data.validation is not None:
@@ -266,7 +238,7 @@ def build_run(
 
 
 def _build_model_and_data(
-    config: Config, parts: RunParts, device: torch.device
+    config: Config, parts: RunParts, process: Process, device: torch.device
 ) -> tuple[nn.Module, TrainingData]:
     """Return the model, on its device, and the images, opening what is not in `parts`."""
     splits = parts.splits or build_dataset(config)
@@ -287,9 +259,104 @@ def _build_model_and_data(
             pretrained=pretrained,
             class_weights=parts.class_weights,
             has_transform=parts.transform is not None,
+            while_decoding=partial(_compile_ahead, config, parts, model, process, device),
         )
     # The model moves first, because the optimizer creates its state on the device of the weights.
     return model.to(device), data
+
+
+def _compile_ahead(
+    config: Config,
+    parts: RunParts,
+    model: nn.Module,
+    process: Process,
+    device: torch.device,
+    data: TrainingData,
+) -> None:
+    """Compile the first step: a copy of the model computes a batch of zeros, forward and backward.
+    The first step itself reports what fails."""
+    # Other models and losses may keep a state.
+    if not isinstance(model, VisionTransformer) or parts.loss is not None:
+        return
+    # Other processes wait for the images. With a probe or tokens, the first step is another one.
+    if process.world_size > 1 or uses_probe(config) or config.keeps_tokens:
+        return
+    loader = build_train_loader(data, device=device, process=process)
+    plan = _plan_batches(config, model, loader)
+    if not choose_compile(config, model, plan, device):
+        return
+    blank = copy.deepcopy(model).train()
+    blank.patch_drop_rate = plan.patch_drop_rate(0)
+    step = _build_step(config, parts, blank, process, device, data, plan)
+    size = plan.image_size(0) or config.data.size
+    images = torch.zeros(plan.batch_size, 3, *size, device=device)
+    targets = torch.zeros(plan.batch_size, dtype=torch.int64, device=device)
+    is_mixed = loader.augmentation.mixing and plan.mix_until > 0
+    if is_mixed or step.multilabel or step.has_teacher:
+        num_columns = len(data.train.class_names) * (1 + step.has_teacher)
+        targets = torch.zeros(plan.batch_size, num_columns, device=device)
+    with (
+        suppress(Exception),
+        warnings.catch_warnings(),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        allow_tf32(step.tf32),
+    ):
+        warnings.filterwarnings("ignore", message="torch could not compile")
+        step.forward_backward(images, targets)
+
+
+def _plan_batches(config: Config, model: nn.Module, loader: TrainLoader) -> TrainingPlan:
+    """Plan epochs of the loader."""
+    return build_plan(
+        config,
+        model,
+        steps_per_epoch=len(loader),
+        batch_size=loader.batch_size,
+        multilabel=loader.dataset.is_multilabel,
+    )
+
+
+def _build_step(
+    config: Config,
+    parts: RunParts,
+    model: nn.Module,
+    process: Process,
+    device: torch.device,
+    data: TrainingData,
+    plan: TrainingPlan,
+) -> TrainStep:
+    """Build the step, with the loss that suits the images."""
+    multilabel = data.train.is_multilabel
+    weights = data.class_weights
+    if weights is None and data.class_balance == "weights":
+        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
+    class_weights = None
+    if weights is not None:
+        class_weights = torch.from_numpy(weights).to(device)
+    if parts.loss is not None:
+        if data.class_balance == "asymmetric":
+            raise ValueError("train.class_balance=asymmetric and loss= are both losses; use one")
+        check_loss(
+            config,
+            parts.loss,
+            num_classes=len(data.train.class_names),
+            device=device,
+            has_class_weights=class_weights is not None,
+            multilabel=multilabel,
+        )
+    return build_train_step(
+        config,
+        model,
+        plan=plan,
+        process=process,
+        device=device,
+        loss=parts.loss,
+        has_teacher=config.train.teacher is not None,
+        multilabel=multilabel,
+        asymmetric=data.class_balance == "asymmetric",
+        class_weights=class_weights,
+        compile=choose_compile(config, model, plan, device),
+    )
 
 
 def _find_teacher(
