@@ -80,22 +80,6 @@ def check_labels(
             raise ValueError(f"{origin}: {text} and none in the train split; {hint}")
 
 
-def check_label(label: Any, *, origin: str) -> str:
-    """Return the class in a row of a table, a text or a whole number, as text.
-
-    Args:
-        label: Value in the table.
-        origin: Name of the row, at the start of the message.
-
-    Raises:
-        ValueError: It is anything else.
-    """
-    if not is_label(label):
-        text = f"{origin}: label {shorten(repr(label))} is neither a text nor a whole number"
-        raise ValueError(f"{text}; give each image one class")
-    return str(label)
-
-
 def is_label(value: Any) -> bool:
     """Return true for a value that may name a class: a text or a whole number."""
     return isinstance(value, str | int) and not isinstance(value, bool) and value != ""

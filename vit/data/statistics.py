@@ -191,17 +191,15 @@ def _measure_deep(dataset: ImageDataset, candidates: list[int]) -> int | None:
     chosen = [candidates[place] for place in choose_evenly(len(candidates), _FIRST_SAMPLE)]
     # in an order that has all classes at its beginning
     order = np.random.default_rng(0).permutation(len(chosen))
-    sample = dataset.subset([chosen[place] for place in order])
-    sample.reader.fetch(range(len(sample)))
     num_read = 0
-    for index in range(len(sample)):
-        with suppress(ValueError, OSError):
-            image = sample.image(index)
+    # where no image can be read
+    with suppress(ValueError):
+        for image in dataset.read_sample([chosen[place] for place in order]):
             if isinstance(image, DeepImage):
                 return image.width * image.height
             num_read += image.width * image.height
-        if num_read > _MAX_FIRST_PIXELS:
-            break
+            if num_read > _MAX_FIRST_PIXELS:
+                break
     return None
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import check_label, check_labels, number_labels, sort_class_names
+from vit.data.class_names import check_labels, is_label
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import read_image, read_pixels
 from vit.data.python_images import find_feature_names
 from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
-from vit.data.sources.table_labels import find_label_column, name_flags, take_class
+from vit.data.sources.table_labels import find_label_column, number_splits
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import default_cache_dir, expand_home
 from vit.runtime.hub import offline_if_unreachable
@@ -138,30 +138,30 @@ def find_huggingface(request: Request) -> SourceSplits:
 
     # labels are numbers whose names the features have, or the names themselves
     class_names = find_feature_names(features[label_column])
-    several = find_label_column(labels, class_names, task=request.labels.task, origin=origin)
-    guesses: Sequence[str] = ()
+    column = find_label_column(labels, class_names, task=request.labels.task, origin=origin)
+    numbers: dict[str, np.ndarray] = {}
     notes: list[str] = []
-    if several is not None:
-        class_names, guesses = several.class_names, several.guesses
-        notes += several.notes
+    if not column.several:
+        for split, cells in column.labels.items():
+            for row, value in enumerate(cells):
+                if not is_label(value):
+                    text = f"label {shorten(repr(value))} is neither a text nor a whole number"
+                    raise ValueError(
+                        f"{origin} {name_of[split]} row {row}: {text}; give each image one class"
+                    )
+    if column.several or class_names is None:
+        class_names, numbers, notes = number_splits(
+            column.labels, request.classes, class_names=class_names, origin=origin
+        )
+        notes += column.notes
     else:
-        for split, values in labels.items():
-            values = list(map(take_class, name_flags(values, class_names)))
-            for row, value in enumerate(values):
-                check_label(value, origin=f"{origin} {name_of[split]} row {row}")
-            labels[split] = values
-    if class_names is None:
-        class_names = sort_class_names(str(value) for values in labels.values() for value in values)
-        labels = {
-            split: number_labels(map(str, values), class_names).tolist()
-            for split, values in labels.items()
-        }
-    if several is None:
-        named_labels = {
-            split: [class_names[number] for number in numbers if 0 <= number < len(class_names)]
-            for split, numbers in labels.items()
-        }
-        check_labels(named_labels, class_names, request.classes, origin=origin)
+        places = {name: place for place, name in enumerate(class_names)}
+        named = {}
+        for split, cells in column.labels.items():
+            numbers[split] = np.array([places.get(value, value) for value in cells], np.int64)
+            inside = (numbers[split] >= 0) & (numbers[split] < len(class_names))
+            named[split] = [class_names[place] for place in numbers[split][inside]]
+        check_labels(named, class_names, request.classes, origin=origin)
 
     # the user is told, because a split may have been spelled in another way
     left_out = [name for name in tables if name not in name_of.values()]
@@ -169,13 +169,13 @@ def find_huggingface(request: Request) -> SourceSplits:
 
     def load(split: str) -> ImageDataset:
         name = name_of[split]
-        numbers = several.labels[split] if several else np.array(labels[split], dtype=np.int64)
+        own = numbers[split]
         # -1 among other labels, or a number beyond the names
-        for wrong in numbers[(numbers < 0) | (numbers >= len(class_names))]:
+        for wrong in own[(own < 0) | (own >= len(class_names))]:
             text = f"label {wrong} is not one of the {len(class_names)} classes"
             raise ValueError(f"{origin} {name}: {text}; correct it, or remove the row")
 
-        ids = [f"{name}/{row:05d}" for row in range(len(numbers))]
+        ids = [f"{name}/{row:05d}" for row in range(len(own))]
         rows = _select_images(tables[name], image_column, origin)
         reader = RowReader(rows, ids, np.arange(len(ids)))
         if not request.allow_outside:
@@ -183,7 +183,7 @@ def find_huggingface(request: Request) -> SourceSplits:
         dataset = ImageDataset(
             name="huggingface",
             class_names=class_names,
-            labels=numbers,
+            labels=own,
             ids=ids,
             reader=reader,
             notes=tuple(notes),
@@ -193,7 +193,7 @@ def find_huggingface(request: Request) -> SourceSplits:
 
     origins = {split: f"the split {name!r}" for split, name in name_of.items()}
     unused = {f"rows of {name!r}": len(tables[name]) for name in left_out}
-    return SourceSplits(origins, load, unused, guesses).with_test_split()
+    return SourceSplits(origins, load, unused, column.guesses).with_test_split()
 
 
 def open_rows(place: str) -> Iterator[RowReader]:

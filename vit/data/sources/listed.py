@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from vit.data.class_names import check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, SourceSplits
-from vit.data.label_sets import mark_splits
 from vit.data.sources.base import FileReader, count_suffixes
+from vit.data.sources.table_labels import number_splits
 
 
 class ListedImage(NamedTuple):
@@ -63,22 +60,9 @@ def find_listed(
     by_split: dict[str, list[ListedImage]] = {}
     for image in images:
         by_split.setdefault(image.split, []).append(image)
-    notes = list(notes)
-    label_of = [image.label for image in images]
-    numbers: dict[str, np.ndarray] = {}
-    if any(isinstance(label, tuple) for label in label_of):
-        class_names = sort_class_names(name for label in label_of for name in label)
-        label_sets = {split: [image.label for image in each] for split, each in by_split.items()}
-        numbers, about_labels = mark_splits(label_sets, class_names, origin=origin)
-        notes += about_labels
-    else:
-        names = {
-            split: [str(image.label) for image in listed] for split, listed in by_split.items()
-        }
-        class_names = sort_class_names(map(str, label_of))
-        check_labels(names, class_names, request.classes, origin=origin)
-        for split, own_names in names.items():
-            numbers[split] = number_labels(own_names, class_names)
+    labels = {split: [image.label for image in listed] for split, listed in by_split.items()}
+    class_names, numbers, about_labels = number_splits(labels, request.classes, origin=origin)
+    notes = (*notes, *about_labels)
     has_groups = any(image.group is not None for image in images)
 
     def load(split: str) -> ImageDataset:
@@ -91,7 +75,7 @@ def find_listed(
             ids=paths,
             groups=groups,
             reader=FileReader(root, paths),
-            notes=tuple(notes),
+            notes=notes,
             read_column=read_column,
         )
         return dataset.keep_classes(request.classes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,19 +181,41 @@ def _read_classes(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return the class of each image, int64 [n], and the class names, see `find_python_objects`."""
     plain_labels, num_classes = read_labels(labels)
+    known = class_names or numbered_classes
+    if all(isinstance(label, str) for label in plain_labels):
+        own_names = sort_class_names(map(str, plain_labels))
+        # the model's order, if it knows all labels, so that evaluations can be compared
+        if numbered_classes is not None and set(own_names) <= set(numbered_classes):
+            own_names = tuple(numbered_classes)
+        names = tuple(class_names or own_names)
+        if unknown := set(plain_labels) - set(names):
+            wrong = next(label for label in plain_labels if label in unknown)
+            shown = shorten(", ".join(map(str, names)))
+            raise ValueError(f"the label {wrong!r} of dataset is not one of its classes {shown}")
+        return number_labels(map(str, plain_labels), names), names
+
+    numbers = np.array(plain_labels, dtype=np.int64)
     if num_classes is not None:
-        known = class_names or numbered_classes
-        numbered_classes = known or [f"class {number}" for number in range(num_classes)]
-        if len(numbered_classes) != num_classes:
+        known = known or [f"class {number}" for number in range(num_classes)]
+        if len(known) != num_classes:
             raise ValueError(
                 f"the labels of dataset are one-hot rows of {num_classes} classes, and there are"
-                f" {len(numbered_classes)} class names; name each class"
+                f" {len(known)} class names; name each class"
             )
-    numbers, names = _number_labels(plain_labels, class_names, numbered_classes)
-    if numbers.min() < 0 or numbers.max() >= len(names):
-        text = f"labels from {numbers.min()} to {numbers.max()}, and {len(names)} class names"
+    elif not known:
+        # without names, the labels count the classes
+        used = np.unique(numbers)
+        if not np.array_equal(used, np.arange(len(used))):
+            text = f"the labels of dataset are {shorten(', '.join(map(str, used)))}"
+            raise ValueError(
+                f"{text}, not 0 to {len(used) - 1} without gaps; number them so, as "
+                "numpy.unique(labels, return_inverse=True)[1] does, or pass class_names"
+            )
+        known = [f"class {label}" for label in used]
+    if numbers.min() < 0 or numbers.max() >= len(known):
+        text = f"labels from {numbers.min()} to {numbers.max()}, and {len(known)} class names"
         raise ValueError(f"dataset has {text}; name each class")
-    return numbers, names
+    return numbers, tuple(known)
 
 
 def _check_training_images(images: ImageDataset) -> ImageDataset:
@@ -208,43 +229,6 @@ def _check_training_images(images: ImageDataset) -> ImageDataset:
     word = "label" if images.is_multilabel else "class"
     note = f"no training image has the {word} {shorten(', '.join(unused))}; leave it out"
     return replace(images, notes=(*images.notes, f"{note} of class_names"))
-
-
-def _number_labels(
-    labels: Sequence[Any],
-    class_names: Sequence[str] | None,
-    numbered_classes: Sequence[str] | None,
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the labels as numbers, int64 [n], and the class names in the order of the numbers."""
-    if all(isinstance(label, str) for label in labels):
-        own_names = sort_class_names(map(str, labels))
-        # the model's order, if it knows all labels, so that evaluations can be compared
-        if numbered_classes is not None and set(own_names) <= set(numbered_classes):
-            own_names = tuple(numbered_classes)
-        names = tuple(class_names or own_names)
-        if unknown := set(labels) - set(names):
-            wrong = next(label for label in labels if label in unknown)
-            known = shorten(", ".join(map(str, names)))
-            raise ValueError(f"the label {wrong!r} of dataset is not one of its classes {known}")
-        return number_labels(labels, names), names
-
-    try:
-        numbers = np.array([operator.index(label) for label in labels], dtype=np.int64)
-    except TypeError:
-        text = "the labels of dataset are not integers from 0, nor all of them class names"
-        raise ValueError(text) from None
-    numbered = class_names or numbered_classes
-    if not numbered:
-        # without names, the labels count the classes
-        used = np.unique(numbers)
-        if not np.array_equal(used, np.arange(len(used))):
-            text = f"the labels of dataset are {shorten(', '.join(map(str, used)))}"
-            raise ValueError(
-                f"{text}, not 0 to {len(used) - 1} without gaps; number them so, as "
-                "numpy.unique(labels, return_inverse=True)[1] does, or pass class_names"
-            )
-        numbered = [f"class {label}" for label in used]
-    return numbers, tuple(numbered)
 
 
 def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:

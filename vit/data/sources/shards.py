@@ -30,18 +30,12 @@ import numpy as np
 from braceexpand import braceexpand
 from PIL import Image
 
-from vit.data.class_names import check_labels, number_labels, sort_class_names
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import is_image_name, read_image, read_pixels
 from vit.data.sources import remote
 from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes, describe_counts
 from vit.data.sources.remote import StoredFile
-from vit.data.sources.table_labels import (
-    check_several,
-    find_label_column,
-    name_flags,
-    take_class,
-)
+from vit.data.sources.table_labels import check_several, find_label_column, number_splits
 from vit.runtime.arguments import hide_tokens, shorten
 from vit.runtime.files import default_cache_dir, expand_home, open_cached, read_arrays, write_arrays
 
@@ -200,24 +194,15 @@ def find_shards(request: Request) -> SourceSplits:
     }
     samples = [sample for _, each, _ in shard_at.values() for sample in each]
     _check_texts(samples, path)
-    numbers: Mapping[str, np.ndarray]
-    notes: Sequence[str]
-    guesses: Sequence[str] = ()
-    several = find_label_column(labels, None, task=request.labels.task, origin=path)
-    if several is not None:
-        class_names, numbers, notes, guesses = several
-    else:
-        _check_not_empty(shard_at.values())
-        labels = {
-            split: [str(take_class(value)) for value in name_flags(names)]
-            for split, names in labels.items()
-        }
-        class_names = sort_class_names(label for names in labels.values() for label in names)
-        check_labels(labels, class_names, request.classes, origin=path)
-        numbers = {split: number_labels(names, class_names) for split, names in labels.items()}
-        notes = ()
-        if request.labels.task is None:
-            notes = check_several(list(chain(*labels.values())), origin=path)
+    column = find_label_column(labels, None, task=request.labels.task, origin=path)
+    if not column.several:
+        for file, each, _ in shard_at.values():
+            if empty := next((sample for sample in each if not sample.label), None):
+                raise _ask_for_label(file, empty, {})
+    class_names, numbers, notes = number_splits(column.labels, request.classes, origin=path)
+    notes += column.notes
+    if not column.several and request.labels.task is None:
+        notes += check_several(list(map(str, chain(*column.labels.values()))), origin=path)
 
     def load(split: str) -> ImageDataset:
         shards = [shard_at[path] for path in splits[split]]
@@ -240,7 +225,7 @@ def find_shards(request: Request) -> SourceSplits:
         )
         return dataset.keep_classes(request.classes)
 
-    return SourceSplits(origins, load, unused, guesses).with_test_split()
+    return SourceSplits(origins, load, unused, column.guesses).with_test_split()
 
 
 def open_shard(path: str) -> ShardReader:
@@ -248,14 +233,6 @@ def open_shard(path: str) -> ShardReader:
     file, samples, _ = _index_cached(default_cache_dir() / "shards", path)
     places = np.array([(0, sample.offset, sample.size) for sample in samples])
     return ShardReader([file], [f"{file.name}/{sample.key}" for sample in samples], places)
-
-
-def _check_not_empty(shards: Iterable[tuple[StoredFile, Sequence[_Sample], object]]) -> None:
-    """Raise ValueError for an image without a class."""
-    for file, samples, _ in shards:
-        for sample in samples:
-            if not sample.label:
-                raise _ask_for_label(file, sample, {})
 
 
 def _ask_for_label(file: StoredFile, sample: _Sample, unused: Mapping[str, int]) -> ValueError:

@@ -7,11 +7,18 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit.data.class_names import find_alike, sort_class_names
+from vit.data.class_names import (
+    ClassChoice,
+    check_labels,
+    find_alike,
+    number_labels,
+    sort_class_names,
+)
 from vit.data.label_sets import are_several, mark_splits
 from vit.runtime.arguments import shorten
 
@@ -23,23 +30,15 @@ _HYPHENS = (" ", " and ", "-", "_", ".", "'")
 _TASK_HINT = "data.task=multilabel takes them as several labels"
 
 
-class Cells(NamedTuple):
-    """The labels of a table's rows as they are written.
-
-    Attributes:
-        paths: The image of each row, as it is written.
-        values: A value of the column of labels; or a tuple, the columns that are 1.
-    """
-
-    paths: Sequence[str]
-    values: Sequence[Any]
-
-
-def finds_several(cells: Cells, task: str | None, guesses: list[str]) -> bool:
+def finds_several(
+    paths: Sequence[str], values: Sequence[Any], task: str | None, guesses: list[str]
+) -> bool:
     """Decide whether an image may have several labels, and add the reason to the guesses.
 
     Args:
-        cells: The rows of all tables of a data set.
+        paths: The image of each row of all tables of a data set, as it is written.
+        values: The labels of each row as they are written: a value of the column of labels; or a
+            tuple, the columns that are 1.
         task: "classes" or "multilabel" if the user says so; None: by the labels themselves. Then a
             tenth of the images must have several labels, or none where there is a column for each;
             a few are taken for mistakes.
@@ -47,7 +46,6 @@ def finds_several(cells: Cells, task: str | None, guesses: list[str]) -> bool:
     """
     if task is not None:
         return task == "multilabel"
-    values = cells.values
     texts = [value for value in values if isinstance(value, str)]
     counts = Counter(texts)
     reason = ""
@@ -62,7 +60,7 @@ def finds_several(cells: Cells, task: str | None, guesses: list[str]) -> bool:
         num_others = sum(separator in text or not text for text in texts)
         reason = f"labels with {separator!r} between them in {{}} rows"
     else:
-        pairs = {(path, str(value)) for path, value in zip(cells.paths, values, strict=True)}
+        pairs = {(path, str(value)) for path, value in zip(paths, values, strict=True)}
         images = Counter(path for path, _ in pairs)
         num_others = sum(count > 1 for count in images.values())
         reason = "rows with different labels for {} images"
@@ -161,7 +159,7 @@ def split_labels(values: Sequence[Any]) -> list[tuple[str, ...] | None]:
     """Return the labels in each value, without repetitions; None for a value that holds no labels.
 
     Args:
-        values: See `Cells`.
+        values: See `finds_several`.
     """
     counts = Counter(
         value for value in values if isinstance(value, str) and _parse_list(value) is None
@@ -187,14 +185,14 @@ class LabelColumn(NamedTuple):
     """The labels of all splits of a set that isn't a table.
 
     Attributes:
-        class_names: Name of each label.
-        labels: Split → which labels each image has, bool [n, C].
+        several: An image may have several labels.
+        labels: Split → the class of each image as it is written, or the names of its labels.
         notes: Warnings for the user.
         guesses: How the labels were read, for the user.
     """
 
-    class_names: tuple[str, ...]
-    labels: Mapping[str, np.ndarray]
+    several: bool
+    labels: Mapping[str, Sequence[Any]]
     notes: Sequence[str]
     guesses: Sequence[str]
 
@@ -205,8 +203,8 @@ def find_label_column(
     *,
     task: str | None,
     origin: str,
-) -> LabelColumn | None:
-    """Read the labels of images that may have several; None if each image has one class.
+) -> LabelColumn:
+    """Read the labels of images that may have several.
 
     Args:
         values: Split → labels of its images, each a list, a text or a number.
@@ -215,31 +213,59 @@ def find_label_column(
         origin: Name of the data, at the start of messages.
 
     Raises:
-        ValueError: A value holds no labels, or a number has no name.
+        ValueError: A value holds no labels, or a number in a list has no name.
     """
     everything = name_flags([value for each in values.values() for value in each], class_names)
     if class_names and task != "classes":
         everything = [_name_numbers(value, class_names, origin) for value in everything]
     guesses: list[str] = []
+    notes: list[str] = []
     paths = list(map(str, range(len(everything))))
-    if not finds_several(Cells(paths, everything), task, guesses):
-        return None
-    sets: list[tuple[str, ...]] = []
-    for value, names in zip(everything, split_labels(everything), strict=True):
-        if names is None:
-            text = f"{shorten(repr(value), 60)} is not a list of labels"
-            raise ValueError(f"{origin}: {text}; write names, with | between them")
-        sets.append(names)
-    known = tuple(class_names or sort_class_names(name for names in sets for name in names))
-    counts = np.cumsum([len(each) for each in values.values()])
-    starts = [0, *counts.tolist()]
-    by_split = {
-        split: sets[start:end]
-        for split, start, end in zip(values, starts, starts[1:], strict=False)
-    }
-    labels, notes = mark_splits(by_split, known, origin=origin)
-    notes += find_oddities([name for names in sets for name in names], several=True)
-    return LabelColumn(known, labels, notes, guesses)
+    several = finds_several(paths, everything, task, guesses)
+    labels = list(map(take_class, everything))
+    if several:
+        labels = list[Any](split_labels(everything))
+        if None in labels:
+            wrong = shorten(repr(everything[labels.index(None)]), 60)
+            hint = "write names, with | between them"
+            raise ValueError(f"{origin}: {wrong} is not a list of labels; {hint}")
+        notes = find_oddities(list(chain.from_iterable(labels)), several=True)
+    remaining = iter(labels)
+    by_split = {split: list(islice(remaining, len(each))) for split, each in values.items()}
+    return LabelColumn(several, by_split, notes, guesses)
+
+
+def number_splits(
+    labels: Mapping[str, Sequence[Any]],
+    classes: ClassChoice,
+    *,
+    class_names: Sequence[str] | None = None,
+    origin: str,
+) -> tuple[tuple[str, ...], dict[str, np.ndarray], list[str]]:
+    """Number the classes of the images of each split, or mark their labels.
+
+    Args:
+        labels: Split → the class of each image, a text or a number; or the names of its labels, a
+            tuple.
+        classes: Classes that are kept; None keeps all.
+        class_names: Names of all labels. None: those that occur.
+        origin: Name of the data, at the start of messages.
+
+    Returns:
+        The names in order; split → class of each image, int64 [n], or which labels it has,
+        bool [n, C]; and warnings for the user.
+
+    Raises:
+        ValueError: See `check_labels` and `mark_splits`.
+    """
+    everything = [label for each in labels.values() for label in each]
+    if any(isinstance(label, tuple) for label in everything):
+        names = tuple(class_names or sort_class_names(chain.from_iterable(everything)))
+        return names, *mark_splits(labels, names, origin=origin)
+    texts = {split: list(map(str, each)) for split, each in labels.items()}
+    names = sort_class_names(map(str, everything))
+    check_labels(texts, names, classes, origin=origin)
+    return names, {split: number_labels(each, names) for split, each in texts.items()}, []
 
 
 def _name_numbers(value: Any, class_names: Sequence[str], origin: str) -> Any:

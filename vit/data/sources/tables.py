@@ -24,7 +24,6 @@ from vit.data.sources.base import (
 from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
 from vit.data.sources.table_columns import choose_columns, choose_path_column, find_column, is_true
 from vit.data.sources.table_labels import (
-    Cells,
     check_several,
     find_oddities,
     finds_several,
@@ -150,11 +149,9 @@ def find_tables(
             reader.find_split()
     for reader in readers:
         reader.read_cells()
-    cells = Cells(
-        [path for reader in readers for path in reader.list_paths()],
-        [value for reader in readers for value in reader.values],
-    )
-    several = finds_several(cells, request.labels.task, readers[0].table.guesses)
+    paths = [path for reader in readers for path in reader.list_paths()]
+    values = [value for reader in readers for value in reader.values]
+    several = finds_several(paths, values, request.labels.task, readers[0].table.guesses)
     rows = [
         row
         for reader in readers
@@ -344,7 +341,7 @@ class _TableReader:
         # true if the table says which split an image is in
         self.names_splits = self._columns.split is not None
         self._split = "train"
-        # labels of each row as they are written, see `Cells`; empty before `read_cells`
+        # labels of each row as they are written, see `finds_several`; empty before `read_cells`
         self.values: Sequence[Any] = ()
 
     def list_paths(self) -> list[str]:
