@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,24 +50,29 @@ def _describe_probability(described: ClassValues) -> str:
     return f"{described['name']}  {100 * described['probability']:.1f} %"
 
 
-def build_photo_tile(
-    picture: Image.Image, *, title: str, predicted: ClassValues, p_value: float | None, note: str
-) -> Tile:
-    """Build the tile of a photo on the contact sheet."""
-    lines = [title]
+def build_row(
+    entry: Mapping[str, Any], photo: Image.Image, pictures: Sequence[Image.Image]
+) -> list[Tile]:
+    """Build the tiles of an image on the contact sheet.
+
+    Args:
+        entry: The image as the manifest describes it, see `ImageResult.describe`.
+        photo: The photo.
+        pictures: A picture for each map.
+    """
+    lines = [entry["title"]]
+    p_value = entry.get("p_value")
     if is_unusual(p_value):
         lines.append(f"unlike the training photos (p = {p_value:.3f})")
-    return Tile(picture, describe_prediction(predicted), note or None, lines)
-
-
-def build_map_tile(
-    picture: Image.Image, *, caption: str, verdict: str | None, sink_fraction: float
-) -> Tile:
-    """Build the tile of a map on the contact sheet."""
-    lines = [caption]
-    if sink_fraction:
-        lines.append(f"{100 * sink_fraction:.0f} % on attention sinks")
-    return Tile(picture, "", verdict, lines)
+    predicted = describe_prediction(entry["predicted"])
+    row = [Tile(photo, predicted, entry.get("note") or None, lines)]
+    for picture, result in zip(pictures, entry["maps"], strict=True):
+        lines = [result["caption"]]
+        if result["sink_fraction"]:
+            lines.append(f"{100 * result['sink_fraction']:.0f} % on attention sinks")
+        check = result["sanity_check"]
+        row.append(Tile(picture, "", check and check["verdict"], lines))
+    return row
 
 
 @dataclass(frozen=True)
@@ -259,6 +264,49 @@ class ImageResult:
             return {"index": None, "name": result.target_name, "probability": None}
         return None
 
+    def describe(
+        self, class_names: Sequence[str], *, picture_format: str | None = None
+    ) -> dict[str, Any]:
+        """Describe the image for the manifest. `map_key` and `overlay` are those of its first map.
+
+        Args:
+            class_names: Names of the classes.
+            picture_format: Suffix of the overlays' files; None if there are none.
+        """
+        maps = [
+            {
+                "method": result.method.name,
+                "class_specific": result.method.class_specific,
+                "target": self.describe_target(result, class_names),
+                "caption": result.describe(),
+                "score": result.score,
+                "map_key": result.key,
+                "overlay": picture_format and f"{result.key}.{picture_format}",
+                "prefix_mass": result.prefix_mass,
+                "entropy": result.entropy,
+                "sanity_check": result.sanity_check and asdict(result.sanity_check),
+                "sinks": [asdict(sink) for sink in result.sinks],
+                "sink_fraction": result.sink_fraction,
+                "completeness_error": result.completeness_error,
+            }
+            for result in self.maps
+        ]
+        return {
+            "path": self.item.path,
+            "name": self.item.name,
+            "title": self.item.title,
+            "sha256": self.sha256,
+            "size": list(self.geometry.original_size),
+            "box": list(self.geometry.box),
+            "predicted": self.describe_predicted(class_names),
+            "p_value": self.p_value,
+            "note": self.note,
+            "grid": list(self.grid),
+            "map_key": maps[0]["map_key"],
+            "overlay": maps[0]["overlay"],
+            "maps": maps,
+        }
+
     def describe_prediction(self, class_names: Sequence[str]) -> str:
         """Describe the model's prediction in words."""
         return describe_prediction(self.describe_predicted(class_names))
@@ -329,39 +377,24 @@ class Explanations:
 
     def draw_sheet(self) -> Image.Image:
         """Draw the first images with their maps; without images, an empty picture."""
-        class_names = self.class_names
         rows = []
         for image in self.images[:MAX_SHEET_IMAGES]:
             photo = image.read_image()
             # reduced once, and every map is drawn over the same small photo
             photo = photo.resize(panel_size(photo.size), Image.Resampling.LANCZOS)
-            row = [
-                build_photo_tile(
-                    photo,
-                    title=image.item.title,
-                    predicted=image.describe_predicted(class_names),
-                    p_value=image.p_value,
-                    note=image.note,
-                )
-            ]
+            pictures = []
             for result in image.maps:
                 assert result.scale is not None
-                picture = blend(
-                    photo,
-                    result.shown_values,
-                    image.geometry,
-                    scale=result.scale,
-                    smooth=self.smooth,
-                )
-                row.append(
-                    build_map_tile(
-                        picture,
-                        caption=result.describe(),
-                        verdict=result.sanity_check.verdict if result.sanity_check else None,
-                        sink_fraction=result.sink_fraction,
+                pictures.append(
+                    blend(
+                        photo,
+                        result.shown_values,
+                        image.geometry,
+                        scale=result.scale,
+                        smooth=self.smooth,
                     )
                 )
-            rows.append(row)
+            rows.append(build_row(image.describe(self.class_names), photo, pictures))
         return draw_contact_sheet(rows) if rows else Image.new("RGB", (1, 1), "white")
 
     @property

@@ -7,7 +7,6 @@ times, no random numbers, sorted order.
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,8 +23,7 @@ from vit.explanation.records import (
     ImageResult,
     MapResult,
     Sink,
-    build_map_tile,
-    build_photo_tile,
+    build_row,
 )
 from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, Tile, draw_contact_sheet
 from vit.explanation.render.overlay import MAX_SIDE, draw_legend, draw_overlay, panel_size
@@ -246,7 +244,9 @@ class MapWriter:
             drawing += [self._pool.submit(self._write_figures, *each) for each in maps]
         self._writing.append(drawing)
         for image in images:
-            self.entries.append(self._describe(image))
+            self.entries.append(
+                image.describe(self.bundle.class_names, picture_format=self._picture_format)
+            )
             for result in image.maps:
                 self.arrays[result.key] = result.values
         # if drawing is slower than the model, the model waits
@@ -326,46 +326,6 @@ class MapWriter:
         # for many images, saving must not take longer than explaining
         self._save_after = max(_SAVE_EVERY_SECONDS, seconds / _MAX_SAVING_FRACTION)
 
-    def _describe(self, image: ImageResult) -> dict[str, Any]:
-        """Describe an image for the manifest. `map_key` and `overlay` are those of its first
-        map."""
-        maps = [self._describe_map(image, result) for result in image.maps]
-        return {
-            "path": image.item.path,
-            "name": image.item.name,
-            "title": image.item.title,
-            "sha256": image.sha256,
-            "size": list(image.geometry.original_size),
-            "box": list(image.geometry.box),
-            "predicted": image.describe_predicted(self.bundle.class_names),
-            "p_value": image.p_value,
-            "note": image.note,
-            "grid": list(image.grid),
-            "map_key": maps[0]["map_key"],
-            "overlay": maps[0]["overlay"],
-            "maps": maps,
-        }
-
-    def _describe_map(self, image: ImageResult, result: MapResult) -> dict[str, Any]:
-        overlay = None
-        if self._picture_format:
-            overlay = f"{result.key}.{self._picture_format}"
-        return {
-            "method": result.method.name,
-            "class_specific": result.method.class_specific,
-            "target": image.describe_target(result, self.bundle.class_names),
-            "caption": result.describe(),
-            "score": result.score,
-            "map_key": result.key,
-            "overlay": overlay,
-            "prefix_mass": result.prefix_mass,
-            "entropy": result.entropy,
-            "sanity_check": result.sanity_check and asdict(result.sanity_check),
-            "sinks": [asdict(sink) for sink in result.sinks],
-            "sink_fraction": result.sink_fraction,
-            "completeness_error": result.completeness_error,
-        }
-
     def _write_sheet(self) -> None:
         # decoded by several threads
         rows = list(self._pool.map(self._read_row, self.entries[:MAX_SHEET_IMAGES]))
@@ -377,7 +337,7 @@ class MapWriter:
         earlier call."""
         original_width, original_height = entry["size"]
         width, height = panel_size((original_width, original_height), self._max_side)
-        row: list[Tile] = []
+        pictures = []
         for result in entry["maps"]:
             with Image.open(self.output / result["overlay"]) as overlay:
                 # the photo is on the left, the map on the right; without captions nothing is around
@@ -386,26 +346,8 @@ class MapWriter:
                     overlay.crop((left, margin, left + width, margin + height))
                     for left in (margin, margin + width + MARGIN)
                 )
-            if not row:
-                row.append(
-                    build_photo_tile(
-                        photo,
-                        title=entry["title"],
-                        predicted=entry["predicted"],
-                        p_value=entry.get("p_value"),
-                        note=entry.get("note", ""),
-                    )
-                )
-            check = result["sanity_check"]
-            row.append(
-                build_map_tile(
-                    picture,
-                    caption=result["caption"],
-                    verdict=check and check["verdict"],
-                    sink_fraction=result["sink_fraction"],
-                )
-            )
-        return row
+            pictures.append(picture)
+        return build_row(entry, photo, pictures)
 
     def _write_overlay(self, image: ImageResult, result: MapResult) -> None:
         kind = self._picture_format

@@ -407,6 +407,10 @@ def test_a_list_in_each_row_is_several_labels(tmp_path: Path, form: str) -> None
     if form == "classes":
         datasets.Dataset.from_dict(one, features=features).save_to_disk(str(tmp_path / "one"))
         assert read(tmp_path / "one")[0].labels.tolist() == [0, 1, 2, 1] * 4
+        flags = [[int(place == label) for place in range(3)] for label in [0, 1, 2, 1] * 4]
+        marked = datasets.Dataset.from_dict({**rows, "labels": flags}, features=features)
+        marked.save_to_disk(str(tmp_path / "marked"))
+        assert read(tmp_path / "marked")[0].labels.tolist() == [0, 1, 2, 1] * 4
         several, _ = read(tmp_path / "one", labels=LabelRule(task="multilabel"))
         assert several.labels[1].tolist() == [False, True, False]
         with pytest.raises(

@@ -28,7 +28,7 @@ from vit.explanation.explainer import Explainer
 from vit.explanation.gallery.gallery import Gallery
 from vit.explanation.items import ImageItem, items_from_images
 from vit.explanation.methods.registry import METHODS
-from vit.explanation.records import ImageResult, build_photo_tile
+from vit.explanation.records import ImageResult, build_row
 from vit.explanation.render.scale import FIXED_END
 from vit.explanation.writer import MapWriter, draw_map
 from vit.model.vision_transformer import VisionTransformer
@@ -559,15 +559,9 @@ def test_unusual_photos_are_called_so(bundle: Bundle, tmp_path: Path) -> None:
     alone = explain(replace(known, likeness=None), pixels, methods="rollout")
     assert [image.note for image in alone.images] == ["unsure"] * 3
     assert np.asarray(found.draw_sheet()).shape[0] > 0
+    photo = Image.new("RGB", (8, 8))
     tiles = [
-        build_photo_tile(
-            Image.new("RGB", (8, 8)),
-            title="a.png",
-            predicted={"name": "cat", "probability": 0.5},
-            p_value=image.p_value,
-            note=image.note,
-        )
-        for image in found.images
+        build_row(image.describe(known.class_names), photo, [photo])[0] for image in found.images
     ]
     assert [tile.badge for tile in tiles] == ["unsure", "unusual", "unusual"]
     gallery = Gallery(known, num_images=3)

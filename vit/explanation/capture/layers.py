@@ -47,12 +47,9 @@ _VERIFIED_QUERIES = 64  # number of queries that are verified; all would need th
 class AttentionLayer:
     """One attention layer, and the tensors of it that the last forward pass left.
 
-    This class reads modules with timm's names (and `norm` before `proj`); subclasses read the other
+    This class reads modules with timm's names (and `norm` before `proj`); a subclass reads the other
     families.
     """
-
-    projections: tuple[str, ...] = ("q_norm", "k_norm")  # submodules that give queries and keys
-    others: tuple[str, ...] = ("num_heads", "scale", "qkv", "proj")  # its other attributes
 
     def __init__(self, place: "LayerPlace") -> None:
         self.place = place
@@ -94,7 +91,7 @@ class AttentionLayer:
         # Parallel branches (timm's ParallelThingsBlock) are no successive layers: a rollout can't
         # multiply them.
         is_branch = isinstance(block, nn.Sequential)
-        names = (*cls.projections, *cls.others)
+        names = ("q_norm", "k_norm", "num_heads", "scale", "qkv", "proj")
         return not is_branch and all(hasattr(module, name) for name in names)
 
     def query_and_key(
@@ -109,12 +106,9 @@ class AttentionLayer:
             assert self.tokens is not None
             with torch.no_grad():
                 tokens = self.tokens[images].detach()
-                query = self._split(self._project(tokens, 0))
-                key = self._split(self._project(tokens, 1))
-                if hasattr(self.module, "q_norm"):
-                    # a call would run the hooks once more
-                    query = self.module.q_norm.forward(query)
-                    key = self.module.k_norm.forward(key)
+                # a call would run the hooks once more
+                query = self.module.q_norm.forward(self._split(self._project(tokens, 0)))
+                key = self.module.k_norm.forward(self._split(self._project(tokens, 1)))
         return at_least_float32(query) * self.module.scale, at_least_float32(key)
 
     @property
@@ -234,15 +228,11 @@ class AttentionLayer:
             if self.tokens is None:
                 return
             if gradients:
-                self._in_graph[attribute] = output if output.ndim == 4 else self._split(output)
+                self._in_graph[attribute] = output
             # an adapter's dropout would give others
-            is_large = self.tokens.nbytes > _MAX_TOKEN_BYTES and not module.training
-            if is_large:
-                return
-            output = output.detach()
-            # a view is copied, because it would keep the whole qkv output alive
-            projected = output.contiguous() if output.ndim == 4 else self._split(output)
-            setattr(self, attribute, projected)
+            if self.tokens.nbytes <= _MAX_TOKEN_BYTES or module.training:
+                # a view is copied, because it would keep the whole qkv output alive
+                setattr(self, attribute, output.detach().contiguous())
 
         def on_adapter(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             # in training mode, its dropout is another one when it runs again
@@ -267,9 +257,8 @@ class AttentionLayer:
             # the submodule that takes O
             _first_of(self.module, "norm", "proj").register_forward_pre_hook(on_heads),
         ]
-        for attribute, name in zip(("query", "key"), self.projections, strict=False):
-            projection = getattr(self.module, name)
-            handles.append(projection.register_forward_hook(partial(on_projection, attribute)))
+        for attribute, norm in (("query", self.module.q_norm), ("key", self.module.k_norm)):
+            handles.append(norm.register_forward_hook(partial(on_projection, attribute)))
         if gradients and type(self.module.qkv) is not nn.Linear:
             handles.append(self.module.qkv.register_forward_hook(on_adapter))
         if block_tokens:
