@@ -101,7 +101,7 @@ def load_images(
             f" have {theirs}; name others with --data"
         )
     # Unknown classes are refused before the decoding, which may take minutes.
-    class_indices = _match_dataset(source, bundle.class_names)
+    find_labels(source, bundle.class_names)
     preprocess = bundle.preprocess
     probabilities = None
     if predictions is not None:
@@ -117,7 +117,7 @@ def load_images(
     return EvaluationSet(
         dataset=decoded,
         ids=tuple(printable(name) for name in decoded.ids),
-        labels=_renumber_labels(decoded, class_indices, len(bundle.class_names)),
+        labels=find_labels(decoded, bundle.class_names),
         preprocess=preprocess,
         title=printable(dataset.title),
         probabilities=probabilities,
@@ -125,31 +125,16 @@ def load_images(
 
 
 def find_labels(dataset: ImageDataset, model_classes: Sequence[str]) -> Ints | Bools:
-    """Return the labels of images as classes of a model. See `match_classes`."""
-    class_indices = _match_dataset(dataset, model_classes)
-    return _renumber_labels(dataset, class_indices, len(model_classes))
-
-
-def _match_dataset(dataset: ImageDataset, model_classes: Sequence[str]) -> Ints:
-    return match_classes(
+    """Return the labels of images as classes of a model, int64 [n] or bool [n, C]. See
+    `match_classes`."""
+    class_indices = match_classes(
         np.flatnonzero(dataset.class_counts),
         source_classes=dataset.class_names,
         model_classes=model_classes,
     )
-
-
-def _renumber_labels(dataset: ImageDataset, class_indices: Ints, num_classes: int) -> Ints | Bools:
-    """Return the labels of images as classes of the model.
-
-    Args:
-        dataset: The images.
-        class_indices: Index of the model's class for each class of the images, or -1.
-        num_classes: Classes of the model.
-    """
     if not dataset.is_multilabel:
-        indices: Ints = class_indices[dataset.labels]
-        return indices
-    labels = np.zeros((len(dataset), num_classes), dtype=bool)
+        return np.asarray(class_indices[dataset.labels])
+    labels = np.zeros((len(dataset), len(model_classes)), dtype=bool)
     known = class_indices >= 0
     labels[:, class_indices[known]] = dataset.labels[:, known]
     return labels

@@ -274,18 +274,12 @@ def _audit_classes(
     indices = np.array([index for index, _, _ in suspects], dtype=np.int64)
     suggestions = np.array([suggested for _, suggested, _ in suspects], dtype=np.int64)
     # a wrong label is seen best between similar images of both classes
-    sides = {
-        side: _find_nearest_of_class(features, labels, indices, classes=side_classes)
-        for side, side_classes in (("given", labels[indices]), ("suggested", suggestions))
-    }
+    given = _find_nearest_of_class(features, labels, indices, labels[indices], paths)
+    suggested = _find_nearest_of_class(features, labels, indices, suggestions, paths)
     neighbours = {
-        error.path: {
-            side: [(paths[other], cosine) for other, cosine in found[number]]
-            for side, found in sides.items()
-        }
-        for number, error in enumerate(label_errors)
+        error.path: {"given": near_given, "suggested": near_suggested}
+        for error, near_given, near_suggested in zip(label_errors, given, suggested, strict=True)
     }
-
     return {
         "label_errors": label_errors,
         "neighbours": neighbours,
@@ -329,17 +323,13 @@ def _audit_label_sets(
         if has_label:
             error = LabelError(paths[index], name, "", 1 - probability, names)
         label_errors.append(error)
+        marks = labels[:, label].astype(np.int64)
+        sides = (("given", int(has_label)), ("suggested", int(not has_label)))
         neighbours[error.key] = {
-            side: [
-                (paths[other], cosine)
-                for other, cosine in _find_nearest_of_class(
-                    features,
-                    labels[:, label].astype(np.int64),
-                    np.array([index]),
-                    classes=np.array([int(has_label == (side == "given"))]),
-                )[0]
-            ]
-            for side in ("given", "suggested")
+            side: _find_nearest_of_class(
+                features, marks, np.array([index]), np.array([mark]), paths
+            )[0]
+            for side, mark in sides
         }
     scores = LabelScores(labels, probabilities, np.zeros(len(labels)))
     return {
@@ -571,17 +561,22 @@ def find_confused(
 
 
 def _find_nearest_of_class(
-    features: NDArray[np.float32], labels: Ints, indices: Ints, *, classes: Ints
-) -> list[list[tuple[int, float]]]:
-    """Find for each of some images the nearest others of one class, with their cosines.
+    features: NDArray[np.float32],
+    labels: Ints,
+    indices: Ints,
+    classes: Ints,
+    paths: Sequence[str],
+) -> list[list[tuple[str, float]]]:
+    """Find for each of some images the nearest others of one class: their paths and cosines.
 
     Args:
         features: Features of all images, [n, D].
         labels: Their labels, [n].
         indices: The images, [m].
         classes: The class for each of them, [m].
+        paths: Path of each image.
     """
-    nearest: list[list[tuple[int, float]]] = [[] for _ in indices]
+    nearest: list[list[tuple[str, float]]] = [[] for _ in indices]
     for label in np.unique(classes):
         rows = np.flatnonzero(classes == label)
         members = np.flatnonzero(labels == label)
@@ -591,7 +586,8 @@ def _find_nearest_of_class(
         )
         for row, others, similarities in zip(rows, members[places], cosines, strict=True):
             found = zip(others.tolist(), similarities.tolist(), strict=True)
-            nearest[row] = [pair for pair in found if pair[0] != indices[row]][:_NUM_NEIGHBOURS]
+            kept = [(paths[other], cosine) for other, cosine in found if other != indices[row]]
+            nearest[row] = kept[:_NUM_NEIGHBOURS]
     return nearest
 
 

@@ -272,20 +272,16 @@ def load_evaluations(
         if isinstance(item, str | Path):
             loaded.append(_load(Path(item), os.path.relpath(Path(item).resolve(), common)))
             continue
-        named = NamedEvaluation(
-            name=f"{item.evaluation.model} ({number})",
-            evaluation=item.evaluation,
-            ids=list(item.images.ids),
-            labels=[],
-            groups=item.images.groups,
-            correct=item.scores.correct,
-        )
+        labels: list[str] = []
+        scores = None
         if isinstance(item, LabelEvaluationResult):
-            named = replace(named, scores=item.scores)
+            scores = item.scores
         else:
-            names = np.array(item.bundle.class_names, dtype=object)
-            named = replace(named, labels=names[item.scores.labels].tolist())
-        loaded.append(named)
+            labels = [item.bundle.class_names[label] for label in item.scores.labels]
+        name = f"{item.evaluation.model} ({number})"
+        groups, correct = item.images.groups, item.scores.correct
+        ids = list(item.images.ids)
+        loaded.append(NamedEvaluation(name, item.evaluation, ids, labels, groups, correct, scores))
     return [loaded[0], *(_align(other, loaded[0]) for other in loaded[1:])]
 
 
