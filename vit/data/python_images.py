@@ -258,8 +258,12 @@ def iterate_images(images: Any) -> Iterator[Any]:
         yield images[0]
     elif isinstance(images, Iterable):
         for item in images:
-            is_pair = isinstance(item, tuple) and len(item) == 2 and _are_labels(item[1], item[0])
-            yield _take_image(item) if isinstance(item, Mapping) else item[0] if is_pair else item
+            if isinstance(item, Mapping):
+                yield _take_image(item)
+            elif isinstance(item, tuple) and len(item) == 2 and _are_labels(item[1], item[0]):
+                yield item[0]
+            else:
+                yield item
     # sets of torch are read by index
     elif hasattr(images, "__getitem__") and hasattr(images, "__len__"):
         for index in range(len(images)):

@@ -58,12 +58,11 @@ def replace_control_characters(text: str, *, keep_bytes: bool = False) -> str:
     # Escape sequences in a file's name could change text that is already on the screen.
     if text.isprintable():
         return text
-    return "".join(
-        "�"
-        if is_control_character(character) or (category(character) == "Cs" and not keep_bytes)
-        else character
-        for character in text
-    )
+    shown = []
+    for character in text:
+        is_byte = category(character) == "Cs" and not keep_bytes
+        shown.append("�" if is_byte or is_control_character(character) else character)
+    return "".join(shown)
 
 
 def as_pair(value: int | Sequence[int], *, name: str) -> tuple[int, int]:

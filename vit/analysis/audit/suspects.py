@@ -226,14 +226,15 @@ def audit_images(
         for index in np.argsort(-distances, kind="stable").tolist()
         if is_far[index]
     ]
+    properties: Mapping[str, ImageProperty] = {}
+    # written features come without pixels
+    if dataset.pixels is not None:
+        properties = _describe_properties(dataset, paths, classes, convert)
     return Audit(
         **errors,
         near_duplicates=near_duplicates,
         outliers=outliers,
-        # written features come without pixels
-        properties={}
-        if dataset.pixels is None
-        else _describe_properties(dataset, paths, classes, convert),
+        properties=properties,
         num_images=len(dataset),
         class_names=dataset.class_names,
         unreadable=[(printable(name), printable(text)) for name, text in dataset.unreadable],

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from vit.evaluation.label_metrics import LabelMetrics, LabelScores
 from vit.evaluation.metrics import bin_confidence
@@ -16,11 +15,9 @@ from vit.evaluation.report.report import (
     DrawnMap,
     build_context,
     describe_maps,
-    draw_maps,
-    find_problem,
-    read_images,
+    draw_examples,
 )
-from vit.explanation.render.page import encode_picture, render_page, resize_picture
+from vit.explanation.render.page import render_page
 from vit.explanation.targets import LABEL
 from vit.prediction.probabilities import Bools
 from vit.runtime.machine import read_work_clock
@@ -209,21 +206,12 @@ def _fold_labels(
     # one example of each kind before the second, because there may be no time for every map
     ranks = [rank for kinds in chosen.values() for images in kinds for rank in range(len(images))]
     cases = [case for _, case in sorted(zip(ranks, cases, strict=True), key=lambda pair: pair[0])]
-    pixels = read_images(result.images, [result.images.ids[index] for index, _ in cases])
-    about, missing = "", find_problem(result)
-    maps: dict[tuple[int, int], DrawnMap] = {}
-    if cases and not missing:
-        target = LABEL.with_classes(torch.tensor([place for _, place in cases]))
-        try:
-            drawn = draw_maps(result.bundle, pixels, deadline, target=target)
-            about = describe_maps(drawn, len(cases), explained="the label")
-            maps = dict(zip(cases, drawn.maps, strict=False))
-        except ValueError as error:
-            missing = str(error)
-    pictures = {
-        index: encode_picture(resize_picture(Image.fromarray(photo)))
-        for (index, _), photo in zip(cases, pixels, strict=True)
-    }
+    paths = [result.images.ids[index] for index, _ in cases]
+    target = LABEL.with_classes(torch.tensor([place for _, place in cases]))
+    photos, drawn, missing = draw_examples(result, paths, deadline, target=target)
+    about = describe_maps(drawn, len(cases), explained="the label") if drawn else ""
+    maps = dict(zip(cases, drawn.maps if drawn else [], strict=False))
+    pictures = dict(zip(paths, photos, strict=True))
     names = result.bundle.class_names
 
     def describe(images: list[int], place: int) -> list[Mistake]:
@@ -232,7 +220,7 @@ def _fold_labels(
                 result.images.ids[index],
                 float(scores.probabilities[index, place]),
                 list(compress(names, scores.labels[index])),
-                pictures[index],
+                pictures[result.images.ids[index]],
                 maps.get((index, place)),
             )
             for index in images

@@ -132,12 +132,15 @@ def build_report(result: "EvaluationResult") -> str:
         contrasts = explain_confusions(
             result, training_photos, seconds=min(_MAX_CONTRAST_SECONDS, result.seconds / 3)
         )
-    pictures, drawn, maps_missing = _draw_examples(
-        result,
-        deadline,
-        verify=not contrasts,  # explaining them has verified the model
+    groups = (
+        evaluation.examples.most_confident_errors,
+        evaluation.examples.label_errors,
+        evaluation.examples.least_confident_correct,
     )
-    maps = dict(zip(pictures, drawn.maps if drawn else [], strict=False))
+    # an image may be in several groups
+    paths = list(dict.fromkeys(example.path for group in groups for example in group))
+    # explaining confusions has verified the model
+    photos, drawn, maps_missing = draw_examples(result, paths, deadline, verify=not contrasts)
     sentences = describe_in_plain_words(result)
     build_section = find_product("report section")
     section: Section | None = build_section and build_section(result)
@@ -158,10 +161,10 @@ def build_report(result: "EvaluationResult") -> str:
         "reliability": build_reliability_chart(evaluation.reliability),
         "selective": build_selective_chart(result.scores.confidence, result.scores.correct),
         "curves": _draw_curves(result),
-        "pictures": pictures,
-        "maps": maps,
-        "about_maps": describe_maps(drawn, len(pictures)) if drawn else "",
-        "maps_missing": maps_missing,
+        "pictures": dict(zip(paths, photos, strict=True)),
+        "maps": dict(zip(paths, drawn.maps if drawn else [], strict=False)),
+        "about_maps": describe_maps(drawn, len(paths)) if drawn else "",
+        "maps_missing": maps_missing if paths else "",
         "num_shown": _NUM_SHOWN,
         "neighbours": dict(zip(errors, nearest, strict=True)),
     }
@@ -359,38 +362,36 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
     ]
 
 
-def _draw_examples(
-    result: "EvaluationResult", deadline: float, *, verify: bool
-) -> tuple[dict[str, str], DrawnMaps | None, str]:
-    """Draw the examples.
+def draw_examples(
+    result: "EvaluationResult | LabelEvaluationResult",
+    paths: Iterable[str],
+    deadline: float,
+    *,
+    target: Target = CLASS,
+    verify: bool = True,
+) -> tuple[list[str], DrawnMaps | None, str]:
+    """Draw evaluated images, with maps of the first of them.
 
     Args:
         result: The evaluation.
+        paths: Names of the images, the most important ones first.
         deadline: Time by `read_work_clock`.
+        target: See `draw_maps`.
         verify: See `compute_maps`.
 
     Returns:
-        Pictures by path; the maps of the first of them; and why there are none.
+        The pictures, as data addresses; the maps of the first of them; and why there are none.
     """
-    examples = result.evaluation.examples
-    groups = (
-        examples.most_confident_errors,
-        examples.label_errors,
-        examples.least_confident_correct,
-    )
-    # an image may be in several groups
-    paths = dict.fromkeys(example.path for group in groups for example in group)
     pixels = read_images(result.images, paths)
-    photos = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
-    pictures = dict(zip(paths, photos, strict=True))
-    if not pixels:
-        return pictures, None, ""
-    if problem := find_problem(result):
-        return pictures, None, problem
-    try:
-        return pictures, draw_maps(result.bundle, pixels, deadline, verify=verify), ""
-    except ValueError as error:
-        return pictures, None, str(error)
+    pictures = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
+    drawn = None
+    problem = find_problem(result)
+    if pixels and not problem:
+        try:
+            drawn = draw_maps(result.bundle, pixels, deadline, target=target, verify=verify)
+        except ValueError as error:
+            problem = str(error)
+    return pictures, drawn, problem
 
 
 def describe_maps(

@@ -192,13 +192,7 @@ class AttentionWatch(TorchFunctionMode):
             scale = query.shape[-1] ** -0.5
         heads = [self._split(tensor) for tensor in (query, key, value)]
         num_heads = heads[0].shape[1]
-        # heads that share keys and values
-        key, value = (
-            tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
-            if tensor.shape[1] not in (1, num_heads)
-            else tensor.expand(-1, num_heads, -1, -1)
-            for tensor in heads[1:]
-        )
+        key, value = (self._repeat(tensor, num_heads) for tensor in heads[1:])
         mask = arguments.get("attn_mask")
         bias = None if mask is None else _as_bias(mask, query)
         if bias is not None and query.ndim == 3 and bias.ndim == 3:
@@ -207,6 +201,13 @@ class AttentionWatch(TorchFunctionMode):
             allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
             bias = _as_bias(allowed, query)
         return AttentionCall(output, self._split, value, query=heads[0] * scale, key=key, bias=bias)
+
+    @staticmethod
+    def _repeat(tensor: Heads, num_heads: int) -> Heads:
+        """Repeat keys or values that heads share."""
+        if tensor.shape[1] in (1, num_heads):
+            return tensor.expand(-1, num_heads, -1, -1)
+        return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
 
     def _read_projected(
         self, output: Float[Tensor, "N B D"], arguments: dict[str, Any]
