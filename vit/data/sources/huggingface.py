@@ -116,53 +116,10 @@ def find_huggingface(request: Request) -> SourceSplits:
     image_column = _find_column(features, ("image", "img"), origin)
     label_column = _find_column(features, ("label", "labels", "class"), origin)
 
-    # split → the library's name of it; split → its labels
-    name_of: dict[str, str] = {}
-    labels: dict[str, list[Any]] = {}
-    for name, table in tables.items():
-        split = SPLIT_OF.get(name.lower())
-        values = _read_labels(table, label_column) if split else []
-        if split is None or not values:
-            continue
-        if split in name_of:
-            raise ValueError(
-                f"{origin} has the splits {name_of[split]!r} and {name!r}"
-                f", both names of the {split} split; rename one"
-            )
-        name_of[split] = name
-        labels[split] = values
-    if not name_of:
-        known = ", ".join(SPLIT_OF)
-        names = ", ".join(tables)
-        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
-
-    # labels are numbers whose names the features have, or the names themselves
-    class_names = find_feature_names(features[label_column])
-    column = find_label_column(labels, class_names, task=request.labels.task, origin=origin)
-    numbers: dict[str, np.ndarray] = {}
-    notes: list[str] = []
-    if not column.several:
-        for split, cells in column.labels.items():
-            for row, value in enumerate(cells):
-                if not is_label(value):
-                    text = f"label {shorten(repr(value))} is neither a text nor a whole number"
-                    raise ValueError(
-                        f"{origin} {name_of[split]} row {row}: {text}; give each image one class"
-                    )
-    if column.several or class_names is None:
-        class_names, numbers, notes = number_splits(
-            column.labels, request.classes, class_names=class_names, origin=origin
-        )
-        notes += column.notes
-    else:
-        places = {name: place for place, name in enumerate(class_names)}
-        named = {}
-        for split, cells in column.labels.items():
-            numbers[split] = np.array([places.get(value, value) for value in cells], np.int64)
-            inside = (numbers[split] >= 0) & (numbers[split] < len(class_names))
-            named[split] = [class_names[place] for place in numbers[split][inside]]
-        check_labels(named, class_names, request.classes, origin=origin)
-
+    name_of, labels = _find_splits(tables, label_column, origin)
+    class_names, numbers, notes, guesses = _number_labels(
+        labels, find_feature_names(features[label_column]), request, name_of, origin
+    )
     # the user is told, because a split may have been spelled in another way
     left_out = [name for name in tables if name not in name_of.values()]
     notes += [f"the split {name!r} was left out" for name in left_out]
@@ -193,7 +150,7 @@ def find_huggingface(request: Request) -> SourceSplits:
 
     origins = {split: f"the split {name!r}" for split, name in name_of.items()}
     unused = {f"rows of {name!r}": len(tables[name]) for name in left_out}
-    return SourceSplits(origins, load, unused, column.guesses).with_test_split()
+    return SourceSplits(origins, load, unused, guesses).with_test_split()
 
 
 def open_rows(place: str) -> Iterator[RowReader]:
@@ -241,6 +198,68 @@ def _recognizes(place: str) -> bool:
 SOURCE = Source(
     "huggingface", find_huggingface, recognizes=_recognizes, needs_root=True, unit="rows"
 )
+
+
+def _find_splits(
+    tables: Mapping[str, Any], label_column: str, origin: str
+) -> tuple[dict[str, str], dict[str, list[Any]]]:
+    """Return the library's name of each split that has labels, and its labels."""
+    name_of: dict[str, str] = {}
+    labels: dict[str, list[Any]] = {}
+    for name, table in tables.items():
+        split = SPLIT_OF.get(name.lower())
+        values = _read_labels(table, label_column) if split else []
+        if split is None or not values:
+            continue
+        if split in name_of:
+            raise ValueError(
+                f"{origin} has the splits {name_of[split]!r} and {name!r}"
+                f", both names of the {split} split; rename one"
+            )
+        name_of[split] = name
+        labels[split] = values
+    if not name_of:
+        known = ", ".join(SPLIT_OF)
+        names = ", ".join(tables)
+        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
+    return name_of, labels
+
+
+def _number_labels(
+    labels: Mapping[str, Sequence[Any]],
+    class_names: tuple[str, ...] | None,
+    request: Request,
+    name_of: Mapping[str, str],
+    origin: str,
+) -> tuple[tuple[str, ...], Mapping[str, np.ndarray], list[str], Sequence[str]]:
+    """Return the class names; the labels of each split, int64 [n] or bool [n, C], in which numbers
+    that the features don't name are left as they are; warnings; and how labels were read."""
+    column = find_label_column(labels, class_names, task=request.labels.task, origin=origin)
+    if not column.several:
+        for split, values in column.labels.items():
+            for row, value in enumerate(values):
+                if not is_label(value):
+                    text = f"label {shorten(repr(value))} is neither a text nor a whole number"
+                    raise ValueError(
+                        f"{origin} {name_of[split]} row {row}: {text}; give each image one class"
+                    )
+    # labels are the names themselves, or numbers whose names the features have
+    if column.several or class_names is None:
+        names, marks, notes = number_splits(
+            column.labels, request.classes, class_names=class_names, origin=origin
+        )
+        return names, marks, [*notes, *column.notes], column.guesses
+    places = {name: place for place, name in enumerate(class_names)}
+    numbers = {
+        split: np.array([places.get(value, value) for value in values], dtype=np.int64)
+        for split, values in column.labels.items()
+    }
+    named = {
+        split: [class_names[place] for place in each if 0 <= place < len(class_names)]
+        for split, each in numbers.items()
+    }
+    check_labels(named, class_names, request.classes, origin=origin)
+    return class_names, numbers, [], column.guesses
 
 
 def _select_images(table: Any, column: str, origin: str) -> Any:

@@ -203,7 +203,7 @@ class AttentionWatch(TorchFunctionMode):
         return AttentionCall(output, self._split, value, query=heads[0] * scale, key=key, bias=bias)
 
     @staticmethod
-    def _repeat(tensor: Heads, num_heads: int) -> Heads:
+    def _repeat(tensor: Heads, num_heads: int) -> Float[Tensor, "B heads N K"]:
         """Repeat keys or values that heads share."""
         if tensor.shape[1] in (1, num_heads):
             return tensor.expand(-1, num_heads, -1, -1)
