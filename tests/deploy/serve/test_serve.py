@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -292,6 +293,7 @@ def test_broken_images_and_too_many_pixels_are_refused(client: TestClient, photo
         ("POST", "/", 405, "everything else GET"),
         ("GET", "/model.safetensors", 404, "nothing else"),
         ("GET", "/docs", 404, "nothing else"),
+        ("GET", "/health/", 404, "nothing else"),
         ("POST", "/predict?map=mp4", 422, "map: input should be 'png', 'array' or 'none'"),
         ("POST", "/predict?top_k=0", 422, "top_k: input should be greater than or equal to 1"),
     ],
@@ -422,8 +424,14 @@ def test_a_long_wait_for_the_model_is_given_up(
             assert model.entered.wait(30)
             monkeypatch.setattr(serve, "WAITING_SECONDS", 0.2)
             busy = ask()
+            decoding = threading.Event()
+            with monkeypatch.context() as patch:
+                patch.setattr(serve, "read_image", lambda *_, **__: decoding.wait(30))
+                undecoded = ask()
+            decoding.set()
             model.leave.set()
             assert first.result().status_code == 200
+    assert (undecoded.status_code, undecoded.json()) == (503, busy.json())
     assert (busy.status_code, busy.headers["retry-after"]) == (503, "10")
     assert "busy" in busy.json()["error"]
     # what was given up is never computed
@@ -499,6 +507,30 @@ def test_requests_share_a_batch_and_have_the_answers_of_predict(
         assert count(after, name, **labels) - count(before, name, **labels) == expected_count
 
 
+@pytest.mark.parametrize(
+    ("size", "delay", "bounds"), [(4, 60, (0, 30)), (32, 0.5, (0.5, 30)), (32, 0, (0, 0.4))]
+)
+def test_photos_wait_for_others_until_a_batch_is_full_or_the_delay_is_over(
+    bundle: Bundle, photo: bytes, size: int, delay: float, bounds: tuple[float, float]
+) -> None:
+    num_requests = 4 if delay else 1
+    app = serve.build_app(bundle, batch_size=size, max_delay=delay)
+    with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(4) as pool:
+        before = client.get("/metrics").text
+        start = time.monotonic()
+        asked = [
+            pool.submit(client.post, "/predict", files={"image": photo})
+            for _ in range(num_requests)
+        ]
+        assert [each.result().status_code for each in asked] == [200] * num_requests
+        seconds = time.monotonic() - start
+        after = client.get("/metrics").text
+    assert total(after) - total(before) == num_requests
+    counts = [count(text, "vit_batch_photos_count") for text in (before, after)]
+    assert counts[1] - counts[0] == 1
+    assert bounds[0] <= seconds < bounds[1]
+
+
 def test_a_client_that_goes_away_frees_its_place_and_an_ending_server_answers(
     bundle: Bundle, photo: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,7 +568,7 @@ def test_health_metrics_and_the_schema(bundle: Bundle, client: TestClient, photo
         "classes": list(NAMES),
     }
     assert health["sha256"] == hashlib.sha256(Path(bundle.name).read_bytes()).hexdigest()
-    assert client.head("/health").status_code == 200
+    assert {client.head(path).status_code for path in ("/", "/health", "/metrics")} == {200}
     # addresses that a stranger makes up take no memory
     client.get("/nothing")
     assert "nothing" not in client.get("/metrics").text
@@ -546,7 +578,7 @@ def test_health_metrics_and_the_schema(bundle: Bundle, client: TestClient, photo
     predict = schema["paths"]["/predict"]["post"]
     assert set(predict["requestBody"]["content"]) == {"image/*", "multipart/form-data"}
     refused = {status for status in predict["responses"] if status != "200"}
-    assert refused == {"400", "403", "408", "413", "415", "422", "503"}
+    assert refused == {"400", "403", "408", "413", "415", "422", "500", "503"}
     for status in refused:
         content = predict["responses"][status]["content"]["application/json"]
         assert content["schema"]["$ref"].endswith("/Refusal")
@@ -617,7 +649,7 @@ def test_mistakes_of_the_command_are_one_line(
 
 
 @pytest.mark.extended
-def test_workers_share_a_port_and_what_they_count_and_end_what_they_have(
+def test_workers_share_a_port_and_what_they_count_and_end_with_their_server(
     cli: Launcher, tiny_run: Path, photo: bytes
 ) -> None:
     process = cli.start("serve", tiny_run, "--port", 0, "--device", "cpu", "--workers", 2)
@@ -640,15 +672,43 @@ def test_workers_share_a_port_and_what_they_count_and_end_what_they_have(
         assert total(read_metrics(port)) == 220
         assert count_running(port) == 0
 
-        asked = [pool.submit(request, number) for number in range(32)]
-        wait_until(lambda: total(read_metrics(port)) > 220)
-        process.send_signal(signal.SIGTERM)
-        answers = [each.result() for each in asked]
+    # the workers of a server that is killed free the port
+    process.kill()
+    wait_until(lambda: post(port, photo, 0) is None)
     process.communicate(timeout=60)
-    assert process.returncode == 0
-    # what was sent before the port closed has its answer
-    assert set(answers) <= {200, None}
-    assert answers.count(200) >= 16
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_ending_server_answers_what_its_clients_have_sent(
+    cli: Launcher, tiny_run: Path, photo: bytes, workers: int
+) -> None:
+    process = cli.start("serve", tiny_run, "--port", 0, "--device", "cpu", "--workers", workers)
+    assert process.stderr is not None
+    address = next(line for line in process.stderr if line.startswith("http")).split()[0]
+    port = int(address.rpartition(":")[2])
+
+    def ask(_: int) -> bool:
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        is_open = False
+        try:
+            while True:
+                is_open = connection.sock is not None
+                # connects again after an answer that closed the connection
+                connection.request("POST", "/predict", photo, {"Content-Type": "image/png"})
+                with connection.getresponse() as answer:
+                    assert answer.status == 200
+                    answer.read()
+        except OSError:
+            return is_open
+
+    with ThreadPoolExecutor(32) as pool:
+        asked = pool.map(ask, range(32))
+        wait_until(lambda: total(read_metrics(port)) > 50, seconds=60)
+        process.send_signal(signal.SIGTERM)
+        # none was closed while a request was on it
+        assert not any(asked)
+    assert (process.wait(60), process.stderr.read()) == (0, "")
 
 
 @pytest.mark.extended
@@ -848,7 +908,7 @@ def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     started = threading.Event()
-    make = serve.uvicorn.Server
+    make = serve._Server
 
     def remember(config: Any) -> Any:
         logging.getLogger("uvicorn.access").addHandler(handler)
@@ -857,7 +917,7 @@ def serve_in_thread(bundle: Bundle) -> Iterator[tuple[int, list[str]]]:
 
     app = serve.build_app(bundle)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve.uvicorn, "Server", remember)
+        patch.setattr(serve, "_Server", remember)
         options = {"host": "127.0.0.1", "port": port, "on_start": lambda _: started.set()}
         thread = threading.Thread(target=partial(serve.run_server, app, **options))
         thread.start()

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,10 +74,10 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")
 WAITING_SECONDS = 60.0
 # after SIGTERM, to answer the requests that are there; Kubernetes kills after 30
 _ENDING_SECONDS = 25
+# of these, for the last requests of connections that are kept open
+_LEAVING_SECONDS = 1
 # requests that are received or wait for the model, for each worker
 _MAX_REQUESTS = 128
-# photos in a forward pass: more are hardly faster
-_BATCH_SIZE = 32
 # pixels of the shorter side of a map's picture
 _MIN_SIDE = 224
 # training photos on the page
@@ -98,7 +98,7 @@ _FORM = {"type": "object", "properties": {"image": {"type": "array", "items": _P
 # the body of POST /predict in OpenAPI
 _BODY = {"content": {"image/*": {"schema": _PHOTO}, "multipart/form-data": {"schema": _FORM}}}
 _BATCHES = Histogram(
-    "vit_batch_photos", "Photos in a forward pass.", buckets=(1, 2, 4, 8, 16, _BATCH_SIZE)
+    "vit_batch_photos", "Photos in a forward pass.", buckets=[2**power for power in range(8)]
 )
 Json = Mapping[str, Any]
 
@@ -118,6 +118,8 @@ def build_app(
     method: str = AUTO,
     hosts: Sequence[str] = LOCAL_HOSTS,
     num_similar: int = NUM_SIMILAR,
+    batch_size: int = 32,
+    max_delay: float = 0,
 ) -> FastAPI:
     """Build the application.
 
@@ -130,11 +132,20 @@ def build_app(
             "*.example.com" is each name below example.com.
         num_similar: Training photos that the page shows with a photo, if the model file names
             any. 0: no answer names a training photo.
+        batch_size: Most photos in a forward pass; more than 32 are hardly faster.
+        max_delay: Seconds for which a photo waits for others while the model is free.
 
     Raises:
         ValueError: The method or the precision is unknown, or the model has no classifier.
     """
-    service = _Service(bundle, precision=precision, method=method, num_similar=num_similar)
+    service = _Service(
+        bundle,
+        precision=precision,
+        method=method,
+        num_similar=num_similar,
+        batch_size=batch_size,
+        max_delay=max_delay,
+    )
 
     async def check_host(request: Request) -> None:
         name = request.headers.get("host", "")
@@ -151,19 +162,26 @@ def build_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        # behind a proxy, the address of a redirect would be wrong
+        redirect_slashes=False,
         dependencies=[Depends(check_host)],
+        responses={status: {"model": Refusal} for status in (400, 500)},
     )
     app.state.service = service
-    app.get("/", include_in_schema=False)(service.show_page)
-    app.get("/metrics", include_in_schema=False)(handle_metrics)
     app.get("/health")(service.show_health)
-    # monitors ask for the head alone
-    app.head("/health", include_in_schema=False)(service.show_health)
+    shown = (
+        ("/", service.show_page),
+        ("/metrics", handle_metrics),
+        ("/health", service.show_health),
+    )
+    for path, show in shown:
+        # monitors ask for the head alone
+        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(show)
     app.post(
         "/predict",
         response_model=Answers,
         response_model_exclude_unset=True,
-        responses={status: {"model": Refusal} for status in (400, 403, 408, 413, 415, 422, 503)},
+        responses={status: {"model": Refusal} for status in (403, 408, 413, 415, 422, 503)},
         openapi_extra={"requestBody": _BODY},
     )(service.predict)
     app.exception_handler(HTTPException)(_refuse)
@@ -178,7 +196,16 @@ class _Service:
     (`_predict`), and explained one at a time (`_explain`).
     """
 
-    def __init__(self, bundle: Bundle, *, precision: str, method: str, num_similar: int) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        precision: str,
+        method: str,
+        num_similar: int,
+        batch_size: int,
+        max_delay: float,
+    ) -> None:
         self.bundle = bundle
         self._predictor = Predictor(bundle, coverage=_COVERAGE, precision=precision)
         self._batch_predictor = self._predictor.batch_predictors[0]
@@ -212,7 +239,7 @@ class _Service:
         # it is the same for every request
         self.page = render_page(_TEMPLATE, context)
         self._decoders = ThreadPoolExecutor(torch.get_num_threads(), "decode")
-        self._batches = Batches(self._predict, size=_BATCH_SIZE)
+        self._batches = Batches(self._predict, size=batch_size, max_delay=max_delay)
         # photos without a map wait for one map at most
         self._map_turn = asyncio.Lock()
         # requests are limited, not connections: one that asks for nothing costs next to nothing
@@ -299,11 +326,11 @@ class _Service:
         return list(await asyncio.gather(*map(answer, files)))
 
     async def _answer(self, file: BinaryIO, options: AnswerOptions) -> Answer:
-        photo = await asyncio.wrap_future(self._decoders.submit(self._decode, file))
         labels = self.bundle.is_multilabel
         maps: list[Json] = []
         try:
             async with asyncio.timeout(WAITING_SECONDS):
+                photo = await asyncio.wrap_future(self._decoders.submit(self._decode, file))
                 prediction = await self._batches.predict((photo, options))
                 if options.map != "none":
                     async with self._map_turn:
@@ -451,29 +478,60 @@ def run_server(
     # Connections inherit it. asyncio doesn't set it for sockets that it didn't make, and without it
     # an answer waits 40 ms until its client has confirmed the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+    # clients that vanished in the middle of a request
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
     port = listener.getsockname()[1]
     with listener, suppress(KeyboardInterrupt):
         on_start("  ".join(f"http://{name}:{port}" for name in list_addresses(host)))
-        if workers == 1:
+        if isinstance(app, FastAPI):
+            if threading.current_thread() is threading.main_thread():
+                # the server raises it again when it has ended
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
             _serve(app, listener)
         else:
             _supervise(app, listener, num_workers=workers)
 
 
-def _serve(app: FastAPI | Callable[[], FastAPI], listener: socket.socket) -> None:
+class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what clients are sending, and tell them to go, before connections are closed."""
+        for each in self.servers:
+            each.close()
+        self.server_state.default_headers.append((b"connection", b"close"))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVING_SECONDS):
+                while self.server_state.connections:
+                    await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
+
+
+def _serve(app: FastAPI, listener: socket.socket) -> None:
     config = uvicorn.Config(
         app,
-        factory=not isinstance(app, FastAPI),
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=_ENDING_SECONDS,
     )
     # a line for each request, and none about the server itself
     logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    uvicorn.Server(config).run(sockets=[listener])
+    _Server(config).run(sockets=[listener])
 
 
-def _supervise(app: object, listener: socket.socket, *, num_workers: int) -> None:
+def _work(app: Callable[[], FastAPI], listener: socket.socket) -> None:
+    parent = parent_process()
+    assert parent
+
+    def end_with_parent() -> None:
+        parent.join()
+        signal.raise_signal(signal.SIGTERM)
+
+    # a worker left alone would keep the port
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # before the server, which hears no signal while it opens the model
+    _serve(app(), listener)
+
+
+def _supervise(app: Callable[[], FastAPI], listener: socket.socket, *, num_workers: int) -> None:
     """Serve with several processes, and replace those that are killed.
 
     uvicorn's own supervisor waits up to a minute for a worker that was killed while it opened its
@@ -481,7 +539,7 @@ def _supervise(app: object, listener: socket.socket, *, num_workers: int) -> Non
     """
 
     def start() -> SpawnProcess:
-        process = get_context("spawn").Process(target=_serve, args=(app, listener), daemon=True)
+        process = get_context("spawn").Process(target=_work, args=(app, listener), daemon=True)
         # Ctrl-C reaches each process of a terminal; a worker ends when its parent says so
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         process.start()
@@ -503,6 +561,8 @@ def _supervise(app: object, listener: socket.socket, *, num_workers: int) -> Non
                 elif process.exitcode is not None:
                     # another one would end in the same way
                     is_ending.set()
+        # refuses others, who would wait for nobody
+        listener.close()
         for process in processes:
             process.terminate()
         for process in processes:

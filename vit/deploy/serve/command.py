@@ -8,7 +8,13 @@ from vit.runtime.console import echo
 from vit.runtime.progress import show_progress
 
 
-@check_arguments(port=(0, 65535), similar=(0, 20), workers=(1, None))
+@check_arguments(
+    port=(0, 65535),
+    similar=(0, 20),
+    workers=(1, None),
+    batch_size=(1, None),
+    max_batch_delay=(0, 10_000),
+)
 def serve(
     model: str,
     *,
@@ -18,6 +24,8 @@ def serve(
     method: str = "auto",
     similar: int = 4,
     workers: int = 1,
+    batch_size: int = 32,
+    max_batch_delay: float = 0,
     device: str = "auto",
     precision: str = "auto",
 ) -> None:
@@ -34,7 +42,9 @@ def serve(
         method: Map method. "best" is the one that vit faithfulness found, "auto" the first of
             vit explain.
         similar: Training photos to show with a photo; 0: answers name none.
-        workers: Processes that share the port and the cores; each opens the model.
+        workers: Processes that share port and cores; each opens the model.
+        batch_size: Most photos in a batch.
+        max_batch_delay: Milliseconds to wait until a batch is full.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
     """
@@ -59,6 +69,8 @@ def serve(
         # the names under which this machine is reached
         hosts=[*LOCAL_HOSTS, host, *list_addresses(host), *(allow_host or [])],
         num_similar=similar,
+        batch_size=batch_size,
+        max_delay=max_batch_delay / 1000,
     )
     open_worker = partial(open_app, model, device=device, num_workers=workers, build=build)
     with show_progress(f"opening {model}"):

@@ -57,7 +57,8 @@ async def receive_photos(request: Request, uploads: Uploads) -> list[BinaryIO]:
     """
     # a browser names the site that asks; programs send no such header
     if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        raise HTTPException(403, "the page of another site may not use this model")
+        text = "the page of another site may not use this model; a proxy can give both one address"
+        raise HTTPException(403, text)
     kind = request.headers.get("content-type", "").lower()
     if not kind.startswith(("multipart/form-data", "image/")):
         raise HTTPException(415, HINT)
