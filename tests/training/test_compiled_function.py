@@ -168,11 +168,13 @@ def test_more_shapes_are_compiled_than_torch_would(monkeypatch: pytest.MonkeyPat
 
 
 @needs_compiler
-@pytest.mark.parametrize("fails", [False, True], ids=["", "the compiler fails"])
+@pytest.mark.parametrize("kind", ["", "the compiler fails", "checkpointing"])
 def test_blocks_are_compiled_alone_and_share_their_code(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """One graph for each image size, whatever the number of blocks and the form of the targets."""
+    """One graph for each image size, whatever the number of blocks and the form of the targets, also
+    where a block is computed again in the backward pass."""
+    fails = kind == "the compiler fails"
     compiled: list[Any] = []
 
     def note(graph: Any, inputs: Any) -> Any:
@@ -197,6 +199,7 @@ def test_blocks_are_compiled_alone_and_share_their_code(
     ).train()
 
     model.patch_embed.dynamic_img_size = True
+    model.grad_checkpointing = kind == "checkpointing"
 
     def compute(images: Tensor, targets: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(model(images), targets)

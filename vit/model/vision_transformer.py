@@ -220,7 +220,9 @@ class VisionTransformer(nn.Module):
             block = self.blocks[layer]
             num_kept = num_out_tokens if layer == len(self.blocks) - 1 else None
             if self.grad_checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(block, tokens, num_out_tokens=num_kept, use_reentrant=False)
+                # The backward pass computes it again, by the compiled method if there is one now.
+                run = vars(block).get("forward", block)
+                tokens = checkpoint(run, tokens, num_out_tokens=num_kept, use_reentrant=False)
             else:
                 tokens = block(tokens, num_out_tokens=num_kept)
         normed: Tensor = self.norm(tokens)
