@@ -1,7 +1,8 @@
 """The report of an evaluation on images with several labels: one self-contained HTML file."""
 
+from collections import defaultdict
 from functools import partial
-from itertools import compress
+from itertools import compress, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -193,57 +194,47 @@ def _fold_labels(
         ),
     )[:_MAX_FOLDED]
     is_missed, is_false = scores.labels & ~scores.predicted, scores.predicted & ~scores.labels
-    chosen = {
-        place: (
-            _choose(is_missed[:, place], scores.probabilities[:, place], result.num_examples),
-            _choose(is_false[:, place], -scores.probabilities[:, place], result.num_examples),
+    # (rank, image, label)
+    cases: list[tuple[int, int, int]] = []
+    for place in order:
+        probabilities = scores.probabilities[:, place]
+        for is_error, ranks in (
+            (is_missed[:, place], probabilities),
+            (is_false[:, place], -probabilities),
+        ):
+            chosen = _choose(is_error, ranks, result.num_examples)
+            cases += [(rank, index, place) for rank, index in enumerate(chosen)]
+    # one example of each kind before the second, because there may be no time for every map
+    cases.sort(key=lambda case: case[0])
+    paths = [result.images.ids[index] for _, index, _ in cases]
+    target = LABEL.with_classes(torch.tensor([place for *_, place in cases]))
+    pictures, drawn, missing = draw_examples(result, paths, deadline, target=target)
+    about = describe_maps(drawn, len(cases), explained="the label") if drawn else ""
+
+    missed: dict[int, list[Mistake]] = defaultdict(list)
+    false: dict[int, list[Mistake]] = defaultdict(list)
+    maps = drawn.maps if drawn else []
+    for (_, index, place), path, picture, drawn_map in zip_longest(cases, paths, pictures, maps):
+        probability = float(scores.probabilities[index, place])
+        labels = list(compress(result.bundle.class_names, scores.labels[index]))
+        mistakes = missed if scores.labels[index, place] else false
+        mistakes[place].append(Mistake(path, probability, labels, picture, drawn_map))
+    folded = [
+        FoldedLabel(
+            place,
+            rows[place],
+            build_curve_charts(
+                scores.probabilities[:, place],
+                scores.labels[:, place],
+                next(iter(rows[place].thresholds), None),
+            ),
+            int(is_missed[:, place].sum()),
+            missed[place],
+            int(is_false[:, place].sum()),
+            false[place],
         )
         for place in order
-    }
-    cases = [
-        (index, place) for place, kinds in chosen.items() for images in kinds for index in images
     ]
-    # one example of each kind before the second, because there may be no time for every map
-    ranks = [rank for kinds in chosen.values() for images in kinds for rank in range(len(images))]
-    cases = [case for _, case in sorted(zip(ranks, cases, strict=True), key=lambda pair: pair[0])]
-    paths = [result.images.ids[index] for index, _ in cases]
-    target = LABEL.with_classes(torch.tensor([place for _, place in cases]))
-    photos, drawn, missing = draw_examples(result, paths, deadline, target=target)
-    about = describe_maps(drawn, len(cases), explained="the label") if drawn else ""
-    maps = dict(zip(cases, drawn.maps if drawn else [], strict=False))
-    pictures = dict(zip(paths, photos, strict=True))
-    names = result.bundle.class_names
-
-    def describe(images: list[int], place: int) -> list[Mistake]:
-        return [
-            Mistake(
-                result.images.ids[index],
-                float(scores.probabilities[index, place]),
-                list(compress(names, scores.labels[index])),
-                pictures[result.images.ids[index]],
-                maps.get((index, place)),
-            )
-            for index in images
-        ]
-
-    folded = []
-    for place in order:
-        missed, false = chosen[place]
-        folded.append(
-            FoldedLabel(
-                place,
-                rows[place],
-                build_curve_charts(
-                    scores.probabilities[:, place],
-                    scores.labels[:, place],
-                    next(iter(rows[place].thresholds), None),
-                ),
-                int(is_missed[:, place].sum()),
-                describe(missed, place),
-                int(is_false[:, place].sum()),
-                describe(false, place),
-            )
-        )
     return folded, about, missing
 
 
