@@ -263,17 +263,16 @@ def _audit_classes(
 
     correct = probabilities.argmax(axis=1) == out_labels
     is_known = find_known(correct, out_labels, select_groups(dataset.groups, left_out))
-    suspects = [
-        (left_out[place], suggested, 1 - float(probabilities[place, out_labels[place]]))
-        for place, suggested in zip(*find_suspects(probabilities, out_labels), strict=True)
-        if is_known[place]
-    ]
+    places, suggestions = np.array(find_suspects(probabilities, out_labels), dtype=np.int64)
+    places, suggestions = places[is_known[places]], suggestions[is_known[places]]
+    indices = left_out[places]
+    scores = 1 - probabilities[places, out_labels[places]]
     label_errors = [
         LabelError(paths[index], classes[index], dataset.class_names[suggested], score)
-        for index, suggested, score in suspects
+        for index, suggested, score in zip(
+            indices.tolist(), suggestions.tolist(), scores.tolist(), strict=True
+        )
     ]
-    indices = np.array([index for index, _, _ in suspects], dtype=np.int64)
-    suggestions = np.array([suggested for _, suggested, _ in suspects], dtype=np.int64)
     # a wrong label is seen best between similar images of both classes
     given = _find_nearest_of_class(features, labels, indices, labels[indices], paths)
     suggested = _find_nearest_of_class(features, labels, indices, suggestions, paths)
