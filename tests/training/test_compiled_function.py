@@ -222,6 +222,7 @@ def test_blocks_are_compiled_alone_and_share_their_code(
 _MIXED = "augment.mixup=0.2 augment.cutmix=1 train.class_balance=weights train.grad_accum_steps=3"
 _UNMIXED = "augment.cutmix=1 augment.mix_until=0 model.drop_path_rate=0.2 train.ema_decay=0.9"
 _SIZES = "train.image_sizes=[[0.5,0.5],[1,1]] train.patch_drop_rates=[[0.5,0.25]]"
+_AGAIN = "train.grad_checkpointing=true"
 
 
 @needs_compiler
@@ -232,6 +233,7 @@ _SIZES = "train.image_sizes=[[0.5,0.5],[1,1]] train.patch_drop_rates=[[0.5,0.25]
         (_MIXED, ""),
         (_UNMIXED, ""),
         (_SIZES, "blocks"),
+        (_AGAIN, "blocks"),
         ("data.pipeline=cached augment.resized_crop_scale=[0.5,1]", "several labels"),
         ("train.precision=bfloat16", "teacher"),
         ("", "the compiler fails"),
