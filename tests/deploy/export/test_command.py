@@ -107,7 +107,7 @@ def test_timm_opens_the_folder_and_computes_equal_logits(
     # the temperature is in the head, in both of a distilled model
     torch.testing.assert_close(0.25 * theirs(images), model(images), atol=1e-5, rtol=0)
     config = timm.data.resolve_model_data_config(theirs)
-    assert (config["input_size"], config["crop_pct"]) == ((3, 8, 16), 0.5)
+    assert (tuple(config["input_size"]), config["crop_pct"]) == ((3, 8, 16), 0.5)
     assert [*config["mean"], *config["std"]] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert config["interpolation"] == "bilinear"
     assert tuple(theirs.pretrained_cfg["label_names"]) == NAMES

@@ -87,15 +87,28 @@ def test_tensors_give_the_logits_of_the_model(
 
 
 @pytest.mark.extended
-def test_the_examples_predict_as_vit_does(model_file: Path, tmp_path: Path) -> None:
-    folder = vit.export_model(model_file, input="tensor", output=tmp_path / "out").parent
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_the_examples_predict_as_vit_does(
+    batch_size: int | None, model_file: Path, tmp_path: Path
+) -> None:
+    file = vit.export_model(
+        model_file, input="tensor", output=tmp_path / "out", batch_size=batch_size
+    )
+    folder = file.parent
     photo = tmp_path / "photo.png"
     Image.fromarray(load_sample_images().images[0]).save(photo)
     prediction = vit.predict(model_file, photo, top_k=10, precision="float32").predictions[0]
     expected = [probability for _, _, probability in sorted(prediction.classes)]
-    command = [sys.executable, "example.py", str(photo)]
-    told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, folder / "example.py", photo]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(told.removeprefix(f"{photo} ")) == pytest.approx(expected, abs=1e-5)
+    photos = vit.export_model(model_file, output=tmp_path / "photo", batch_size=batch_size).parent
+    command = [sys.executable, photos / "predict.py", photo]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    answers = json.loads(told)["predictions"]
+    assert [answer["probability"] for answer in answers] == pytest.approx(
+        sorted(expected, reverse=True)[:5], abs=1e-5
+    )
     if not shutil.which("npm"):
         pytest.skip("node is missing")
     subprocess.run(
@@ -111,13 +124,44 @@ def test_the_examples_predict_as_vit_does(model_file: Path, tmp_path: Path) -> N
     assert json.loads(told) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_the_example_in_c_predicts_as_vit_does(
+    batch_size: int | None, model_file: Path, tmp_path: Path
+) -> None:
+    """The library is in Python's package, the headers are in Debian's libonnxruntime-dev."""
+    headers = ["-I/usr/include/onnxruntime", "-include", "onnxruntime_cxx_api.h"]
+    compiler = shutil.which("g++") or pytest.skip("g++ is missing")
+    check = [compiler, *headers, "-fsyntax-only", "-x", "c++", "/dev/null"]
+    if subprocess.run(check, capture_output=True, check=False).returncode:
+        pytest.skip("the headers of onnxruntime are missing; CPLUS_INCLUDE_PATH may name them")
+    file = vit.export_model(
+        model_file, input="tensor", output=tmp_path / "out", batch_size=batch_size
+    )
+    (library,) = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
+    (tmp_path / "lib").mkdir()
+    for name in ("libonnxruntime.so", "libonnxruntime.so.1"):
+        (tmp_path / "lib" / name).symlink_to(library)
+    options = ["-std=c++17", "-Wall", "-Werror", f"-L{tmp_path}/lib", f"-Wl,-rpath,{tmp_path}/lib"]
+    command = [compiler, "example.cpp", headers[0], *options, "-lonnxruntime", "-o", "example"]
+    subprocess.run(command, cwd=file.parent, check=True)
+
+    image = Image.fromarray(load_sample_images().images[0])
+    pixels = load_bundle(model_file).preprocess.to_uint8(image).tobytes()
+    command = ["./example"]
+    told = subprocess.run(command, cwd=file.parent, input=pixels, capture_output=True, check=True)
+    prediction = vit.predict(model_file, image, top_k=10, precision="float32").predictions[0]
+    expected = [probability for _, _, probability in sorted(prediction.classes)]
+    assert [float(line) for line in told.stdout.split()] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["crop", "pad", "stretch"])
 @pytest.mark.parametrize("size", [(300, 200), (20, 333), (1, 9), (40, 24)])
 def test_the_example_resizes_as_vit_does(
     mode: ResizeMode, size: tuple[int, int], tmp_path: Path
 ) -> None:
     preprocess = Preprocess((24, 40), crop_pct=0.9, resize_mode=mode, interpolation="bilinear")
-    write_tensor_files(tmp_path, preprocess)
+    write_tensor_files(tmp_path, preprocess, batch_size=1)
     facts = json.loads((tmp_path / "preprocess.json").read_text())
     assert facts["size"] == {"height": 24, "width": 40}
     code = (tmp_path / "example.py").read_text()

@@ -68,6 +68,17 @@ def test_every_pixel_is_that_of_preprocess(
         )
 
 
+def test_pad_is_traced() -> None:
+    """Also by the oldest torch, which can't compare all sizes that are free."""
+    model = PhotoModel(Pixels(), Preprocess((24, 40), resize_mode="pad"))
+    names = {0: "batch", 1: "height", 2: "width"}
+    sizes = {place: torch.export.Dim(name, max=2**16) for place, name in names.items()}
+    images = torch.randint(0, 256, (2, 27, 48, 3), dtype=torch.uint8)
+    program = torch.export.export(model, (images,), dynamic_shapes=(sizes,), strict=False)
+    wide = torch.randint(0, 256, (3, 50, 400, 3), dtype=torch.uint8)
+    torch.testing.assert_close(program.module()(wide)[-1], model(wide)[-1])
+
+
 def test_probabilities_are_at_the_temperature() -> None:
     class Constant(nn.Module):
         def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:

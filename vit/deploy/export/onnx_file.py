@@ -6,7 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -230,6 +230,8 @@ def export_onnx(
             }
         float_path.unlink()
 
+    # the file alone says how to use it, because files of an export get separated
+    proto = onnx.load(path)
     facts = {
         "class_names": bundle.class_names,
         "preprocess": bundle.preprocess.to_dict(),
@@ -240,6 +242,8 @@ def export_onnx(
         "input": input,
         "precision": precision,
         "attention": attention,
+        "batch_size": batch_size,
+        "outputs": [output.name for output in proto.graph.output],
         "accuracy": accuracy,
         "coverage": None if answers is None or answers.threshold is None else COVERAGE,
     }
@@ -250,8 +254,6 @@ def export_onnx(
     texts = {
         name: fact if isinstance(fact, str) else json.dumps(fact) for name, fact in facts.items()
     }
-    # the file alone says how to use it, because files of an export get separated
-    proto = onnx.load(path)
     # the exporter's notes: paths and lines of the code on this machine, names of its variables
     del proto.graph.value_info[:]
     for part in (proto.graph, *proto.graph.node, *proto.graph.input, *proto.graph.output):
@@ -264,7 +266,7 @@ def export_onnx(
     if input == "photo":
         write_program(directory / "predict.py")
     else:
-        write_tensor_files(directory, bundle.preprocess)
+        write_tensor_files(directory, bundle.preprocess, batch_size=batch_size or 1)
     return path
 
 
@@ -327,6 +329,8 @@ def _write_onnx(
             dynamic_shapes=(sizes,),
         )
         assert exported is not None
+        # torch 2.8 leaves some nodes before those that they read
+        exported.model.graph.sort()
         write_atomically(path, lambda temporary: exported.save(temporary, external_data=False))
 
 
@@ -401,7 +405,7 @@ def _silence() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(None):
             yield
     finally:
         logging.disable(before)

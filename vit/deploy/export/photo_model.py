@@ -140,15 +140,13 @@ class PhotoModel(nn.Module):
         """Return a multiple of `_NUM_PARTS` that is at least the number of pixels that a filter
         reaches along a side."""
         diameter = 2 * _RADIUS[self.preprocess.interpolation]
-        target_height, target_width = self.preprocess.resize_size
-        reaches = (diameter * height // target_height, diameter * width // target_width)
-        if self.preprocess.resize_mode == "crop":
-            reach = torch.sym_min(*reaches)
-        else:
-            reach = torch.sym_max(*reaches)
         if self.preprocess.resize_mode == "pad":
             # a side that becomes few pixels is reduced by up to half more than the other
-            reach = 3 * reach // 2 + 2
+            diameter = 3 * diameter // 2
+        target_height, target_width = self.preprocess.resize_size
+        reaches = (diameter * height // target_height, diameter * width // target_width)
+        is_crop = self.preprocess.resize_mode == "crop"
+        reach = torch.sym_min(*reaches) if is_crop else torch.sym_max(*reaches)
         return (torch.sym_max(reach, diameter) + 1) // _NUM_PARTS * _NUM_PARTS + _NUM_PARTS
 
     def _find_places(

@@ -37,8 +37,9 @@ def describe_preprocess(preprocess: Preprocess) -> dict[str, Any]:
     }
 
 
-def write_tensor_files(directory: Path, preprocess: Preprocess) -> None:
-    """Write preprocess.json, read_image.py, and the examples in Python, JavaScript and C++."""
+def write_tensor_files(directory: Path, preprocess: Preprocess, *, batch_size: int) -> None:
+    """Write preprocess.json, read_image.py, and the examples in Python, JavaScript and C++, which fill
+    a batch with copies of one image."""
     facts = describe_preprocess(preprocess)
     write_json(directory / "preprocess.json", facts)
     write_program(directory / "read_image.py")
@@ -49,4 +50,5 @@ def write_tensor_files(directory: Path, preprocess: Preprocess) -> None:
         keep_trailing_newline=True,
     )
     for name in ("example.py", "example.mjs", "example.cpp"):
-        write_text(directory / name, environment.get_template(f"{name}.jinja").render(facts))
+        template = environment.get_template(f"{name}.jinja")
+        write_text(directory / name, template.render(facts, batch_size=batch_size))

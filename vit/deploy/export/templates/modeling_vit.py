@@ -24,7 +24,7 @@ class ViTModel(PreTrainedModel):
     config_class = ViTConfig
     main_input_name = "pixel_values"
     _supports_sdpa = True
-    _keys_to_ignore_on_load_unexpected = (r"^vit\.head",)
+    _keys_to_ignore_on_load_unexpected = [r"^vit\.head"]  # noqa: RUF012 transformers 4 adds a list
 
     def __init__(self, config, num_classes=0):
         super().__init__(config)
@@ -74,7 +74,7 @@ class ViTModel(PreTrainedModel):
 
 
 class ViTForImageClassification(ViTModel):
-    _keys_to_ignore_on_load_unexpected = ()
+    _keys_to_ignore_on_load_unexpected = None
 
     def __init__(self, config):
         super().__init__(config, config.num_labels)

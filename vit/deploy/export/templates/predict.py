@@ -14,11 +14,12 @@ from vit.prediction.conformal import MAX_P_UNUSUAL
 session = onnxruntime.InferenceSession(str(Path(__file__).with_name("model.onnx")))
 facts = session.get_modelmeta().custom_metadata_map
 names = json.loads(facts["class_names"])
+count = session.get_inputs()[0].shape[0]  # a number where batches are fixed, else a name
 value_range = json.loads(facts["preprocess"]).get("value_range")
 kinds = [output.name for output in session.get_outputs()]
 for path in sys.argv[1:]:
     try:
-        pixels = np.asarray(read_rgb(path, value_range))[None]
+        pixels = np.stack([read_rgb(path, value_range)] * (count if isinstance(count, int) else 1))
         outputs = dict(zip(kinds, session.run(kinds, {"images": pixels}), strict=True))
         scores = outputs["probabilities"][0]
         order = np.argsort(-scores, kind="stable").tolist()
