@@ -1,5 +1,5 @@
-"""Labels of a table's rows: one class or several labels, and those that are missing or spelled in
-two ways."""
+"""Labels of images in tables, shards and sets of Hugging Face: one class or several labels, their
+numbers, and those that are missing or spelled in two ways."""
 
 import ast
 import json
