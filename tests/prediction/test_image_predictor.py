@@ -57,6 +57,8 @@ def _as_columns(paths: list[Path]) -> dict[str, Any]:
         _read_all,
         _as_columns,
         lambda paths: {"path": list(map(str, paths))},
+        lambda paths: {"image": [{"bytes": each, "path": None} for each in _read_all(paths)]},
+        lambda paths: pytest.importorskip("pyarrow").table({"bytes": _read_all(paths)}),
         lambda paths: {"image": [Image.open(io.BytesIO(each)) for each in _read_all(paths[:3])]},
         lambda paths: [np.asarray(Image.open(path)) for path in paths[:3]],
     ],
@@ -126,8 +128,12 @@ def test_wrong_batches_and_options_are_refused(model: Path, paths: list[Path]) -
     predictor = vit.Predictor(model)
     with pytest.raises(ValueError, match="the batch has the columns photo; name one image"):
         predictor({"photo": paths})
-    with pytest.raises(ValueError, match="put it into a list"):
-        predictor(str(paths[0]))
+    for one in (str(paths[0]), Image.new("RGB", (8, 8)), np.zeros((8, 8, 3), np.uint8)):
+        with pytest.raises(ValueError, match="put it into a list"):
+            predictor(one)
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        predictor({"path": paths, "site": [1]})
+    assert predictor([np.zeros((0, 0, 3), np.uint8)])["error"] == ["the image has no pixels"]
     with pytest.raises(ValueError, match=r"coverage 0\.5 is not one"):
         vit.Predictor(model, coverage=0.5)
     assert predictor.predict([None])[0].error == "there is no image"

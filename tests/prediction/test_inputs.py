@@ -13,6 +13,7 @@ from PIL import Image
 from tests.object_storage import Bucket, serve_files, serve_s3
 from vit.data.images import read_image
 from vit.data.inputs import LazyImage, is_input, list_inputs
+from vit.prediction.image_predictor import _open_image
 
 _COUNT = 5
 
@@ -39,7 +40,7 @@ def read(images: Any) -> list[tuple[str, int | None]]:
         try:
             if isinstance(image, str):
                 image = read_image(Path(image))
-            pixels = image.read() if isinstance(image, LazyImage) else image
+            pixels = _open_image(name, image)
             found.append((name, round(np.asarray(pixels).mean() / 40)))
         except (ValueError, OSError):
             found.append((name, None))
@@ -158,7 +159,7 @@ def test_named_sets_addresses_and_memory(photos: Path) -> None:
     found = list_inputs("digits")
     _, image = next(found)
     assert isinstance(image, LazyImage)
-    assert image.read().size == (8, 8)
+    assert image.load().size == (8, 8)
     assert 1 + sum(1 for _ in found) == 1797
     assert is_input("digits")
     assert not is_input("digit")

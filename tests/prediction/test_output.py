@@ -30,6 +30,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(30):
         pixels = rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"={number:02d}, é.png")
+    (folder / "=20, é.png").rename(folder / '=20 "\n, é.png')
     # the first two of a part or file can't be read, so the number of columns isn't known at once
     for number in (0, 1, 17):
         (folder / f"={number:02d}, é.png").write_bytes(b"no image")
@@ -66,6 +67,13 @@ def test_a_stopped_command_goes_on_without_a_second_or_missing_row(
     (path / ".part-00001.parquet.aa.tmp").write_bytes(b"half") if suffix == ".parquet" else None
     list(run(model, photos, path, resume=True, **options))
     assert read_rows(path) == read_rows(whole)
+    if suffix == ".parquet":
+        (path / "part-00001.parquet").write_bytes(b"PAR1")
+        with pytest.raises(ValueError, match="remove it and the parts after it"):
+            list(run(model, photos, path, resume=True, **options))
+        for part in sorted(path.glob("part-*"))[1:]:
+            part.unlink()
+        list(run(model, photos, path, resume=True, **options))
     # nothing is left to do
     assert list(run(model, photos, path, resume=True, **options)) == []
     assert read_rows(path) == read_rows(whole)

@@ -40,9 +40,8 @@ def explain(
     from vit.explanation.best_method import describe_best_method
 
     if engine == "ray":
-        explain_on_ray, list_files = import_engine("explain_on_ray", "list_files")
-        listed = list_files(list_names(images or ()))
-        explain_on_ray(listed, find.keywords, output=output, workers=workers)
+        places = list_names(images or ())
+        import_engine().explain_on_ray(places, find.keywords, output=output, workers=workers)
         return
     paths = None
     if images:

@@ -1,10 +1,8 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
 import gc
-import os
 import sys
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, Literal
 
@@ -13,9 +11,6 @@ import typer
 from vit.model.find_file import is_model_name
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
-
-# imported on use, because Ray is an extra
-_ENGINE = "vit.deploy.batch.engine"
 
 
 def predict(
@@ -61,9 +56,6 @@ def predict(
     output = call.keywords["output"]
     if output_format == "auto":
         output_format = "table" if sys.stdout.isatty() and not call.keywords["similar"] else "jsonl"
-    missing = [name for name in images if name.endswith((".npz", ".parquet"))]
-    if call.keywords["embeddings"] and not all(map(os.path.exists, missing)):
-        raise ValueError("--embeddings takes no file; name FILE.parquet or .jsonl with --output")
     if call.keywords["embeddings"] and output_format == "csv" and not output:
         raise ValueError("--embeddings needs --output or --format jsonl: CSV has no place for them")
     if call.keywords["similar"] and output_format != "jsonl" and not output:
@@ -75,14 +67,14 @@ def predict(
         raise ValueError(f"{models[-1]} is a model; name images after it")
     keywords = {**call.keywords, "model": models if len(models) > 1 else models[0]}
     if engine == "ray":
-        predict_on_ray, list_files = import_engine("predict_on_ray", "list_files")
+        ray = import_engine()
         others = {name: keywords.pop(name) for name in ("sort_into", "similar", "sort")}
         output, resume = keywords.pop("output"), keywords.pop("resume")
         if others != {"sort_into": None, "similar": 0, "sort": "none"} or output is None:
             text = "needs --output, and has no --sort-into, --similar and --sort"
             raise ValueError(f"--engine ray {text}")
-        listed = list_files(list_names(images))
-        predict_on_ray(listed, keywords, output=output, workers=workers, resume=resume)
+        places = list_names(images)
+        ray.predict_on_ray(places, keywords, output=output, workers=workers, resume=resume)
         return
     # a folder that is named alone is an error if it holds no images
     is_one_path = len(images) == 1 and images[0] != "-"
@@ -109,14 +101,15 @@ def predict(
         raise typer.Exit(1)
 
 
-def import_engine(*names: str) -> list[Any]:
-    """Return functions of the engine `ray`. Raises ValueError if its packages are missing."""
+def import_engine() -> Any:
+    """Import the engine `ray`. Raises ValueError if its packages are missing."""
     try:
-        engine = import_module(_ENGINE)
+        # an extra
+        import vit.deploy.batch.engine as engine
     except ImportError as error:
         text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
         raise ValueError(text) from error
-    return [getattr(engine, name) for name in names]
+    return engine
 
 
 def list_names(names: Iterable[str]) -> Iterator[str]:

@@ -1,17 +1,17 @@
 """Images without labels, from everything that training reads: files, folders, tables, Parquet,
 shards, addresses and names of data sets. They are listed as they are needed."""
 
-import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
 
-from vit.data.images import ImageInputs, is_image_name, list_images, read_image
+from vit.data.images import ImageInputs, is_image_name, list_images
 from vit.data.python_images import iterate_images, open_loader
 from vit.runtime.arguments import first_line, hide_tokens, shorten
 from vit.runtime.files import expand_home
@@ -24,19 +24,19 @@ _ROWS = 64
 
 
 class LazyImage(NamedTuple):
-    """An image that is decoded when it is needed.
+    """An image whose file or pixels are loaded when needed, many at a time if it is remote."""
 
-    Attributes:
-        read: Function that decodes it. Raises ValueError or OSError if it can't be read.
-        is_remote: It comes over a network, so that many should be read at a time.
-    """
-
-    read: Callable[[], Image.Image]
+    load: Callable[[], bytes | Image.Image]
     is_remote: bool = False
 
 
-# an image's path, an upright image, or one that isn't decoded yet
-Input = str | Image.Image | LazyImage
+# an image's path, its file, an upright image, one that isn't read yet, or none
+Input = str | bytes | Image.Image | LazyImage | None
+
+
+# lists the images in a shard, a Parquet file or a data set, by their names
+Lister = partial[Iterator[tuple[str, Input]]]
+Places = Iterator[tuple[str, Input | Lister]]
 
 
 def list_inputs(images: ImageInputs) -> Iterator[tuple[str, Input]]:
@@ -50,7 +50,7 @@ def list_inputs(images: ImageInputs) -> Iterator[tuple[str, Input]]:
         OSError: A table, file or address can't be read.
     """
     if isinstance(images, str | Path):
-        yield from _list_place(str(images), is_alone=True)
+        yield from _unpack(list_place(str(images), is_alone=True))
         return
     is_list = isinstance(images, Iterable) and not hasattr(images, "__array__")
     if not is_list or isinstance(images, Image.Image | Mapping):
@@ -64,9 +64,14 @@ def list_inputs(images: ImageInputs) -> Iterator[tuple[str, Input]]:
                 yield f"image {number}", place
                 number += 1
                 continue
-            for listed in _list_place(str(place), is_alone=False):
+            for listed in _unpack(list_place(str(place))):
                 yield listed
                 number += 1
+
+
+def _unpack(places: Places) -> Iterator[tuple[str, Input]]:
+    for name, found in places:
+        yield from found() if isinstance(found, partial) else [(name, found)]
 
 
 def is_input(place: str) -> bool:
@@ -78,7 +83,8 @@ def is_input(place: str) -> bool:
     return is_remote(place) or find_kind(place) is not None
 
 
-def _list_place(place: str, *, is_alone: bool) -> Iterator[tuple[str, Input]]:
+def list_place(place: str, *, is_alone: bool = False) -> Places:
+    """Yield the name of each image and the image, or a function that lists those in a file."""
     path = expand_home(place)
     name = place.lower()
     if "://" in place:
@@ -91,7 +97,7 @@ def _list_place(place: str, *, is_alone: bool) -> Iterator[tuple[str, Input]]:
     elif is_image_name(place):
         yield place, place
     elif name.endswith(".parquet") and path.is_file():
-        yield from _list_rows([place])
+        yield from _pack(_list_rows, [place])
     elif ".tar" in name or place.startswith("hf:") or not os.path.lexists(path):
         yield from _list_named(place)
     else:
@@ -100,11 +106,10 @@ def _list_place(place: str, *, is_alone: bool) -> Iterator[tuple[str, Input]]:
         if not is_table(path):
             yield place, place
             return
-        for listed in list_table_images(path):
-            yield from _list_address(listed) if "://" in listed else [(listed, listed)]
+        yield from map(_find_image, list_table_images(path))
 
 
-def _list_packed(folder: str, is_alone: bool) -> Iterator[tuple[str, Input]]:
+def _list_packed(folder: str, is_alone: bool) -> Places:
     """List the images of a folder that has no image files: in shards, Parquet files, or a saved
     data set."""
     from vit.data.sources.huggingface import is_dataset, list_parquet
@@ -112,19 +117,18 @@ def _list_packed(folder: str, is_alone: bool) -> Iterator[tuple[str, Input]]:
 
     path = Path(folder)
     if shards := list_shards(folder):
-        yield from _list_samples([each for paths in shards.values() for each in paths])
+        yield from _pack(_list_shard, chain(*shards.values()))
     elif parquet := list_parquet(path):
-        yield from _list_rows([each for paths in parquet.values() for each in paths])
+        yield from _pack(_list_rows, chain(*parquet.values()))
     elif is_dataset(path):
-        yield from _list_saved(folder)
+        yield from _pack(_list_saved, [folder])
     else:
         # in a list, reading the folder says why it has no images
         yield from ((str(image), image) for image in list_images(folder if is_alone else [folder]))
 
 
-def _list_named(place: str) -> Iterator[tuple[str, Input]]:
+def _list_named(place: str) -> Places:
     """List a data set, or shards that match a pattern; the place itself if it is none of these."""
-    from vit.data.open import open_dataset
     from vit.data.sources.registry import find_kind
     from vit.data.sources.shards import expand_pattern
 
@@ -133,15 +137,21 @@ def _list_named(place: str) -> Iterator[tuple[str, Input]]:
     with suppress(OSError, ValueError):
         kind = find_kind(place)
     if kind == "webdataset":
-        yield from _list_samples(expand_pattern(os.path.expanduser(place)))
+        yield from _pack(_list_shard, expand_pattern(os.path.expanduser(place)))
     elif kind == "huggingface":
-        yield from _list_saved(place)
+        yield from _pack(_list_saved, [place])
     elif kind is None:
         yield place, place
     else:
-        dataset = open_dataset(kind).split("all")
-        for index, name in enumerate(dataset.ids):
-            yield name, LazyImage(partial(dataset.image, index))
+        yield place, partial(_list_dataset, kind)
+
+
+def _list_dataset(kind: str) -> Iterator[tuple[str, Input]]:
+    from vit.data.open import open_dataset
+
+    dataset = open_dataset(kind).split("all")
+    for index, name in enumerate(dataset.ids):
+        yield name, LazyImage(partial(dataset.image, index))
 
 
 def _list_saved(place: str) -> Iterator[tuple[str, Input]]:
@@ -152,30 +162,32 @@ def _list_saved(place: str) -> Iterator[tuple[str, Input]]:
             yield name, LazyImage(partial(reader.image, index))
 
 
-def _list_samples(shards: Iterable[str]) -> Iterator[tuple[str, Input]]:
+def _list_shard(shard: str) -> Iterator[tuple[str, Input]]:
     from vit.data.sources.remote import is_remote
     from vit.data.sources.shards import open_shard
 
-    for shard in shards:
-        reader = open_shard(shard)
-        for index, name in enumerate(reader.names):
-            yield name, LazyImage(partial(reader.image, index), is_remote(shard))
+    reader = open_shard(shard)
+    for index, name in enumerate(reader.names):
+        yield name, LazyImage(partial(reader.load, index), is_remote(shard))
 
 
-def _list_address(address: str) -> Iterator[tuple[str, Input]]:
+def _pack(
+    list_images: Callable[[str], Iterator[tuple[str, Input]]], files: Iterable[str]
+) -> Places:
+    return ((file, partial(list_images, file)) for file in files)
+
+
+def _list_address(address: str) -> Places:
     """List the images at an address: one, or those of a folder, of shards or of Parquet files."""
-    from vit.data.sources.remote import list_addresses, read_address
-
-    def read() -> Image.Image:
-        return read_image(io.BytesIO(read_address(address)), name=hide_tokens(address))
+    from vit.data.sources.remote import list_addresses
 
     path = address.partition("?")[0].lower()
     if ".tar" in path:
         yield from _list_named(address)
     elif path.endswith(".parquet"):
-        yield from _list_rows([address])
+        yield from _pack(_list_rows, [address])
     elif is_image_name(path) or path.startswith("http"):
-        yield hide_tokens(address), LazyImage(read, is_remote=True)
+        yield _find_image(address)
     else:
         files = list_addresses(address)
         shards = [each for each in files if each.lower().endswith(".tar")]
@@ -184,15 +196,35 @@ def _list_address(address: str) -> Iterator[tuple[str, Input]]:
         if not (shards or parquet or images):
             text = f"{hide_tokens(address)} holds no images, shards (.tar) or Parquet files"
             raise FileNotFoundError(f"{text}; check the address")
-        for image in images:
-            yield from _list_address(image)
+        yield from map(_find_image, images)
         if not images:
-            yield from _list_samples(shards) if shards else _list_rows(parquet)
+            yield from _pack(_list_shard, shards) if shards else _pack(_list_rows, parquet)
 
 
-def _list_rows(files: Iterable[str]) -> Iterator[tuple[str, Input]]:
-    """List the images in rows of Parquet files, a few rows in memory at a time."""
-    from vit.data.sources.remote import find_file, is_remote
+def _list_rows(file: str) -> Iterator[tuple[str, Input]]:
+    """List the images in rows of a Parquet file, a few rows in memory at a time."""
+    folder = file.rpartition("/")[0]
+    row = -1
+    with open_parquet(file) as (table, column, named):
+        columns = [name for name in (column, named) if name is not None]
+        for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
+            for values in batch.to_pylist():
+                row += 1
+                name = values.get(named)
+                name = name if name and isinstance(name, str) else f"{hide_tokens(file)}/{row:05d}"
+                yield _find_value(values[column or named], name, folder)
+
+
+@contextmanager
+def open_parquet(file: str) -> Iterator[tuple[Any, str | None, str | None]]:
+    """Open a Parquet file, and find its column of images and that of names, of which one may be
+    missing.
+
+    Raises:
+        ValueError: There is neither, or pyarrow isn't installed.
+        OSError: It can't be read, also while it is open.
+    """
+    from vit.data.sources.remote import find_file
 
     try:
         # from the extra "datasets"
@@ -201,46 +233,39 @@ def _list_rows(files: Iterable[str]) -> Iterator[tuple[str, Input]]:
         hint = "pip install '.[datasets]' in the clone of vit"
         raise ValueError(f"Parquet is read by pyarrow, which is not installed; {hint}") from error
 
-    for file in files:
-        shown = hide_tokens(file)
-        folder = file.rpartition("/")[0] if is_remote(file) else os.path.dirname(file)
-        row = -1
-        try:
-            with find_file(file).open() as stream:
-                table = ParquetFile(stream)
-                names = table.schema_arrow.names
-                column = next((name for name in IMAGE_COLUMNS if name in names), None)
-                named = next((name for name in PATH_COLUMNS if name in names), None)
-                if column is None and named is None:
-                    wanted = ", ".join((*IMAGE_COLUMNS, *PATH_COLUMNS))
-                    have = shorten(", ".join(names))
-                    raise ValueError(f"{shown} has no column {wanted}, only {have}; rename one")
-                columns = [name for name in (column, named) if name is not None]
-                for batch in table.iter_batches(batch_size=_ROWS, columns=columns):
-                    for values in batch.to_pylist():
-                        row += 1
-                        name = values.get(named) or f"{shown}/{row:05d}"
-                        yield from _list_value(values[column or named], str(name), folder)
-        except (ValueError, OSError) as error:
-            if str(error).startswith(shown):
-                raise
-            text = shorten(first_line(error))
-            raise OSError(f"{shown} can't be read as Parquet: {text}") from error
+    shown = hide_tokens(file)
+    try:
+        with find_file(file).open() as stream:
+            table = ParquetFile(stream)
+            names = table.schema_arrow.names
+            column = next((name for name in IMAGE_COLUMNS if name in names), None)
+            named = next((name for name in PATH_COLUMNS if name in names), None)
+            if column is None and named is None:
+                wanted = ", ".join((*IMAGE_COLUMNS, *PATH_COLUMNS))
+                have = shorten(", ".join(names))
+                raise ValueError(f"{shown} has no column {wanted}, only {have}; rename one")
+            yield table, column, named
+    except (ValueError, OSError) as error:
+        if str(error).startswith(shown):
+            raise
+        text = shorten(first_line(error))
+        raise OSError(f"{shown} can't be read as Parquet: {text}") from error
 
 
-def _list_value(value: Any, name: str, folder: str) -> Iterator[tuple[str, Input]]:
-    """List the image of a row: its bytes, a path, or a dictionary of both as Hugging Face's."""
+def _find_value(value: Any, name: str, folder: str) -> tuple[str, Input]:
+    """Find the image of a row: its bytes, a path, or a dictionary of both as Hugging Face's."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str):
-        path = value if "://" in value else f"{folder}/{value}" if folder else value
-        found = value if "://" not in value and os.path.isabs(value) else path
-        yield from _list_address(found) if "://" in found else [(found, found)]
-        return
+        is_whole = "://" in value or os.path.isabs(value) or not folder
+        return _find_image(value if is_whole else f"{folder}/{value}")
+    return name, value
 
-    def read() -> Image.Image:
-        if not isinstance(value, bytes):
-            raise ValueError("there is no image")
-        return read_image(io.BytesIO(value), name=name)
 
-    yield name, LazyImage(read)
+def _find_image(place: str) -> tuple[str, Input]:
+    """Find an image at a path or an address."""
+    if "://" not in place:
+        return place, place
+    from vit.data.sources.remote import read_address
+
+    return hide_tokens(place), LazyImage(partial(read_address, place), is_remote=True)

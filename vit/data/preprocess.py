@@ -136,6 +136,8 @@ class Preprocess:
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
         """Return the input's pixels [H, W, 3] of an image of any mode."""
+        if 0 in image.size:
+            raise ValueError("the image has no pixels")
         image = self.to_rgb(image)
         box, size, offset = self._place(image.size)
         if image.size != size:

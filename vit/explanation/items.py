@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -166,10 +167,10 @@ def _read_converted(
     return convert(image), sha256
 
 
-def read_file(path: str, content: bytes | None = None) -> tuple[Image.Image, str]:
+def read_file(path: str, load: Callable[[], Any] | None = None) -> tuple[Image.Image, str]:
     """Read an image, and hash the same bytes, in case the file changes meanwhile."""
     try:
-        content = read_bytes(Path(path)) if content is None else content
+        content = load() if load else read_bytes(Path(path))
     except IsADirectoryError as error:
         raise ValueError(f"{path} is a folder that holds no images, or can't be read") from error
     return read_image(io.BytesIO(content), name=path), hashlib.sha256(content).hexdigest()

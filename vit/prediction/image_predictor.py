@@ -253,13 +253,18 @@ def _split_columns(
     images: Iterable[Any] | Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     """Return the columns of a batch that are passed on, and the name and image of each row."""
-    # pandas, which Spark passes
-    if hasattr(images, "iloc"):
+    # pandas, which Spark passes, and Arrow
+    if hasattr(images, "iloc") or hasattr(images, "to_pydict"):
         table: Any = images
-        images = {name: table[name].to_numpy() for name in table}
-    if isinstance(images, str | bytes):
-        raise ValueError("images is one path or file; put it into a list")
+        names = getattr(table, "column_names", table)
+        images = {name: np.asarray(table[name]) for name in names}
+    shape = getattr(images, "shape", ())
+    is_one = len(shape) == 3 and shape[-1] in (1, 3)
+    if is_one or isinstance(images, str | bytes | Image.Image):
+        raise ValueError("images is one image; put it into a list")
     columns = dict(images) if isinstance(images, Mapping) else {}
+    if len(set(map(len, columns.values()))) > 1:
+        raise ValueError("the columns of the batch have different numbers of rows")
     rows: Iterable[Any] = images
     if columns:
         found = next((name for name in _BATCH_COLUMNS if name in columns), None)
@@ -322,8 +327,11 @@ def _decode(name: str, image: Any, preprocesses: Sequence[Preprocess]) -> list[P
 
 
 def _open_image(name: str, image: Any) -> Image.Image:
+    if isinstance(image, Mapping) and "bytes" in image:
+        # as Hugging Face stores it
+        image = image["bytes"] or image.get("path")
     if isinstance(image, LazyImage):
-        return image.read()
+        image = image.load()
     if isinstance(image, str | Path):
         return read_image(Path(image))
     if isinstance(image, bytes | bytearray | memoryview):

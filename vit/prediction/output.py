@@ -15,10 +15,10 @@ import numpy as np
 
 from vit.data.dataset import printable
 from vit.prediction.records import Columns, Prediction, format_cell, write_csv, write_jsonl
-from vit.runtime.arguments import shorten
+from vit.runtime.arguments import first_line, shorten
+from vit.runtime.documents import read_json
 from vit.runtime.files import (
     expand_home,
-    read_text,
     remove_temporaries,
     write_atomically,
     write_json,
@@ -55,8 +55,8 @@ class Output(ABC):
         self._options = path.with_name(f"{path.name}.options.json")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"--output {path}: there is no folder {path.parent}; make it")
-        self._resumes = resume and path.exists()
-        if path.exists() and not resume:
+        self._resumes = path.exists()
+        if self._resumes and not resume:
             text = f"--output {path} is there already; add --resume to go on with it"
             raise FileExistsError(f"{text}, or choose another")
 
@@ -89,7 +89,11 @@ class Output(ABC):
             ValueError: The rows were made with other options, or of other images.
         """
         lock = self.path.with_name(f".{self.path.name}.lock")
-        with lock_file(lock, refusal=f"another process writes {self.path}; wait for it"):
+        refusal = f"another process writes {self.path}; wait for it"
+        with lock_file(lock, refusal=refusal):
+            # since the model was opened
+            if self.path.exists() != self._resumes:
+                raise ValueError(refusal)
             if self._resumes:
                 self._check_options(options)
                 items = self._skip(items)
@@ -101,7 +105,7 @@ class Output(ABC):
 
     def _check_options(self, options: Mapping[str, object]) -> None:
         try:
-            before = json.loads(read_text(self._options))
+            before = read_json(self._options)
         except FileNotFoundError:
             text = f"{self.path} can't be resumed without {self._options.name}"
             raise ValueError(f"{text}; choose another --output") from None
@@ -130,18 +134,22 @@ class _Lines(Output):
     """JSON lines or CSV."""
 
     def _read_names(self) -> Iterator[str]:
+        is_csv = self.path.suffix == ".csv"
         end = 0
+        row = b""
         with self.path.open("rb") as file:
-            for number, line in enumerate(file):
-                # the end of a line that was being written
-                if not line.endswith(b"\n"):
-                    break
-                end += len(line)
-                text = line.decode("utf-8", "surrogateescape")
-                if self.path.suffix == ".jsonl":
+            for line in file:
+                row += line
+                # a cell of CSV may have several lines; the last row may have been cut
+                if not line.endswith(b"\n") or (is_csv and row.count(b'"') % 2):
+                    continue
+                text = row.decode("utf-8", "surrogateescape")
+                if not is_csv:
                     yield json.loads(text)["path"]
-                elif number:
+                elif end:
                     yield next(csv.reader([text]))[0]
+                end += len(row)
+                row = b""
         os.truncate(self.path, end)
 
     def _show(self, name: str) -> str:
@@ -179,7 +187,12 @@ class _Parts(Output):
         remove_temporaries(self.path)
         for part in sorted(self.path.glob(_PARTS)):
             self._num_parts += 1
-            yield from pq.read_table(part, columns=["path"])["path"].to_pylist()
+            try:
+                names = pq.read_table(part, columns=["path"])["path"].to_pylist()
+            except ValueError as error:
+                text = f"can't be read ({first_line(error)}); remove it and the parts after it"
+                raise ValueError(f"{part} {text}") from error
+            yield from names
 
     def _show(self, name: str) -> str:
         return printable(name)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,8 +77,8 @@ def test_folders_tables_and_buckets_give_the_rows_of_one_process(
     table = [{"image": {"bytes": path.read_bytes(), "path": None}} for path in paths]
     pq.write_table(pa.Table.from_pylist(table), tmp_path / "photos.parquet", row_group_size=50)
 
-    def predict(place: object, output: object) -> str:
-        command = ("predict", tiny_model_file, place, *RAY, *FLOAT32, "--embeddings")
+    def predict(place: object, output: object, *options: str) -> str:
+        command = ("predict", tiny_model_file, place, *RAY, *FLOAT32, "--embeddings", *options)
         return cli.finish(cli.start(*command, "--output", output)).out
 
     said = predict(tmp_path / "photos", tmp_path / "a")
@@ -86,6 +87,13 @@ def test_folders_tables_and_buckets_give_the_rows_of_one_process(
     check_rows({name: rows[name] for name in names}, expected)
     predict(tmp_path / "photos.parquet", tmp_path / "b")
     check_rows(dict(sorted(read_rows(tmp_path / "b").items())), expected)
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for path in paths:
+            tar.add(path, path.name)
+    predict(tmp_path / "0.tar", tmp_path / "c")
+    check_rows(dict(sorted(read_rows(tmp_path / "c").items())), expected)
+    # all have rows
+    assert predict(tmp_path / "0.tar", tmp_path / "c", "--resume").startswith("0 images")
     with serve_s3() as client:
         bucket = Bucket("photos", client)
         for path in paths:

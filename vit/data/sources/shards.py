@@ -74,12 +74,13 @@ class ShardReader(ImageReader):
     has_small_subsets: ClassVar[bool] = True
 
     def image(self, index: int) -> Image.Image:
-        return read_image(io.BytesIO(self._read(index)), name=self.names[index])
+        return read_image(io.BytesIO(self.load(index)), name=self.names[index])
 
     def decode(self, index: int) -> Image.Image | np.ndarray:
-        return read_pixels(io.BytesIO(self._read(index)), name=self.names[index])
+        return read_pixels(io.BytesIO(self.load(index)), name=self.names[index])
 
-    def _read(self, index: int) -> bytes:
+    def load(self, index: int) -> bytes:
+        """Read the file of an image."""
         shard, start, end = self._find(index)
         return shard.read(start, end)
 
@@ -110,12 +111,12 @@ class RemoteShardReader(ShardReader):
 
     def fetch(self, indices: Iterable[int]) -> None:
         missing = [index for index in indices if not self._path(index).is_file()]
-        num_bytes = sum(map(len, remote.map_parallel(self._read, missing)))
+        num_bytes = sum(map(len, remote.map_parallel(self.load, missing)))
         # all processes together check the folder about each time that it has grown by a twentieth
         if secrets.randbelow(_CACHE_BYTES // 20 + 1) < num_bytes:
             self._delete_oldest()
 
-    def _read(self, index: int) -> bytes:
+    def load(self, index: int) -> bytes:
         path = self._path(index)
         # not fetched yet, or deleted again
         with suppress(FileNotFoundError):
@@ -126,7 +127,7 @@ class RemoteShardReader(ShardReader):
                 return content
 
         # moved to its place when complete: another process may read it meanwhile
-        content = super()._read(index)
+        content = super().load(index)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         temporary.write_bytes(content + _checksum(content))

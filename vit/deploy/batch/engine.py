@@ -6,6 +6,7 @@ Ray restarts a worker that was killed, and computes its images again.
 import io
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,7 @@ import ray.data
 import torch
 
 from vit.bundle import Bundle, open_model
-from vit.deploy.batch.inputs import list_files as list_files
-from vit.deploy.batch.inputs import read_contents
+from vit.deploy.batch.inputs import Listed, check_names, list_files, open_contents, read_contents
 from vit.deploy.batch.parts import Parts
 from vit.explanation.best_method import MAX_CHECKED_IMAGES, choose_methods
 from vit.explanation.explain import describe_parameters, explain
@@ -61,35 +61,34 @@ _MAPS = {
 }
 
 Values = Mapping[str, Any]
-# rows with the columns path and bytes → rows of the result
+# rows of `read_contents` → rows of the result
 Compute = Callable[[pa.Table], pa.Table]
 
 
 def predict_on_ray(
-    images: pa.Table, options: Values, *, output: str, workers: int | None, resume: bool
+    places: Iterable[str], options: Values, *, output: str, workers: int | None, resume: bool
 ) -> None:
     """Write the columns of `vit.Predictor`, whose parameters are the options; see `_run`."""
     predictor = Predictor(**{**options, "device": "cpu"})
     # "auto" depends on the device of a worker
     facts = {**predictor.describe_options(), "precision": options["precision"]}
     build = partial(_build_predictor, options)
-    _run(images, build, predictor.bundle, Parts(output, facts), workers, resume=resume)
+    _run(list_files(places), build, predictor.bundle, Parts(output, facts), workers, resume=resume)
 
 
 def _build_predictor(options: Values, bundle: Bundle, device: str) -> Compute:
     predictor = Predictor(**{**options, "model": bundle, "device": device})
 
     def compute(rows: pa.Table) -> pa.Table:
-        paths, contents = rows.to_pydict().values()
-        # a path that can't be read says why
-        images = [content or path for path, content in zip(paths, contents, strict=True)]
-        columns = {"image": images, "path": np.array(paths, dtype=object)}
-        return build_table(predictor(columns))
+        names, images = zip(*open_contents(rows), strict=True)
+        return build_table(predictor({"path": np.array(names, dtype=object), "image": images}))
 
     return compute
 
 
-def explain_on_ray(images: pa.Table, options: Values, *, output: str, workers: int | None) -> None:
+def explain_on_ray(
+    places: Iterable[str], options: Values, *, output: str, workers: int | None
+) -> None:
     """Write the maps of `vit.explain`, whose parameters are the options; see `_run`."""
     parameters = signature(explain).parameters.values()
     options = {**{each.name: each.default for each in parameters}, **options}
@@ -98,9 +97,12 @@ def explain_on_ray(images: pa.Table, options: Values, *, output: str, workers: i
     bundle = open_model(options["model"], device="cpu", random_weights=options["random_weights"])
     names = ("target", "map_options", "sanity_checks", "batch_size", "precision")
     chosen = {name: options[name] for name in names}
+    images = files, packed = list_files(places)
+    # what is packed is not counted
+    num_images = len(files) + len(packed) * (MAX_CHECKED_IMAGES + 1)
     if chosen["sanity_checks"] is None:
-        chosen["sanity_checks"] = len(images) <= MAX_CHECKED_IMAGES
-    chosen["methods"] = choose_methods(options["methods"], bundle, num_images=len(images))
+        chosen["sanity_checks"] = num_images <= MAX_CHECKED_IMAGES
+    chosen["methods"] = choose_methods(options["methods"], bundle, num_images=num_images)
     # a wrong option is reported now
     facts = describe_parameters(
         Explainer(bundle, **chosen),
@@ -143,8 +145,8 @@ def _build_explainer(options: Values, chosen: Values, bundle: Bundle, device: st
                 }
 
         items = [
-            ImageItem(path, clean_name(Path(path).stem), partial(read_file, path, content))
-            for path, content in zip(*rows.to_pydict().values(), strict=True)
+            ImageItem(path, clean_name(Path(path).stem), partial(read_file, path, image.load))
+            for path, image in open_contents(rows)
         ]
         explained = explainer.explain(items, add, scale=options["scale"])
         found |= {path: {"error": reason} for path, reason in explained.unreadable}
@@ -166,7 +168,7 @@ class _Worker:
 
 
 def _run(
-    images: pa.Table,
+    images: Listed,
     build: Callable[[Bundle, str], Compute],
     bundle: Bundle,
     parts: Parts,
@@ -174,38 +176,39 @@ def _run(
     *,
     resume: bool,
 ) -> None:
-    """Write a row for each image that has none.
-
-    Args:
-        images: See `list_files`.
-        build: Makes a worker's function of the model and a device.
-        bundle: The model, which the workers get.
-        parts: Where the rows go.
-        workers: Number of workers. None: one for each GPU, or for every 4 cores.
-        resume: Go on where rows are written already.
-    """
+    """Write a row for each image that has none. `build` makes a worker's function of the model and
+    a device."""
+    if resume:
+        check_names(images)
     written = parts.prepare(resume=resume)
-    images = images.filter(pc.invert(pc.is_in(images["path"], value_set=written)))
-    if not len(images):
+    files, packed = images
+    files = files.filter(pc.invert(pc.is_in(files["path"], value_set=written)))
+    if not len(files) and not packed:
         return
     with _connect():
         resources: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         num_gpus = int(resources.get("GPU", 0))
         workers = workers or num_gpus or -(-int(resources["CPU"]) // _CORES)
         cores = max(int(resources["CPU"]) // workers, 1)
-        size = min(max(len(images) // (64 * workers), _MIN_IMAGES), _MAX_IMAGES)
-        starts = range(0, len(images), size)
+        size = min(max(len(files) // (64 * workers), _MIN_IMAGES), _MAX_IMAGES)
+        blocks = [files.slice(start, size) for start in range(0, len(files), size)]
+        for name, lister in packed.items():
+            blocks.append(pa.table([[name], [pickle.dumps(lister)]], schema=files.schema))
         whole: Any = {"batch_size": None, "batch_format": "pyarrow"}
-        rows: ray.data.Dataset = ray.data.from_arrow(
-            [images.slice(start, size) for start in starts]
+        rows: ray.data.Dataset = ray.data.from_arrow(blocks)
+        rows = rows.map_batches(
+            partial(read_contents, written=written.combine_chunks().sort()),
+            **whole,
+            num_cpus=_TASK_CORES,
         )
-        rows = rows.map_batches(read_contents, **whole, num_cpus=_TASK_CORES)
+        if packed:
+            rows = rows.repartition(target_num_rows_per_block=size)
         rows = rows.map_batches(
             _Worker,
             **whole,
             # in a list: Ray would copy it into the arguments
             fn_constructor_args=(build, [ray.put(bundle)], cores),
-            compute=ray.data.ActorPoolStrategy(size=min(workers, len(starts))),
+            compute=ray.data.ActorPoolStrategy(size=workers),
             num_gpus=int(num_gpus > 0),
             # the others are for tasks
             num_cpus=max(cores - 1, 0.5),
@@ -223,6 +226,9 @@ class _Sink(ray.data.Datasink[int]):
 
     def write(self, blocks: Iterable[Any], ctx: object) -> int:
         rows = pa.concat_tables(blocks)
+        # all images of a shard had rows already
+        if not len(rows):
+            return 0
         self.parts.write(rows)
         return len(rows) - int(rows["error"].null_count)
 
@@ -240,7 +246,7 @@ def _connect() -> Iterator[None]:
     if is_ours:
         ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     try:
         yield
     except ray.exceptions.RayError as error:

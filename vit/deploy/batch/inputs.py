@@ -1,109 +1,158 @@
-"""The images of a job: files on a shared disk or in object storage, or rows of Parquet files."""
+"""The images of a job: files on a shared disk or in object storage, and what holds many of them,
+such as shards, whose images the tasks of the cluster list."""
 
-import os
+import io
+import pickle
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
-from operator import itemgetter
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute as pc  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from PIL import Image
 
-from vit.data.images import is_image_name
-from vit.data.inputs import IMAGE_COLUMNS, PATH_COLUMNS, list_inputs
-from vit.data.sources.remote import is_remote, read_address, request
-from vit.data.sources.shards import list_shards
+from vit.data.dataset import printable
+from vit.data.images import DeepImage
+from vit.data.inputs import Input, LazyImage, Lister, list_place, open_parquet
+from vit.data.sources.remote import MissingError, RemoteError, is_remote, read_address
+from vit.runtime.arguments import HIDDEN
 from vit.runtime.files import read_bytes
 
+# images that are listed, and those of a shard that are read, at once
+_LISTED, _READ = 65_536, 256
+# name in the rows; null if the image is at that place, else it is here, pickled
+_ROWS = pa.schema({"path": pa.large_string(), "image": pa.large_binary()})
+# the bytes of the image, or the pickled reason why there are none
+_CONTENTS = _ROWS.append(pa.field("error", pa.large_binary()))
 
-def list_files(places: Iterable[str]) -> pa.Table:
-    """List images by their names, which are those of `vit predict`.
+
+# a row for each image that is a file, and functions that list those of shards and data sets
+Listed = tuple[pa.Table, dict[str, Lister]]
+
+
+def list_files(places: Iterable[str]) -> Listed:
+    """List what `vit predict` reads, by the same names."""
+    packed: dict[str, Lister] = {}
+
+    def list_rows() -> Iterator[tuple[str, bytes | None]]:
+        for name, found in chain.from_iterable(map(list_place, places)):
+            if not isinstance(found, partial):
+                yield _describe(name, found)
+            elif name.endswith(".parquet") and not _holds_images(name):
+                # its rows are paths
+                yield from (_describe(*each) for each in found())
+            else:
+                packed[name] = found
+
+    rows = list_rows()
+    tables = [_ROWS.empty_table()]
+    while listed := list(islice(rows, _LISTED)):
+        tables.append(pa.table(list(zip(*listed, strict=True)), schema=_ROWS))
+    # a single thread keeps their order
+    files = pa.concat_tables(tables).group_by(_ROWS.names, use_threads=False).aggregate([])
+    return files, packed
+
+
+def _holds_images(file: str) -> bool:
+    with open_parquet(file) as (_, column, _):
+        return column is not None
+
+
+def _describe(name: str, image: Input) -> tuple[str, bytes | None]:
+    shown = printable(name)
+    # others are addresses with a token, paths that are no text, rows without an image
+    is_there = image == shown or (is_remote(name) and HIDDEN not in name)
+    return shown, None if is_there else pickle.dumps(image)
+
+
+def check_names(listed: Listed) -> None:
+    """Raise ValueError if images or shards have the same name: one would be taken for the other."""
+    names = listed[0]["path"].chunks
+    for place in listed[1]:
+        if place.endswith(".parquet"):
+            with open_parquet(place) as (table, _, named):
+                names += table.read([named])[0].cast(pa.large_string()).chunks if named else []
+        elif ".tar" in place:
+            names.append(pa.array([place.rpartition("/")[2]], pa.large_string()))
+    counts = pc.value_counts(pa.chunked_array(names, pa.large_string()).drop_null())
+    doubles = counts.filter(pc.greater(counts.field("counts"), 1)).to_pylist()
+    if doubles:
+        text = "leave out --resume, or give them different names"
+        raise ValueError(
+            f"{doubles[0]['counts']} of them are called {doubles[0]['values']}; {text}"
+        )
+
+
+def read_contents(rows: pa.Table, written: pa.Array) -> Iterator[pa.Table]:
+    """Yield the path and the bytes of each image, or why it can't be read, a few at a time.
 
     Args:
-        places: Images, folders, tables of paths, Parquet files, and addresses of these.
-
-    Returns:
-        Columns path, and for rows of Parquet files: file, row group, and place in it.
+        rows: Rows of files, or with a pickled `Lister`.
+        written: Sorted names of images that are left out of what is packed.
     """
-    paths: list[str] = []
-    rows: list[tuple[str, str, int, int]] = []
-    for place in places:
-        if tables := _find_tables(place):
-            rows += (row for table in tables for row in _list_rows(table))
-            continue
-        for name, image in list_inputs([place]):
-            if not isinstance(image, str) and not ("://" in name and is_image_name(name)):
-                text = "files, tables of their paths and Parquet"
-                raise ValueError(f"--engine ray reads {text}, and {place} is none of these")
-            paths.append(name)
-    if rows and paths:
-        raise ValueError(f"{paths[0]} is no row of Parquet, and others are; start two jobs")
-    if not rows:
-        return pa.table({"path": pa.array(dict.fromkeys(paths), pa.string())})
-    names = ("path", "file", "group", "place")
-    return pa.table(dict(zip(names, zip(*rows, strict=True), strict=True)))
+
+    def list_images() -> Iterator[tuple[str, Input]]:
+        for path, pickled in zip(*rows.to_pydict().values(), strict=True):
+            image = path if pickled is None else pickle.loads(pickled)
+            if isinstance(image, partial):
+                yield from (each for each in image() if not _has(written, each[0]))
+            else:
+                yield path, image
+
+    images = list_images()
+    # object storage answers many requests at once
+    with ThreadPoolExecutor(32) as pool:
+        while batch := list(islice(images, _READ)):
+            names, items = zip(*batch, strict=True)
+            found = pool.map(_read, items)
+            yield pa.table([map(printable, names), *zip(*found, strict=True)], schema=_CONTENTS)
 
 
-def _find_tables(place: str) -> list[str]:
-    """Find Parquet files that hold images."""
-    files = [place]
-    if not place.endswith(".parquet"):
-        files = []
-        if os.path.isdir(place) or (is_remote(place) and not is_image_name(place)):
-            files = [file for each in list_shards(place, ".parquet").values() for file in each]
-    if files:
-        with _open(files[0]) as table:
-            files = files if _find_column(table, IMAGE_COLUMNS) else []
-    return files
+def _has(names: pa.Array, name: str) -> bool:
+    place = bisect_left(names, printable(name), key=lambda found: found.as_py())
+    return place < len(names) and names[place].as_py() == printable(name)
 
 
-def _list_rows(file: str) -> Iterator[tuple[str, str, int, int]]:
-    number = 0
-    with _open(file) as table:
-        named = _find_column(table, PATH_COLUMNS)
-        for group in range(table.num_row_groups):
-            count = table.metadata.row_group(group).num_rows
-            names = [f"{file}/{row:05d}" for row in range(number, number + count)]
-            if named:
-                given = table.read_row_group(group, [named])[0].to_pylist()
-                names = [name or number for name, number in zip(given, names, strict=True)]
-            yield from ((name, file, group, place) for place, name in enumerate(names))
-            number += count
-
-
-def _open(file: str) -> Any:
-    source = request(file, lambda files: files.open(file)) if is_remote(file) else file
-    return pq.ParquetFile(source)
-
-
-def _find_column(table: Any, names: Iterable[str]) -> str | None:
-    return next((name for name in names if name in table.schema_arrow.names), None)
-
-
-def read_contents(rows: pa.Table) -> pa.Table:
-    """Return the path and the bytes of each image; no bytes where a worker has to say why."""
-    paths, *places = rows.to_pydict().values()
-    contents: list[bytes | None] = []
-    if places:
-        for (file, group), cells in groupby(zip(*places, strict=True), itemgetter(0, 1)):
-            with _open(file) as table:
-                column = _find_column(table, IMAGE_COLUMNS)
-                images = table.read_row_group(group, [column])[0].combine_chunks()
-            if pa.types.is_struct(images.type):
-                images = pc.struct_field(images, "bytes")
-            contents += images.take([place for *_, place in cells]).to_pylist()
-    else:
-        # object storage answers many requests at once
-        with ThreadPoolExecutor(32) as pool:
-            contents += pool.map(_read_file, paths)
-    return pa.table({"path": paths, "bytes": pa.array(contents, pa.large_binary())})
-
-
-def _read_file(path: str) -> bytes | None:
+def _read(image: Input) -> tuple[bytes | None, bytes | None]:
+    """Return the bytes of an image, or the pickled error that says why there are none."""
     try:
-        return read_address(path) if is_remote(path) else read_bytes(Path(path))
-    except (OSError, ValueError):
-        return None
+        content: Any = image
+        if isinstance(image, LazyImage):
+            content = image.load()
+        elif isinstance(image, str):
+            content = read_address(image) if is_remote(image) else read_bytes(Path(image))
+        if isinstance(content, Image.Image):
+            content = _encode(content)
+        if not isinstance(content, bytes):
+            raise ValueError("there is no image")
+        return content, None
+    except (OSError, ValueError) as error:
+        if isinstance(error, RemoteError) and not isinstance(error, MissingError):
+            raise
+        return None, pickle.dumps(error)
+
+
+def _encode(image: Image.Image) -> bytes:
+    if isinstance(image, DeepImage):
+        raise ValueError("it has more than 8 bits a channel; predict it without --engine ray")
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def open_contents(rows: pa.Table) -> list[tuple[str, LazyImage]]:
+    """Return the name of each image, and the image. See `read_contents`."""
+
+    def load(content: bytes, error: bytes | None) -> bytes:
+        if error is not None:
+            raise pickle.loads(error)
+        return content
+
+    return [
+        (path, LazyImage(partial(load, content, error)))
+        for path, content, error in zip(*rows.to_pydict().values(), strict=True)
+    ]

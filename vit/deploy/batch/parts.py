@@ -52,7 +52,7 @@ class Parts:
             remove_temporaries(self.output)
         # object storage answers many requests at once
         with ThreadPoolExecutor(32) as pool:
-            return pa.chunked_array(pool.map(self._read_paths, files), pa.string())
+            return pa.chunked_array(pool.map(self._read_paths, files), pa.large_string())
 
     def _read_paths(self, file: str) -> pa.Array:
         with self.filesystem.open(file) as opened:
@@ -60,7 +60,7 @@ class Parts:
         if (part.schema.metadata or {}).get(_FACTS) != self.facts:
             text = "was written with another model or other options"
             raise ValueError(f"{self.output} {text}; give the same, or another --output")
-        return part["path"].combine_chunks()
+        return part["path"].cast(pa.large_string()).combine_chunks()
 
     def write(self, rows: pa.Table) -> None:
         """Write a part."""
