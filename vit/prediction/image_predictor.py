@@ -258,7 +258,7 @@ def _split_columns(
         table: Any = images
         names = getattr(table, "column_names", table)
         images = {name: np.asarray(table[name]) for name in names}
-    shape = getattr(images, "shape", ())
+    shape: Any = getattr(images, "shape", ())
     is_one = len(shape) == 3 and shape[-1] in (1, 3)
     if is_one or isinstance(images, str | bytes | Image.Image):
         raise ValueError("images is one image; put it into a list")
