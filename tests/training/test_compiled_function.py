@@ -219,6 +219,30 @@ def test_blocks_are_compiled_alone_and_share_their_code(
     assert len(compiled) == (1 if fails else 2)
 
 
+@needs_compiler
+@pytest.mark.extended
+def test_all_blocks_of_a_deep_model_are_compiled_for_all_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has another rate of dropped paths, so another form."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    torch._dynamo.reset()
+    counters.clear()
+    model = VisionTransformer(
+        12, 2, num_classes=3, embed_dim=8, depth=24, num_heads=1, drop_path_rate=0.3
+    ).train()
+    model.patch_embed.dynamic_img_size = True
+    function = CompiledBlocks(model, model.blocks)
+    for size in (4, 8, 12):
+        # torch's own warnings
+        with warnings.catch_warnings(action="ignore"):
+            function(torch.randn(2, 3, size, size))
+    assert function.is_compiled
+    assert counters["stats"]["unique_graphs"] == 3 * 24
+    assert not counters["unimplemented"]
+
+
 _MIXED = "augment.mixup=0.2 augment.cutmix=1 train.class_balance=weights train.grad_accum_steps=3"
 _UNMIXED = "augment.cutmix=1 augment.mix_until=0 model.drop_path_rate=0.2 train.ema_decay=0.9"
 _SIZES = "train.image_sizes=[[0.5,0.5],[1,1]] train.patch_drop_rates=[[0.5,0.25]]"

@@ -16,8 +16,8 @@ from vit.runtime.arguments import first_line
 # 60 s at 80 TFLOP/s.
 _WORTHWHILE_FLOPS = {"cpu": 1.6e14, "cuda": 1.6e16}
 
-# Forms of one function that are compiled.
-_MAX_COMPILED = 64
+# Forms of one function that are compiled. Blocks are one function, and differ in `drop_path_rate`.
+_MAX_COMPILED = 1024
 
 # The first torch that can compile the backward pass with the forward pass.
 _OLDEST_TORCH = "2.10"
@@ -85,8 +85,10 @@ class CompiledFunction:
                 # Otherwise the backward pass is compiled when it runs, too late to do without it.
                 torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
                 # Each image size, rate of dropped patches and length of a micro-batch is compiled.
-                # Beyond torch's limit of 8 the rest would not be, without a word.
-                torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED),
+                # Beyond torch's limits of 8 and 256 the rest would not be, without a word.
+                torch._dynamo.config.patch(
+                    recompile_limit=_MAX_COMPILED, accumulated_recompile_limit=_MAX_COMPILED
+                ),
             ):
                 return self._function(*args)
         except torch.OutOfMemoryError:
