@@ -135,7 +135,7 @@ def describe_tokens(side: int, folder: Path) -> Run:
 def _train_together(rank: int, world_size: int, store: str, sender: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    model = wrap_model(make_model(256), Process(rank, world_size))
+    model = wrap_model(make_model(256), Process(rank, world_size), exchange="float32")
     run = train(model, torch.randn(16 // world_size, 3, 256, 256))
     start = time.process_time()
     for _ in range(STEPS):
