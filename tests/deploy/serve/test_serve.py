@@ -468,7 +468,7 @@ def test_requests_share_a_batch_and_have_the_answers_of_predict(
         asked = [pool.submit(ask, *pair) for pair in enumerate([*contents, broken])]
         files = [("image", content) for content in (contents[1], broken, b"", contents[2])]
         several = pool.submit(client.post, "/predict", files=files)
-        waiting = app.state.service._batches._waiting
+        waiting = app.state.service.batches._waiting
         wait_until(lambda: len(waiting) == 8)
         model.leave.set()
         answers = [each.result() for each in [*asked, several, first]]

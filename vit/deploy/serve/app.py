@@ -16,8 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context, parent_process
 from multiprocessing.context import SpawnProcess
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, BinaryIO
@@ -74,8 +76,6 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost")
 WAITING_SECONDS = 60.0
 # after SIGTERM, to answer the requests that are there; Kubernetes kills after 30
 _ENDING_SECONDS = 25
-# of these, for the last requests of connections that are kept open
-_LEAVING_SECONDS = 1
 # requests that are received or wait for the model, for each worker
 _MAX_REQUESTS = 128
 # pixels of the shorter side of a map's picture
@@ -132,20 +132,13 @@ def build_app(
             "*.example.com" is each name below example.com.
         num_similar: Training photos that the page shows with a photo, if the model file names
             any. 0: no answer names a training photo.
-        batch_size: Most photos in a forward pass; more than 32 are hardly faster.
-        max_delay: Seconds for which a photo waits for others while the model is free.
+        batch_size, max_delay: See `Batches`. More than 32 photos together are hardly faster.
 
     Raises:
         ValueError: The method or the precision is unknown, or the model has no classifier.
     """
-    service = _Service(
-        bundle,
-        precision=precision,
-        method=method,
-        num_similar=num_similar,
-        batch_size=batch_size,
-        max_delay=max_delay,
-    )
+    service = _Service(bundle, precision=precision, method=method, num_similar=num_similar)
+    service.batches = Batches(service.predict_batch, size=batch_size, max_delay=max_delay)
 
     async def check_host(request: Request) -> None:
         name = request.headers.get("host", "")
@@ -169,14 +162,11 @@ def build_app(
     )
     app.state.service = service
     app.get("/health")(service.show_health)
-    shown = (
-        ("/", service.show_page),
-        ("/metrics", handle_metrics),
-        ("/health", service.show_health),
-    )
-    for path, show in shown:
-        # monitors ask for the head alone
-        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(show)
+    # monitors ask for the head alone
+    show = partial(app.api_route, methods=["GET", "HEAD"], include_in_schema=False)
+    show("/")(service.show_page)
+    show("/metrics")(handle_metrics)
+    show("/health")(service.show_health)
     app.post(
         "/predict",
         response_model=Answers,
@@ -193,19 +183,12 @@ def build_app(
 
 class _Service:
     """Answers requests with one model: photos are decoded by several threads, predicted together
-    (`_predict`), and explained one at a time (`_explain`).
+    (`predict_batch`), and explained one at a time (`_explain`).
     """
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        precision: str,
-        method: str,
-        num_similar: int,
-        batch_size: int,
-        max_delay: float,
-    ) -> None:
+    batches: Batches
+
+    def __init__(self, bundle: Bundle, *, precision: str, method: str, num_similar: int) -> None:
         self.bundle = bundle
         self._predictor = Predictor(bundle, coverage=_COVERAGE, precision=precision)
         self._batch_predictor = self._predictor.batch_predictors[0]
@@ -239,7 +222,6 @@ class _Service:
         # it is the same for every request
         self.page = render_page(_TEMPLATE, context)
         self._decoders = ThreadPoolExecutor(torch.get_num_threads(), "decode")
-        self._batches = Batches(self._predict, size=batch_size, max_delay=max_delay)
         # photos without a map wait for one map at most
         self._map_turn = asyncio.Lock()
         # requests are limited, not connections: one that asks for nothing costs next to nothing
@@ -259,21 +241,17 @@ class _Service:
             ]
         if self.no_similar:
             return []
+        names, labels = self.bundle.class_names, self.bundle.is_multilabel
         images = self.bundle.metadata["conformal"]["training_images"]
-        if self.bundle.is_multilabel:
-            # an image has no class of its own
-            named = [(f"photo {n}", path) for n, (path, _) in enumerate(images[:_NUM_EXAMPLES], 1)]
-        else:
-            # the first image of each class
-            paths = {class_index: path for path, class_index in reversed(images)}
-            names = self.bundle.class_names
-            named = [(names[index], paths[index]) for index in sorted(paths)[:_NUM_EXAMPLES]]
-        examples = []
-        for name, path in named:
-            picture = self.training_photos.draw(Similar(path, name, 1.0)).picture
-            if picture is not None:
-                examples.append({"name": name, "picture": picture})
-        return examples
+        # the first of each class; an image of several labels has no class of its own
+        first: dict[str, str] = {}
+        for number, (path, index) in enumerate(sorted(images, key=itemgetter(1)), 1):
+            first.setdefault(f"photo {number}" if labels else names[index], path)
+        drawn = [
+            (name, self.training_photos.draw(Similar(path, name, 1.0)).picture)
+            for name, path in islice(first.items(), _NUM_EXAMPLES)
+        ]
+        return [{"name": name, "picture": picture} for name, picture in drawn if picture]
 
     def show_page(self) -> HTMLResponse:
         """Answer `GET /`."""
@@ -331,10 +309,10 @@ class _Service:
         try:
             async with asyncio.timeout(WAITING_SECONDS):
                 photo = await asyncio.wrap_future(self._decoders.submit(self._decode, file))
-                prediction = await self._batches.predict((photo, options))
+                prediction = await self.batches.predict((photo, options))
                 if options.map != "none":
                     async with self._map_turn:
-                        maps = await self._batches.run(partial(self._explain, file, options))
+                        maps = await self.batches.run(partial(self._explain, file, options))
         except TimeoutError:
             raise HTTPException(503, "the model is busy; try again", _RETRY) from None
         present = prediction.labels or []
@@ -357,7 +335,7 @@ class _Service:
             facts["similar"] = describe_similar(similar)
             if options.pictures:
                 draw = self.training_photos.draw
-                facts["similar_pictures"] = await self._batches.run(
+                facts["similar_pictures"] = await self.batches.run(
                     lambda: [draw(image).picture for image in similar]
                 )
         facts |= {"maps": maps} if labels else {"map": next(iter(maps), None)}
@@ -373,7 +351,7 @@ class _Service:
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
 
-    def _predict(self, photos: Sequence[Photo]) -> list[Prediction]:
+    def predict_batch(self, photos: Sequence[Photo]) -> list[Prediction]:
         """Predict the classes of photos of several requests together."""
         _BATCHES.observe(len(photos))
         predictor = self._predictor
@@ -461,9 +439,7 @@ def run_server(
     Args:
         app: The application, see `build_app`; for several workers a function that can be pickled,
             which each of them calls.
-        host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
-        workers: Processes that share the port.
+        host, port, workers: See `vit serve`.
         on_start: Called with the addresses at which the server answers.
 
     Raises:
@@ -475,8 +451,7 @@ def run_server(
         raise OSError(
             f"{host} port {port} can't be used ({error.strerror}); choose another --port or --host"
         ) from error
-    # Connections inherit it. asyncio doesn't set it for sockets that it didn't make, and without it
-    # an answer waits 40 ms until its client has confirmed the head.
+    # Connections inherit it. Without it, an answer waits 40 ms until its client has confirmed the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
     # clients that vanished in the middle of a request
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, True)
@@ -484,9 +459,6 @@ def run_server(
     with listener, suppress(KeyboardInterrupt):
         on_start("  ".join(f"http://{name}:{port}" for name in list_addresses(host)))
         if isinstance(app, FastAPI):
-            if threading.current_thread() is threading.main_thread():
-                # the server raises it again when it has ended
-                signal.signal(signal.SIGTERM, signal.default_int_handler)
             _serve(app, listener)
         else:
             _supervise(app, listener, num_workers=workers)
@@ -499,7 +471,7 @@ class _Server(uvicorn.Server):
             each.close()
         self.server_state.default_headers.append((b"connection", b"close"))
         with suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVING_SECONDS):
+            async with asyncio.timeout(1):
                 while self.server_state.connections:
                     await asyncio.sleep(0.05)
         await super().shutdown(sockets)
@@ -518,17 +490,16 @@ def _serve(app: FastAPI, listener: socket.socket) -> None:
 
 
 def _work(app: Callable[[], FastAPI], listener: socket.socket) -> None:
-    parent = parent_process()
-    assert parent
-
-    def end_with_parent() -> None:
-        parent.join()
-        signal.raise_signal(signal.SIGTERM)
-
     # a worker left alone would keep the port
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # before the server, which hears no signal while it opens the model
     _serve(app(), listener)
+
+
+def _end_with_parent() -> None:
+    if parent := parent_process():
+        parent.join()
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _supervise(app: Callable[[], FastAPI], listener: socket.socket, *, num_workers: int) -> None:

@@ -1,5 +1,6 @@
 """The command `vit serve`."""
 
+import signal
 from functools import partial
 
 from vit.runtime.arguments import check_arguments
@@ -50,33 +51,29 @@ def serve(
     """
     try:
         # torch and the server, which `vit --help` does without
-        from vit.deploy.serve.app import (
-            LOCAL_HOSTS,
-            build_app,
-            list_addresses,
-            open_app,
-            run_server,
-        )
+        from vit.deploy.serve import app
     except ImportError as error:
         raise ValueError(
             "vit serve needs FastAPI, uvicorn and others: pip install '.[serve]' in the clone of vit"
         ) from error
 
     build = partial(
-        build_app,
+        app.build_app,
         precision=precision,
         method=method,
         # the names under which this machine is reached
-        hosts=[*LOCAL_HOSTS, host, *list_addresses(host), *(allow_host or [])],
+        hosts=[*app.LOCAL_HOSTS, host, *app.list_addresses(host), *(allow_host or [])],
         num_similar=similar,
         batch_size=batch_size,
         max_delay=max_batch_delay / 1000,
     )
-    open_worker = partial(open_app, model, device=device, num_workers=workers, build=build)
+    open_worker = partial(app.open_app, model, device=device, num_workers=workers, build=build)
     with show_progress(f"opening {model}"):
         # also with several workers, so that a mistake is told once
         server = open_worker()
-    run_server(
+    # when it has ended, the server raises the signal again
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    app.run_server(
         server if workers == 1 else open_worker,
         host=host,
         port=port,
