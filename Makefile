@@ -39,7 +39,7 @@ oldest: $(VENV)/.installed-dev
 	$(BIN)/uv pip install --quiet --no-cache --python $(VENV)-oldest --constraint constraints-oldest.txt --editable '.[dev]'
 	$(VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile -W ignore::DeprecationWarning -W ignore::FutureWarning \
 		-m "not (slow or chaos or extended or docs or browser)" \
-		-k "not (hugging-face or card_names_the_versions)" $(OLDEST_TESTS)
+		-k "not (hugging-face or card_names_the_versions or plain_models_open)" $(OLDEST_TESTS)
 	rm -rf $(VENV)-oldest
 OLDEST_TESTS ?= $(addprefix tests/,model optim prediction cli/test_attention.py cli/test_build.py \
 	deploy/export training/test_compiled_function.py \

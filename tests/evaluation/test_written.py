@@ -1,5 +1,6 @@
 """Written predictions are measured and audited as the images themselves are."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,30 @@ def test_a_prediction_that_is_missing_or_doubled_is_named(
         pq.write_table(pq.read_table(written), tmp_path / f"{name}.parquet")
     with pytest.raises(ValueError, match=r"has 2 predictions of 0/000\.png"):
         vit.evaluate(tiny_model_file, data=root, split="all", predictions=tmp_path, **CPU)
+
+
+def test_rows_of_parquet_files_are_found(tiny_model_file: Path, tmp_path: Path) -> None:
+    images = load_digits().images[:60]
+    for name, start, end in (("train-0", 0, 20), ("test-0", 20, 35), ("test-1", 35, 60)):
+        rows = []
+        for pixels in images[start:end]:
+            stream = io.BytesIO()
+            Image.fromarray((pixels * 15.9).astype(np.uint8)).save(stream, "PNG")
+            rows.append({"bytes": stream.getvalue(), "path": None})
+        labels = [str(label) for label in load_digits().target[start:end]]
+        (tmp_path / "digits").mkdir(exist_ok=True)
+        pq.write_table(
+            pa.table({"image": rows, "label": labels}), tmp_path / f"digits/{name}.parquet"
+        )
+    vit.predict(tiny_model_file, tmp_path / "digits", output=tmp_path / "rows.parquet", **CPU)
+    options = {"data": tmp_path / "digits", "split": "test", **CPU}
+    direct = vit.evaluate(tiny_model_file, **options).evaluation
+    found = vit.evaluate(
+        tiny_model_file, predictions=tmp_path / "rows.parquet", **options
+    ).evaluation
+    assert found.num_images == direct.num_images == 40
+    assert found.top1 == direct.top1
+    assert found.loss == pytest.approx(direct.loss, abs=1e-6)
 
 
 @pytest.mark.extended

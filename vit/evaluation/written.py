@@ -1,5 +1,8 @@
 """Predictions that `vit predict` has written, which save a second pass over the images."""
 
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +11,7 @@ from scipy.special import logit
 
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset, check_unreadable
+from vit.data.sources.base import SPLIT_OF
 from vit.data.sources.remote import is_remote
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import shorten
@@ -26,7 +30,8 @@ def read_written(
 
     Raises:
         ValueError: There is no such column, or not exactly one prediction of each image. Its path
-            ends in the image's name, which is the path below the folder of the data.
+            ends in the image's name, which is the path below the folder of the data, or names a
+            row of a Parquet file.
     """
     # from the extra "datasets"
     import pyarrow.dataset as arrow  # type: ignore[import-untyped]
@@ -40,9 +45,10 @@ def read_written(
     if column not in files.schema.names:
         raise ValueError(f"{place} has no column {column}; vit predict writes it")
     table = files.to_table(columns=["path", "error", column])
+    paths = _number_rows(table["path"].to_pylist(), {name.split("/")[0] for name in dataset.ids})
     depths = {name.count("/") + 1 for name in dataset.ids}
     rows: dict[str, list[int]] = {}
-    for row, path in enumerate(table["path"].to_pylist()):
+    for row, path in enumerate(paths):
         parts = path.split("/")
         for depth in depths:
             rows.setdefault("/".join(parts[-depth:]), []).append(row)
@@ -60,6 +66,28 @@ def read_written(
     check_unreadable(unreadable, len(reasons), fraction=0.05)
     values = np.array(table.take(readable)[column].to_pylist(), dtype=np.float32)
     return replace(dataset.subset(readable), unreadable=unreadable), values
+
+
+def _number_rows(paths: Sequence[str], splits: Collection[str]) -> list[str]:
+    """Name images in rows of Parquet files as their data set does: the row FILE/00017 of a split's
+    second file, after 2,000 rows of the first, is SPLIT/02017."""
+    rows = [re.fullmatch(r"(.+[.]parquet)/([0-9]+)", path) for path in paths]
+    sizes = Counter(row[1] for row in rows if row is not None)
+    split_of: dict[str, str] = {}
+    starts: dict[str, int] = {}
+    totals: Counter[str] = Counter()
+    for file in sorted(sizes):
+        # the split is named by the file, "train-00000.parquet", or by its folder
+        words = [re.split("[^a-z]", part.lower())[0] for part in file.split("/")[:-3:-1]]
+        split = next((SPLIT_OF[word] for word in words if word in SPLIT_OF), "train")
+        if len(sizes) == 1 and len(splits) == 1:
+            (split,) = splits
+        split_of[file], starts[file] = split, totals[split]
+        totals[split] += sizes[file]
+    return [
+        path if row is None else f"{split_of[row[1]]}/{starts[row[1]] + int(row[2]):05d}"
+        for path, row in zip(paths, rows, strict=True)
+    ]
 
 
 def convert_to_logits(bundle: Bundle, probabilities: Float32s) -> Float32s:

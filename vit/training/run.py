@@ -192,7 +192,7 @@ def build_run(
     if tokens is not None:
         train_loader = build_loader(tokens=tokens)
     plan = _plan_batches(config, model, train_loader)
-    train_step = _build_step(config, parts, model, process, device, data, plan)
+    train_step = _build_step(config, parts, model, data, plan=plan, process=process, device=device)
 
     validator = None
     if data.validation is not None:
@@ -259,7 +259,9 @@ def _build_model_and_data(
             pretrained=pretrained,
             class_weights=parts.class_weights,
             has_transform=parts.transform is not None,
-            while_decoding=partial(_compile_ahead, config, parts, model, process, device),
+            while_decoding=partial(
+                _compile_ahead, config, parts, model, process=process, device=device
+            ),
         )
     # The model moves first, because the optimizer creates its state on the device of the weights.
     return model.to(device), data
@@ -269,9 +271,10 @@ def _compile_ahead(
     config: Config,
     parts: RunParts,
     model: nn.Module,
+    data: TrainingData,
+    *,
     process: Process,
     device: torch.device,
-    data: TrainingData,
 ) -> None:
     """Compile the first step: a copy of the model computes a batch of zeros, forward and backward.
     The first step itself reports what fails."""
@@ -287,7 +290,7 @@ def _compile_ahead(
         return
     blank = copy.deepcopy(model).train()
     blank.patch_drop_rate = plan.patch_drop_rate(0)
-    step = _build_step(config, parts, blank, process, device, data, plan)
+    step = _build_step(config, parts, blank, data, plan=plan, process=process, device=device)
     size = plan.image_size(0) or config.data.size
     images = torch.zeros(plan.batch_size, 3, *size, device=device)
     targets = torch.zeros(plan.batch_size, dtype=torch.int64, device=device)
@@ -320,10 +323,11 @@ def _build_step(
     config: Config,
     parts: RunParts,
     model: nn.Module,
+    data: TrainingData,
+    *,
+    plan: TrainingPlan,
     process: Process,
     device: torch.device,
-    data: TrainingData,
-    plan: TrainingPlan,
 ) -> TrainStep:
     """Build the step, with the loss that suits the images."""
     multilabel = data.train.is_multilabel

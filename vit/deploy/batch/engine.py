@@ -98,7 +98,7 @@ def explain_on_ray(
     names = ("target", "map_options", "sanity_checks", "batch_size", "precision")
     chosen = {name: options[name] for name in names}
     images = files, packed = list_files(places)
-    # what is packed is not counted
+    # Images in packed files are not counted.
     num_images = len(files) + len(packed) * (MAX_CHECKED_IMAGES + 1)
     if chosen["sanity_checks"] is None:
         chosen["sanity_checks"] = num_images <= MAX_CHECKED_IMAGES

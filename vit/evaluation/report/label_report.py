@@ -207,7 +207,8 @@ def _fold_labels(
     # one example of each kind before the second, because there may be no time for every map
     cases.sort(key=lambda case: case[0])
     paths = [result.images.ids[index] for _, index, _ in cases]
-    target = LABEL.with_classes(torch.tensor([place for *_, place in cases]))
+    # without the type, no cases would give floats
+    target = LABEL.with_classes(torch.tensor([place for *_, place in cases], dtype=torch.int64))
     pictures, drawn, missing = draw_examples(result, paths, deadline, target=target)
     about = describe_maps(drawn, len(cases), explained="the label") if drawn else ""
 
