@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, Literal
 
@@ -11,6 +12,9 @@ import typer
 from vit.model.find_file import is_model_name
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
+
+# imported on use, because Ray is an extra
+_ENGINE = "vit.deploy.batch.engine"
 
 
 def predict(
@@ -104,12 +108,10 @@ def predict(
 def import_engine() -> Any:
     """Import the engine `ray`. Raises ValueError if its packages are missing."""
     try:
-        # an extra
-        import vit.deploy.batch.engine as engine
+        return import_module(_ENGINE)
     except ImportError as error:
         text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
         raise ValueError(text) from error
-    return engine
 
 
 def list_names(names: Iterable[str]) -> Iterator[str]:
