@@ -201,12 +201,12 @@ def measure_programs(
         for title, checks in CHECKS.items():
             name = f"vit attention, {method}, {title}"
             variants[name] = explain_all(
-                bundle, images, count, methods=method, sanity_checks=checks, device=device
+                bundle, images, count, methods=method, checks=checks, device=device
             )
     small: dict[str, Any] = {
         "device": device,
         "methods": METHODS[0],
-        "sanity_checks": False,
+        "checks": False,
         "max_side": size,
     }
     variants[f"vit attention, {METHODS[0]}, without checks, pictures of {size} px"] = explain_all(
@@ -215,7 +215,7 @@ def measure_programs(
     half: dict[str, Any] = {
         "device": device,
         "methods": METHODS[0],
-        "sanity_checks": False,
+        "checks": False,
         "precision": "bfloat16",
     }
     variants[f"vit attention, {METHODS[0]}, without checks, bfloat16"] = explain_all(
@@ -261,7 +261,7 @@ def measure_checks(
             count,
             methods=methods,
             formats=formats,
-            sanity_checks=checks,
+            checks=checks,
             device=device,
         )
         for methods, formats in choices

@@ -33,7 +33,6 @@ FUNCTIONS = (
     "explain",
     "measure_faithfulness",
     "predict",
-    "summarize_classes",
     "train",
 )
 
@@ -305,13 +304,13 @@ def test_an_explanation_writes_what_the_command_writes(
 def test_images_of_any_kind_have_the_same_maps(
     tiny_bundle: Bundle, photos: Path, pictures: list[Image.Image]
 ) -> None:
-    expected = vit.explain(tiny_bundle, photos, sanity_checks=False).maps["rollout"]
+    expected = vit.explain(tiny_bundle, photos, checks=False).maps["rollout"]
     arrays = np.stack([np.asarray(picture) for picture in pictures])
     for images in (sorted(photos.iterdir()), pictures, arrays, torch.from_numpy(arrays)):
-        maps = vit.explain(tiny_bundle, images, sanity_checks=False).maps["rollout"]
+        maps = vit.explain(tiny_bundle, images, checks=False).maps["rollout"]
         assert torch.equal(maps, expected)
     for image in (pictures[0], arrays[0], photos / "0.png"):
-        (alone,) = vit.explain(tiny_bundle, image, sanity_checks=False).maps["rollout"]
+        (alone,) = vit.explain(tiny_bundle, image, checks=False).maps["rollout"]
         assert torch.allclose(alone, expected[0], atol=1e-6)
 
 
@@ -319,13 +318,13 @@ def test_without_images_the_models_own_test_split_is_explained(tiny_run: Path) -
     found = vit.explain(tiny_run, num_images=3, methods="legrad")
     assert found.maps["legrad"].shape == (3, 4, 4)
     assert all(of_image.item.name.startswith("digits-") for of_image in found.images)
-    assert all(len(checks) == 1 for checks in found.sanity_checks["legrad"])
+    assert all(len(checks) == 1 for checks in found.checks["legrad"])
 
 
 @pytest.mark.extended
 def test_an_interrupted_export_is_continued(tiny_run: Path, photos: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options: dict[str, Any] = {"sanity_checks": False, "batch_size": 1}
+    options: dict[str, Any] = {"checks": False, "batch_size": 1}
     vit.explain(tiny_run, photos, output=whole, **options)
     vit.explain(tiny_run, photos / "0.png", output=parts, **options)
     rest = vit.explain(tiny_run, photos, output=parts, resume=True, **options)
@@ -375,7 +374,7 @@ def test_models_of_timm_torchvision_and_transformers_are_taken_as_they_are(
             model,
             pictures,
             methods=("rollout", "gae"),
-            sanity_checks=False,
+            checks=False,
             output=tmp_path / name,
         )
         assert found.maps["gae"].shape == (3, 4, 4), name
@@ -390,7 +389,7 @@ def test_a_module_comes_back_in_the_mode_it_came_in(pictures: list[Image.Image])
     ).train()
     model.blocks[1].eval()
     modes = [module.training for module in model.modules()]
-    options = {"methods": "rollout", "sanity_checks": False}
+    options = {"methods": "rollout", "checks": False}
     explanations = vit.explain(model, pictures, **options)
     assert [module.training for module in model.modules()] == modes
     predictions = vit.predict(model, pictures).predictions

@@ -81,7 +81,7 @@ def test_a_run_is_evaluated_and_explained_on_what_was_held_out(
     assert (result.evaluation.split, result.evaluation.num_images) == ("validation", 9)
     assert result.evaluation.top1 == run.best_top1
     assert any("chose the model by these images" in note for note in result.evaluation.notes)
-    assert vit.explain(run.bundle, num_images=2, sanity_checks=False).maps["rollout"].shape[0] == 2
+    assert vit.explain(run.bundle, num_images=2, checks=False).maps["rollout"].shape[0] == 2
     faithfulness = vit.measure_faithfulness(
         run.bundle, split="train", methods="rollout", num_images=8
     )
@@ -285,7 +285,7 @@ def test_a_checkpoint_is_opened_like_a_model_file(
             evaluation.evaluation.loss == vit.evaluate(run.bundle, dataset=others).evaluation.loss
         )
         assert is_best or step != best
-        assert vit.explain(path, others[0][:1], sanity_checks=False).maps["rollout"].shape == (
+        assert vit.explain(path, others[0][:1], checks=False).maps["rollout"].shape == (
             1,
             2,
             2,

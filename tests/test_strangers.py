@@ -118,8 +118,7 @@ def test_pictures_of_training_photos_are_shown_if_their_pixels_are_recorded(
 
 USES: dict[str, Callable[[Bundle, Path], Any]] = {
     "evaluate": lambda bundle, _: vit.evaluate(bundle),
-    "explain": lambda bundle, _: vit.explain(bundle, methods="raw", sanity_checks=False),
-    "summary": lambda bundle, _: vit.summarize_classes(bundle),
+    "explain": lambda bundle, _: vit.explain(bundle, methods="raw", checks=False),
     "faithfulness": lambda bundle, _: vit.measure_faithfulness(bundle, methods="raw"),
     "export": lambda bundle, output: vit.export_model(bundle, output=output, precision="int8"),
 }

@@ -4,7 +4,6 @@
 """
 
 from vit.analysis.audit.run import audit as audit
-from vit.analysis.class_summary.summarize import summarize_classes as summarize_classes
 from vit.analysis.compare.comparison import compare as compare
 from vit.analysis.faithfulness.measure import measure_faithfulness as measure_faithfulness
 from vit.bundle import Bundle as Bundle

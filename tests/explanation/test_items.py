@@ -139,10 +139,10 @@ def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_pat
 
     # the shorter function has the same maps, of one method and without checks
     same = vit.explain(
-        bundle, [*images, *paths], methods="gae", target="top3", batch_size=7, sanity_checks=False
+        bundle, [*images, *paths], methods="gae", target="top3", batch_size=7, checks=False
     )
     torch.testing.assert_close(same.maps["gae"], found.maps["gae"])
-    assert same.sanity_checks == {"gae": [[]] * 7}
+    assert same.checks == {"gae": [[]] * 7}
     with pytest.raises(ValueError, match="no images"):
         vit.explain(bundle, [])
 

@@ -192,7 +192,7 @@ def test_they_come_through_the_common_loop(build: Build, tmp_path) -> None:
     expected = compute_grad_cam(forward, classes_of(forward)).reshape(1, 2, 2)
     torch.testing.assert_close(result.maps["grad-cam"], expected)
     # of so few places nothing can be told
-    assert result.sanity_checks["grad-cam"][0][0].verdict == "not tested"
+    assert result.checks["grad-cam"][0][0].verdict == "not tested"
 
 
 def test_their_maps_are_checked_against_painting_over() -> None:
@@ -222,7 +222,7 @@ def test_their_maps_are_checked_against_painting_over() -> None:
     values = np.full((SIZE, SIZE, 3), 90, dtype=np.uint8)
     values[:24, :24] = 220
     result = vit.explain(bundle, values, target="bright", methods="input-x-gradient")
-    (check,) = result.sanity_checks["input-x-gradient"][0]
+    (check,) = result.checks["input-x-gradient"][0]
     assert check.patches == "groups of 2 × 2 patches"
     assert check.verdict == "confirmed"
 

@@ -61,7 +61,6 @@ COMMANDS = [
     (["evaluate", "imagenette", "--data", "cifar11"], "did you mean cifar10?"),
     (["explain", "imagenette", "zebra.jgp"], "did you mean zebra.jpg?"),
     (["explain", "imagenette", "arbeit.pdf"], "arbeit.pdf is a document"),
-    (["explain", "imagenette", "zebra.jpg", "--masks", "Maske"], "did you mean Masken?"),
     (["predict", "zebra.jpg", "imagenette"], "zebra.jpg is an image, not a model"),
     (["predict", "imagenette", "klasse.zip"], "klasse.zip is an archive; unpack it"),
     (["predict", "imagenette", "zebra.jgp"], "did you mean zebra.jpg?"),

@@ -310,7 +310,7 @@ def test_evaluate_and_explain_read_what_train_reads(
     ]
     assert all(result.fingerprint == results[0].fingerprint for result in results)
     assert all(result.top1 == results[0].top1 for result in results)
-    explained = vit.explain(run.bundle, FORMS["dictionaries"](images)[:2], sanity_checks=False)
+    explained = vit.explain(run.bundle, FORMS["dictionaries"](images)[:2], checks=False)
     assert explained.maps["rollout"].shape[0] == 2
 
 

@@ -1150,7 +1150,7 @@ def test_an_index_means_the_same_class_everywhere(
     # a text of digits is a name, and a number an index
     for target, index in (("2", names.index("2")), (2, 2), (names[3], 3)):
         (explained,) = vit.explain(
-            bundle, files[0], target=target, methods="gae", sanity_checks=False
+            bundle, files[0], target=target, methods="gae", checks=False
         ).images
         assert explained.maps[0].target == index
 

@@ -1,9 +1,8 @@
 """`vit explain`, also called `vit attention`."""
 
 import json
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vit.cli.predict import import_engine, list_names
 from vit.runtime.command import Call, Command
@@ -16,22 +15,17 @@ def explain(
     images: list[str] | None = None,
     *,
     output: str,
-    summary: bool = False,
-    masks: Path | None = None,
     engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
 ) -> None:
     """Show which parts of an image explain the prediction.
 
     Writes index.png (look at it first: up to 24 photos), NAME.METHOD.png, maps.npz (exact values),
-    manifest.json and, with --format html, a gallery. With --summary, writes summary.html: by which
-    patches each class is recognised, and likely shortcuts.
+    manifest.json and, with --format html, a gallery.
 
     Args:
         images: Files, folders, or - for a list on standard input. None: the model's test split.
         output: Directory for the results; of --engine ray also an address.
-        summary: Summarise what each class is recognised by.
-        masks: Masks for --summary: a folder of images, black outside the object, or a COCO file.
         engine: local, or ray: a cluster, with a row of a Parquet file for each image.
         workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
     """
@@ -48,11 +42,6 @@ def explain(
         paths = sorted({str(path) for path in list_images(list_names(images))})
     options = find.keywords
     folder = expand_home(output)
-    if summary:
-        _summarize(options, paths, output=folder, masks=masks)
-        return
-    if masks is not None:
-        raise ValueError("--masks is an option of --summary; add that")
     result = find(images=paths, output=folder)
 
     _show(folder)
@@ -90,7 +79,7 @@ COMMAND = Command(
         "methods": "--method",
         "target": "--class",
         "formats": "--format",
-        "sanity_checks": "--checks/--no-checks",
+        "checks": "--checks/--no-checks",
         "captions": "--caption/--no-caption",
     },
     old_flags={"--images": "--num-images"},
@@ -100,27 +89,6 @@ COMMAND = Command(
     sections=_list_methods,
     alias="attention",
 )
-
-
-def _summarize(
-    options: dict[str, Any], paths: list[str] | None, *, output: Path, masks: Path | None
-) -> None:
-    import vit
-    from vit.analysis.class_summary.command import write_summary
-
-    methods = options["methods"]
-    if len(methods) != 1:
-        raise ValueError(f"--summary takes one --method, not {', '.join(methods)}")
-    summarize = partial(
-        vit.summarize_classes,
-        options["model"],
-        paths,
-        method=methods[0],
-        masks=masks,
-        batch_size=options["batch_size"],
-        device=options["device"],
-    )
-    write_summary(summarize, output=output, overwrite=options["overwrite"])
 
 
 def _show(output: Path) -> None:

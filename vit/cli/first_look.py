@@ -80,7 +80,6 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "init": _check_init,
     "data": _check_data,
     "images": _check_images,
-    "masks": _check_exists,
     "group_by": partial(_check_pattern, name="--group-by"),
     "label_by": partial(_check_pattern, name="--label-by"),
     "evaluations": lambda paths: _check_exists(*paths),

@@ -40,7 +40,7 @@ def explain(
     map_options: Mapping[str, object] | None = None,
     scale: str = "image",
     interpolation: str = "smooth",
-    sanity_checks: bool | None = None,
+    checks: bool | None = None,
     num_images: int = 16,
     batch_size: int | None = None,
     device: str = "auto",
@@ -82,8 +82,8 @@ def explain(
             colour is the largest value of the image, of the batch, or 4 times
             the average patch.
         interpolation: "smooth", or "patches" for one colour in each patch.
-        sanity_checks: Test every map: are its patches important for the
-            prediction? None: for up to 64 images.
+        checks: Test every map: are its patches important for the prediction?
+            None: for up to 64 images.
         num_images: Number of images if no `images` are given.
         batch_size: Images at a time. None: 64 for images of up to 64 pixels a
             side, otherwise 16.
@@ -111,7 +111,7 @@ def explain(
     Returns:
         The result: `.maps[method]` is a tensor [images, rows, columns] on the
         patch grid, or [images, classes, rows, columns] for several classes;
-        `.sanity_checks[method]` has the patch-removal test of each map. A
+        `.checks[method]` has the patch-removal test of each map. A
         notebook shows the first images with their maps, and so does `.show()`,
         elsewhere in the system's image viewer.
 
@@ -144,7 +144,7 @@ def explain(
         choose_methods(as_tuple(methods), bundle, num_images=expected),
         target=target,
         map_options=map_options,
-        sanity_checks=expected <= MAX_CHECKED_IMAGES if sanity_checks is None else sanity_checks,
+        sanity_checks=expected <= MAX_CHECKED_IMAGES if checks is None else checks,
         batch_size=batch_size,
         precision=precision,
     )

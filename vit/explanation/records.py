@@ -431,7 +431,7 @@ class Explanations:
         return torch.from_numpy(np.stack([image.probabilities for image in self.images]))
 
     @property
-    def sanity_checks(self) -> dict[str, list[list[SanityCheck]]]:
+    def checks(self) -> dict[str, list[list[SanityCheck]]]:
         """Tests by method, image and class; no classes if none were asked for."""
         return {
             name: [

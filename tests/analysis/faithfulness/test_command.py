@@ -112,7 +112,7 @@ def test_the_best_method_is_kept_beside_the_model_and_taken(
     assert json.loads((tmp_path / "maps" / "manifest.json").read_text())["parameters"][
         "methods"
     ] == ["rollout", best]
-    assert list(vit.explain(run, num_images=1, methods="best", sanity_checks=False).maps) == [best]
+    assert list(vit.explain(run, num_images=1, methods="best", checks=False).maps) == [best]
 
 
 def test_a_best_method_of_other_weights_is_refused(

@@ -191,7 +191,7 @@ def test_the_file_says_all_that_is_needed(folder: Path) -> None:
 def test_any_number_of_images_gives_the_rollout_of_each(model_file: Path, folder: Path) -> None:
     session = onnxruntime.InferenceSession(folder / "model.onnx")
     china, flower = (image[:300, :200] for image in load_sample_images().images)
-    explanation = vit.explain(model_file, [china, flower], sanity_checks=False)
+    explanation = vit.explain(model_file, [china, flower], checks=False)
     for given in ([china], [china, flower], [flower, china, flower]):
         probabilities, maps, values = session.run(None, {"images": np.stack(given)})
         order = [0 if image is china else 1 for image in given]
@@ -233,7 +233,7 @@ def test_the_traced_rollout_is_that_of_explain(
     images = bundle.preprocess([Image.fromarray(china)])
     logits, maps, _ = LogitsAndRollout(model)(images)  # type: ignore[arg-type]
     torch.testing.assert_close(
-        maps, vit.explain(bundle, china, sanity_checks=False).maps["rollout"], atol=1e-6, rtol=0
+        maps, vit.explain(bundle, china, checks=False).maps["rollout"], atol=1e-6, rtol=0
     )
     torch.testing.assert_close(logits, model(images), atol=1e-5, rtol=0)
 

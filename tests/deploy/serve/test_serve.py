@@ -97,7 +97,7 @@ def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
     maps = explanations.maps["libra-removal"][0]
     np.testing.assert_allclose(answer["map"]["values"], maps, rtol=1e-5, atol=1e-7)
     assert answer["map"]["method"] == "libra-removal"
-    (check,) = explanations.sanity_checks["libra-removal"][0]
+    (check,) = explanations.checks["libra-removal"][0]
     assert answer["map"]["sanity_check"]["verdict"] == check.verdict
 
     answer = client.post("/predict?map=png", files={"image": photo}).json()

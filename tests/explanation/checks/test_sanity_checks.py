@@ -235,10 +235,10 @@ def test_the_check_does_not_depend_on_the_batch(trained) -> None:
 @pytest.mark.extended
 def test_a_photo_has_the_same_verdict_alone_in_a_folder_and_resumed(tmp_path: Path) -> None:
     photos = sorted((Path(__file__).parents[3] / "docs" / "photos").glob("*.jpg"))
-    options = {"methods": ("rollout", "libra-removal"), "sanity_checks": True}
+    options = {"methods": ("rollout", "libra-removal"), "checks": True}
 
     def find_checks(*paths: Path, **more: object) -> list[list[SanityCheck]]:
-        checks = vit.explain("imagenette", paths, **options, **more).sanity_checks
+        checks = vit.explain("imagenette", paths, **options, **more).checks
         return [[image[0] for image in images] for images in zip(*checks.values(), strict=True)]
 
     together = find_checks(*photos)

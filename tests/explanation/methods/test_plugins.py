@@ -77,7 +77,7 @@ def test_a_registered_method_is_explained_by_its_name(monkeypatch: pytest.Monkey
     model, _ = build("ours")
     bundle = Bundle.from_model(model, class_names=list("abcde"), preprocess=Preprocess((32, 48)))
     photo = np.zeros((32, 48, 3), dtype=np.uint8)
-    (ramp,) = vit.explain(bundle, photo, methods="ramp", sanity_checks=False).maps["ramp"]
+    (ramp,) = vit.explain(bundle, photo, methods="ramp", checks=False).maps["ramp"]
     assert torch.equal(ramp.flatten(), torch.arange(1.0, 25.0))
     with pytest.raises(ValueError, match="called 'ramp' already"):
         vit.register_method(vit.Method(name="ramp", title="another", compute="nothing:nothing"))
@@ -99,6 +99,6 @@ def test_attention_layers_are_searched_once_for_an_explained_photo(
     bundle = vit.load_bundle("imagenette")
     explanations = vit.explain(bundle, PHOTO)
     assert set(explanations.maps) == {"rollout", "libra-removal"}
-    assert len(explanations.sanity_checks["rollout"][0]) == 1
+    assert len(explanations.checks["rollout"][0]) == 1
     assert asked
     assert len(asked) == len(set(asked))

@@ -243,7 +243,7 @@ def test_each_image_has_its_target_however_the_batch_is_divided(tmp_path: Path) 
     images = bundle.preprocess.normalize(torch.from_numpy(photos))
 
     def explain(chosen: slice, **options: Any) -> Tensor:
-        arguments = {"methods": "gae", "sanity_checks": False, **options}
+        arguments = {"methods": "gae", "checks": False, **options}
         return vit.explain(bundle, paths[chosen], **arguments).maps["gae"]
 
     alone = [explain(slice(row, row + 1), target=int(labels[row])) for row in range(16)]
@@ -320,7 +320,7 @@ def make_labels(**metadata: Any) -> tuple[Bundle, np.ndarray]:
 
 def test_each_label_that_is_present_has_its_map_and_its_test(tmp_path: Path) -> None:
     bundle, photos = make_labels()
-    options: dict[str, Any] = {"methods": "input-x-gradient", "sanity_checks": True}
+    options: dict[str, Any] = {"methods": "input-x-gradient", "checks": True}
     result = vit.explain(bundle, list(photos), **options, output=tmp_path / "maps")
     # the logits are 16/4 - 2 = 2, 16/5 - 2 = 1.2 and -2; 16 · 0.6/16 - 2 = -1.4 is no label
     assert result.targets.tolist() == [[0, 1], [2, -1]]
@@ -361,14 +361,14 @@ def test_each_label_that_is_present_has_its_map_and_its_test(tmp_path: Path) -> 
             drops.append(float(logits[0].sigmoid() - logits[1].sigmoid()))
             values.append(float(maps[0, label].flatten()[patch]))
         roots = np.sign(values) * np.sqrt(np.abs(np.array(values) - np.median(values)))
-        check = result.sanity_checks["input-x-gradient"][0][label]
+        check = result.checks["input-x-gradient"][0][label]
         assert check.agreement == pytest.approx(np.corrcoef(roots, drops)[0, 1], abs=1e-5)
 
 
 def test_thresholds_decide_which_labels_are_explained() -> None:
     thresholds = {"red": 0.9, "green": 0.5, "blue": 0.19}
     bundle, photos = make_labels(operating_point={"rule": "f1", "thresholds": thresholds})
-    options: dict[str, Any] = {"methods": "input-x-gradient", "sanity_checks": False}
+    options: dict[str, Any] = {"methods": "input-x-gradient", "checks": False}
     result = vit.explain(bundle, list(photos), **options)
     assert result.targets.tolist() == [1, 2]
     names = ["red", "green"]

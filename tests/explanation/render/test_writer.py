@@ -335,7 +335,7 @@ def test_a_result_holds_what_the_batches_write(
         assert torch.equal(found.maps["gae"], in_memory.maps["gae"])
         assert found.targets.tolist() == found.probabilities.argmax(dim=1).tolist()
         assert [path.endswith("one.png") for path in found.paths] == [True, True, False, False]
-        assert all(len(of_image) == 1 for of_image in found.sanity_checks["gae"])
+        assert all(len(of_image) == 1 for of_image in found.checks["gae"])
     with pytest.raises(
         ValueError,
         match="unknown --format 'gif'; known: html, jpeg, npz, pdf, png, svg, webp",
@@ -573,7 +573,7 @@ def test_unusual_photos_are_called_so(bundle: Bundle, tmp_path: Path) -> None:
     described = json.loads(page[1])["images"]
     assert [each["unusual"] is not None for each in described] == [False, True, True]
     assert [each["unsure"] for each in described] == [True, False, False]
-    untested = explain(known, pixels, methods="rollout", sanity_checks=False)
+    untested = explain(known, pixels, methods="rollout", checks=False)
     assert [image.p_value for image in untested.images] == [None] * 3
 
 

@@ -95,13 +95,13 @@ def explain_on_ray(
     if options["scale"] == "batch":
         raise ValueError("--engine ray has no batches to scale by; choose another scale")
     bundle = open_model(options["model"], device="cpu", random_weights=options["random_weights"])
-    names = ("target", "map_options", "sanity_checks", "batch_size", "precision")
+    names = ("target", "map_options", "batch_size", "precision")
     chosen = {name: options[name] for name in names}
     images = files, packed = list_files(places)
     # Images in packed files are not counted.
     num_images = len(files) + len(packed) * (MAX_CHECKED_IMAGES + 1)
-    if chosen["sanity_checks"] is None:
-        chosen["sanity_checks"] = num_images <= MAX_CHECKED_IMAGES
+    checks = options["checks"]
+    chosen["sanity_checks"] = num_images <= MAX_CHECKED_IMAGES if checks is None else checks
     chosen["methods"] = choose_methods(options["methods"], bundle, num_images=num_images)
     # a wrong option is reported now
     facts = describe_parameters(

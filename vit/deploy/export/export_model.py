@@ -135,7 +135,7 @@ def _write_map(bundle: Bundle, path: Path) -> str | None:
     explainer = Explainer(bundle, ["rollout"], sanity_checks=True)
     explanations = explainer.explain([item])
     (values,) = explanations.maps["rollout"]
-    ((check,),) = explanations.sanity_checks["rollout"]
+    ((check,),) = explanations.checks["rollout"]
     image, _ = item.read()
     save_overlay(path, image, values, preprocess=bundle.preprocess)
     return str(check)
