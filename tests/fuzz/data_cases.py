@@ -1,4 +1,4 @@
-"""Cases of the fuzzer: caches, data sets, corrections, masks, and the features in a model file."""
+"""Cases of the fuzzer: caches, data sets, corrections, and the features in a model file."""
 
 import gzip
 import json
@@ -23,7 +23,6 @@ def build_data_cases(corpus: Any) -> dict[str, Case]:
     import torch
 
     import vit
-    from vit.analysis.class_summary.images import read_summary_images
     from vit.bundle import load_bundle
     from vit.data.cache import decode_dataset
     from vit.data.corrections import check_corrections, read_corrections
@@ -195,36 +194,6 @@ def build_data_cases(corpus: Any) -> dict[str, Case]:
             for index in np.flatnonzero(after.labels != before.labels):
                 assert after.class_names[after.labels[index]] == read[after.ids[index]]
 
-    def masks(rng: random.Random, folder: Path) -> None:
-        """A COCO file with odd values, or damaged images of masks."""
-        from PIL import Image
-
-        Image.new("RGB", (12, 10), "red").save(folder / "a.png")
-        place = folder / "masks"
-        if rng.random() < 0.4:
-            place.mkdir()
-            Image.new(rng.choice(("1", "L", "RGBA", "I;16")), (12, 10)).save(place / "a.png")
-            if rng.random() < 0.7:
-                (place / "a.png").write_bytes(mutate((place / "a.png").read_bytes(), rng))
-        else:
-            place = folder / "masks.json"
-            corners = [0, 0, rng.choice((4, -5, 1e9, 1e30)), 0, 4, 7, 0, 7]
-            coco = {
-                "images": [{"id": 1, "file_name": "a.png", "width": 12, "height": 10}],
-                "annotations": [
-                    {"image_id": 1, "segmentation": [corners], "bbox": [0, 0, 1, 1]},
-                    {"image_id": 1, "segmentation": {"counts": [1]}, "bbox": [0, 0, 5, 1]},
-                ],
-            }
-            for _ in range(rng.randrange(3)):
-                change_value(coco, rng)
-            text = json.dumps(coco).encode()
-            place.write_bytes(mutate(text, rng) if rng.random() < 0.2 else text)
-        with refusals(), warnings.catch_warnings(action="ignore"):
-            read = read_summary_images(bundle, [folder / "a.png"], place).masks
-            assert read is not None
-            assert np.isnan(read).all() or (read.min() >= 0 and read.max() <= 1)
-
     def model_features(rng: random.Random, folder: Path) -> None:
         """Other features, distances, hashes or thresholds in a model file, with a right checksum."""
         from safetensors import safe_open
@@ -264,5 +233,5 @@ def build_data_cases(corpus: Any) -> dict[str, Case]:
                 assert abs(each.similarity) < 1.01
 
     cases = (feature_cache, token_cache, shard_index, idx, drawn_parquet, hub_folder)
-    more = (torchvision_set, corrections, masks, model_features)
+    more = (torchvision_set, corrections, model_features)
     return {case.__name__: case for case in (*cases, *more)}

@@ -1,1 +1,0 @@
-"""Summarise what each class is recognised by, and look for shortcuts."""
