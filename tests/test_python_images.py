@@ -46,12 +46,6 @@ class Colours(torch.utils.data.Dataset[tuple[Any, Any]]):
         return self.convert(images[index]), self.label(labels[index])
 
 
-@pytest.fixture(autouse=True)
-def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an image costs is measured for no longer than it takes once."""
-    monkeypatch.setattr("vit.evaluation.cost._SECONDS", 0.0)
-
-
 @pytest.fixture(scope="module")
 def arrays() -> Arrays:
     """Noise that is brighter in the channel of its class."""

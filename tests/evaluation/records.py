@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.metrics import (
     bin_confidence,
@@ -14,7 +13,7 @@ from vit.evaluation.metrics import (
     score_logits,
 )
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
-from vit.evaluation.result import EVALUATION_FILE, Evaluation
+from vit.evaluation.result import EVALUATION_FILE, Cost, Evaluation
 from vit.runtime.files import write_json
 
 
@@ -65,7 +64,7 @@ def write_evaluation(
         examples=Examples([], [], [], 0),
         corruptions=None,
         mean_corruption_error=None,
-        cost=Cost(1, 2, 3, 4.0, 0.1, 0.2, 5, "process", 1),
+        cost=Cost(1, 2, 3.0),
         data="made up",
         split="test",
         notes=[],

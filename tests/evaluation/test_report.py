@@ -25,7 +25,6 @@ from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.calibration import Calibration
-from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Example, Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.intervals import compute_intervals
@@ -49,7 +48,7 @@ from vit.evaluation.report.report import (
     load_history,
     render_markdown,
 )
-from vit.evaluation.result import Evaluation, EvaluationResult
+from vit.evaluation.result import Cost, Evaluation, EvaluationResult
 from vit.explanation.methods.registry import METHODS
 from vit.explanation.records import Explanations
 from vit.explanation.render.page import encode_picture
@@ -121,7 +120,7 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
             name: [0.8, 0.7, 0.6, 0.5, 0.1 * (index % 5)] for index, name in enumerate(CORRUPTIONS)
         },
         mean_corruption_error=0.4,
-        cost=Cost(1000, 2_000_000, 256, 1234.5, 0.001, 0.002, 2**20, "process", 1),
+        cost=Cost(1000, 2_000_000, 1234.5),
         data="made up",
         split="test",
         notes=[],

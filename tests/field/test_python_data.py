@@ -301,9 +301,8 @@ def test_one_item_is_one_image(images: np.ndarray, run: TrainingResult) -> None:
 
 
 def test_evaluate_and_explain_read_what_train_reads(
-    images: np.ndarray, run: TrainingResult, monkeypatch: pytest.MonkeyPatch
+    images: np.ndarray, run: TrainingResult
 ) -> None:
-    monkeypatch.setattr("vit.evaluation.cost._SECONDS", 0.0)
     results = [
         vit.evaluate(run.bundle, dataset=FORMS[form](images)).evaluation
         for form in ("a loader", "pixel_values", "one-hot")
@@ -420,9 +419,8 @@ def test_class_weights_count_by_name(images: np.ndarray, tmp_path: Path) -> None
 
 
 def test_weights_and_mixed_images_leave_the_validation_loss_alone(
-    images: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    images: np.ndarray, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("vit.evaluation.cost._SECONDS", 0.0)
     options = ("augment.mixup=0.8", "augment.cutmix=1.0")
     with pytest.raises(ValueError, match=r"batch_size 7 must be .*; mixup and cutmix mix pairs"):
         train(images, tmp_path / "odd", *options, "train.batch_size=7")

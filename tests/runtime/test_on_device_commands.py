@@ -18,7 +18,6 @@ from tests.conftest import TINY_RUN, Launcher, SaveModel
 from tests.runtime.conftest import Counter
 from vit.bundle import load_bundle
 from vit.deploy.export.export_model import export_model
-from vit.evaluation import cost
 
 CLOCKS = {
     "images_per_second",
@@ -33,10 +32,8 @@ Both = Callable[..., list[Any]]
 
 
 @pytest.fixture
-def both(npu: Counter, cli: Launcher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Both:
+def both(npu: Counter, cli: Launcher, tmp_path: Path) -> Both:
     """both(command, …) runs it on "npu" and on the CPU; gives its two outcomes and directories."""
-    monkeypatch.setattr(cost, "_MAX_REPETITIONS", 3)
-    monkeypatch.setattr(cost, "_WARM_UP", 1)
 
     def run(*command: object, output: bool = True) -> list[Any]:
         found = []

@@ -5,6 +5,7 @@ import hashlib
 import json
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,6 @@ from vit.evaluation.calibration import (
     save_fitted,
     was_used_for_epoch,
 )
-from vit.evaluation.cost import Cost, add_costs, measure_cost
 from vit.evaluation.examples import choose_examples
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
 from vit.evaluation.intervals import compute_intervals
@@ -44,9 +44,10 @@ from vit.evaluation.metrics import (
 )
 from vit.evaluation.operating_point import choose_operating_point, parse_rule
 from vit.evaluation.out_of_fold import CROSS_VALIDATION, OutOfFold, load_out_of_fold
-from vit.evaluation.result import Evaluation, EvaluationResult
+from vit.evaluation.result import Cost, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import build_tables, read_values
 from vit.evaluation.written import convert_to_logits
+from vit.model.logits import compute_logits
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import (
     THRESHOLD,
@@ -60,7 +61,7 @@ from vit.prediction.labels import compute_probabilities, find_classes
 from vit.prediction.predictor import TTA, BatchPredictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import check_arguments, check_choice
-from vit.runtime.device import describe_device
+from vit.runtime.device import Precision, autocast, describe_device
 from vit.runtime.machine import read_work_clock
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.products import find_product
@@ -415,8 +416,11 @@ def _measure(
     """
     process = current_process()
     dataset = images.dataset
+    images_per_second = None
     if logits is None:
+        start = time.perf_counter()
         logits = _predict(predictor, images, title="evaluating")
+        images_per_second = len(images) / (time.perf_counter() - start)
     accuracies = None
     corruption_error = None
     if corruptions:
@@ -427,11 +431,7 @@ def _measure(
         # not divided by the error of a baseline model
         errors = [1 - top1 for severities in accuracies.values() for top1 in severities]
         corruption_error = sum(errors) / len(errors)
-    cost = None
-    # the other processes wait, because their work would slow what is timed
-    if process.is_main:
-        cost = _measure_cost(bundle, predictor, num_images=min(predictor.batch_size, len(images)))
-    cost = process.broadcast(cost)
+    cost = _measure_cost(bundle, predictor, images_per_second)
     parts = {column: [found[name] for name in dataset.ids] for column, found in values.items()}
     scores: Scores | LabelScores
     if bundle.is_multilabel:
@@ -483,13 +483,37 @@ def _measure(
     return EvaluationResult(evaluation, scores, images, bundle, logits, is_main=process.is_main)
 
 
-def _measure_cost(bundle: Bundle, predictor: BatchPredictor, *, num_images: int) -> Cost:
-    """Measure the cost of a model, or of all models of an ensemble one after another."""
-    costs = []
-    for member in list_members(bundle):
-        images = torch.zeros(num_images, 3, *member.preprocess.image_size, device=predictor.device)
-        costs.append(measure_cost(member.model, images, precision=predictor.precision))
-    return add_costs(costs)
+def _measure_cost(bundle: Bundle, predictor: BatchPredictor, rate: float | None) -> Cost:
+    """Count the parameters and operations of a model, or of all models of an ensemble.
+
+    Args:
+        bundle: The model.
+        predictor: The conditions under which it runs.
+        rate: Images per second of the evaluation; None if the model didn't run.
+    """
+    members = list_members(bundle)
+    return Cost(
+        parameters=sum(p.numel() for member in members for p in member.model.parameters()),
+        flops_per_image=sum(count_flops(member, predictor.precision) for member in members),
+        images_per_second=rate,
+    )
+
+
+@torch.no_grad()
+def count_flops(bundle: Bundle, precision: Precision) -> int:
+    """Count the floating-point operations of one image; a multiply-add counts as two."""
+    # imports Triton, which takes seconds
+    from torch.utils.flop_counter import FlopCounterMode
+
+    net: Any = bundle.model
+    image = torch.zeros(1, 3, *bundle.preprocess.image_size, device=bundle.device)
+    with autocast(bundle.device, precision), FlopCounterMode(display=False) as counter:
+        if hasattr(net, "forward_features") and hasattr(net, "forward_head"):
+            # with every token of every block, as FLOPs are usually quoted
+            net.forward_head(net.forward_features(image))
+        else:
+            compute_logits(net, image)
+    return int(counter.get_total_flops())
 
 
 def _measure_against_rest(
@@ -517,7 +541,7 @@ def _describe_measurement(
     predictor: BatchPredictor,
     scores: Scores | LabelScores,
     *,
-    cost: Cost | None,
+    cost: Cost,
     notes: list[str],
     parts: Mapping[str, Sequence[str]],
 ) -> dict[str, Any]:

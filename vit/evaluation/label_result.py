@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from vit.bundle import Bundle
 from vit.evaluation.calibration import Calibration, measure_calibration
 from vit.evaluation.clusters import Interval, select_groups
-from vit.evaluation.cost import Cost
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap, describe_unreadable
 from vit.evaluation.label_metrics import (
     LabelMetrics,
@@ -23,7 +22,7 @@ from vit.evaluation.label_metrics import (
     compute_per_label,
 )
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_label_predictions
-from vit.evaluation.result import MetricRow, SavedEvaluation, Shown, build_row
+from vit.evaluation.result import Cost, MetricRow, SavedEvaluation, Shown, build_row
 from vit.evaluation.subgroups import SubgroupTable
 from vit.prediction.conformal import LEVELS, mark_sets
 from vit.prediction.probabilities import Bools, Float32s

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from vit.bundle import MODEL_FILE, Bundle
 from vit.evaluation.calibration import Calibration, save_fitted
 from vit.evaluation.clusters import Interval
-from vit.evaluation.cost import Cost
 from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap, describe_unreadable
 from vit.evaluation.label_metrics import LabelMetrics
@@ -35,6 +34,22 @@ EVALUATION_FILE = "evaluation.json"
 _FAR_COVERAGE = 0.03
 # metrics that are fractions; the others are shown as plain numbers
 _FRACTIONS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a model.
+
+    Attributes:
+        parameters: Number of parameters.
+        flops_per_image: Floating-point operations of one image; a multiply-add counts as two.
+        images_per_second: Speed of the evaluation, which waits for images, too; None of written
+            predictions.
+    """
+
+    parameters: int
+    flops_per_image: int
+    images_per_second: float | None
 
 
 class MetricRow(NamedTuple):

@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -77,18 +76,6 @@ def _import_psutil() -> Any:
     except ImportError:
         return None
     return psutil
-
-
-def measure_peak_memory() -> int:
-    """Return the largest resident set of this process so far, in bytes; 0 if it isn't known."""
-    try:
-        import resource
-    except ImportError:
-        # Windows
-        psutil = _import_psutil()
-        return int(psutil.Process().memory_info().peak_wset) if psutil is not None else 0
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def read_work_clock(device: str) -> float:
