@@ -14,7 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import vit
-from vit.bundle import Bundle, load_bundle, open_model, save_bundle, update_metadata
+from vit.bundle import (
+    Bundle,
+    load_bundle,
+    open_model,
+    require_classifier,
+    save_bundle,
+    update_metadata,
+)
 from vit.data.preprocess import Preprocess
 from vit.model.model_file import (
     Likeness,
@@ -196,12 +203,15 @@ class TestModules:
 
     def test_a_module_that_tells_nothing_needs_both(self) -> None:
         module = torch.nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="image size of Linear unknown; give preprocess"):
+            Bundle.from_model(module, class_names=["a", "b"])
+        # Maps that are the same for every class need no names.
+        unnamed = Bundle.from_model(module, preprocess=Preprocess((1, 2)))
+        assert unnamed.class_names == ()
         with pytest.raises(
             ValueError, match="number of classes of Linear unknown; give class_names"
         ):
-            Bundle.from_model(module)
-        with pytest.raises(ValueError, match="image size of Linear unknown; give preprocess"):
-            Bundle.from_model(module, class_names=["a", "b"])
+            require_classifier(unnamed)
         assert Bundle.from_model(
             module, class_names=["a", "b"], preprocess=Preprocess((1, 2))
         ).class_names == (

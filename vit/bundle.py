@@ -190,7 +190,10 @@ ModelLike = str | Path | Bundle | nn.Module
 
 
 def require_classifier(bundle: Bundle) -> None:
-    """Raise ValueError for a model that has features only."""
+    """Raise ValueError for a model that has features only, or whose classes are unknown."""
+    if not bundle.class_names and count_classes(bundle.model) is None:
+        kind = type(bundle.model).__name__
+        raise ValueError(f"number of classes of {kind} unknown; give class_names=…")
     if not bundle.class_names:
         raise ValueError(
             f"{bundle.name or 'the model'} has no classifier; use vit.embed for its features, or train"

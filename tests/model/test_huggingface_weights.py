@@ -107,6 +107,44 @@ def test_the_preprocessing_is_read_and_positions_are_resampled_to_its_size(tmp_p
     assert model.pos_embed.shape == (1, 9, 128)
 
 
+@pytest.mark.parametrize(
+    ("values", "image_size", "crop_pct"),
+    [
+        ({}, 32, None),
+        ({"size": 32}, 32, None),
+        ({"size": None, "crop_size": None}, 32, None),
+        ({"size": {"height": 32, "width": 32}}, 32, None),
+        ({"size": {"shortest_edge": 32}, "crop_size": 24, "do_center_crop": True}, 24, 0.75),
+        ({"size": 32, "crop_size": 24, "do_center_crop": True}, 24, 0.75),
+        ({"size": 32, "crop_size": {"height": 24, "width": 24}, "do_center_crop": True}, 24, 0.75),
+        ({"crop_size": 24, "do_center_crop": True}, 24, None),
+        ({"size": 40, "crop_size": 24, "do_center_crop": False}, 32, None),
+        ({"size": 40, "crop_size": 24}, 32, None),
+    ],
+)
+def test_sizes_are_read_in_every_published_form(
+    tmp_path: Path, values: dict[str, Any], image_size: int, crop_pct: float | None
+) -> None:
+    """Older folders have numbers where newer ones have a dictionary."""
+    FORMS["vit"]().save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(values))
+    model, preprocess = load_pretrained(tmp_path, num_classes=3)
+    assert preprocess is not None
+    assert preprocess["image_size"] == [image_size] * 2
+    assert preprocess.get("crop_pct") == crop_pct
+    assert model.patch_embed.img_size == (image_size, image_size)
+
+
+@pytest.mark.parametrize("size", ["large", 0, {"height": 2}, {"shortest_edge": -1}, [1, 2, 3]])
+def test_a_size_that_is_none_is_one_sentence(tmp_path: Path, size: object) -> None:
+    FORMS["vit"]().save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": size}))
+    with pytest.raises(
+        ValueError, match=r"preprocessor_config\.json: size .* is neither a positive"
+    ):
+        load_timm(tmp_path)
+
+
 def test_training_starts_from_a_folder_at_another_image_size(tmp_path: Path) -> None:
     FORMS["deit"]().save_pretrained(tmp_path / "weights")
     random = np.random.default_rng(0)
@@ -173,11 +211,11 @@ def test_a_file_of_weights_computes_what_its_library_does(
         save_file({key: tensor.contiguous() for key, tensor in weights.items()}, path)
     else:
         torch.save({"state_dict": weights} if suffix == "pth" else weights, path)
-    model = load_timm(path)
+    model = load_timm(path, num_heads=2)
     images = torch.randn(2, 3, 32, 32)
     with torch.inference_mode():
         torch.testing.assert_close(model(images), module(images), atol=1e-4, rtol=1e-4)
-    started, _ = load_pretrained(path, num_classes=7)
+    started, _ = load_pretrained(path, num_classes=7, num_heads=2)
     assert isinstance(started, VisionTransformer)
     assert started.num_classes == 7
 

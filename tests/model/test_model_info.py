@@ -129,6 +129,18 @@ class TestHuggingFace:
             preprocess.std,
         )
 
+    @pytest.mark.parametrize(
+        ("id2label", "names"),
+        [
+            (None, ("class 0", "class 1", "class 2")),
+            ({0: "ant", 1: None, 2: "cow"}, ("ant", "class 1", "cow")),
+        ],
+    )
+    def test_classes_without_a_name_are_numbered(self, id2label: object, names: object) -> None:
+        module = build_hugging_face(num_labels=3)
+        module.config.id2label = id2label
+        assert find_class_names(module) == names
+
     def test_the_image_processor_of_its_folder_is_read(self, tmp_path: Path) -> None:
         build_hugging_face().save_pretrained(tmp_path)
         config = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 3}

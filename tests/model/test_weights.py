@@ -3,12 +3,15 @@
 import argparse
 import os
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import vit
 from vit.model.model_file import check_finite
 from vit.model.presets import PRESETS
+from vit.model.timm_weights import load_pretrained, load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import check_fit, infer_architecture, read_weights
 
@@ -19,15 +22,15 @@ def build(name="vit_tiny_patch16_224", **changes):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_architecture_is_recognised_by_the_shapes(name):
+    heads = PRESETS[name]["num_heads"]
     with torch.device("meta"):
         state = build(name, img_size=8 * PRESETS[name]["patch_size"]).state_dict()
-        inferred = VisionTransformer(**infer_architecture(state, origin="it"))
+        inferred = VisionTransformer(**infer_architecture(state, origin="it", num_heads=heads))
         original = build(name, img_size=8 * PRESETS[name]["patch_size"])
     assert [(key, tensor.shape) for key, tensor in inferred.state_dict().items()] == [
         (key, tensor.shape) for key, tensor in state.items()
     ]
     for key in (
-        "num_heads",
         "global_pool",
         "mlp",
         "class_token",
@@ -37,6 +40,69 @@ def test_architecture_is_recognised_by_the_shapes(name):
         "fc_norm",
     ):
         assert inferred.architecture[key] == original.architecture[key]
+
+
+class TestHeads:
+    """A file of weights doesn't tell its number of heads, and another number gives other logits."""
+
+    def save(self, tmp_path, **changes):
+        model = build(img_size=32, num_classes=5, **changes).eval()
+        path = tmp_path / "weights.pth"
+        torch.save(model.state_dict(), path)
+        return model, path
+
+    def test_a_width_of_no_published_vit_needs_the_number(self, tmp_path):
+        model, path = self.save(tmp_path, embed_dim=96, num_heads=3)
+        for load in (load_timm, lambda path: load_pretrained(path, num_classes=5)):
+            with pytest.raises(ValueError, match=r"weights.pth .*96 channels.*model\.num_heads=N"):
+                load(path)
+        images = torch.randn(2, 3, 32, 32)
+        given = [
+            load_timm(path, num_heads=3),
+            load_pretrained(path, num_classes=5, num_heads=3)[0],
+        ]
+        for found in given:
+            assert torch.equal(found(images), model(images))
+        with pytest.raises(ValueError, match="num_heads 5 does not divide embed_dim 96"):
+            load_timm(path, num_heads=5)
+
+    @pytest.mark.parametrize(("embed_dim", "num_heads"), [(192, 3), (384, 6), (512, 8), (1280, 16)])
+    def test_published_widths_have_the_published_number_and_it_is_said(
+        self, tmp_path, embed_dim, num_heads
+    ):
+        _, path = self.save(tmp_path, embed_dim=embed_dim, num_heads=num_heads, depth=1)
+        with pytest.warns(UserWarning, match=rf"{embed_dim} channels have {num_heads}, and they"):
+            loaded = load_timm(path)
+        assert loaded.architecture["num_heads"] == num_heads
+        assert load_timm(path, num_heads=num_heads).architecture == loaded.architecture
+        # MoCo v3 has 12 heads of 32 channels.
+        other = embed_dim // 32
+        with pytest.warns(UserWarning, match=f"and {other} are taken, as num_heads says"):
+            assert load_timm(path, num_heads=other).architecture["num_heads"] == other
+
+    def test_norms_of_the_heads_tell_the_number(self, tmp_path):
+        _, path = self.save(tmp_path, embed_dim=96, num_heads=4, qk_norm=True)
+        assert load_timm(path).architecture["num_heads"] == 4
+
+    def test_training_takes_the_number_of_its_configuration(self, tmp_path):
+        _, path = self.save(tmp_path, embed_dim=96, num_heads=3)
+        images = np.random.default_rng(0).integers(0, 256, (16, 32, 32, 3), dtype=np.uint8)
+        settings = {
+            "data": {"image_size": 32, "validation_fraction": 0},
+            "train": {"max_steps": 1, "batch_size": 16, "device": "cpu"},
+        }
+
+        def train(model):
+            return vit.train(
+                {**settings, "model": model},
+                output=tmp_path / "run",
+                init=path,
+                dataset=(images, np.arange(16) % 5),
+            )
+
+        with pytest.raises(ValueError, match=r"model\.num_heads=N"):
+            train({})
+        assert train({"num_heads": 3}).bundle.model.architecture["num_heads"] == 3
 
 
 class TestRefusal:
@@ -78,13 +144,13 @@ class TestRefusal:
         with pytest.raises(
             ValueError, match="7 positions are not a square grid; load it as a folder"
         ):
-            infer_architecture(build(img_size=(32, 48)).state_dict(), origin="it")
+            infer_architecture(build(img_size=(32, 48)).state_dict(), origin="it", num_heads=3)
 
     def test_another_kind_of_network_names_what_it_holds(self):
         with pytest.raises(
             ValueError, match=r"it is not a plain vision transformer .*; it holds conv1.weight"
         ):
-            infer_architecture({"conv1.weight": torch.zeros(1)}, origin="it")
+            infer_architecture({"conv1.weight": torch.zeros(1)}, origin="it", num_heads=3)
 
 
 class TestFiles:
@@ -172,7 +238,7 @@ class TestFiles:
     def test_a_file_of_hugging_face_alone_asks_for_its_folder(self):
         weights = {"vit.embeddings.cls_token": torch.zeros(1)}
         with pytest.raises(ValueError, match=r"give the folder with its config\.json"):
-            infer_architecture(weights, origin="it")
+            infer_architecture(weights, origin="it", num_heads=3)
 
     def test_a_file_without_tensors_is_refused(self, tmp_path):
         torch.save({"epoch": 3}, tmp_path / "empty.pth")

@@ -15,7 +15,7 @@ from vit.model.attention import NORM_EPS
 from vit.model.model_file import StateDict
 from vit.model.vision_transformer import Architecture, VisionTransformer
 from vit.model.weights import add_class_position, infer_architecture, read_weights
-from vit.runtime.arguments import check_choice, shorten
+from vit.runtime.arguments import as_pair, check_choice, shorten
 from vit.runtime.documents import read_json
 
 CONFIG_FILE = "config.json"
@@ -103,8 +103,12 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
     # The learned positions are for this size.
     size = config["image_size"]
     img_size = (size, size) if isinstance(size, int) else tuple(size)
-    architecture = infer_architecture(weights, origin=str(folder), img_size=img_size)
-    architecture |= {"num_heads": config["num_attention_heads"]}
+    architecture = infer_architecture(
+        weights,
+        origin=str(folder),
+        num_heads=config["num_attention_heads"],
+        img_size=img_size,
+    )
     return weights, architecture, _read_preprocess(folder, img_size)
 
 
@@ -218,6 +222,7 @@ def _read_preprocess(folder: Path, img_size: tuple[int, ...]) -> Mapping[str, An
     processor = read_json(path) if path.is_file() else {}
     if not isinstance(processor, dict):
         raise ValueError(f"{path} is not a JSON object")
+    edge, crop = (_read_sides(processor.get(name), path=path) for name in ("size", "crop_size"))
     values = {
         "image_size": list(img_size),
         "mean": processor.get("image_mean", [0.5, 0.5, 0.5]),
@@ -225,10 +230,21 @@ def _read_preprocess(folder: Path, img_size: tuple[int, ...]) -> Mapping[str, An
         "interpolation": _INTERPOLATIONS.get(processor.get("resample", 2), "bicubic"),
     }
     # DINOv2 has positions for 518 px, and takes crops of 224 px out of 256.
-    crop = processor.get("crop_size")
-    edge = processor.get("size", {}).get("shortest_edge")
-    if isinstance(crop, dict) and processor.get("do_center_crop", False):
-        values["image_size"] = [crop["height"], crop["width"]]
+    if crop and processor.get("do_center_crop", False):
+        values["image_size"] = list(crop)
         if edge:
-            values["crop_pct"] = min(crop["height"] / edge, 1.0)
+            values["crop_pct"] = min(crop[0] / edge[0], 1.0)
     return values
+
+
+def _read_sides(size: Any, *, path: Path) -> tuple[int, int] | None:
+    """Return (height, width) of a size in any published form: a number, the shortest edge, or both
+    sides. None if it has none of them.
+
+    Raises:
+        ValueError: A side is not a positive number.
+    """
+    if isinstance(size, dict):
+        sides = [size.get(side, size.get("shortest_edge")) for side in ("height", "width")]
+        size = None if sides == [None, None] else sides
+    return None if size is None else as_pair(size, name=f"{path}: size")

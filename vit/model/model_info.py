@@ -56,24 +56,25 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 def count_classes(model: nn.Module) -> int | None:
     """Return the number of logits, or None if it is unknown."""
-    config_count = getattr(getattr(model, "config", None), "num_labels", None)
-    count = getattr(model, "num_classes", config_count)
-    return count if isinstance(count, int) else None
+    net: Any = model
+    counts = [
+        getattr(net, "num_classes", None),
+        getattr(getattr(net, "config", None), "num_labels", None),
+        # Hugging Face's classifiers without `id2label`
+        getattr(getattr(net, "classifier", None), "out_features", None),
+    ]
+    return next((count for count in counts if isinstance(count, int)), None)
 
 
 def find_class_names(model: nn.Module) -> tuple[str, ...]:
     """Return the class names of timm, torchvision or Hugging Face (`config.id2label`).
 
-    Other models get "class 0" and so on.
-
-    Raises:
-        ValueError: The number of classes is unknown.
+    Other models get "class 0" and so on. There are none without a classifier, or if the number of
+    classes is unknown (`count_classes`).
     """
     net: Any = model
-    count = count_classes(model)
-    if count is None:
-        raise ValueError(f"number of classes of {type(model).__name__} unknown; give class_names=…")
-    names = None
+    count = count_classes(model) or 0
+    names: tuple[str, ...] | None = None
     match _find_library(model):
         case "timm":
             names = _find_timm_names(net)
@@ -81,7 +82,8 @@ def find_class_names(model: nn.Module) -> tuple[str, ...]:
             if weights := _find_torchvision_weights(net):
                 names = tuple(weights.meta["categories"])
         case "transformers":
-            names = tuple(net.config.id2label[index] for index in range(count))
+            known = getattr(getattr(net, "config", None), "id2label", None) or {}
+            names = tuple(str(known.get(index) or f"class {index}") for index in range(count))
     return names or tuple(f"class {index}" for index in range(count))
 
 

@@ -17,7 +17,13 @@ from vit.model.huggingface_weights import is_huggingface, read_huggingface
 from vit.model.model_file import MODEL_FILE, StateDict
 from vit.model.model_info import find_preprocess
 from vit.model.vision_transformer import Architecture, VisionTransformer
-from vit.model.weights import build_to_fit, check_fit, infer_architecture, read_weights
+from vit.model.weights import (
+    build_to_fit,
+    check_fit,
+    find_num_heads,
+    infer_architecture,
+    read_weights,
+)
 from vit.runtime.arguments import Size, check_kind, first_line
 from vit.runtime.documents import read_json
 from vit.runtime.hub import offline_if_unreachable
@@ -74,23 +80,26 @@ def is_multilabel_folder(name: str) -> bool:
     return isinstance(config, dict) and config.get("problem_type") == "multi_label_classification"
 
 
-def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> VisionTransformer:
+def load_timm(
+    source: nn.Module | str | Path, *, pretrained: bool = True, num_heads: int | None = None
+) -> VisionTransformer:
     """Load timm's weights into a VisionTransformer of vit.
 
     Args:
         source: A module of timm, a name in timm, a folder with the config.json
             of timm or of a Hugging Face ViT, DeiT or DINOv2, or a file of
             weights (safetensors or torch, with the names of timm, torchvision
-            or DINOv2's authors). A file doesn't tell the number of heads, so
-            64 channels a head are assumed, as in every plain ViT.
+            or DINOv2's authors).
         pretrained: Load the weights. False keeps timm's random weights.
+        num_heads: Number of attention heads, which a file of weights doesn't
+            tell. None: that of the published ViTs of this width, with a warning.
 
     Returns:
         The model in evaluation mode. It computes timm's logits.
 
     Raises:
-        ValueError: VisionTransformer can't compute this model, or the file is
-            damaged.
+        ValueError: VisionTransformer can't compute this model, the file is
+            damaged, or its number of heads is needed.
         OSError: The weights can't be downloaded or read.
 
     Example:
@@ -99,7 +108,7 @@ def load_timm(source: nn.Module | str | Path, *, pretrained: bool = True) -> Vis
     """
     if not isinstance(source, nn.Module):
         check_kind(source, (str, Path), name="source", expected="a path, a name or an nn.Module")
-        content = _read_content(Path(source))
+        content = _read_content(Path(source), num_heads=num_heads)
         if content is not None:
             return _build(content.architecture, content.weights, origin=content.origin)
         source = create_timm(str(source), pretrained=pretrained)
@@ -111,6 +120,7 @@ def load_pretrained(
     *,
     num_classes: int,
     drop_path_rate: float = 0.0,
+    num_heads: int | None = None,
 ) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
     """Load a pretrained model for training.
 
@@ -118,6 +128,7 @@ def load_pretrained(
         source: `timm:NAME`, a model file or run of vit, or a source of `load_timm`.
         num_classes: Number of classes. If the source has another number, the head is new.
         drop_path_rate: See `VisionTransformer`.
+        num_heads: See `load_timm`.
 
     Returns:
         The model, and the values of the `Preprocess` that its weights were trained with, or None
@@ -134,7 +145,7 @@ def load_pretrained(
         raise FileNotFoundError(
             f"{source} is not a file of weights, a training directory or timm:NAME"
         )
-    content = _read_content(path)
+    content = _read_content(path, num_heads=num_heads)
     if content is None:
         module = create_timm(str(path).removeprefix("timm:"), pretrained=True)
         weights = module.state_dict()
@@ -209,10 +220,12 @@ def describe_timm(module: nn.Module) -> Architecture:
     has_scale = isinstance(block.ls1, layers.LayerScale)
     # The shapes tell all arguments but four.
     inferred = infer_architecture(
-        module.state_dict(), origin=_TIMM_ORIGIN, img_size=module.patch_embed.img_size
+        module.state_dict(),
+        origin=_TIMM_ORIGIN,
+        img_size=module.patch_embed.img_size,
+        num_heads=block.attn.num_heads,
     )
     return inferred | {
-        "num_heads": block.attn.num_heads,
         "global_pool": module.global_pool,
         "no_embed_class": module.no_embed_class,
         "init_values": block.ls1.init_values if has_scale else None,
@@ -268,7 +281,7 @@ class _Content(NamedTuple):
     origin: str
 
 
-def _read_content(path: Path) -> _Content | None:
+def _read_content(path: Path, *, num_heads: int | None) -> _Content | None:
     """Read a file of weights or a folder of Hugging Face's; return None for what only timm knows."""
     if is_huggingface(path):
         weights, architecture, preprocess = read_huggingface(path)
@@ -278,5 +291,6 @@ def _read_content(path: Path) -> _Content | None:
     content = read_weights(path)
     known = content.metadata.get("architecture")
     if known is None:
-        known = infer_architecture(content.weights, origin=str(path))
+        num_heads = find_num_heads(content.weights, num_heads, origin=str(path))
+        known = infer_architecture(content.weights, origin=str(path), num_heads=num_heads)
     return _Content(known, content.weights, content.metadata.get("preprocess"), str(path))

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from pathlib import Path
 
 import torch
@@ -15,6 +16,9 @@ from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors
 
 _MAX_PATCHES = 2**16
+# Channels → heads of the published ViTs (Dosovitskiy et al. 2021; 512: Touvron et al. 2022, DeiT III).
+# Other widths have no usual number: timm alone has 1,536 channels with 12, 16 and 24 heads.
+_PUBLISHED_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
 # (part of torchvision's name, our name), applied in this order.
 _TORCHVISION_NAMES = (
     ("class_token", "cls_token"),
@@ -125,18 +129,48 @@ def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
     raise ValueError(f"{origin} does not fit this model: {message}")
 
 
+def find_num_heads(weights: StateDict, given: int | None, *, origin: str) -> int:
+    """Find the number of attention heads of a file of weights, which seldom tells it.
+
+    Args:
+        weights: Weights with timm's names.
+        given: The user's number. None: that of the published ViTs of this width, with a warning.
+        origin: Name of the weights in messages.
+
+    Raises:
+        ValueError: The number isn't given, and no published ViT has this width.
+    """
+    norm = weights.get("blocks.0.attn.q_norm.weight")
+    embedding = weights.get("patch_embed.proj.weight")
+    if embedding is None or norm is not None:
+        # Norms have the width of a head. `infer_architecture` refuses weights without patches.
+        return 1 if embedding is None or norm is None else len(embedding) // len(norm)
+    published = _PUBLISHED_HEADS.get(len(embedding))
+    if given is None and published is None:
+        raise ValueError(
+            f"{origin} doesn't say how many attention heads share its {len(embedding)} channels; give"
+            " the number: model.num_heads=N with --init, or vit.load_timm(…, num_heads=N)"
+        )
+    if published is not None and published != given:
+        choice = "they are taken" if given is None else f"{given} are taken, as num_heads says"
+        warnings.warn(
+            f"{origin} doesn't say its number of attention heads; published ViTs of "
+            f"{len(embedding)} channels have {published}, and {choice}",
+            stacklevel=2,
+        )
+    return given or published or 1
+
+
 def infer_architecture(
-    weights: StateDict, *, origin: str, img_size: tuple[int, int] | None = None
+    weights: StateDict, *, origin: str, num_heads: int, img_size: tuple[int, int] | None = None
 ) -> Architecture:
     """Infer the arguments of a VisionTransformer from the names and shapes of its weights.
 
     Args:
         weights: Weights with timm's names.
         origin: Name of the weights in messages.
+        num_heads: Number of heads, which the shapes don't tell. See `find_num_heads`.
         img_size: Height and width of the images. None: the patch grid is square.
-
-    Returns:
-        The arguments. 64 channels a head are assumed, as in every plain ViT.
 
     Raises:
         ValueError: The weights belong to another kind of network, or the grid isn't square.
@@ -178,7 +212,7 @@ def infer_architecture(
         "num_classes": len(weights.get("head.weight", ())),
         "embed_dim": embed_dim,
         "depth": len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
-        "num_heads": max(embed_dim // 64, 1),
+        "num_heads": num_heads,
         "mlp_ratio": hidden_dim / embed_dim,
         "mlp": "swiglu" if is_gated else "gelu",
         "qkv_bias": "blocks.0.attn.qkv.bias" in weights,

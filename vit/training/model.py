@@ -54,6 +54,8 @@ def load_initial_model(
         config.model.init,
         num_classes=num_classes,
         drop_path_rate=config.model.drop_path_rate,
+        # The default isn't the user's choice.
+        num_heads=config.model.num_heads if "num_heads" in config.model.model_fields_set else None,
     )
     preprocess = None
     if values:
