@@ -33,6 +33,19 @@ def test_names_that_collide_all_the_same_get_a_hash() -> None:
     assert name_images(["a/x.jpg", "a/x.png"]) == name_images(["a/x.jpg", "a/x.png"])
 
 
+def test_files_of_a_data_set_that_differ_in_their_suffix_have_maps_of_their_own(
+    tmp_path: Path,
+) -> None:
+    places = ("tench/1.jpg", "tench/1.png", "tench/2.jpg", "church/1.jpg", "church/a-1.jpg")
+    for number, place in enumerate((*places, "church/a/1.jpg")):
+        (tmp_path / "photos" / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 48), (40 * number, 0, 90)).save(tmp_path / "photos" / place)
+    dataset = open_dataset("folder", root=tmp_path / "photos").split("all")
+    items = items_from_dataset(dataset, count=6)
+    assert len({item.name.casefold() for item in items}) == len(items) == 6
+    assert {"tench-2", "church-1"} <= {item.name for item in items}
+
+
 def test_a_name_made_of_folders_does_not_collide_with_a_stem() -> None:
     names = name_images(["d/a/b.jpg", "d/c/b.jpg", "d/c/a-b.jpg"])
     assert len(set(names)) == 3

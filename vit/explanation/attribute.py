@@ -1,6 +1,6 @@
 """The public function `vit.attribute`: from a batch of tensors to its maps, without files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,8 +11,16 @@ from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.explanation.capture.reader import read_bundle, read_model
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.maps import compute_maps
-from vit.explanation.targets import TargetLike, build_target, check_count, find_output_kind
-from vit.model.model_info import find_class_names
+from vit.explanation.methods.registry import find_methods
+from vit.explanation.targets import (
+    CLASS,
+    TargetLike,
+    build_target,
+    check_count,
+    find_output_kind,
+)
+from vit.model.logits import compute_logits
+from vit.model.model_info import find_class_names, keep_mode
 from vit.runtime.arguments import check_arguments
 from vit.runtime.device import run_in_memory
 from vit.runtime.tensors import Images
@@ -28,6 +36,7 @@ def attribute(
     target: TargetLike = "auto",
     map_options: Mapping[str, object] | None = None,
     batch_size: int | None = None,
+    class_names: Sequence[str] | None = None,
 ) -> Float[Tensor, "B *T rows columns"]:
     """Compute the maps of normalised images that are tensors, for example in a
     training loop.
@@ -42,14 +51,16 @@ def attribute(
         map_options: See `vit.explain`.
         batch_size: Images at a time. None: see `vit.explain`. On a GPU, as many
             of them as fit its memory.
+        class_names: Name of each class, for a module. None: the model's own, or
+            "class 0" and so on.
 
     Returns:
         The maps [B, rows, columns] on the device of the images, without a
         graph; [B, T, rows, columns] for T classes.
 
     Raises:
-        ValueError: The images aren't normalised tensors on the model's device,
-            the model can't be read, or an option is unknown.
+        ValueError: The images aren't normalised tensors of finite values on the
+            model's device, the model can't be read, or an option is unknown.
 
     Example:
         >>> maps = vit.attribute(model, images, target=labels)
@@ -59,17 +70,21 @@ def attribute(
     if isinstance(model, nn.Module):
         _check_images(images, model)
         reader = read_model(model, images)
-        class_names = find_class_names(reader.model)
     else:
         device = str(images.device) if isinstance(model, str | Path) else "auto"
-        bundle = open_model(model, device=device)
+        bundle = open_model(model, device=device, class_names=class_names)
         _check_images(images, bundle.model)
         reader = read_bundle(bundle)
         class_names = bundle.class_names
         is_multilabel = bundle.is_multilabel
-    kind = find_output_kind(reader.model, class_names, is_multilabel=is_multilabel)
     check_count(target, len(images))
-    built = build_target(target, class_names, kind)
+    (chosen,) = find_methods([method])
+    built = CLASS
+    # a map that is the same for every class needs none
+    if chosen.class_specific or target != "auto":
+        names = class_names or _name_outputs(reader.model, images)
+        kind = find_output_kind(reader.model, names, is_multilabel=is_multilabel)
+        built = build_target(target, names, kind)
     parts = []
 
     def explain_part(first: int, end: int) -> None:
@@ -91,6 +106,16 @@ def attribute(
     return values[:, 0] if values.shape[1] == 1 else values
 
 
+def _name_outputs(model: nn.Module, images: Images) -> tuple[str, ...]:
+    """Return the names of a model's classes, by default "class 0" and so on."""
+    try:
+        return find_class_names(model)
+    except ValueError:  # it doesn't tell their number
+        with keep_mode(model), torch.no_grad():
+            logits = compute_logits(model.eval(), images[:1])
+        return tuple(f"class {index}" for index in range(logits.shape[1]))
+
+
 def _check_images(images: Images, model: nn.Module) -> None:
     """Raise ValueError unless a model can take the images."""
     device = next(model.parameters()).device
@@ -99,6 +124,8 @@ def _check_images(images: Images, model: nn.Module) -> None:
             f"images are a normalised floating-point tensor [B, C, H, W], not {images.dtype} "
             f"{list(images.shape)}; vit.explain takes photos"
         )
+    if not images.isfinite().all():
+        raise ValueError("the images have NaN or infinite values, so there is nothing to explain")
     if images.device != device:
         raise ValueError(
             f"the images are on {images.device} and the model on {device}; pass images.to('{device}')"

@@ -32,6 +32,7 @@ from vit.explanation.records import Explanations, ImageResult, MapResult, Sink
 from vit.explanation.render.scale import FIXED_END, SCALES, ColourScale, PatchMap, fit_scale
 from vit.explanation.render.token_details import TokenDetails, measure_tokens
 from vit.explanation.targets import (
+    FEATURES,
     OutputKind,
     Target,
     TargetLike,
@@ -134,7 +135,13 @@ class Explainer:
         if has_many(target):
             target = list_targets(target)
         self._target_name = target
-        self._target = build_target(target, bundle.class_names, self._kind)
+        has_classes = any(method.class_specific for method in self._methods)
+        if self._kind == "features" and target == "auto" and not has_classes:
+            self._target = FEATURES
+            # removed patches have no effect on a class
+            self.sanity_checks = False
+        else:
+            self._target = build_target(target, bundle.class_names, self._kind)
         # the most probable class otherwise, without a copy to the host
         self._has_thresholds = self._kind == "labels" or bool(bundle.operating_point)
         if self._has_thresholds and target == "auto":
@@ -328,6 +335,8 @@ class Explainer:
             if self._target.name is not None:
                 name = self._target.name(int(targets[row, 0]))
                 result.output = f"{name} = {scores[row, 0].item():.4g}"
+                if self._target is FEATURES:
+                    result.output = name
             if tokens:
                 result.tokens = tokens[row]
         for method_maps, method_checks in zip(maps, checks, strict=True):
@@ -417,6 +426,7 @@ class Explainer:
         method = maps.method
         for row, result in enumerate(results):
             num_columns = len(set(targets[row].tolist())) if method.class_specific else 1
+            taken: set[str] = set()
             for column, values in enumerate(maps.values[row, :num_columns].numpy()):
                 map_result = MapResult(
                     method=method,
@@ -446,6 +456,10 @@ class Explainer:
                     # files of several classes of one image need the class in their names
                     if self._target_name != "auto" or self._kind == "labels":
                         map_result.key += f".{clean_name(map_result.target_name)}"
+                        # a file name has no place for all characters
+                        if map_result.key.casefold() in taken:
+                            map_result.key += f"-{index}"
+                        taken.add(map_result.key.casefold())
                 result.maps.append(map_result)
 
 

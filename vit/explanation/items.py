@@ -114,14 +114,13 @@ def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
     """Choose `count` images evenly from a data set's split, named by their ids."""
     # evenly, because data sets are often sorted by class
     positions = np.linspace(0, len(dataset) - 1, min(count, len(dataset)))
-    items = []
-    for number, index in enumerate(positions.round().astype(int).tolist()):
-        image_id = dataset.ids[index]
-        # ids are paths with a suffix, and the files get their own
-        name = re.sub(r"\.\w+$", "", image_id).replace("/", "-")
-        read = partial(_read_sample, dataset, index)
-        items.append(ImageItem(image_id, clean_name(name), read, number))
-    return items
+    indices = positions.round().astype(int).tolist()
+    ids = [dataset.ids[index] for index in indices]
+    # ids are paths with a suffix, and the files get their own
+    names = [clean_name(re.sub(r"\.\w+$", "", image_id).replace("/", "-")) for image_id in ids]
+    names = _unique_or(names, list(map(_name_by_hash, names, ids)))
+    readers = [partial(_read_sample, dataset, index) for index in indices]
+    return list(map(ImageItem, ids, names, readers, range(len(ids))))
 
 
 def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[str]:
@@ -137,19 +136,21 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
     with_folders = [
         clean_name("-".join((*path[num_shared:-1], Path(path[-1]).stem))) for path in parts
     ]
-    with_hashes = []
-    for path, stem in zip(paths, stems, strict=True):
-        # file names on Linux may be no valid UTF-8
-        digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()
-        with_hashes.append(f"{stem}-{digest[:12]}")
+    with_hashes = list(map(_name_by_hash, stems, paths))
     names = _unique_or(stems, _unique_or(with_folders, with_hashes, taken), taken)
     # a name with folders may be another's stem
     are_unique = len({name.casefold() for name in names}) == len(names)
     return names if are_unique else with_hashes
 
 
+def _name_by_hash(stem: str, path: str) -> str:
+    # file names on Linux may be no valid UTF-8
+    digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{stem}-{digest[:12]}"
+
+
 def _unique_or(
-    names: Sequence[str], alternatives: Sequence[str], taken: Collection[str]
+    names: Sequence[str], alternatives: Sequence[str], taken: Collection[str] = ()
 ) -> list[str]:
     """Return each name, or its alternative if another name is equal on a file system that ignores
     case."""

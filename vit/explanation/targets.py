@@ -403,6 +403,10 @@ def _choose_one(index: int) -> ChooseClasses:
     return lambda logits: torch.full((len(logits), 1), index, device=logits.device)
 
 
+# maps that are the same for every class, of a model without a classifier
+FEATURES = Target(_logit, _logit, lambda _: "no classifier", _choose_one(0))
+
+
 def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int | None:
     """Return how many of the most probable classes are asked for; None if one class is named."""
     if str(target) in class_names:

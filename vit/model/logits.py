@@ -46,7 +46,7 @@ def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes
 
     features = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
-        return _apply(net.forward_head, features)
+        return at_least_float32(_apply(net.forward_head, features))
 
 
 def _needs_equal_bits(batch: Any) -> bool:
@@ -64,7 +64,7 @@ def _apply(function: Callable[[Tensor], Tensor], batch: Any, *, rows: int = _MIN
 
 
 def _forward_features(net: Any, images: Tensor) -> Any:
-    """Compute the input of a model's head, in float32."""
+    """Compute the input of a model's head, in the type of its weights."""
     num_out_tokens = getattr(net, "num_out_tokens", None)
     if num_out_tokens is None:
         features = net.forward_features(images)
@@ -72,7 +72,11 @@ def _forward_features(net: Any, images: Tensor) -> Any:
         if _needs_equal_bits(images):
             num_out_tokens = max(num_out_tokens, _MIN_ROWS)
         features = net.forward_features(images, num_out_tokens=num_out_tokens)
-    return at_least_float32(features) if isinstance(features, Tensor) else features
+    # a model with weights in half precision has a head in half precision
+    dtype = next(net.parameters()).dtype
+    if isinstance(features, Tensor):
+        return features.to(torch.promote_types(features.dtype, dtype))
+    return features
 
 
 def _call(model: nn.Module, images: Tensor) -> Any:

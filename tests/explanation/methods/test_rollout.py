@@ -13,8 +13,6 @@ from vit.explanation.methods.rollout import (
     attention_rollout,
     attention_rollout_in_chunks,
     compute_rollout,
-    discard_lowest,
-    mixing_matrix,
 )
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
@@ -71,10 +69,10 @@ def test_a_batch_equals_its_images_one_by_one(head_fusion: str, discard_ratio: f
         assert (together[image] - alone[0]).abs().max() < 1e-6
 
 
-def test_identity_has_the_weight_asked_for_under_max_fusion() -> None:
+def test_the_identity_is_mixed_in_before_rows_are_divided() -> None:
     (attention,) = random_attention(1)
-    fused = attention.amax(dim=1)
-    expected = 0.3 * torch.eye(10) + 0.7 * fused / fused.sum(dim=-1, keepdim=True)
+    mixed = 0.3 * torch.eye(10) + 0.7 * attention.amax(dim=1)
+    expected = mixed / mixed.sum(dim=-1, keepdim=True)
     assert (
         attention_rollout([attention], head_fusion="max", residual=0.3) - expected
     ).abs().max() < 1e-6
@@ -109,19 +107,13 @@ def test_half_precision_is_accumulated_in_float32() -> None:
     assert (half - attention_rollout(attentions)).abs().max() < 2e-3
 
 
-def test_discarding_spares_the_class_tokens_row_and_column() -> None:
-    matrix = torch.arange(25.0).reshape(1, 5, 5)
-    kept = discard_lowest(matrix, 0.5, 1)
-    assert torch.equal(kept[0, 0], matrix[0, 0])
-    assert torch.equal(kept[0, :, 0], matrix[0, :, 0])
-    assert torch.equal(kept[0, 1:3, 1:], torch.zeros(2, 4))  # the lowest 8 of 16
-    assert torch.equal(kept[0, 3:, 1:], matrix[0, 3:, 1:])
-
-
-def test_a_row_that_lost_everything_keeps_its_token() -> None:
-    attention = torch.full((1, 1, 4, 4), 0.25)
-    mixing = mixing_matrix(attention, discard_ratio=0.99, num_prefix_tokens=0)
-    assert torch.equal(mixing[0, 0], torch.tensor([1.0, 0.0, 0.0, 0.0]))
+def test_discarding_spares_the_first_entry_alone() -> None:
+    attention = torch.arange(25.0).reshape(1, 1, 5, 5) / 300
+    attention[0, 0, 0, 0] = 1e-3
+    rollout = attention_rollout([attention], discard_ratio=0.48, residual=0.0)  # 12 of 25
+    assert rollout[0, 0, 0] == 1  # the rest of its row is discarded
+    assert torch.equal(rollout[0, 1], torch.eye(5)[1])  # a row that lost everything
+    assert torch.equal(rollout[0, 2] > 0, torch.tensor([False, False, True, True, True]))
 
 
 @pytest.mark.parametrize(

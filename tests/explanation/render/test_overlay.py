@@ -182,11 +182,20 @@ def test_a_saved_overlay_is_the_drawn_one(preprocess: Preprocess | None, tmp_pat
         assert np.array_equal(np.asarray(found), np.asarray(expected))
 
 
+def test_whoever_saves_an_overlay_says_where_the_model_looked(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="preprocess"):
+        vit.save_overlay(tmp_path / "map.png", Image.new("RGB", (60, 40)), np.ones((4, 4)))
+
+
 def test_a_saved_overlays_map_without_negative_values_starts_at_its_lowest(tmp_path: Path) -> None:
     values = np.array([[0.0, 1.0], [0.0, 1.0]])
     for name, signed in (("default", None), ("unsigned", False), ("signed", True)):
         vit.save_overlay(
-            tmp_path / f"{name}.png", Image.new("RGB", (32, 32)), values, signed=signed
+            tmp_path / f"{name}.png",
+            Image.new("RGB", (32, 32)),
+            values,
+            preprocess=None,
+            signed=signed,
         )
     pictures = {path.stem: path.read_bytes() for path in tmp_path.iterdir()}
     assert pictures["default"] == pictures["unsigned"] != pictures["signed"]

@@ -15,6 +15,7 @@ from vit.explanation.capture.layers import (
     SUPPORTED,
     LayerPlace,
     WatchedLayer,
+    run_as_written,
     without_fast_path,
 )
 from vit.explanation.capture.watch import AttentionCall, AttentionWatch, UnreadableError
@@ -58,7 +59,9 @@ class StreamChanges(TorchFunctionMode):
             change = self.changes.get(self.count)
             self.count += 1
             if change is not None:
-                return change(result)
+                # a change is no function of the model: other contexts must not count it
+                with torch._C.DisableTorchFunction():
+                    return change(result)
         return result
 
 
@@ -144,6 +147,7 @@ def discover_layers(
         stack.enter_context(keep_mode(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(without_fast_path())
+        stack.enter_context(run_as_written())
         for module in names:
             stack.callback(module.register_forward_pre_hook(on_entry).remove)
             stack.callback(module.register_forward_hook(on_exit, always_call=True).remove)

@@ -40,6 +40,7 @@ from vit.explanation.capture.layers import (
     AttentionLayer,
     check_calls,
     replace_blocks,
+    run_as_written,
     without_fast_path,
 )
 from vit.explanation.capture.pooling import (
@@ -196,10 +197,17 @@ def capture_attention(
             for layer in layers:
                 layer.captured = False
 
-        def begin_pass(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def begin_pass(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             # the images tell their size; to find the layers, the model runs once more
             if not layers and reader.image_size is None:
-                read_model(reader, next(arg for arg in args if isinstance(arg, Tensor)))
+                tensors = (arg for arg in (*args, *options.values()) if isinstance(arg, Tensor))
+                images = next((tensor for tensor in tensors if tensor.ndim == 4), None)
+                if images is None:
+                    raise ValueError(
+                        f"{type(module).__name__} isn't called with a tensor of images [batch, "
+                        "channels, height, width], so their size is unknown; pass one"
+                    )
+                read_model(reader, images)
                 attach()
             for layer in layers:
                 layer.num_calls = 0
@@ -216,7 +224,8 @@ def capture_attention(
                 module.grad_checkpointing = False  # type: ignore[assignment]
                 stack.callback(setattr, module, "grad_checkpointing", True)
         stack.enter_context(without_fast_path())
-        stack.callback(called.register_forward_pre_hook(begin_pass).remove)
+        stack.enter_context(run_as_written())
+        stack.callback(called.register_forward_pre_hook(begin_pass, with_kwargs=True).remove)
         stack.callback(called.register_forward_hook(end_pass).remove)
         if reader.has_attention or reader.has_known_size:
             attach()
@@ -357,7 +366,13 @@ def run_forward(
     if verify:
         with evaluation_mode(model), without_fast_path():
             check_places(reader, images[:1], num_prefix=num_prefix, grid=grid)
-            check_chain(model, images[:1], record.layers)
+            check_chain(
+                model,
+                images[:1],
+                record.layers,
+                # an encoder that adds outside of its blocks was found by its additions
+                has_residuals=reader.stream is None,
+            )
             check_repeatable(model, images[:1], logits[:1])
     return Forward(
         reader=reader,
@@ -441,6 +456,8 @@ def settle_source(reader: ModelReader, images: Images) -> bool:
     """
     read_model(reader, images)  # they may have another size than the model tells
     is_settled_now = False
+    if not reader.is_settled:
+        reader.forget()
     # this project's own model is always read
     while not (reader.is_settled or reader.is_ours):
         source = reader.source
@@ -458,8 +475,8 @@ def settle_source(reader: ModelReader, images: Images) -> bool:
             if not isinstance(error, ValueError):
                 reader.refused[source] = f"reading it fails with {error!r}"
         else:
-            reader.is_settled = is_settled_now = True
-            reader.keep(images)
+            is_settled_now = True
+            reader.settle(images)
     return is_settled_now
 
 
@@ -469,7 +486,7 @@ def open_reader(bundle: Bundle) -> ModelReader:
     if not (reader.is_settled or reader.is_ours):
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(1, 3, *bundle.preprocess.image_size, generator=generator)
-        settle_source(reader, noise.to(bundle.device))
+        settle_source(reader, noise.to(next(reader.model.parameters())))
     return reader
 
 
@@ -546,7 +563,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     # a caller may train the model afterwards
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        with keep_mode(model):
+        with keep_mode(model), run_as_written():
             model.eval().requires_grad_(False)
             yield
     finally:

@@ -4,9 +4,9 @@ Supporting another family is one subclass of `AttentionLayer` in `LAYER_KINDS`.
 """
 
 import math
-import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -27,10 +27,6 @@ Attention = Float[Tensor, "B H Nq N"]
 SUPPORTED = (
     "this project's models, timm's VisionTransformer, Eva and Beit, torchvision's "
     "VisionTransformer and Hugging Face's ViT, DeiT, DINOv2, DINOv3, BEiT, CLIP and SigLIP"
-)
-# models whose attention has known names, but is computed within windows
-_HIERARCHICAL = re.compile(
-    "swin|hiera|mvit|multiscalevit|maxvit|maxxvit|pyramidvision|twins|davit|focalnet|(?<!simp)levit|metaformer|nextvit"
 )
 # number of attention weights in memory at once on a CPU: 8 MiB fit the cache and are enough work
 # for one call
@@ -266,11 +262,13 @@ class AttentionLayer:
         return handles
 
     @contextmanager
-    def without_mixing(self) -> Iterator[None]:
-        """Let each token attend to itself alone, or return the module's input."""
+    def without_mixing(self, own_weight: float = 1.0) -> Iterator[None]:
+        """Let each token attend to itself alone with this weight, or return the module's input
+        multiplied by it."""
 
         def give_back(*inputs: Any, **options: Any) -> Any:
-            return (inputs[0], None) if self.returns_tuple else inputs[0]
+            result = own_weight * inputs[0]
+            return (result, None) if self.returns_tuple else result
 
         with replace_blocks([self.module], give_back):
             yield
@@ -422,8 +420,10 @@ class WatchedLayer(AttentionLayer):
             if inputs.shape[:2] == shape and not self.place.tokens_first:
                 self.tokens = inputs
             elif inputs.shape[:2] == shape[::-1]:
-                self.tokens = inputs.transpose(0, 1)
-                inputs = self.tokens.transpose(0, 1)
+                # the model's functions alone are counted, see `Stream`
+                with torch._C.DisableTorchFunction():
+                    self.tokens = inputs.transpose(0, 1)
+                    inputs = self.tokens.transpose(0, 1)
                 # queries, keys and values may be one tensor
                 return tuple(inputs if arg is args[0] else arg for arg in args)
             return None
@@ -438,13 +438,13 @@ class WatchedLayer(AttentionLayer):
         return handles
 
     def watch(
-        self, keep: Callable[[AttentionCall], object], *, mixes: bool = True
+        self, keep: Callable[[AttentionCall], object], *, own_weight: float | None = None
     ) -> list[RemovableHandle]:
         """Hook the module so that `AttentionWatch` sees what it computes."""
         running: list[AttentionWatch] = []
 
         def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
-            running.append(AttentionWatch(self.batch, keep, mixes=mixes))
+            running.append(AttentionWatch(self.batch, keep, own_weight=own_weight))
             running[-1].__enter__()  # type: ignore[no-untyped-call]
 
         def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
@@ -458,9 +458,9 @@ class WatchedLayer(AttentionLayer):
         ]
 
     @contextmanager
-    def without_mixing(self) -> Iterator[None]:
+    def without_mixing(self, own_weight: float = 1.0) -> Iterator[None]:
         with ExitStack() as stack:
-            for handle in self.watch(lambda call: None, mixes=False):
+            for handle in self.watch(lambda call: None, own_weight=own_weight):
                 stack.enter_context(handle)
             yield
 
@@ -536,20 +536,10 @@ def find_attention_layers(model: nn.Module) -> list[LayerPlace]:
         The layers; none if there are none of a known kind.
 
     Raises:
-        ValueError: The model has no attention between all of its patches; or some of the blocks
-            have attention of a known kind, and others don't.
+        ValueError: Some of the blocks have attention of a known kind, and others don't.
     """
     family = type(model).__name__
     modules = list(model.named_modules())
-    # a wrapper hides the model's own name
-    families = (type(module).__name__ for _, module in modules)
-    hierarchical = next((name for name in families if _HIERARCHICAL.search(name.lower())), None)
-    if hierarchical:
-        raise ValueError(
-            f"{hierarchical} is hierarchical: it attends within windows or merges patches between"
-            " stages, so no attention between all of its patches exists to be explained;"
-            f" known: {SUPPORTED}"
-        )
     places: list[LayerPlace] = []
     for block_name, block in modules:
         for name, module in block.named_children():
@@ -592,6 +582,14 @@ def replace_blocks(blocks: Sequence[Any], forward: Callable[..., Any]) -> Iterat
                 del block.forward
             else:
                 block.forward = instance_forward
+
+
+def run_as_written() -> AbstractContextManager[object]:
+    """Let compiled parts of a model run as they are written, because their code can't be watched."""
+    # nothing is compiled before the compiler is imported, which takes a second
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

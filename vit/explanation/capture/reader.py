@@ -42,8 +42,7 @@ class ModelReader:
         completeness_error: The last score that `measure_completeness_error` measured, and its
             error.
         refused: Sources that a check has refused for this model, with the reason.
-        is_settled: True if the source has passed its checks.
-        is_recalled: True if an earlier reader of the same module has settled it.
+        is_recalled: True if an earlier reader of the same module has settled the source.
         feature_map: Number of the output that is its feature map, see `find_feature_map`. None:
             not searched for yet.
     """
@@ -52,8 +51,9 @@ class ModelReader:
         self.model = unwrap_model(model)
         self.completeness_error: tuple[Callable[..., Any], float | None] | None = None
         self.refused: dict[Source, str] = {}
-        self.is_settled = False
         self.is_recalled = False
+        # versions of the weights with which the source has passed its checks
+        self._settled_versions: tuple[int, ...] | None = None
         self.feature_map: int | None = None
         self.image_size: tuple[int, int] | None = None
         self._found: list[LayerPlace] | ValueError | None = None
@@ -61,19 +61,27 @@ class ModelReader:
         self._is_discovered = False
         self._stream: Stream | None = None
 
-    def keep(self, images: Images) -> None:
-        """Keep what was found for images of this size until the model changes: `read_model` gives it
-        to the next reader of the module."""
+    @property
+    def is_settled(self) -> bool:
+        """True if the source has passed its checks with the weights that the model has now."""
+        return self._settled_versions == _list_versions(self.model)
+
+    def settle(self, images: Images) -> None:
+        """Note that the source has passed its checks, and keep what was found for images of this
+        size: `read_model` gives it to the next reader of the module.
+
+        A refusal isn't kept. Its reason may be the images, or weights that training changes.
+        """
+        self._settled_versions = _list_versions(self.model)
+        if self.refused or not isinstance(self._found, list):
+            return
         values = dict(self.__dict__)
         del values["model"]
-        # the module must not be kept alive: an error knows the calls that it went through
-        if isinstance(self._found, ValueError):
-            values["_found"] = ValueError(str(self._found))
-        elif self._found is not None:
-            values["_found"] = [
-                place._replace(module=ref(place.module), block=ref(place.block))  # type: ignore[arg-type]
-                for place in self._found
-            ]
+        # the module must not be kept alive
+        values["_found"] = [
+            place._replace(module=ref(place.module), block=ref(place.block))  # type: ignore[arg-type]
+            for place in self._found
+        ]
         # a model with an equality of its own can't be a key
         with _KEPT_LOCK, suppress(TypeError):
             _KEPT[self.model] = (_describe(self.model, images), values)
@@ -84,13 +92,20 @@ class ModelReader:
             description, values = _KEPT.get(self.model, (None, {}))
             if description != _describe(self.model, images):
                 return
-            self.__dict__.update(values, refused=dict(values["refused"]))
+            self.__dict__.update(values, refused={})
+            self._found = [
+                place._replace(module=place.module(), block=place.block())
+                for place in values["_found"]
+            ]
             self.is_recalled = self.is_settled
-            if isinstance(self._found, list):
-                self._found = [
-                    place._replace(module=place.module(), block=place.block())
-                    for place in self._found
-                ]
+
+    def forget(self) -> None:
+        """Forget what checks have found, because the weights have changed."""
+        self.refused.clear()
+        self.feature_map = None
+        self.__dict__.pop("_has_positions", None)
+        if isinstance(self._found, ValueError):
+            self._found = None
 
     @property
     def _places(self) -> list[LayerPlace] | ValueError:
@@ -296,6 +311,12 @@ def _describe(model: nn.Module, images: Images) -> tuple[Any, ...]:
     kind = images.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return modules, images.shape[1:], images.dtype, images.device, autocast
+
+
+def _list_versions(model: nn.Module) -> tuple[int, ...]:
+    """Return numbers of which one rises when a weight changes."""
+    parameters = (*model.parameters(), *model.buffers())
+    return tuple(0 if one.is_inference() else one._version for one in parameters)
 
 
 def _keep_half(tokens: Tensor) -> Tensor:

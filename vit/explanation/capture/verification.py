@@ -140,17 +140,24 @@ def _check_cover(
         )
 
 
-def check_chain(model: nn.Module, image: OneImage, layers: Sequence[AttentionLayer]) -> None:
+def check_chain(
+    model: nn.Module,
+    image: OneImage,
+    layers: Sequence[AttentionLayer],
+    *,
+    has_residuals: bool,
+) -> None:
     """Change half of the tokens that enter the first block, with the attention switched off.
 
     Args:
         model: The model, in evaluation mode.
         image: A normalised image.
         layers: The model's attention layers, in order, after a forward pass.
+        has_residuals: The blocks add the attention to their input, which is checked.
 
     Raises:
         ValueError: The other half changes, so something else than attention mixes tokens; or a
-            block doesn't read the output of the one before.
+            block doesn't read the output of the one before, or doesn't add to its input.
     """
     generator = torch.Generator().manual_seed(0)
     is_changed = torch.rand(layers[0].num_tokens, generator=generator) < 0.5
@@ -172,6 +179,8 @@ def check_chain(model: nn.Module, image: OneImage, layers: Sequence[AttentionLay
                 "(prompts of each layer's own?), so their attention doesn't multiply to a map"
             )
 
+    if has_residuals:
+        _check_residuals(model, image, layers)
     for number, change in sorted(changes.items()):
         changed = is_changed[: len(change)]
         mixed = change[~changed].amax() if not changed.all() else change.new_zeros(())
@@ -184,6 +193,19 @@ def check_chain(model: nn.Module, image: OneImage, layers: Sequence[AttentionLay
             )
 
 
+def _check_residuals(model: nn.Module, image: OneImage, layers: Sequence[AttentionLayer]) -> None:
+    """Raise ValueError if a block's tokens depend on its input through the attention alone."""
+    everything = torch.ones(layers[0].num_tokens, dtype=torch.bool)
+    changes, _ = _follow_change(model, image, layers, is_changed=everything, own_weight=0.0)
+    for number, change in sorted(changes.items()):
+        if (change == 0).any():
+            raise ValueError(
+                f"{layers[number - 1].name} is an attention without a residual connection around "
+                "it, and maps take each token to be added to what it attends to; methods for models "
+                "without readable attention explain it"
+            )
+
+
 @torch.no_grad()
 def _follow_change(
     model: nn.Module,
@@ -192,8 +214,9 @@ def _follow_change(
     *,
     is_changed: Bool[Tensor, " N"],
     start: int = 0,
+    own_weight: float = 1.0,
 ) -> tuple[dict[int, Float[Tensor, " N"]], list[int]]:
-    """Run two copies of the image with attention layers that return their input, and add noise to
+    """Run two copies of the image with attention of each token to itself alone, and add noise to
     some tokens of the second copy before block `start`.
 
     Returns:
@@ -231,7 +254,7 @@ def _follow_change(
     with ExitStack() as stack:
         for number, layer in enumerate(layers):
             # without attention, nothing in a block may mix tokens
-            stack.enter_context(layer.without_mixing())
+            stack.enter_context(layer.without_mixing(own_weight))
             handles = [
                 layer.block.register_forward_pre_hook(partial(on_entry, number)),
                 layer.block.register_forward_hook(partial(on_exit, number)),

@@ -111,16 +111,21 @@ class AttentionWatch(TorchFunctionMode):
     Args:
         batch: Number of images, which tells the heads of [B·H, N, N] apart.
         keep: Called with each attention.
-        mixes: False lets each token attend to itself alone.
+        own_weight: Weight with which each token attends to itself alone, 1 or 0. None: attention as
+            the model computes it.
     """
 
     def __init__(
-        self, batch: int, keep: Callable[[AttentionCall], object], *, mixes: bool = True
+        self,
+        batch: int,
+        keep: Callable[[AttentionCall], object],
+        *,
+        own_weight: float | None = None,
     ) -> None:
         super().__init__()
         self.batch = batch
         self.keep = keep
-        self.mixes = mixes
+        self.own_weight = own_weight
         self._weights: list[Tensor] = []  # the result of the last softmax, in all its shapes
         self._last: AttentionCall | None = None
 
@@ -137,18 +142,18 @@ class AttentionWatch(TorchFunctionMode):
         """Look at the result of a function, and return it, or what it is without mixing."""
         if func is F.scaled_dot_product_attention:
             call = self._read_fused(result, _bind(_FUSED, args, kwargs))
-            if not self.mixes:
-                return call.value
+            if self.own_weight is not None:
+                return self.own_weight * call.value
             self._keep(call)
         elif func is F.multi_head_attention_forward:
-            if not self.mixes:
-                return (args[2], *result[1:])
+            if self.own_weight is not None:
+                return (self.own_weight * args[2], *result[1:])
             self._keep(self._read_projected(result[0], _bind(_PROJECTED, args, kwargs)))
         elif func in _SOFTMAX:
             if _is_attention(result, *args, **kwargs):
-                if not self.mixes:
+                if self.own_weight is not None:
                     identity = torch.eye(result.shape[-1], dtype=result.dtype, device=result.device)
-                    result = identity.expand_as(result)
+                    result = (self.own_weight * identity).expand_as(result)
                 self._weights = [result]
         elif func in _UNCHANGED and self._is_weights(args[0]):
             self._weights.append(result)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vit.explanation.capture.forward import evaluation_mode
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.methods.libra import LibraGradients, list_tensors, map_tensors
-from vit.explanation.targets import CLASS, Target
+from vit.explanation.targets import Target
 from vit.model.logits import compute_logits
 from vit.runtime.tensors import Images
 
@@ -45,9 +45,6 @@ def measure_completeness_error(reader: ModelReader, images: Images, target: Targ
     if known is None or known[0] is not target.score:
         error = _measure(reader, images[:1], target)
         reader.completeness_error = known = (target.score, error)
-        # another target's function may hold the model
-        if target.score is CLASS.score:
-            reader.keep(images)
         if error is not None:
             warnings.warn(
                 f"LibraGrad explains {type(reader.model).__name__} incompletely: input times "

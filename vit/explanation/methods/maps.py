@@ -83,6 +83,8 @@ def compute_maps(
         ValueError: A method is unknown, an option is outside its range, or the model can't be read.
     """
     reader = read_model(model, images)
+    # weights may be in half precision
+    images = images.to(next(reader.model.parameters()).dtype)
     # settling has verified the first image already, or an earlier image of the same module
     verify_pass = verify and not (settle_source(reader, images) or reader.is_recalled)
     chosen = find_methods(methods, reader)

@@ -5,9 +5,10 @@ by Ã = residual·I + (1 - residual)·A, where A is the layer's attention fused 
 whole encoder by the product Ã_L … Ã_1. Row i of that product has the share of every input token in
 output token i.
 
-Here A's rows sum to one after any fusion and discarding (they are normalised again *before* the
-residual is mixed in), so the identity has exactly the weight `residual`, and rows of the product
-sum to one.
+Rows of Ã sum to one. After the mean over heads they do so by themselves. After a maximum, a minimum
+or with discarded entries they are divided by their sums, after the residual is mixed in, as in the
+program vit-explain (Gildenblat 2020). It divides columns by the sums of the rows, which is left out
+here.
 
 `attention_rollout` is the rollout of `vit explain`, of the ONNX export and of the gallery.
 `attention_rollout_in_chunks` is for large images, whose N×N weights don't fit into memory: for
@@ -46,7 +47,6 @@ def attention_rollout(
     discard_ratio: float = 0.0,
     residual: float = 0.5,
     start_layer: int = 0,
-    num_prefix_tokens: int = 1,
     pool_weights: TokenWeights | None = None,
 ) -> Float[Tensor, "B N N"] | TokenWeights:
     """Multiply the layers' attention into one matrix whose rows sum to one
@@ -57,12 +57,12 @@ def attention_rollout(
             first layer first.
         head_fusion: Fusion of the heads into one matrix: "mean", "max" or
             "min".
-        discard_ratio: Fraction of the smallest patch-to-patch entries that are
-            set to 0, in [0, 1).
-        residual: Weight of the identity, 0 to 1; 0.5 in the paper.
+        discard_ratio: Fraction of the smallest entries of each fused matrix that
+            are set to 0, in [0, 1); the first entry of the first row is kept.
+        residual: Weight of the identity, 0 to 1; 0.5 in the paper. With a
+            maximum, a minimum or discarded entries, its weight before rows are
+            divided by their sums.
         start_layer: First layer that is used.
-        num_prefix_tokens: Number of tokens in front of the patches. Their
-            entries are never discarded.
         pool_weights: Weight of each output token, [B, N]. Only this mixture of
             rows is computed then, which needs no product of matrices. None: all
             rows.
@@ -99,18 +99,15 @@ def attention_rollout(
 
     def mix(attention: Float[Tensor, "B H N N"]) -> Tensor:
         if is_mean_of_one_row:
-            return _sum_over_heads(rows, at_least_float32(attention)) / attention.shape[1]
-        fused = mixing_matrix(
-            attention,
-            head_fusion=head_fusion,
-            discard_ratio=discard_ratio,
-            num_prefix_tokens=num_prefix_tokens,
+            mixed = _sum_over_heads(rows, at_least_float32(attention)) / attention.shape[1]
+            return residual * rows + (1 - residual) * mixed
+        return rows @ _mixing_matrix(
+            attention, head_fusion=head_fusion, discard_ratio=discard_ratio, residual=residual
         )
-        return rows @ fused
 
     for layer in reversed(range(start_layer, len(attentions))):
         # frees a layer's attention, so that the next one takes its place in the processor's cache
-        rows = residual * rows + (1 - residual) * mix(attentions[layer])
+        rows = mix(attentions[layer])
     return rows if pool_weights is None else rows[:, 0]
 
 
@@ -161,7 +158,7 @@ def compute_rollout(
         forward: A forward pass.
         classes: Not used.
         head_fusion: Fusion of the heads: mean, max or min.
-        discard_ratio: Fraction of the weakest attention that is dropped.
+        discard_ratio: Fraction of the weakest attention that is dropped in each layer.
         residual: Weight of the residual connection.
         start_layer: First layer that is used.
     """
@@ -183,7 +180,6 @@ def compute_rollout(
             discard_ratio=discard_ratio,
             residual=residual,
             start_layer=start_layer,
-            num_prefix_tokens=forward.num_prefix_tokens,
             pool_weights=pool_weights[images],
         )
 
@@ -248,40 +244,32 @@ class LogitsAndRollout(nn.Module):
         return model.forward_head(tokens), maps, model.pool(tokens, model.global_pool)
 
 
-def mixing_matrix(
+def _mixing_matrix(
     attention: Float[Tensor, "B H N N"],
     *,
-    head_fusion: str = "mean",
-    discard_ratio: float = 0.0,
-    num_prefix_tokens: int,
+    head_fusion: str,
+    discard_ratio: float,
+    residual: float,
 ) -> Float[Tensor, "B N N"]:
-    """Fuse a layer's attention, with rows that sum to one, in float32 or more: the product of
-    twelve half-precision matrices drifts by 1e-2."""
+    """Compute Ã of a layer, with rows that sum to one, in float32 or more: the product of twelve
+    half-precision matrices drifts by 1e-2."""
     fuse = HEAD_FUSIONS[head_fusion]
     fused = fuse(at_least_float32(attention), dim=1)
     if discard_ratio > 0:
-        fused = discard_lowest(fused, discard_ratio, num_prefix_tokens)
-    # rows of a maximum or minimum, or with discarded entries, don't sum to one
-    return normalise_rows(fused)
+        fused = _discard_lowest(fused, discard_ratio)
+    identity = torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
+    return normalise_rows(residual * identity + (1 - residual) * fused)
 
 
-def discard_lowest(
-    fused: Float[Tensor, "B N N"], discard_ratio: float, num_prefix_tokens: int
-) -> Float[Tensor, "B N N"]:
-    """Set the lowest `discard_ratio` of each image's patch-to-patch entries to 0. Rows and columns
-    of prefix tokens don't change: without them the class token would be cut off from the
-    patches."""
-    patches = fused[:, num_prefix_tokens:, num_prefix_tokens:]
+def _discard_lowest(fused: Float[Tensor, "B N N"], discard_ratio: float) -> Float[Tensor, "B N N"]:
+    """Set the lowest `discard_ratio` of each image's entries to 0, but not the first one."""
+    entries = fused.flatten(1)
     # within each image, so that its map doesn't depend on the batch
-    count = int(discard_ratio * patches[0].numel())
-    if count == 0:
-        return fused
-
-    lowest = patches.flatten(1).topk(count, dim=1, largest=False, sorted=False).indices
-    mask = torch.ones_like(patches).flatten(1).scatter_(1, lowest, 0.0).reshape(patches.shape)
-    fused = fused.clone()
-    fused[:, num_prefix_tokens:, num_prefix_tokens:] *= mask
-    return fused
+    count = int(discard_ratio * entries.shape[1])
+    lowest = entries.topk(count, dim=1, largest=False, sorted=False).indices
+    kept = entries.scatter(1, lowest, 0.0)
+    kept[:, 0] = entries[:, 0]
+    return kept.reshape(fused.shape)
 
 
 def normalise_rows(matrix: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N"]:

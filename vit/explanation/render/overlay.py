@@ -62,7 +62,7 @@ def save_overlay(
     image: ImageInput,
     values: Float[Tensor, "rows columns"] | PatchMap,
     *,
-    preprocess: Preprocess | None = None,
+    preprocess: Preprocess | None,
     signed: bool | None = None,
     caption: str = "",
 ) -> None:
@@ -74,8 +74,8 @@ def save_overlay(
         image: A path, a PIL image or a uint8 array [H, W, 3].
         values: Map on the patch grid, [rows, columns]; drawn in multiples of
             its mean magnitude.
-        preprocess: Preprocessing of the bundle, which has the part of the image
-            under the map. None: the whole image.
+        preprocess: Preprocessing of the model, whose crop is the part of the
+            image under the map. None: the model saw the whole image.
         signed: Put zero in the middle of the colours. None: if a value is
             negative.
         caption: A line below the picture.
@@ -86,7 +86,8 @@ def save_overlay(
     Example:
         >>> result = vit.explain("runs/digits", "photo.png", methods="rollout")
         >>> rollout = result.maps["rollout"]
-        >>> vit.save_overlay("map.png", "photo.png", rollout[0])
+        >>> preprocess = result.bundle.preprocess
+        >>> vit.save_overlay("map.png", "photo.png", rollout[0], preprocess=preprocess)
     """
     photo = next(list_images(image))
     if isinstance(photo, str):

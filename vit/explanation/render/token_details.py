@@ -165,9 +165,7 @@ def _measure_attention(
         fusion = options.pop("head_fusion", "mean")
         fuse = HEAD_FUSIONS[fusion]
         fused = [fuse(layer.attention(one), dim=1, keepdim=True) for layer in layers]
-        rollout = attention_rollout(fused, num_prefix_tokens=forward.num_prefix_tokens, **options)[
-            0
-        ]
+        rollout = attention_rollout(fused, **options)[0]
         attention.append(TokenAttention(None, None, _quantise(rollout, forward)))
     if "layers" in parts:
         # a layer's row is the mean of its heads for any fusion of the rollout
