@@ -120,13 +120,10 @@ USES: dict[str, Callable[[Bundle, Path], Any]] = {
     "evaluate": lambda bundle, _: vit.evaluate(bundle),
     "explain": lambda bundle, _: vit.explain(bundle, methods="raw", checks=False),
     "faithfulness": lambda bundle, _: vit.measure_faithfulness(bundle, methods="raw"),
-    "export": lambda bundle, output: vit.export_model(bundle, output=output, precision="int8"),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [*list(USES)[:-1], pytest.param("export", marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("name", USES)
 def test_images_of_the_training_folder_are_used_if_they_are_the_recorded_ones(
     name: str, stranger: Bundle, own: Bundle, tmp_path: Path
 ) -> None:
@@ -134,15 +131,6 @@ def test_images_of_the_training_folder_are_used_if_they_are_the_recorded_ones(
         USES[name](stranger, tmp_path / "out")
     if name in ("evaluate", "explain"):
         USES[name](own, tmp_path / "out")
-
-
-def test_the_card_of_an_export_shows_no_image_of_a_stranger(
-    stranger: Bundle, own: Bundle, tmp_path: Path
-) -> None:
-    for bundle, has_picture in ((stranger, False), (own, True)):
-        output = tmp_path / str(has_picture)
-        vit.export_model(bundle, output=output, format="timm")
-        assert (output / "map.png").exists() == has_picture
 
 
 def test_naming_the_folder_allows_it(

@@ -186,7 +186,6 @@ def test_an_earlier_name_of_a_keyword_works() -> None:
     for name, old, new in (
         ("explain", "count", "num_images"),
         ("measure_faithfulness", "count", "num_images"),
-        ("export_model", "to", "format"),
         ("audit", "init", "model"),
     ):
         public = getattr(vit, name)

@@ -20,7 +20,6 @@ from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import read_map_style
 from vit.data.statistics import choose_value_range, measure_value_range, survey_images
-from vit.deploy.export.python_formats import write_program
 
 RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
 EIGHT_BITS = np.rint(RAMP / 4095 * 255).astype(np.uint8)
@@ -344,33 +343,6 @@ def test_few_grey_levels_are_counted(tmp_path: Path) -> None:
     assert survey_images(mixed, count=4, preprocess=ranged).num_levels == 18
     full = Preprocess((64, 64), value_range=(0, 4095))
     assert survey_images(deep, count=2, preprocess=full).num_levels == 32
-
-
-@pytest.mark.filterwarnings("ignore:16-bit images with values up to")
-def test_the_program_of_an_export_scales_as_vit_does(tmp_path: Path) -> None:
-    write_program(tmp_path / "read_image.py")
-    program: dict[str, Any] = {}
-    exec((tmp_path / "read_image.py").read_text(), program)
-    (tmp_path / "read_image.py").unlink()
-    Image.fromarray(RAMP).save(tmp_path / "grey.png")
-    cv2.imwrite(str(tmp_path / "colour.png"), np.stack([RAMP, RAMP.T, RAMP], axis=-1))
-    cv2.imwrite(str(tmp_path / "alpha.png"), np.stack([RAMP, RAMP, RAMP, RAMP * 16], axis=-1))
-    Image.fromarray(RAMP.astype(np.float32)).save(tmp_path / "float.tif")
-    Image.fromarray(EIGHT_BITS).save(tmp_path / "eight.png")
-    inverted = build_tiff(RAMP.tobytes(), RAMP.shape, bits=16, photometric=0)
-    (tmp_path / "inverted.tif").write_bytes(inverted)
-    Image.fromarray(RAMP.astype(np.int32) - 5).save(tmp_path / "signed.tif")
-    Image.fromarray(RAMP * 16).save(tmp_path / "wide.png")
-    for value_range in ((100, 3000), None):
-        preprocess = Preprocess((64, 64), value_range=value_range)
-        for path in sorted(tmp_path.iterdir()):
-            if value_range is None and path.name in ("float.tif", "signed.tif"):
-                with pytest.raises(ValueError, match="trained on images of 8 bits; save it"):
-                    program["read_rgb"](path, value_range)
-                continue
-            theirs = np.asarray(program["read_rgb"](path, value_range))
-            ours = preprocess.to_uint8(read_image(path))
-            np.testing.assert_array_equal(theirs, ours, str(path))
 
 
 @pytest.mark.parametrize(

@@ -1124,11 +1124,11 @@ def test_an_index_means_the_same_class_everywhere(
     vit.export_model(path, output=tmp_path / "onnx")
     session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
     assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == list(names)
-    pixels = np.stack([np.asarray(image) for image in images])
-    (probabilities,) = session.run(["probabilities"], {"images": pixels})
+    pixels = bundle.preprocess(images).numpy()
+    (probabilities,) = session.run(["probabilities"], {"pixel_values": pixels})
     assert probabilities.argmax(axis=1).tolist() == expected
     vit.export_model(path, output=tmp_path / "hf", format="huggingface")
-    classify = pipeline("image-classification", model=str(tmp_path / "hf"), trust_remote_code=True)
+    classify = pipeline("image-classification", model=str(tmp_path / "hf"))
     assert [rows[0]["label"] for rows in classify(files)] == [name for _, name in best]
     assert tuple(classify.model.config.id2label.values()) == names
     vit.export_model(path, output=tmp_path / "timm", format="timm")

@@ -114,7 +114,7 @@ def test_train_resume_and_export(
     assert any(line.startswith("host→device") for line in npu)  # the checkpoint
     bundle = load_bundle(tmp_path / "npu", device=torch.device("npu", 0))
     for form in ("timm", "huggingface"):  # from where the model lies
-        assert export_model(bundle, to=form, output=tmp_path / form).exists()
+        assert export_model(bundle, format=form, output=tmp_path / form).exists()
         bundle.model.to("npu")
 
 

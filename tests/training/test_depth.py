@@ -196,7 +196,7 @@ def test_pretrained_weights_take_the_shape_of_long_images(
 @pytest.mark.extended
 @pytest.mark.parametrize("mode", ["pad", "stretch"])
 def test_exports_show_the_model_what_vit_does(tmp_path: Path, mode: str) -> None:
-    """12 bits of long images, through onnxruntime and transformers."""
+    """12 bits of long images, through onnxruntime."""
     folder = write_digits(tmp_path / "twelve", top=4095, more=200)
     for path in sorted(folder.rglob("*.png")):
         values = np.asarray(Image.open(path))
@@ -217,13 +217,9 @@ def test_exports_show_the_model_what_vit_does(tmp_path: Path, mode: str) -> None
         theirs = {row["name"]: row["probability"] for row in answer["predictions"]}
         assert theirs == pytest.approx(expected[answer["path"]], abs=1e-5)
 
-    from transformers import pipeline
-
-    vit.export_model(run, output=tmp_path / "hf", format="huggingface")
-    classify = pipeline("image-classification", model=str(tmp_path / "hf"), trust_remote_code=True)
-    for path in photos:
-        answers = {row["label"]: row["score"] for row in classify(path)}
-        assert answers == pytest.approx(expected[path], abs=1e-5)
+    # whose processors cut these values off
+    with pytest.raises(ValueError, match="use --format onnx"):
+        vit.export_model(run, output=tmp_path / "hf", format="huggingface")
 
     vit.export_model(run, output=tmp_path / "timm", format="timm")
     written = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]

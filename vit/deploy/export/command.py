@@ -14,4 +14,4 @@ def export(write: Call) -> None:
     echo(f"{path} is written; {folder / 'README.md'} says how to open it")
 
 
-COMMAND = Command(run=export, function="export_model", old_flags={"--to": "--format"})
+COMMAND = Command(run=export, function="export_model")

@@ -1,5 +1,7 @@
-"""Predict the classes or labels of photographs: python predict.py IMAGE ... prints a JSON line for
-each."""
+"""Predict photos with model.onnx beside this file: python predict.py PHOTO ...
+
+It prints a JSON line for each photo, and needs numpy, onnxruntime and Pillow.
+"""
 
 import json
 import sys
@@ -7,48 +9,102 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
+from PIL import Image, ImageOps
 
-from vit.deploy.export.templates.read_image import read_rgb
-from vit.prediction.conformal import MAX_P_UNUSUAL
+# only these: some other formats of Pillow start programs
+FORMATS = ["AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"]
 
 session = onnxruntime.InferenceSession(str(Path(__file__).with_name("model.onnx")))
-facts = session.get_modelmeta().custom_metadata_map
-names = json.loads(facts["class_names"])
-count = session.get_inputs()[0].shape[0]  # a number where batches are fixed, else a name
-value_range = json.loads(facts["preprocess"]).get("value_range")
-kinds = [output.name for output in session.get_outputs()]
+facts = {
+    name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()
+}
+names, preprocess, thresholds = facts["class_names"], facts["preprocess"], facts["thresholds"]
+
+
+def read_photo(path):
+    """Return an upright photo in RGB, with transparency on white."""
+    with Image.open(path, formats=FORMATS) as photo:
+        if ";16" in str(photo.tile) and photo.mode in ("RGB", "RGBA"):
+            raise ValueError("it has 16 bits a colour, of which 8 would be read; save it with 8")
+        if ";16" in str(photo.tile) and getattr(photo, "tag_v2", {}).get(262) == 0:
+            raise ValueError("its largest values are black; save it as PNG")
+        photo = ImageOps.exif_transpose(photo)
+    if photo.mode.startswith("I") or photo.mode == "F":
+        photo = Image.fromarray(scale(np.asarray(photo, dtype=np.float64)))
+    if photo.has_transparency_data:
+        photo = photo.convert("RGBA")
+        photo = Image.alpha_composite(Image.new("RGBA", photo.size, "white"), photo)
+    return photo.convert("RGB")
+
+
+def scale(values):
+    """Scale grey values of more than 8 bits to 0..255."""
+    low, high = preprocess.get("value_range") or (0, 0)
+    if low == high:
+        if values.min() < 0 or values.max() > 65535 or (values % 1).any():
+            raise ValueError("floating-point values have no fixed range; save it with 8 bits")
+        # the range of as many bits as the values need
+        high = next(2**n - 1 for n in (8, 10, 12, 14, 16) if values.max() < 2**n)
+    return np.rint(np.clip((values - low) / (high - low) * 255, 0, 255)).astype(np.uint8)
+
+
+def resize(photo):
+    """Return the pixels [H, W, 3] that the model sees, as `vit` resizes and cuts them."""
+    height, width = preprocess["image_size"]
+    mode = preprocess.get("resize_mode", "crop")
+    resample = Image.Resampling[preprocess["interpolation"].upper()]
+    if mode == "stretch":
+        return np.asarray(photo.resize((width, height), resample))
+    if mode == "pad":
+        pixel = max(photo.width / width, photo.height / height)
+        inside = [
+            min(max(round(side / pixel), 1), end)
+            for side, end in zip(photo.size, (width, height), strict=True)
+        ]
+        ground = tuple(round(255 * min(max(each, 0), 1)) for each in preprocess["mean"])
+        padded = Image.new("RGB", (width, height), ground)
+        corner = (width - inside[0]) // 2, (height - inside[1]) // 2
+        padded.paste(photo.resize(inside, resample), corner)
+        return np.asarray(padded)
+    # the largest box in the middle that has the aspect of the resized photo
+    whole = [round(side / preprocess["crop_pct"]) for side in (width, height)]
+    pixel = min(photo.width / whole[0], photo.height / whole[1])
+    sides = [end * pixel for end in whole]
+    left, top = (max((end - side) / 2, 0) for end, side in zip(photo.size, sides, strict=True))
+    box = (left, top, min(left + sides[0], photo.width), min(top + sides[1], photo.height))
+    left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
+    resized = photo.resize(whole, resample, box=box)
+    return np.asarray(resized)[top : top + height, left : left + width]
+
+
+def predict(path):
+    """Return the answer for a photo."""
+    mean, std = (np.array(preprocess[name], np.float32) for name in ("mean", "std"))
+    pixels = (resize(read_photo(path)).astype(np.float32) / 255 - mean) / std
+    images = pixels.transpose(2, 0, 1)[None]
+    ((found,),) = session.run(["probabilities"], {"pixel_values": images})
+    order = np.argsort(-found, kind="stable").tolist()
+    answer = {"path": path}
+    if facts["task"] == "multilabel":
+        limits = [thresholds.get(name, 0.5) for name in names]
+        answer["labels"] = [names[i] for i in order if found[i] >= limits[i]]
+    elif thresholds:
+        ((name, threshold),) = thresholds.items()
+        place = names.index(name)
+        others = [i for i in order if i != place]
+        chosen = place if found[place] >= threshold else others[0]
+        order.sort(key=lambda i: i != chosen)
+    best = order[:5]
+    answer["predictions"] = [
+        {"index": i, "name": names[i], "probability": float(found[i])} for i in best
+    ]
+    return answer
+
+
 for path in sys.argv[1:]:
     try:
-        pixels = np.stack([read_rgb(path, value_range)] * (count if isinstance(count, int) else 1))
-        outputs = dict(zip(kinds, session.run(kinds, {"images": pixels}), strict=True))
-        scores = outputs["probabilities"][0]
-        order = np.argsort(-scores, kind="stable").tolist()
-        listed = order
-        labels = None
-        if facts.get("task") == "multilabel":
-            labels = [names[i] for i in order if outputs["predicted"][0, i]]
-        elif "predicted" in outputs:
-            # the predicted class comes first, whatever its probability
-            listed = sorted(order, key=lambda i: not outputs["predicted"][0, i])
-        best = [{"index": i, "name": names[i], "probability": float(scores[i])} for i in listed[:5]]
-        predicted = best[0]["name"] if labels is None else "|".join(labels)
-        answer = {"path": path, "predicted": predicted, "probability": best[0]["probability"]}
-        if labels is not None:
-            answer["labels"] = labels
-        answer |= {"predictions": best, "note": "", "prediction_set": None, "p_value": None}
-        if "prediction_set" in outputs:
-            chosen = [names[i] for i in order if outputs["prediction_set"][0, i]]
-            answer["prediction_set"] = chosen
-            # an operating point decides in any case
-            answer["note"] = "unsure" if len(chosen) != 1 and "predicted" not in outputs else ""
-        if "p_value" in outputs:
-            answer["p_value"] = float(outputs["p_value"][0])
-            # unlike the training photos
-            if answer["p_value"] <= MAX_P_UNUSUAL:
-                answer["note"] = "unusual"
+        answer = predict(path)
     except Exception as error:  # broken bytes raise nearly any error in Pillow's decoders
         answer = {"path": path, "error": str(error)}
-    answer["precision"] = facts["precision"]
-    line = json.dumps(answer, ensure_ascii=False)
-    # a terminal would obey control characters in names: they are escaped
-    print(line if line.isprintable() else json.dumps(answer))
+    # in ASCII, because a terminal would obey control characters in names
+    print(json.dumps(answer))

@@ -1,0 +1,227 @@
+"""Folders for timm and transformers compute equal logits; the card of each export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import nn
+
+import vit
+from tests.conftest import Launcher, SaveModel
+from tests.deploy.conftest import TASKS, change_task
+from vit.bundle import load_bundle, update_metadata
+from vit.data.preprocess import Preprocess
+
+NAMES = ("ant", "bee", "cow")
+PREPROCESS = Preprocess((16, 16), crop_pct=0.5, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+FOR_TIMM: list[dict[str, Any]] = [
+    {},
+    {"global_pool": "avg", "pos_embed": "sincos"},
+    {"global_pool": "avg", "reg_tokens": 2, "qk_norm": True, "class_token": True},
+    {"mlp": "swiglu", "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True},
+    {"global_pool": "avg", "fc_norm": False, "mlp_ratio": 2.55},
+]
+FOR_TRANSFORMERS: list[dict[str, Any]] = [
+    {},
+    {"pos_embed": "sincos", "qkv_bias": False, "mlp_ratio": 2.55},
+    {"init_values": 0.1, "global_pool": "avg", "class_token": True, "fc_norm": False},
+    {"init_values": 0.1, "reg_tokens": 4, "no_embed_class": True},
+]
+
+
+def save(save_model: SaveModel, path: Path, **options: Any) -> tuple[Path, nn.Module]:
+    """Write a model file whose every parameter matters, with a temperature."""
+    save_model(path, class_names=NAMES, preprocess=PREPROCESS, img_size=16, **options)
+    update_metadata(path, {"temperature": 0.25})
+    return path, load_bundle(path).model
+
+
+@pytest.mark.parametrize("options", FOR_TIMM)
+def test_timm_opens_the_folder_and_computes_equal_logits(
+    save_model: SaveModel, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, model = save(save_model, tmp_path / "model.safetensors", **options)
+    folder = vit.export_model(path, output=tmp_path / "out", format="timm")
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    images = torch.randn(3, 3, 16, 16)
+    # the temperature is in the head
+    torch.testing.assert_close(0.25 * theirs(images), model(images), atol=1e-5, rtol=0)
+    config = timm.data.resolve_model_data_config(theirs)
+    assert (tuple(config["input_size"]), config["crop_pct"]) == ((3, 16, 16), 0.5)
+    assert [*config["mean"], *config["std"]] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert tuple(theirs.pretrained_cfg["label_names"]) == NAMES
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_was_exported_to_timm_comes_back(
+    task: str, save_model: SaveModel, tmp_path: Path
+) -> None:
+    path, _ = save(save_model, tmp_path / "saved.safetensors")
+    path = change_task(path, tmp_path / "model.safetensors", task)
+    folder = vit.export_model(path, output=tmp_path / "out", format="timm")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.get("operating_point", {}) == load_bundle(path).operating_point
+    bundle = load_bundle(f"timm:local-dir:{folder}")
+    photo = load_sample_images().images[0]
+    found, expected = (
+        {
+            name: probability
+            for _, name, probability in vit.predict(each, photo, precision="float32")
+            .predictions[0]
+            .classes
+        }
+        for each in (bundle, path)
+    )
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert bundle.is_multilabel == ("labels" in task)
+    assert bundle.preprocess == load_bundle(path).preprocess
+
+
+@pytest.mark.parametrize("options", FOR_TRANSFORMERS)
+def test_transformers_opens_the_folder_and_computes_equal_logits(
+    save_model: SaveModel, options: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    path, model = save(save_model, tmp_path / "model.safetensors", **options)
+    folder = vit.export_model(path, output=tmp_path / "out", format="huggingface")
+    theirs = AutoModelForImageClassification.from_pretrained(folder)
+    assert type(theirs).__module__.startswith("transformers.models.")
+    assert list(theirs.config.id2label.values()) == list(NAMES)
+    # without resizing, which rounds sizes
+    photo = Image.fromarray(load_sample_images().images[0]).resize((32, 32))
+    images = PREPROCESS([photo])
+    processor = AutoImageProcessor.from_pretrained(folder)
+    given = processor(photo, return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(given, images, atol=1e-6, rtol=0)
+    torch.testing.assert_close(0.25 * theirs(images).logits, model(images), atol=1e-5, rtol=0)
+
+
+def test_several_labels_are_sigmoids_in_a_pipeline_of_transformers(
+    tiny_model_file: Path, tmp_path: Path
+) -> None:
+    from transformers import pipeline
+
+    path = change_task(tiny_model_file, tmp_path / "model.safetensors", "labels")
+    folder = vit.export_model(path, output=tmp_path / "out", format="huggingface")
+    image = tmp_path / "china.png"
+    size = load_bundle(path).preprocess.resize_size[0]
+    Image.fromarray(load_sample_images().images[0]).resize((size, size)).save(image)
+    classify = pipeline("image-classification", model=str(folder))
+    expected = vit.predict(path, str(image), top_k=10, precision="float32").predictions[0]
+    assert {row["label"]: row["score"] for row in classify(str(image), top_k=10)} == pytest.approx(
+        {name: probability for _, name, probability in expected.classes}, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "preprocess"),
+    [
+        ("timm", {"stem": "conv"}, PREPROCESS),
+        ("timm", {"mlp": "relu2"}, PREPROCESS),
+        ("huggingface", {"stem": "conv"}, PREPROCESS),
+        ("huggingface", {"qk_norm": True}, PREPROCESS),
+        ("huggingface", {}, Preprocess((16, 16), resize_mode="pad")),
+        ("huggingface", {}, Preprocess((16, 16), value_range=(0, 4095))),
+    ],
+)
+def test_what_a_library_cannot_compute_is_refused_with_a_way_out(
+    format: str,
+    options: dict[str, Any],
+    preprocess: Preprocess,
+    save_model: SaveModel,
+    cli: Launcher,
+    tmp_path: Path,
+) -> None:
+    path = save_model(tmp_path / "model.safetensors", preprocess=preprocess, **options)
+    told = cli.fail("export", path, "--format", format, "--output", tmp_path / "out")
+    assert "--format onnx" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_that_are_not_used_are_refused(
+    tiny_model_file: Path, cli: Launcher, tmp_path: Path
+) -> None:
+    command = ["export", tiny_model_file, "--output", tmp_path / "out"]
+    told = cli.fail(*command, "--format", "timm", "--attention")
+    assert "--attention is an option of --format onnx" in told
+    for gone in (("--data", "digits"), ("--input", "tensor"), ("--precision", "int8")):
+        assert f"No such option: {gone[0]}" in cli.run(*command, *gone).text
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_export_is_replaced_only_when_asked(
+    tiny_model_file: Path, cli: Launcher, tmp_path: Path
+) -> None:
+    command = ["export", tiny_model_file, "--format", "timm", "--output", tmp_path / "out"]
+    assert len(cli.succeed(*command).out.splitlines()) == 1
+    assert "--overwrite" in cli.fail(*command)
+    cli.succeed(*command, "--overwrite")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_card_says_what_is_known(
+    task: str, tiny_run: Path, cli: Launcher, tmp_path: Path
+) -> None:
+    path = change_task(tiny_run / "model.safetensors", tmp_path / "model.safetensors", task)
+    folder = vit.export_model(path, format="timm", output=tmp_path / "out")
+    card, bundle = (folder / "README.md").read_text(), load_bundle(path)
+    for fact in ("`digits`", bundle.data["fingerprint"][:16], bundle.sha256, "No evaluation of"):
+        assert fact in card
+    assert ("not calibrated" in card) == (bundle.temperature == 1)
+    assert ("## Labels" in card) == ("10 labels, several an image" in card) == ("labels" in task)
+    assert ("The sigmoids of the logits" in card) == ("labels" in task)
+    assert ("A label is predicted from a probability of 0.5." in card) == (task == "labels")
+    thresholds = {
+        "class from a threshold": "`1` 0.2; below it, the most probable of the other classes.",
+        "labels from thresholds": "`0` 0.3, `2` 0.7; other labels from 0.5.",
+    }
+    assert ("Predicted from" in card) == (task in thresholds)
+    assert thresholds.get(task, "") in card
+
+
+def test_cards_of_the_packaged_model_and_of_one_without_classes(tmp_path: Path) -> None:
+    card = (
+        vit.export_model("imagenette", output=tmp_path / "out").parent / "README.md"
+    ).read_text()
+    assert "On 3,925 images, val/ of Imagenette v2: top-1 0.88" in card
+    headless = timm.create_model("vit_tiny_patch16_224", num_classes=0, img_size=32, depth=1)
+    for format in ("timm", "huggingface"):
+        folder = vit.export_model(headless, output=tmp_path / format, format=format)
+        card = (folder / "README.md").read_text()
+        assert "pipeline_tag: image-feature-extraction" in card
+        assert not any(text in card for text in ("classes", "## Accuracy", "\n\n\n"))
+
+
+def test_the_card_has_the_accuracy_of_an_evaluation_beside_the_run(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "digits").symlink_to(tiny_run)
+    result = vit.evaluate(tmp_path / "digits", precision="float32")
+    result.save(tmp_path / "evaluation")
+    folder = vit.export_model(tmp_path / "digits", output=tmp_path / "out", format="timm")
+    card = (folder / "README.md").read_text()
+    low, high = result.evaluation.intervals["top1"]
+    assert f"| top1 | {result.evaluation.top1:.4f} | {low:.4f} to {high:.4f} |" in card
+
+
+def test_text_of_a_model_file_is_no_markup_in_its_card(
+    save_model: SaveModel, tmp_path: Path
+) -> None:
+    markup = "<img src=x onerror=alert(1)> [x](javascript:y)\n# z"
+    splits = {markup: {"num_images": 1, "fingerprint": ""}}
+    names = ("a`b", markup, "{{ e }}")
+    data = {"name": markup, "splits": splits}
+    path = save_model(tmp_path / "model.safetensors", data=data, class_names=names)
+    update_metadata(path, {"limits": markup})
+    folder = vit.export_model(path, format="timm", output=tmp_path / "out")
+    card = (folder / "README.md").read_text()
+    quoted = "`<img src=x onerror=alert(1)> [x](javascript:y) # z`"
+    assert f"`a'b`, {quoted}, `{{{{ e }}}}`" in card
+    assert card.count(r"\<img src=x onerror=alert(1)\> \[x\](javascript:y) # z") == 2
+    assert "<img" not in card.replace(r"\<img", "").replace(quoted, "")

@@ -1,0 +1,71 @@
+"""The model card of an export: README.md with the header that the Hub reads."""
+
+import re
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from vit.bundle import Bundle
+from vit.data.open import name_data
+from vit.evaluation.label_result import LabelEvaluation
+from vit.evaluation.saved import find_evaluation
+from vit.runtime.files import write_text
+
+# classes that the card lists
+_MAX_CLASSES = 100
+# metrics that the card lists, for one class and for several labels an image
+_METRICS = ("top1", "macro_f1", "ece")
+_LABEL_METRICS = ("map", "roc_auc", "macro_f1")
+
+
+def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool) -> None:
+    """Write README.md. Text that came with the model or its data may hold markup: it is quoted.
+
+    Args:
+        directory: Folder of the export.
+        bundle: The model.
+        format: See `vit.export_model`.
+        attention: See `vit.export_model`.
+    """
+    evaluation = find_evaluation(bundle.name, bundle.sha256)
+    metrics = []
+    if evaluation is not None:
+        names = _LABEL_METRICS if isinstance(evaluation, LabelEvaluation) else _METRICS
+        metrics = [
+            (name, getattr(evaluation, name), evaluation.intervals[name])
+            for name in names
+            # a metric may need classes that the images don't have
+            if getattr(evaluation, name) is not None
+        ]
+    environment = Environment(
+        loader=PackageLoader("vit", "deploy/export/templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"quote": _quote, "plain": _plain}
+    text = environment.get_template("README.md.jinja").render(
+        format=format,
+        attention=attention,
+        # the Hub's names
+        library={"onnx": "onnx", "timm": "timm", "huggingface": "transformers"}[format],
+        task="image-classification" if bundle.class_names else "image-feature-extraction",
+        bundle=bundle,
+        parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
+        class_names=[_quote(name) for name in bundle.class_names[:_MAX_CLASSES]],
+        data=name_data(bundle.data.get("name", ""), bundle.config.get("data", {}).get("root")),
+        evaluation=evaluation,
+        metrics=metrics,
+    )
+    write_text(directory / "README.md", re.sub(r"\n{3,}", "\n\n", text))
+
+
+def _plain(text: object) -> str:
+    """Return one line of Markdown in which nothing is a tag, a link or a heading."""
+    one_line = " ".join(str(text).split())
+    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", one_line)
+
+
+def _quote(text: object) -> str:
+    """Return one line of code in Markdown."""
+    return "`" + " ".join(str(text).replace("`", "'").split()) + "`"
