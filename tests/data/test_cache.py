@@ -24,6 +24,7 @@ from vit.data.images import read_image
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader, FileReader
+from vit.data.splits import SplitRule
 
 MakeFolder = Callable[..., Path]
 
@@ -368,7 +369,7 @@ def test_a_large_dataset_is_checked_in_samples_of_its_blocks(
     (folder,) = (entry for entry in cache.iterdir() if entry.is_dir())
     with np.load(folder / "index.npz") as index:
         assert len(index["checksums"]) == 13
-    assert decoding._open_decoded(folder, array_source, (9, 8)) is not None
+    assert build(array_source, cache).pixels is not None
 
 
 def test_progress_is_shown_on_standard_error_only(
@@ -376,6 +377,70 @@ def test_progress_is_shown_on_standard_error_only(
 ) -> None:
     build(array_source, cache, progress=True)
     assert capfd.readouterr().out == ""
+
+
+def list_decoded(cache: Path) -> list[str]:
+    return sorted(entry.name for entry in cache.iterdir() if entry.is_dir())
+
+
+def test_an_image_is_known_by_its_bytes_and_decoded_once(
+    make_folder: MakeFolder, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode_images = decoding._decode_images
+
+    def count_images(dataset: ImageDataset, indices: np.ndarray, *rest: object, **options: object):
+        decoded.append(len(indices))
+        return decode_images(dataset, indices, *rest, **options)
+
+    monkeypatch.setattr(decoding, "_decode_images", count_images)
+    source = folder_source(make_folder, count=10)
+    root = source.reader.root
+    splits = open_dataset("folder", root=root)
+    names = ("train", "validation", "test")
+    whole = {name: build(splits.split(name), cache) for name in names}
+    assert decoded == [len(whole[name]) for name in names]
+    decoded.clear()
+
+    # another label, other class names, all images, other splits
+    flipped = replace(splits.split("train"), labels=1 - splits.split("train").labels)
+    assert_same(build(flipped, cache), whole["train"])
+    renamed = replace(splits.split("train"), class_names=("a", "b"))
+    assert_same(build(renamed, cache), whole["train"])
+    everything = build(source, cache)
+    np.testing.assert_array_equal(everything.pixels, build(source, cache / "new").pixels)
+    decoded.clear()
+    other = open_dataset("folder", root=root, rule=SplitRule(split_seed=1))
+    for name in names:
+        build(other.split(name), cache)
+    # permissions, times, another place
+    for image in root.rglob("*.png"):
+        image.chmod(0o600)
+        os.utime(image)
+    assert_same(build(source, cache), everything)
+    moved = root.rename(tmp_path / "moved")
+    assert_same(build(open_dataset("folder", root=moved).split("all"), cache), everything)
+    assert decoded == []
+    # those of the old place are gone
+    assert len(list_decoded(cache)) == 2  # "new" and the moved images
+
+
+def test_outdated_images_are_removed_and_the_others_kept(
+    make_folder: MakeFolder, cache: Path
+) -> None:
+    source = folder_source(make_folder)
+    build(source, cache)
+    before = list_decoded(cache)
+    for number in range(3):
+        Image.new("RGB", (32, 24), (number, 0, 0)).save(source.reader.root / source.ids[3])
+        assert build(source, cache).pixels[3, 0, 0, 0] == number
+        assert list_decoded(cache) == before
+
+
+def test_names_with_dots_have_locks_of_their_own(array_source: ImageDataset, cache: Path) -> None:
+    for name in ("my.scans", "my.x"):
+        build(replace(array_source, name=name), cache)
+    assert len(list(cache.glob("*.lock"))) == 2
 
 
 def test_pixels_of_the_same_size_and_time_are_seen_to_be_others(

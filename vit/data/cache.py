@@ -1,20 +1,21 @@
 """Decode once: the images of a dataset become uint8 pixels on disk, memory-mapped, with checksums.
 
-Decoded images lie in a folder of the cache whose name has a hash of the files' facts. It is built
-under a lock next to its place, and moved there when complete. Changed files have another hash,
-hence another folder; a damaged folder is built again.
+A split of a source has one folder for each size and preprocessing. Its images are known by their
+bytes: labels, classes, file names and permissions may change, and an image that is in any folder of
+this kind is copied instead of decoded. A changed folder is built anew under a lock, beside its
+place, and takes the place of the old one when it is complete.
 """
 
-import errno
 import hashlib
 import math
 import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +25,7 @@ import numpy as np
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels
 from vit.data.preprocess import Preprocess
+from vit.data.sources.base import ImageReader
 from vit.data.sources.remote import RemoteError
 from vit.runtime.files import (
     default_cache_dir,
@@ -37,7 +39,7 @@ from vit.runtime.locks import lock_file
 from vit.runtime.progress import show_progress
 
 # raise it when the files or the pixels in them change
-_FORMAT = 5
+_FORMAT = 6
 # bytes for each checksum
 _BLOCK = 1 << 24
 # 2 GiB; a larger file is checked in a sample of its blocks
@@ -47,8 +49,74 @@ _CHUNK = 256
 # images below which starting processes costs more than it saves
 _FEW = 1000
 
-# index of the first image, facts uint64 [4, n], image index → why it can't be read
-_Chunk = tuple[int, np.ndarray, dict[int, str]]
+# places of images in the dataset, facts uint64 [4, n], place → why the image can't be read
+_Chunk = tuple[np.ndarray, np.ndarray, dict[int, str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What the images of a dataset are, whatever they are called.
+
+    Attributes:
+        digests: Hash of the bytes of each image, uint64 [n].
+        stats: Facts by which a file that is unchanged is known without reading it, int64 [n, 4];
+            zeros for images that aren't files.
+    """
+
+    digests: np.ndarray
+    stats: np.ndarray
+
+
+def read_contents(reader: ImageReader, known: Contents | None = None) -> Contents:
+    """Read the hash of each image's bytes.
+
+    Args:
+        reader: The images.
+        known: Contents that were read before; a file with the same facts isn't read again.
+    """
+    stats = reader.stats()
+    count = len(reader)
+    if stats is None:
+        digests = [reader.digest(index) for index in range(count)]
+        return Contents(np.array(digests, np.uint64), np.zeros((count, 4), np.int64))
+    digest_of: dict[bytes, int] = {}
+    if known is not None:
+        keys = (row.tobytes() for row in known.stats)
+        digest_of = dict(zip(keys, known.digests.tolist(), strict=True))
+
+    def read(index: int) -> int:
+        digest = digest_of.get(stats[index].tobytes())
+        return reader.digest(index) if digest is None else digest
+
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(read, range(count)))
+    return Contents(np.array(digests, np.uint64), stats)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the decoded images of a dataset lie.
+
+    Attributes:
+        folder: The folder.
+        kind: End of the names of all folders with the same size and preprocessing.
+        preprocess: How its images were made.
+        size: Height and width of the images; None: there are hashes alone.
+    """
+
+    folder: Path
+    kind: str
+    preprocess: Preprocess
+    size: tuple[int, int] | None
+
+    @property
+    def lock(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.lock")
+
+    def read_index(self) -> dict[str, np.ndarray] | None:
+        """Read what is known of the images; None if there are none, or damaged ones."""
+        index = self.folder / "index.npz"
+        return open_cached(self.folder, lambda: read_arrays(index))
 
 
 def decode_dataset(
@@ -85,39 +153,30 @@ def decode_dataset(
     if dataset.pixels is not None:
         return dataset
 
-    folder, stored = _find_place(dataset, size, cache_dir, preprocess)
-    open_decoded = partial(open_cached, folder, partial(_open_decoded, folder, dataset, size))
+    place = _find_place(dataset, size, cache_dir, preprocess)
     decode = partial(
         _decode_images, workers=workers, progress=progress, while_decoding=while_decoding
     )
-    decoded = open_decoded()
+    decoded, contents = _open_decoded(place, dataset)
     if decoded is None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with lock_file(folder.with_suffix(".lock")) as is_locked:
+        place.folder.parent.mkdir(parents=True, exist_ok=True)
+        with lock_file(place.lock) as is_locked:
             # another process may have built it while this one waited
-            decoded = open_decoded()
+            decoded, contents = _open_decoded(place, dataset, contents)
             if decoded is None:
                 # without a lock, another process may build it at the same time, in a place of its
                 # own
-                building = folder.with_suffix(
-                    ".building" if is_locked else f".{secrets.token_hex(4)}.building"
-                )
+                mark = "" if is_locked else f".{secrets.token_hex(4)}"
+                building = place.folder.with_name(f"{place.folder.name}{mark}.building")
                 try:
-                    _build(dataset, building, stored, decode, has_pixels=size is not None)
-                    # without a lock, another process may have been quicker
-                    decoded = open_decoded()
-                    if decoded is None:
-                        # there may be a damaged one
-                        shutil.rmtree(folder, ignore_errors=True)
-                        try:
-                            rename_durably(building, folder)
-                        except OSError as error:
-                            # or another process was quicker after all
-                            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                                raise
-                        decoded = open_decoded()
+                    _build(dataset, contents, place, building, decode)
+                    # the outdated one, or a damaged one
+                    shutil.rmtree(place.folder, ignore_errors=True)
+                    rename_durably(building, place.folder)
                 finally:
                     shutil.rmtree(building, ignore_errors=True)
+                _remove_orphans(place.folder.parent)
+                decoded, _ = _open_decoded(place, dataset, contents)
 
     assert decoded is not None
     check_unreadable(decoded.unreadable, len(dataset), max_unreadable_fraction)
@@ -125,10 +184,14 @@ def decode_dataset(
 
 
 def is_decoded(dataset: ImageDataset, preprocess: Preprocess, cache_dir: Path) -> bool:
-    """Return true if `decode_dataset` has no images to decode for this preprocessing."""
+    """Return true if `decode_dataset` has no images to decode for this preprocessing. No file is
+    read for it."""
     if dataset.pixels is not None:
         return True
-    return _find_place(dataset, preprocess.resize_size, cache_dir, preprocess)[0].exists()
+    place = _find_place(dataset, preprocess.resize_size, cache_dir, preprocess)
+    index = place.read_index()
+    stats = dataset.reader.stats()
+    return index is not None and (stats is None or np.array_equal(index["stats"], stats))
 
 
 def _find_place(
@@ -136,49 +199,66 @@ def _find_place(
     size: tuple[int, int] | None,
     cache_dir: Path | None,
     preprocess: Preprocess | None,
-) -> tuple[Path, Preprocess]:
-    """Return the folder of decoded images, and their preprocessing. See `decode_dataset`."""
+) -> _Place:
+    """Find the folder of decoded images. See `decode_dataset`."""
     given = preprocess or Preprocess(size or (1, 1))
     # hashes don't depend on how images are resized
     stored = Preprocess((1, 1), value_range=given.value_range)
     if size is not None:
         stored = replace(given, image_size=size, crop_pct=1.0)
-    key = f"{_FORMAT} {dataset.cache_key()} {size} {stored.storage}"
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     kind = "hashes" if size is None else f"{size[0]}x{size[1]}"
-    folder = cache_dir or default_cache_dir()
-    return folder / f"{dataset.name}-{dataset.split}-{kind}-{digest}", stored
+    kind += f"-{_shorten(f'{_FORMAT} {size} {stored.storage}')}"
+    name = "-".join(filter(None, (dataset.name, dataset.split, _shorten(dataset.reader.place))))
+    return _Place((cache_dir or default_cache_dir()) / f"{name}-{kind}", kind, stored, size)
+
+
+def _shorten(text: str) -> str:
+    """Return a hash of a text, for the name of a folder; empty for an empty text."""
+    if not text:
+        return ""
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
 
 
 def _build(
     dataset: ImageDataset,
+    contents: Contents,
+    place: _Place,
     building: Path,
-    preprocess: Preprocess,
-    decode: Callable[[ImageDataset, Path | None, Preprocess], tuple[np.ndarray, dict[int, str]]],
-    *,
-    has_pixels: bool,
+    decode: Callable[..., tuple[np.ndarray, dict[int, str]]],
 ) -> None:
-    """Decode the images into the folder `building`, by `_decode_images`. The caller removes it."""
+    """Write the images into the folder `building`: those that are in a folder of the same kind are
+    copied, and `decode` (see `_decode_images`) decodes the others. The caller removes it."""
     # a process that was killed may have left it
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
+    count = len(dataset)
     # every image has its place in the file, so that processes write side by side
     pixels = building / "images.u8"
-    image_bytes = 3 * math.prod(preprocess.image_size) if has_pixels else 0
+    image_bytes = 0 if place.size is None else 3 * math.prod(place.size)
     with pixels.open("wb") as file:
         # reserved now: writing through a memory map to a full disk would kill the process
-        _reserve(file, image_bytes * len(dataset))
+        _reserve(file, image_bytes * count)
 
-    facts, failures = decode(dataset, pixels if has_pixels else None, preprocess)
+    facts = np.zeros((4, count), dtype=np.uint64)
+    is_copied = np.zeros(count, dtype=bool)
+    for other in sorted(place.folder.parent.glob(f"*-{place.kind}")):
+        _copy_known(replace(place, folder=other), contents, pixels, facts, is_copied)
+    missing = np.flatnonzero(~is_copied)
+    failures: dict[int, str] = {}
+    if len(missing):
+        decoded, failures = decode(
+            dataset, missing, pixels if place.size is not None else None, place.preprocess
+        )
+        facts[:, missing] = decoded
 
     # unreadable images have no place in the file, only in the index
-    readable = np.delete(np.arange(len(dataset)), list(failures))
+    readable = np.delete(np.arange(count), list(failures))
     if image_bytes and len(readable):
         images = np.memmap(pixels, dtype=np.uint8, mode="r+").reshape(-1, image_bytes)
         # the places ascend, so no image is written over one that is still needed
-        for place, index in enumerate(readable):
-            if place != index:
-                images[place] = images[index]
+        for row, index in enumerate(readable):
+            if row != index:
+                images[row] = images[index]
         # Windows cuts no file that is mapped
         del images
     os.truncate(pixels, len(readable) * image_bytes)
@@ -192,8 +272,49 @@ def _build(
         "sizes": facts[2:, readable].astype(np.int32),
         "unreadable": np.array(unreadable, dtype=str).reshape(-1, 2),
         "checksums": _compute_checksums(pixels, range(num_blocks)),
+        "digests": contents.digests,
+        "stats": contents.stats,
+        "place": np.array(dataset.reader.place),
     }
     write_arrays(building / "index.npz", arrays)
+
+
+def _copy_known(
+    other: _Place, contents: Contents, pixels: Path, facts: np.ndarray, is_copied: np.ndarray
+) -> None:
+    """Copy the images that another folder has, and their facts. Damaged folders have none."""
+    index = other.read_index()
+    if index is None or is_copied.all():
+        return
+    readable = index["readable"]
+    row_of = {digest: row for row, digest in enumerate(index["digests"][readable].tolist())}
+    rows = np.array([row_of.get(digest, -1) for digest in contents.digests.tolist()])
+    chosen = np.flatnonzero((rows >= 0) & ~is_copied)
+    if not len(chosen):
+        return
+    if other.size is not None:
+        shape = (len(readable), *other.size, 3)
+        stored = open_cached(
+            other.folder,
+            lambda: _open_images(other.folder / "images.u8", shape, index["checksums"]),
+        )
+        if stored is None:
+            return
+        images = np.memmap(pixels, np.uint8, mode="r+", shape=(len(rows), *other.size, 3))
+        for target in chosen.tolist():
+            images[target] = stored[rows[target]]
+    facts[:2, chosen] = index["hashes"][:, rows[chosen]]
+    facts[2:, chosen] = index["sizes"][:, rows[chosen]]
+    is_copied[chosen] = True
+
+
+def _remove_orphans(cache_dir: Path) -> None:
+    """Remove the decoded images of folders that are gone."""
+    for index in sorted(cache_dir.glob("*/index.npz")):
+        arrays = open_cached(index.parent, partial(read_arrays, index))
+        place = "" if arrays is None else str(arrays.get("place", ""))
+        if place and not os.path.lexists(place):
+            shutil.rmtree(index.parent, ignore_errors=True)
 
 
 def _reserve(file: BinaryIO, num_bytes: int) -> None:
@@ -209,6 +330,7 @@ def _reserve(file: BinaryIO, num_bytes: int) -> None:
 
 def _decode_images(
     dataset: ImageDataset,
+    indices: np.ndarray,
     pixels: Path | None,
     preprocess: Preprocess,
     *,
@@ -216,18 +338,21 @@ def _decode_images(
     progress: bool,
     while_decoding: Callable[[], object] | None,
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Write the pixels of all images into a file, unless it is None, and hash them.
+    """Write the pixels of the images at `indices` into their places of a file, unless it is None,
+    and hash them.
 
     Returns:
-        Facts of the images, uint64 [4, n]: two hashes, width and height; and index of an image → why it can't be read.
+        Facts of the images, uint64 [4, n]: two hashes, width and height; and index of an image → why
+        it can't be read.
     """
-    count = len(dataset)
+    count = len(indices)
+    places = dict(zip(indices.tolist(), range(count), strict=True))
     facts = np.zeros((4, count), dtype=np.uint64)
     failures: dict[int, str] = {}
     # a generator, because the parts of millions of images would take much memory
     tasks = (
-        (dataset.subset(range(start, min(start + _CHUNK, count))), start, pixels, preprocess)
-        for start in range(0, count, _CHUNK)
+        (dataset.subset(chunk), chunk, len(dataset), pixels, preprocess)
+        for chunk in (indices[start : start + _CHUNK] for start in range(0, count, _CHUNK))
     )
     title = f"decoding {dataset.name} {dataset.split}"
     with show_progress(title, count, shown=progress) as advance:
@@ -248,11 +373,10 @@ def _decode_images(
             chunks = decoded
 
         try:
-            for start, chunk_facts, chunk_failures in chunks:
-                chunk_size = chunk_facts.shape[1]
-                facts[:, start : start + chunk_size] = chunk_facts
+            for chunk, chunk_facts, chunk_failures in chunks:
+                facts[:, [places[index] for index in chunk.tolist()]] = chunk_facts
                 failures |= chunk_failures
-                advance(chunk_size)
+                advance(len(chunk))
         except BrokenProcessPool as error:
             text = "a data-loading worker was killed (out of memory?)"
             raise OSError(f"{text}; try fewer data.workers") from error
@@ -260,50 +384,77 @@ def _decode_images(
 
 
 def _decode_chunk(
-    dataset: ImageDataset, start: int, pixels: Path | None, preprocess: Preprocess
+    dataset: ImageDataset,
+    places: Sequence[int] | np.ndarray,
+    total: int,
+    pixels: Path | None,
+    preprocess: Preprocess,
 ) -> _Chunk:
-    """Decode a chunk, and write its pixels into the places start, start + 1, … of the file."""
+    """Decode a chunk, and write its pixels into these places of the file of `total` images."""
     count = len(dataset)
+    places = np.asarray(places)
     if pixels is not None:
-        shape = (count, *preprocess.image_size, 3)
-        offset = start * math.prod(shape[1:])
-        images = np.memmap(pixels, dtype=np.uint8, mode="r+", offset=offset, shape=shape)
+        shape = (total, *preprocess.image_size, 3)
+        images = np.memmap(pixels, dtype=np.uint8, mode="r+", shape=shape)
 
     facts = np.zeros((4, count), dtype=np.uint64)
     failures: dict[int, str] = {}
     dataset.reader.fetch(range(count))
-    for index in range(count):
+    for index, place in enumerate(places.tolist()):
         try:
             image = preprocess.to_rgb(dataset.image(index))
             facts[:, index] = hash_pixels(image), compute_dhash(image), *image.size
             if pixels is not None:
-                images[index] = preprocess.to_uint8(image)
+                images[place] = preprocess.to_uint8(image)
         except RemoteError:
             # the image itself may be good
             raise
         except (ValueError, OSError) as error:
-            failures[start + index] = str(error)
-    return start, facts, failures
+            failures[place] = str(error)
+    return places, facts, failures
 
 
 def _open_decoded(
-    folder: Path, dataset: ImageDataset, size: tuple[int, int] | None
-) -> ImageDataset:
-    """Open the decoded images in `folder`. Raises OSError or ValueError if there are none, or
-    damaged ones."""
-    index = read_arrays(folder / "index.npz")
+    place: _Place, dataset: ImageDataset, contents: Contents | None = None
+) -> tuple[ImageDataset | None, Contents]:
+    """Open the decoded images in a folder.
+
+    Args:
+        place: The folder.
+        dataset: The images.
+        contents: What is known of them already.
+
+    Returns:
+        The dataset with its pixels, None if there are none, other or damaged ones; and the contents
+        of the images.
+    """
+    index = place.read_index()
+    if index is not None and contents is None:
+        contents = Contents(index["digests"], index["stats"])
+    contents = read_contents(dataset.reader, contents)
+    if index is None or not np.array_equal(contents.digests, index["digests"]):
+        return None, contents
+    if (contents.stats != index["stats"]).any():
+        # so that files that only look new aren't read the next time
+        write_arrays(place.folder / "index.npz", {**index, "stats": contents.stats})
     readable = index["readable"]
     images = None
-    if size is not None:
-        shape = (len(readable), *size, 3)
-        images = _open_images(folder / "images.u8", shape, index["checksums"])
-    return replace(
+    if place.size is not None:
+        shape = (len(readable), *place.size, 3)
+        images = open_cached(
+            place.folder,
+            lambda: _open_images(place.folder / "images.u8", shape, index["checksums"]),
+        )
+        if images is None:
+            return None, contents
+    decoded = replace(
         dataset.subset(readable),
         pixels=images,
         hashes=index["hashes"],
         sizes=index["sizes"],
         unreadable=[(name, reason) for name, reason in index["unreadable"].tolist()],
     )
+    return decoded, contents
 
 
 def _open_images(path: Path, shape: tuple[int, ...], checksums: np.ndarray) -> np.ndarray:

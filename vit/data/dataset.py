@@ -293,6 +293,29 @@ class _JoinedReader(ImageReader):
         for number, reader in enumerate(self.readers):
             reader.fetch(places[places[:, 0] == number, 1].tolist())
 
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def place(self) -> str:
+        places = {reader.place for reader in self.readers}
+        return places.pop() if len(places) == 1 else ""
+
+    def stats(self) -> np.ndarray | None:
+        parts = [reader.stats() for reader in self.readers]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        stats = np.zeros((len(self), 4), dtype=np.int64)
+        for number, part in enumerate(known):
+            is_own = self.places[:, 0] == number
+            stats[is_own] = part[self.places[is_own, 1]]
+        return stats
+
+    def digest(self, index: int) -> int:
+        reader, place = self._find(index)
+        return reader.digest(place)
+
     def cache_key(self) -> bytes:
         keys = [reader.cache_key() for reader in self.readers]
         return b"".join(keys) + self.places.tobytes()

@@ -26,6 +26,7 @@ from vit.data.images import (
     to_rgb,
 )
 from vit.runtime.drive import wait_for_drive
+from vit.runtime.files import read_bytes
 
 # split → names that its folder, its shards or its value in a table may have
 SPLIT_NAMES = {
@@ -47,7 +48,7 @@ Root = Path | str | None
 class ImageReader(Protocol):
     """Decodes the images of a dataset one by one.
 
-    A class of your own needs `image`, `cache_key` and `subset`.
+    A class of your own needs `image`, `digest`, `__len__`, `cache_key` and `subset`.
     """
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
@@ -86,6 +87,20 @@ class ImageReader(Protocol):
         # other images are on this machine already
         return
 
+    @property
+    def place(self) -> str:
+        """Folder that holds the images; empty if they aren't files."""
+        return ""
+
+    def stats(self) -> np.ndarray | None:
+        """Facts of each image's file, see `read_stats`; None if the images aren't files."""
+        return None
+
+    def digest(self, index: int) -> int:
+        """Hash of the bytes of an image, 64 bits."""
+
+    def __len__(self) -> int: ...
+
     def sizes(self) -> np.ndarray | None:
         """Bytes of each image's file, int64 [n], -1 for a missing file; None if the images aren't
         files."""
@@ -107,6 +122,13 @@ class ArrayReader(ImageReader):
 
     def image(self, index: int) -> Image.Image:
         return to_rgb(Image.fromarray(self.pixels[index]))
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def digest(self, index: int) -> int:
+        pixels = self.pixels[index]
+        return hash_bytes(repr(pixels.shape).encode() + np.ascontiguousarray(pixels).tobytes())
 
     def cache_key(self) -> bytes:
         digest = hashlib.sha256()
@@ -141,6 +163,24 @@ class FileReader(ImageReader):
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.paths[index])
 
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def place(self) -> str:
+        return os.path.realpath(self.root)
+
+    def stats(self) -> np.ndarray:
+        return self._read_stats()
+
+    def digest(self, index: int) -> int:
+        path = self.root / self.paths[index]
+        try:
+            return hash_bytes(read_bytes(path))
+        except OSError:
+            # decoding the image names the fault
+            return hash_bytes(os.fsencode(path))
+
     def sizes(self) -> np.ndarray:
         return self._read_stats()[:, 0]
 
@@ -154,6 +194,11 @@ class FileReader(ImageReader):
         # joining texts is many times faster than joining paths
         root = os.fspath(self.root)
         return read_stats([os.path.join(root, path) for path in self.paths])
+
+
+def hash_bytes(content: bytes) -> int:
+    """Return 64 bits of the sha256 of bytes."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
 
 
 def read_stats(paths: Sequence[str]) -> np.ndarray:

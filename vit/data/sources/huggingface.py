@@ -20,7 +20,7 @@ from vit.data.class_names import check_labels, is_label
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import read_image, read_pixels
 from vit.data.python_images import find_feature_names
-from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
+from vit.data.sources.base import SPLIT_OF, ImageReader, hash_bytes, read_stats
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
 from vit.data.sources.table_labels import find_label_column, number_splits
@@ -68,6 +68,22 @@ class RowReader(ImageReader):
         stats = read_stats([file["filename"] for file in self.rows.cache_files])
         # rows that hold a path change with the file
         return stats.tobytes() + self.indices.tobytes() + read_stats(self.list_paths()).tobytes()
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def place(self) -> str:
+        files = self.rows.cache_files
+        return os.path.realpath(files[0]["filename"]) if files else ""
+
+    def digest(self, index: int) -> int:
+        (stored,) = self.rows[int(self.indices[index])].values()
+        content = (stored or {}).get("bytes")
+        if content is None:
+            path = (stored or {}).get("path")
+            content = b"" if path is None else read_stats([path]).tobytes() + os.fsencode(path)
+        return hash_bytes(content)
 
     def list_paths(self) -> list[str]:
         """List the files of the rows that hold a path alone."""

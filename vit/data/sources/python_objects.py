@@ -47,6 +47,12 @@ class DatasetReader(ImageReader):
         image, _ = _read_item(self.dataset, int(self.indices[index]))
         return image
 
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def digest(self, index: int) -> int:
+        return int(self.digests[self.indices[index]])
+
     def cache_key(self) -> bytes:
         return bytes(self.digests[self.indices].data)
 

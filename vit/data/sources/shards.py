@@ -33,7 +33,13 @@ from PIL import Image
 from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
 from vit.data.images import is_image_name, read_image, read_pixels
 from vit.data.sources import remote
-from vit.data.sources.base import SPLIT_NAMES, ImageReader, count_suffixes, describe_counts
+from vit.data.sources.base import (
+    SPLIT_NAMES,
+    ImageReader,
+    count_suffixes,
+    describe_counts,
+    hash_bytes,
+)
 from vit.data.sources.remote import StoredFile
 from vit.data.sources.table_labels import check_several, find_label_column, number_splits
 from vit.runtime.arguments import hide_tokens, shorten
@@ -88,6 +94,18 @@ class ShardReader(ImageReader):
         """Find the shard of an image, and where its bytes start and end there."""
         shard, offset, size = self.places[index].tolist()
         return self.shards[shard], offset, offset + size
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def place(self) -> str:
+        path = self.shards[0].path if self.shards else ""
+        return "" if remote.is_remote(path) else os.path.realpath(path)
+
+    def digest(self, index: int) -> int:
+        shard, start, end = self._find(index)
+        return hash_bytes(f"{shard.digest} {start} {end}".encode())
 
     def sizes(self) -> np.ndarray:
         return self.places[:, 2]
