@@ -1,5 +1,6 @@
 """Images of one group, and copies, are never on both sides of a split."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,9 @@ from sklearn.linear_model import LogisticRegression
 import vit
 from tests.conftest import Launcher
 from vit.config import load_config
+from vit.data import groups as groups_module
+from vit.data import splits as splits_module
+from vit.data.duplicates import find_pairs
 from vit.data.groups import choose_whole_groups, find_groups, hash_quickly, join_duplicates
 from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.splits import SplitRule, _choose_stratified
@@ -86,9 +90,104 @@ def test_a_class_of_copies_alone_is_split_all_the_same() -> None:
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
     # of class 0 all are one image, of class 1 the first two
     hashes = np.array([[7, 7, 7, 7, 1, 1, 2, 3], [0] * 8], dtype=np.uint64)
-    groups, num_copies = join_duplicates(ids, labels, hashes, num_splits=3)
-    assert groups == ("0.png", "1.png", "2.png", "3.png", "4.png", "4.png", "6.png", "7.png")
-    assert num_copies == 2
+    joined = join_duplicates(ids, labels, hashes, num_splits=3)
+    assert joined.groups == ("0.png", "1.png", "2.png", "3.png", "4.png", "4.png", "6.png", "7.png")
+    assert joined.num_copies == 2
+    assert joined.num_alike == 4
+
+
+def save_textures(root: Path, *, num_good: int, num_defect: int) -> None:
+    """Photos of brushed metal under a lamp: noise along one direction and some shade of light."""
+    rng = np.random.default_rng(0)
+    light = 1 - 0.3 * np.hypot(*np.mgrid[-1:1:64j, -1:1:64j])
+    for number in range(num_good + num_defect):
+        folder = root / ("good" if number < num_good else "defect")
+        folder.mkdir(parents=True, exist_ok=True)
+        brushed = rng.normal(0, 6, (64, 1)) + rng.normal(0, 3, (64, 64))
+        grey = np.clip(150 * light * rng.uniform(0.92, 1.08) + brushed, 0, 255).astype(np.uint8)
+        if number >= num_good:
+            grey[20:30, 30 + number % 9] = 20
+        Image.fromarray(grey).save(folder / f"{number:04}.png")
+
+
+def test_photos_of_one_texture_are_no_copies(tmp_path: Path) -> None:
+    save_textures(tmp_path, num_good=200, num_defect=20)
+    save_bursts(tmp_path, num_bursts=8)
+    splits = open_dataset("folder", root=tmp_path, rule=SplitRule(group_duplicates=True))
+    shares = {
+        name: splits.split(name).class_counts[splits.split(name).class_names.index("good")] / 200
+        for name in ("train", "validation", "test")
+    }
+    assert 0.15 <= shares["test"] <= 0.25
+    assert 0.05 <= shares["validation"] <= 0.15
+    described = " ".join(splits.describe_splits())
+    assert "resemble so many others of their class" in described
+    # bursts are on one side all the same
+    sides = [
+        read_bursts([name for name in splits.split(split).ids if "_site" in name])
+        for split in ("train", "validation", "test")
+    ]
+    assert sum(map(len, sides)) == len(set().union(*sides))
+
+
+def test_near_copies_form_no_chain() -> None:
+    # each image is within six bits of the next one, and far from the others
+    dhash = 0x9D3C0F5A6B71E284
+    hashes = [[], []]
+    for number in range(12):
+        hashes[0].append(number)
+        hashes[1].append(dhash)
+        for bit in range(5):
+            dhash ^= 1 << (5 * number + bit)
+    ids = [f"{number}.png" for number in range(12)]
+    joined = join_duplicates(ids, np.zeros(12, int), np.array(hashes, np.uint64), num_splits=2)
+    members = {group: [] for group in joined.groups}
+    for group, value in zip(joined.groups, hashes[1], strict=True):
+        members[group].append(value)
+    assert len(members) > 3
+    for values in members.values():
+        assert max((first ^ second).bit_count() for first in values for second in values) <= 12
+
+
+def test_copies_are_found_behind_any_number_of_others(tmp_path: Path) -> None:
+    for number in range(160):
+        folder = tmp_path / ("cat", "dog")[number % 2]
+        folder.mkdir(exist_ok=True)
+        # 150 copies of one image, and a pair after them
+        seed = 0 if number < 150 else 1000 if number > 157 else number
+        coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize((64, 64)).save(folder / f"{number:03}.png")
+    dataset = open_dataset("folder", root=tmp_path).split("all")
+    pairs = find_pairs(hash_quickly(dataset, tmp_path / "cache"))
+    found = {dataset.ids[index] for pair in pairs for index in pair[:2]}
+    assert {"cat/158.png", "dog/159.png"} <= found
+    assert len(pairs) == 150
+
+
+def test_many_images_are_compared_by_their_bytes_and_the_plan_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_bursts(tmp_path, num_bursts=8)
+    copied = sorted((tmp_path / "cat").iterdir())[0]
+    shutil.copy(copied, tmp_path / "cat" / "copy.png")
+    monkeypatch.setattr(groups_module, "MAX_COMPARED", 10)
+    monkeypatch.setattr(splits_module, "MAX_COMPARED", 10)
+    splits = open_dataset("folder", root=tmp_path, rule=SplitRule(group_duplicates=True))
+    train = splits.split("train")
+    assert len(set(splits.split("train").groups or ())) <= len(train)
+    text = " ".join(splits.describe_splits())
+    assert "of more than 10 images, copies are found by the bytes of their files alone" in text
+    assert "2 images have a copy" in text
+
+
+def test_images_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_bursts(tmp_path / "photos", num_bursts=8)
+    dataset = open_dataset("folder", root=tmp_path / "photos").split("all")
+    first = hash_quickly(dataset, tmp_path / "cache")
+    monkeypatch.setattr(groups_module, "compute_dhash", pytest.fail)
+    for image in (tmp_path / "photos").rglob("*.png"):
+        image.chmod(0o600)
+    np.testing.assert_array_equal(hash_quickly(dataset, tmp_path / "cache"), first)
 
 
 def test_groups_of_one_image_are_chosen_as_images_are() -> None:
@@ -137,15 +236,15 @@ def test_a_random_split_of_bursts_overstates_and_a_grouped_one_does_not() -> Non
 def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path, cli: Launcher) -> None:
     save_bursts(tmp_path / "photos", num_bursts=12)
     dataset = open_dataset("folder", root=tmp_path / "photos").split("all")
-    groups = find_groups(dataset, r"_(site\d+)")
-    assert set(groups) == {f"site{number:02}" for number in range(12)}
+    found = find_groups(dataset, r"_(site\d+)")
+    assert set(found) == {f"site{number:02}" for number in range(12)}
     # by folder, in folders of bursts
     for path in sorted((tmp_path / "photos").rglob("*.png")):
         folder = tmp_path / "folders" / path.parent.name / path.stem.partition("_")[2]
         folder.mkdir(parents=True, exist_ok=True)
         path.rename(folder / path.name)
     folders = open_dataset("folder", root=tmp_path / "folders").split("all")
-    assert set(find_groups(folders, 1)) == set(groups)
+    assert set(find_groups(folders, 1)) == set(found)
     for group_by, text in [
         (2, "puts all images of 'cat' into one group, 'cat'"),
         (7, "finds no group in paths such as"),
@@ -228,9 +327,9 @@ def test_the_command_refuses_it_before_torch_is_imported() -> None:
 def test_a_thumbnail_has_the_hashes_of_its_own_kind(tmp_path: Path) -> None:
     save_bursts(tmp_path, num_bursts=2, suffix="jpg")
     dataset = open_dataset("folder", root=tmp_path).split("all")
-    first = hash_quickly(dataset)
-    assert (hash_quickly(dataset) == first).all()
+    first = hash_quickly(dataset, tmp_path / "cache")
+    assert (hash_quickly(dataset, tmp_path / "cache") == first).all()
     Path(tmp_path / dataset.ids[0]).write_bytes(b"broken")
-    broken = hash_quickly(dataset)
+    broken = hash_quickly(dataset, tmp_path / "cache")
     assert broken[1, 0] == 0
     assert (broken[:, 1:] == first[:, 1:]).all()

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from tests.object_storage import Bucket, serve_files, serve_s3
-from vit.data.images import read_image
+from vit.data.images import list_images, read_image
 from vit.data.inputs import LazyImage, is_input, list_inputs
+from vit.data.open import open_dataset
 from vit.prediction.image_predictor import _open_image
 
 _COUNT = 5
@@ -187,3 +188,15 @@ def test_buckets(photos: Path) -> None:
         for place in (f"{bucket.url}/none/", "s3://no-such-bucket/photos/"):
             with pytest.raises(OSError, match=r"check the address|it is not there"):
                 read(place)
+
+
+@pytest.mark.parametrize("name", ["@eaDir", ".thumbnails", "__MACOSX", "#recycle"])
+def test_folders_of_systems_are_left_out_as_in_training(tmp_path: Path, name: str) -> None:
+    for place in ("cat", "dog", name, f"cat/{name}"):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        Image.new("RGB", (9, 9)).save(folder / "photo.png")
+    trained_on = open_dataset("folder", root=tmp_path).split("all").ids
+    listed = [str(Path(name).relative_to(tmp_path)) for name, _ in list_inputs(tmp_path)]
+    assert listed == list(trained_on) == ["cat/photo.png", "dog/photo.png"]
+    assert [Path(path).name for path in list_images([tmp_path / "cat"])] == ["photo.png"]

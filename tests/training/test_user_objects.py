@@ -184,17 +184,38 @@ def batches(
 ) -> Tensor:
     config = load_config(CONFIG, [*overrides, "data.name=from-python"])
     data = build_data(
-        config, build_dataset(config, user_dataset=arrays), device=torch.device("cpu")
+        config,
+        build_dataset(config, user_dataset=arrays),
+        device=torch.device("cpu"),
+        has_transform=transform is not None,
     )
     place: dict[str, Any] = {"device": torch.device("cpu"), "process": Process()}
     loader = build_train_loader(data, **place, transform=transform)
     return torch.cat([batch.images for batch in loader.epoch(epoch, **options)])
 
 
-@pytest.mark.parametrize("pipeline", ["resident", "workers"])
-def test_the_transform_comes_first_and_sees_the_pixels(arrays: Arrays, pipeline: str) -> None:
+def test_the_transform_gets_images_in_full_size_whatever_memory_is_free(
+    arrays: Arrays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = set()
+
+    def note_size(pixels: np.ndarray) -> np.ndarray:
+        sizes.add(pixels.shape)
+        return pixels
+
+    large = np.repeat(np.repeat(arrays[0], 5, axis=1), 4, axis=2)
+    for free in (0, 10**12):
+        monkeypatch.setattr("vit.data.loader.count_free_memory", lambda free=free: free)
+        batches((large, arrays[1]), note_size, "data.workers=0")
+    assert sizes == {(60, 48, 3)}
+    for pipeline in ("resident", "cached"):
+        with pytest.raises(ValueError, match=f"data.pipeline={pipeline} keeps no full-size"):
+            batches(arrays, note_size, f"data.pipeline={pipeline}")
+
+
+def test_the_transform_comes_first_and_sees_the_pixels(arrays: Arrays) -> None:
     settings = [
-        f"data.pipeline={pipeline}",
+        "data.pipeline=workers",
         "data.mean=[0,0,0]",
         "data.std=[1,1,1]",
         "data.workers=0",
@@ -208,11 +229,10 @@ def test_the_transform_comes_first_and_sees_the_pixels(arrays: Arrays, pipeline:
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("pipeline", ["resident", "workers"])
 def test_what_a_transform_draws_depends_on_seed_epoch_and_sample_alone(
-    arrays: Arrays, pipeline: str, name: str
+    arrays: Arrays, name: str
 ) -> None:
-    settings, transform = [f"data.pipeline={pipeline}", "data.workers=0"], TRANSFORMS[name]
+    settings, transform = ["data.pipeline=workers", "data.workers=0"], TRANSFORMS[name]
     whole = batches(arrays, transform, *settings)
     torch.rand(5)
     assert torch.equal(batches(arrays, transform, *settings), whole)
@@ -220,8 +240,7 @@ def test_what_a_transform_draws_depends_on_seed_epoch_and_sample_alone(
     changed = batches(arrays, transform, *settings, epoch=1).sort(dim=0).values
     assert not torch.equal(changed, whole.sort(dim=0).values)
     assert not torch.equal(batches(arrays, transform, *settings, "train.seed=1"), whole)
-    if pipeline == "workers":
-        assert torch.equal(batches(arrays, transform, settings[0], "data.workers=2"), whole)
+    assert torch.equal(batches(arrays, transform, settings[0], "data.workers=2"), whole)
 
 
 @pytest.mark.parametrize(

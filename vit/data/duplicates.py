@@ -14,8 +14,6 @@ _NEAR = 6
 _FLAT = 8
 # pixels; many smaller images of one class have equal hashes
 _MIN_SIDE = 16
-# the search in one set ends there: k copies make k (k - 1) / 2 pairs
-_MAX_PAIRS = 10_000
 # pairs compared at once: temporaries of 16 MiB stay in the processor's cache
 _BLOCK = 1 << 21
 
@@ -98,30 +96,42 @@ def find_duplicates(
 
 
 def find_pairs(hashes: np.ndarray) -> list[tuple[int, int, bool]]:
-    """Find pairs of equal or nearly equal images in one set, also mirrored; at most 10,000.
+    """Find the images of one set that are copies or near-copies of another one, also mirrored.
+
+    Each image is compared with the ones that stand for the others so far, in the order of their
+    hashes, so that the names and the order of the files don't matter. Near-copies of an image are
+    near to it, and not by way of a third one: photos of one texture form no chain.
 
     Args:
         hashes: uint64 [2, n], see `find_duplicates`.
 
     Returns:
-        (first index, second index, true for equal pixels), in the order of the images.
+        (first index, second index, true for equal pixels), in the order of the images; for each
+        image at most one, to the image that stands for it.
     """
     digests, dhashes = hashes
-    is_distinctive = _is_distinctive(dhashes)
+    # the first image with the same pixels
+    _, firsts, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    originals = firsts[inverse.reshape(-1)]
+    copies = np.flatnonzero(originals != np.arange(len(digests))).tolist()
+    pairs = [(int(originals[index]), index, True) for index in copies]
+
+    candidates = firsts[_is_distinctive(dhashes[firsts])]
     mirrored = _mirror(dhashes)
-    pairs = []
-    for index in range(len(digests) - 1):
-        rest = slice(index + 1, None)
-        is_exact = digests[rest] == digests[index]
-        straight = np.bitwise_count(dhashes[rest] ^ dhashes[index])
-        flipped = np.bitwise_count(dhashes[rest] ^ mirrored[index])
-        is_near = np.minimum(straight, flipped) <= _NEAR
-        is_near &= is_distinctive[rest] & is_distinctive[index]
-        for other in np.flatnonzero(is_exact | is_near).tolist():
-            pairs.append((index, index + 1 + other, bool(is_exact[other])))
-        if len(pairs) >= _MAX_PAIRS:
-            break
-    return pairs[:_MAX_PAIRS]
+    known = np.zeros(len(candidates), dtype=np.uint64)
+    indices: list[int] = []
+    for index in candidates.tolist():
+        earlier = known[: len(indices)]
+        distances = np.minimum(
+            np.bitwise_count(earlier ^ dhashes[index]), np.bitwise_count(earlier ^ mirrored[index])
+        )
+        if len(indices) and distances.min() <= _NEAR:
+            other = indices[int(distances.argmin())]
+            pairs.append((min(index, other), max(index, other), False))
+        else:
+            known[len(indices)] = dhashes[index]
+            indices.append(index)
+    return sorted(pairs)
 
 
 def _mirror(dhashes: np.ndarray) -> np.ndarray:

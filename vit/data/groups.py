@@ -6,20 +6,29 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePosixPath
+from contextlib import suppress
+from itertools import compress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 
+from vit.data.cache import Contents, read_contents
 from vit.data.dataset import ImageDataset
 from vit.data.dicom import DICOM_SUFFIX, read_patients
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 from vit.data.images import DeepImage
-from vit.data.sources.base import FileReader
+from vit.data.sources.base import FileReader, hash_bytes
 from vit.runtime.arguments import shorten
+from vit.runtime.files import open_cached, read_arrays, write_arrays
 from vit.runtime.patterns import search_group
 
-# largest number of images that are compared with one another; it takes seconds
+# largest number of images that are decoded and compared with one another; it takes seconds
 MAX_COMPARED = 5000
+# Near-copies that aren't joined: more images of a class than this number, and than this share of the
+# class. A burst is smaller; photos of one texture are more.
+_MAX_ALIKE = 10
+_MAX_SHARE = 0.1
 # orders in which groups are tried until every class with enough groups is in each split
 _NUM_DRAWS = 20
 # smallest side in pixels at which JPEG files are decoded for their hashes
@@ -86,45 +95,131 @@ def find_patients(dataset: ImageDataset) -> tuple[str, ...] | None:
     )
 
 
-def hash_quickly(dataset: ImageDataset) -> np.ndarray:
+def hash_quickly(dataset: ImageDataset, cache_dir: Path, *, title: str = "") -> np.ndarray:
     """Compute the hashes of `vit.data.duplicates`, from JPEG files decoded at a fraction of their
-    size.
+    size. The cache keeps them by the bytes of the images.
+
+    Args:
+        dataset: The images.
+        cache_dir: The cache.
+        title: Name of the images in the cache.
 
     Returns:
-        uint64 [2, n]. An image that can't be read has a hash of its own.
+        uint64 [2, n]. An image that can't be read has a hash of its own. Of more than 5,000 images,
+        those of the files' bytes alone: equal files are found, and no near-copies.
     """
 
     def hash_image(index: int) -> tuple[int, int]:
         try:
             image = dataset.reader.thumbnail(index, side=_DRAFT_SIDE)
         except (ValueError, OSError):
-            digest = hashlib.sha256(dataset.ids[index].encode(errors="surrogateescape")).digest()
-            return int.from_bytes(digest[:8], "little"), 0
+            return hash_bytes(dataset.ids[index].encode(errors="surrogateescape")), 0
         # black images would all be near-copies
         image = image.stretch() if isinstance(image, DeepImage) else image
         return hash_pixels(image), compute_dhash(image)
 
-    with ThreadPoolExecutor() as pool:
-        rows = list(pool.map(hash_image, range(len(dataset))))
-    return np.array(rows, dtype=np.uint64).T
+    name = hash_bytes(f"{dataset.name} {dataset.reader.place} {title}".encode(errors="replace"))
+    path = cache_dir / "copies" / f"{name:016x}.npz"
+    stored = open_cached(path, lambda: read_arrays(path))
+    known = None if stored is None else Contents(stored["digests"], stored["stats"])
+    contents = read_contents(dataset.reader, known)
+    hashes = np.stack([contents.digests, np.zeros(len(dataset), dtype=np.uint64)])
+    if len(dataset) <= MAX_COMPARED:
+        row_of: dict[int, int] = {}
+        if stored is not None:
+            has_hashes = np.flatnonzero(stored["hashes"][0])
+            row_of = {int(stored["digests"][row]): row for row in has_hashes.tolist()}
+        rows = np.array([row_of.get(digest, -1) for digest in contents.digests.tolist()])
+        missing = np.flatnonzero(rows < 0)
+        if stored is not None:
+            hashes[:, rows >= 0] = stored["hashes"][:, rows[rows >= 0]]
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(hash_image, missing.tolist()))
+        if found:
+            hashes[:, missing] = np.array(found, dtype=np.uint64).T
+    facts = {"digests": contents.digests, "stats": contents.stats, "hashes": hashes}
+    if len(dataset) > MAX_COMPARED:
+        facts["hashes"] = np.zeros_like(hashes)
+    is_new = stored is None or any(
+        not np.array_equal(stored[key], value) for key, value in facts.items()
+    )
+    if is_new:
+        # a cache that can't be written costs time alone
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_arrays(path, facts)
+    return hashes
+
+
+class JoinedGroups(NamedTuple):
+    """Groups that share an image or a near-copy of one.
+
+    Attributes:
+        groups: Group of each image.
+        num_copies: Number of images that have a copy or a near-copy in their group.
+        num_alike: Number of images that resemble so many others of their class that they aren't kept
+            together, such as photos of one texture.
+    """
+
+    groups: tuple[str, ...]
+    num_copies: int
+    num_alike: int
 
 
 def join_duplicates(
     groups: Sequence[str], labels: np.ndarray, hashes: np.ndarray, *, num_splits: int
-) -> tuple[tuple[str, ...], int]:
+) -> JoinedGroups:
     """Join groups that share an image or a near-copy of one.
 
-    A class that would have fewer groups than splits keeps its own groups.
+    Near-copies that would join more than a tenth of a class, and more than ten images, aren't joined:
+    only equal pixels are. A class that would have fewer groups than splits keeps its own groups.
 
     Args:
         groups: Group of each image.
         labels: Class of each image.
         hashes: Hashes of the images, see `hash_quickly`.
         num_splits: Number of splits into which the images are divided.
-
-    Returns:
-        The group of each image, and the number of images that have a copy.
     """
+    pairs = find_pairs(hashes)
+    joined, _ = _join(groups, pairs)
+    # images of each class in each joined group, in which the near pairs count
+    class_sizes = Counter(labels.tolist())
+    sizes = Counter(zip(joined, labels.tolist(), strict=True))
+    own_sizes = Counter(zip(groups, labels.tolist(), strict=True))
+    largest: Counter[tuple[str, int]] = Counter()
+    for group, root, label in zip(groups, joined, labels.tolist(), strict=True):
+        largest[root, label] = max(largest[root, label], own_sizes[group, label])
+    too_large = {
+        root
+        for (root, label), size in sizes.items()
+        if size > max(_MAX_ALIKE, _MAX_SHARE * class_sizes[label]) and size > largest[root, label]
+    }
+    is_kept = [pair[2] or joined[pair[0]] not in too_large for pair in pairs]
+    kept = list(compress(pairs, is_kept))
+    alike = {
+        index
+        for pair, kept_pair in zip(pairs, is_kept, strict=True)
+        if not kept_pair
+        for index in pair[:2]
+    }
+    joined, copies = _join(groups, kept)
+
+    original = np.array(groups, dtype=object)
+    result = np.array(joined, dtype=object)
+    for label in np.unique(labels):
+        in_class = labels == label
+        if len(set(result[in_class])) < min(num_splits, len(set(original[in_class]))):
+            result[in_class] = original[in_class]
+            members = set(np.flatnonzero(in_class).tolist())
+            alike |= copies & members
+            copies -= members
+    return JoinedGroups(tuple(result), len(copies), len(alike))
+
+
+def _join(
+    groups: Sequence[str], pairs: Sequence[tuple[int, int, bool]]
+) -> tuple[list[str], set[int]]:
+    """Join the groups of the images of each pair; return the group of each image, and the images."""
     parents = {group: group for group in groups}
 
     def find_root(group: str) -> str:
@@ -133,20 +228,12 @@ def join_duplicates(
         return group
 
     copies: set[int] = set()
-    for first, second, _ in find_pairs(hashes):
+    for first, second, _ in pairs:
         copies |= {first, second}
         roots = sorted({find_root(groups[first]), find_root(groups[second])})
         # the first by name, so that the order of the files doesn't matter
         parents[roots[-1]] = roots[0]
-    joined = np.array([find_root(group) for group in groups], dtype=object)
-
-    original = np.array(groups, dtype=object)
-    for label in np.unique(labels):
-        in_class = labels == label
-        if len(set(joined[in_class])) < min(num_splits, len(set(original[in_class]))):
-            joined[in_class] = original[in_class]
-            copies -= set(np.flatnonzero(in_class).tolist())
-    return tuple(joined), len(copies)
+    return [find_root(group) for group in groups], copies
 
 
 def count_contradictions(labels: np.ndarray, digests: np.ndarray) -> int:

@@ -489,7 +489,9 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
 
 def _list_folder(folder: str | Path) -> list[str]:
     unreadable: list[str] = []
-    images = filter(is_image_name, list_files(folder, unreadable=unreadable))
+    # the same folders as in training
+    files = list_files(folder, left_out=[], unreadable=unreadable)
+    images = filter(is_image_name, files)
     return sorted([*images, *unreadable])
 
 

@@ -10,10 +10,8 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from PIL import Image
 from torch import Tensor
 
 from vit.data.augment import Augmentation, color_and_normalize, mix_batch
@@ -22,7 +20,7 @@ from vit.data.dataset import ImageDataset
 from vit.data.gather import MAX_MEMORY_FRACTION, gather
 from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom
-from vit.data.workers import Decoding, DecodingWorkers, Steps, apply_transform
+from vit.data.workers import Decoding, DecodingWorkers, Steps
 from vit.runtime.device import copy_to_device, count_free_bytes
 from vit.runtime.machine import count_free_memory, count_workers
 from vit.runtime.processes import Process
@@ -262,26 +260,9 @@ class TrainLoader:
         return torch.from_numpy(self.dataset.sizes[:, index]).long()
 
     def _read_resident(self, batches: Iterator[SampleIds], epoch: int) -> Steps:
-        """The samples of each step and, if the user has a transform, their transformed pixels,
-        brought back to the size of the stored ones."""
-        assert self.dataset.pixels is not None
-        transform = self.decoding.transform
-        resize = Preprocess(
-            self.preprocess.resize_size, interpolation=self.preprocess.interpolation
-        )
+        """The samples of each step, whose pixels are on the device already."""
         for sample_ids in batches:
-            rng = StatelessRandom(self.order.seed, epoch, sample_ids)
-            if transform is None:
-                yield rng, None
-                continue
-
-            seeds = rng.integers("transform", below=2**31 - 1).tolist()
-            images = map(Image.fromarray, self.dataset.pixels[sample_ids % len(self._labels)])
-            transformed = [
-                resize.to_uint8(apply_transform(transform, image, seed=seed))
-                for image, seed in zip(images, seeds, strict=True)
-            ]
-            yield rng, torch.from_numpy(np.stack(transformed))
+            yield StatelessRandom(self.order.seed, epoch, sample_ids), None
 
 
 @dataclass(kw_only=True, eq=False)

@@ -287,28 +287,38 @@ class DatasetSplits:
         groups = dataset.groups
         if groups is not None:
             self._kept_together.append(f"{len(set(groups)):,} groups stay whole")
-        if not self.rule.group_duplicates or len(dataset) > MAX_COMPARED:
+        if not self.rule.group_duplicates:
             return groups
-        hashes = hash_quickly(dataset)
+        hashes = hash_quickly(dataset, self.cache_dir, title="rest")
         if num_images := count_contradictions(dataset.strata, hashes[0]):
             text = f"{num_images:,} images are in two classes, with the same pixels"
             if dataset.is_multilabel:
                 text = f"{num_images:,} images have other labels than their copies"
             notes.append(f"{text}; keep each image in one (vit audit names them)")
-        joined, num_copies = join_duplicates(
+        joined = join_duplicates(
             groups or dataset.ids,
             dataset.strata,
             hashes,
             # images that aren't split here may be divided into folds
             num_splits=max(num_splits, 2),
         )
+        if len(dataset) > MAX_COMPARED:
+            self._kept_together.append(
+                f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their files"
+                " alone, and near-copies may be on both sides"
+            )
+        if joined.num_alike:
+            self._kept_together.append(
+                f"{joined.num_alike:,} images resemble so many others of their class (photos of one"
+                " texture?) that near-copies among them may be on both sides"
+            )
         # without copies, the splits are those without `group_duplicates`
-        if not num_copies:
+        if not joined.num_copies:
             return groups
         self._kept_together.append(
-            f"{num_copies:,} images have a copy or a near-copy, which is on the same side"
+            f"{joined.num_copies:,} images have a copy or a near-copy, which is on the same side"
         )
-        return joined
+        return joined.groups
 
 
 def _describe_missing(everything: ImageDataset, drawn: ImageDataset, split: str) -> str:

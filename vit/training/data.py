@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from PIL import Image
 from torch import Tensor
 
 from vit.config import Config
@@ -224,6 +223,9 @@ def build_data(
     if config.data.pipeline != "auto":
         pipeline = config.data.pipeline
         reason = "data.pipeline says so"
+    elif has_transform:
+        pipeline = "workers"
+        reason = "the transform gets images in full size"
     elif train.reader.is_remote:
         pipeline = "workers"
         reason = "images in object storage are read as training goes"
@@ -232,7 +234,7 @@ def build_data(
         choice = choose_pipeline(
             num_images * math.prod(preprocess.resize_size) * 3,
             device=device,
-            find_room=None if has_transform else find_cache_room,
+            find_room=find_cache_room,
         )
         # The main process decides for all; the free memory of their devices differs.
         pipeline, reason = current_process().broadcast(choice)
@@ -346,17 +348,13 @@ def build_train_loader(
     """
     config = data.config
     train = data.train
-    if transform is not None and data.stored is not None:
+    if transform is not None and data.pipeline != "workers":
         raise ValueError(
-            "data.pipeline=cached keeps no full-size images for the transform; use workers"
+            f"data.pipeline={data.pipeline} keeps no full-size images for the transform; use workers"
         )
     if transform is not None:  # refused now rather than in a worker
-        if train.pixels is None:
-            sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
-            image = data.preprocess.to_rgb(next(sample))
-        else:
-            image = Image.fromarray(train.pixels[0])
-        apply_transform(transform, image, seed=0)
+        sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
+        apply_transform(transform, data.preprocess.to_rgb(next(sample)), seed=0)
 
     # If there are fewer images than a batch, take as many as divide into pairs for each process.
     multiple = 2 * process.world_size

@@ -204,7 +204,8 @@ def audit_images(
     groups = dataset.groups
     if groups is not None:
         # Copies are left out together, too.
-        groups, _ = join_duplicates(groups, dataset.strata, dataset.hashes, num_splits=2)
+        joined = join_duplicates(groups, dataset.strata, dataset.hashes, num_splits=2)
+        groups = joined.groups
     errors: dict[str, Any]
     if dataset.is_multilabel:
         errors = _audit_label_sets(dataset, features, paths, groups)

@@ -3,6 +3,7 @@ Parquet files."""
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import sys
@@ -337,8 +338,10 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
                         name, configuration or None, cache_dir=str(cache_dir)
                     )
             elif parquet:
+                # the library takes them for patterns
+                files = {split: list(map(glob.escape, each)) for split, each in parquet.items()}
                 tables = datasets.load_dataset(
-                    "parquet", data_files=parquet, cache_dir=str(cache_dir), batch_size=1000
+                    "parquet", data_files=files, cache_dir=str(cache_dir), batch_size=1000
                 )
             else:
                 tables = datasets.load_from_disk(str(path))

@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -304,8 +305,9 @@ def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> Image
     # Caltech's sets call them categories
     class_names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
 
-    if set_name in _SAMPLES:
-        samples = list(_SAMPLES[set_name](dataset))
+    samples = _read_samples(dataset, set_name)
+    if samples is not None:
+        pass
     elif hasattr(dataset, "loader"):
         samples = [dataset[index] for index in range(len(dataset))]
     else:
@@ -327,6 +329,16 @@ def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> Image
         ids=paths,
         reader=FileReader(folder, paths),
     )
+
+
+def _read_samples(dataset: Any, set_name: str) -> list[tuple[Any, int]] | None:
+    """List the files and labels of a set by its private attributes; None if it has others."""
+    if set_name not in _SAMPLES:
+        return None
+    # a later torchvision may call them otherwise: then its images are opened
+    with suppress(AttributeError, TypeError):
+        return list(_SAMPLES[set_name](dataset))
+    return None
 
 
 _TORCHVISION = {**_SHORT_NAMES, **{f"torchvision:{set_name}": set_name for set_name in _SPLITS}}

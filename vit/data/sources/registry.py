@@ -61,6 +61,13 @@ def find_source(name: str) -> Source:
     """The source of a `data.name`. Raises ValueError for an unknown one."""
     sources = known_sources()
     if name not in sources:
+        prefix = name.partition(":")[0] + ":"
+        alike = [each.removeprefix(prefix) for each in sources if each.startswith(prefix)]
+        if ":" in name and alike:
+            raise ValueError(
+                f"data.name {shorten(repr(name))} is not read; {prefix}NAME is one of"
+                f" {', '.join(sorted(alike))}"
+            )
         raise ValueError(f"unknown data.name {shorten(name)!r}; known: {describe_names(sources)}")
     return sources[name]
 
