@@ -795,14 +795,11 @@ def test_light_and_dark_follow_the_system(browser, page: tuple) -> None:
 
 
 @pytest.mark.browser
-def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> None:
+def test_it_opens_on_the_first_method_and_says_what_is_unusual(browser, tmp_path: Path) -> None:
     bundle, items = make_bundle(), make_items(["a"])
     settings = {"methods": ("rollout", "gae", "cdam")}
-    for best, first in (("gae", "gae"), ("libra-removal", "rollout"), (None, "rollout")):
-        gallery = Gallery(bundle, num_images=1, best_method=best)
-
-        # the second page is of an unsure photo
-        p_value, note = (None, "unsure") if best == "libra-removal" else (0.012, "unusual")
+    for p_value, note in ((None, "unsure"), (0.012, "unusual")):
+        gallery = Gallery(bundle, num_images=1)
 
         def add(
             images: list[ImageResult],
@@ -813,16 +810,12 @@ def test_it_opens_on_the_method_that_measured_best(browser, tmp_path: Path) -> N
             gallery.add([replace(image, p_value=p_value, note=note) for image in images])
 
         explain_with(bundle, items, settings, add, token_bytes=gallery.token_bytes)
-        gallery.write(tmp_path / "gallery.html", title="best")
+        gallery.write(tmp_path / "gallery.html", title="first")
         open_page(browser, tmp_path / "gallery.html")
         chosen = browser.execute_script(
             "return document.getElementById('method').selectedOptions[0].text"
         )
-        assert chosen == first + (" (best)" if best == first else "")
-        if best:
-            said = browser.find_element("class name", "best").get_attribute("textContent")
-            assert f"measured {best} to be the best method for this model" in said
-            assert ("it is not on this page" in said) == (best != first)
+        assert chosen == "rollout"
         badge = browser.find_elements("class name", "badge")[0]
         assert badge.text == ("! unusual" if note == "unusual" else "? unsure")
     badge, tested = browser.find_elements("class name", "badge")

@@ -31,7 +31,6 @@ def explain(
     """
     # torch takes seconds to import, and `vit --help` does without
     from vit.data.images import list_images
-    from vit.explanation.best_method import describe_best_method
 
     if engine == "ray":
         places = list_names(images or ())
@@ -42,14 +41,11 @@ def explain(
         paths = sorted({str(path) for path in list_images(list_names(images))})
     options = find.keywords
     folder = expand_home(output)
-    result = find(images=paths, output=folder)
+    find(images=paths, output=folder)
 
     _show(folder)
     if "html" in options["formats"]:
         echo(f"open {folder / 'gallery.html'} in a browser")
-    best = describe_best_method(result.bundle)
-    if best and not options.get("random_weights"):
-        echo(best)
 
 
 def _list_methods() -> dict[str, list[tuple[str, str]]]:

@@ -1,7 +1,6 @@
 """The public function `vit.explain`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +9,9 @@ import torch
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
-from vit.explanation.best_method import MAX_CHECKED_IMAGES, choose_methods, read_best_method
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, find_items
+from vit.explanation.methods.auto import MAX_CHECKED_IMAGES, choose_methods
 from vit.explanation.methods.registry import describe_options
 from vit.explanation.records import Explanations, ImageResult
 from vit.explanation.render.overlay import INTERPOLATIONS
@@ -62,10 +61,8 @@ def explain(
         model: See `vit.evaluate`.
         images: Paths, folders, PIL images, uint8 arrays [H, W, 3], or one of
             them. None: `num_images` images of the model's test split.
-        methods: Names of methods; "best" is the one that `vit faithfulness`
-            found. "auto" is, for up to 64 images, the best method if it is
-            known and libra-removal if not, and then rollout; for more, rollout
-            alone. For a model without attention (ResNet, ConvNeXt, Swin),
+        methods: Names of methods. "auto" is libra-removal and rollout for up
+            to 64 images, and rollout alone for more. For a model without attention (ResNet, ConvNeXt, Swin),
             "auto" is grad-cam and input-x-gradient.
         target: Class to explain: a name, an index, "auto" (the predicted one,
             or every predicted label), "all" or "top3"; also "A - B" and
@@ -207,10 +204,7 @@ def describe_parameters(
 def _build_gallery(explainer: Explainer, *, num_images: int, smooth: bool) -> "Gallery":
     from vit.explanation.gallery.gallery import Gallery  # with scipy, takes a third of a second
 
-    best_method = None
-    with suppress(ValueError, OSError):  # the model was not measured
-        best_method = read_best_method(explainer.bundle).method
-    return Gallery(explainer.bundle, num_images=num_images, best_method=best_method, smooth=smooth)
+    return Gallery(explainer.bundle, num_images=num_images, smooth=smooth)
 
 
 def _write(

@@ -15,7 +15,7 @@ from vit.analysis.faithfulness import benchmark as benchmark_module
 from vit.analysis.faithfulness.baselines import baseline_maps, centre_maps, edge_maps
 from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark, Measurement
 from vit.analysis.faithfulness.map_metrics import estimate, find_best, find_order
-from vit.analysis.faithfulness.result import COLUMNS, FaithfulnessResult, choose_best
+from vit.analysis.faithfulness.result import COLUMNS, FaithfulnessResult
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.checks.token_ablation import (
@@ -322,22 +322,3 @@ def test_baselines_depend_only_on_what_they_should() -> None:
     images = torch.zeros(1, 3, 16, 16)
     images[..., 9:] = 1.0  # one vertical edge, in the third column of patches
     assert edge_maps(images, (4, 4))[0].argmax(dim=1).tolist() == [2, 2, 2, 2]
-
-
-def test_the_best_method_is_the_cheapest_of_those_as_good_by_both_operators() -> None:
-    noise = np.random.default_rng(0).normal(size=200)
-    both = {
-        "high": noise + 0.40,
-        "nearly": noise + 0.37,  # less by 0.03 on every image
-        "low": noise + 0.30,
-    }
-    cost = {"high": 20.0, "nearly": 10.0, "low": 1.0}
-    assert choose_best(both, cost) == "nearly"
-    # costs are alike up to a quarter
-    assert choose_best(both, cost | {"high": 12.0}) == "high"
-    # on few images that differ, none is known to be as good
-    several = {"high": noise[:8] + 1, "wide": noise[:8][::-1] + 1}
-    assert choose_best(several, {"high": 20.0, "wide": 1.0}) in several
-    assert choose_best(
-        {"high": noise[:8] + 1, "wide": noise[8:16] * 3}, {"high": 9, "wide": 1}
-    ) == ("high")

@@ -16,8 +16,7 @@ _GAINS = {
 def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure which map methods are most faithful to a model.
 
-    Writes faithfulness.json, .md, .png and .npz (every image). With --method all, also stores the
-    best method for vit explain --method best.
+    Writes faithfulness.json, .md, .png and .npz (every image).
 
     Args:
         output: Directory for the results.

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark
-from vit.analysis.faithfulness.result import FaithfulnessResult, write_best_method
+from vit.analysis.faithfulness.result import FaithfulnessResult
 from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, find_labels, open_data
@@ -67,8 +67,7 @@ def measure_faithfulness(
         split: See `vit.evaluate`.
         dataset: See `vit.evaluate`.
         class_names: See `vit.evaluate`.
-        methods: Names of map methods, or "all". After "all" the best method
-            is kept beside the model file, for `vit.explain(methods="best")`.
+        methods: Names of map methods, or "all".
         target: Class to explain. "auto": the true class of each image that is
             predicted correctly, or its most probable label that is. Any other
             target of `vit.explain` for one class is measured on images whatever
@@ -136,16 +135,7 @@ def measure_faithfulness(
         "precision": benchmark.precision,
         "versions": collect_versions(),
     }
-    result = FaithfulnessResult(measurement, conditions, ids)
-    # the best of some methods, or of an untrained model, isn't a choice for `vit explain`
-    if (
-        set(names) == set(list_methods())
-        and measured in (CLASS, LABEL)
-        and target == "auto"
-        and not random_weights
-    ):
-        measurement.notes.append(write_best_method(bundle, result))
-    return result
+    return FaithfulnessResult(measurement, conditions, ids)
 
 
 @torch.no_grad()

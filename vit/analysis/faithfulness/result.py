@@ -14,26 +14,17 @@ from vit.analysis.faithfulness.benchmark import (
     Measurement,
 )
 from vit.analysis.faithfulness.map_metrics import (
-    PerImage,
     estimate,
     find_best,
     find_lower,
     to_markdown,
 )
-from vit.bundle import Bundle
-from vit.explanation.best_method import find_record
 from vit.explanation.methods.registry import METHODS
-from vit.runtime.files import FileContent, Result, save_arrays, write_text
+from vit.runtime.files import FileContent, Result, save_arrays
 
 SCHEMA_VERSION = 4
 # symmetric relevance gains: with tokens dropped, and with patches painted over
 GAINS = ("srg", *PAINTED.values())
-# the mean of the first two, by which the best method is chosen
-BOTH = "srg_both"
-# a method is as good as the best if the 95 % interval of its difference lies above this loss
-_AS_GOOD = 0.05
-# costs up to this factor are alike, because times vary
-_SAME_COST = 1.25
 # column of each metric; an arrow says which values are better
 COLUMNS = {
     "srg": "SRG ↑",
@@ -63,7 +54,7 @@ class FaithfulnessResult(Result):
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Means with 95 % intervals by metric and map, the methods that are statistically tied for
-        best in each gain, and the best method."""
+        best in each gain."""
         metrics: dict[str, dict[str, Any]] = {}
         for metric in COLUMNS:
             values = self.measurement.values[metric]
@@ -75,26 +66,10 @@ class FaithfulnessResult(Result):
                 candidates = {name: gain for name, gain in values.items() if name not in BASELINES}
                 metrics[metric]["best"] = find_best(candidates)
                 metrics[metric]["below_centre"] = find_lower(candidates, values["centre"])
-        both = self._gains_with_both
         return {
             "metrics": metrics,
-            "best_method": choose_best(both, self.measurement.milliseconds),
-            BOTH: {
-                "methods": {name: asdict(mean) for name, mean in estimate(both).items()},
-                "best": find_best(both),
-            },
             "milliseconds_per_image": self.measurement.milliseconds,
             "notes": self.measurement.notes,
-        }
-
-    @property
-    def _gains_with_both(self) -> dict[str, PerImage]:
-        """Mean of the gains with both operators, on the images that have both."""
-        dropped, filled = (self.measurement.values[metric] for metric in ("srg", "srg_mean"))
-        return {
-            name: (dropped[name][: len(gain)] + gain) / 2
-            for name, gain in filled.items()
-            if name not in BASELINES
         }
 
     @property
@@ -147,50 +122,6 @@ class FaithfulnessResult(Result):
             "faithfulness.npz": partial(save_arrays, arrays=arrays),
             "faithfulness.png": partial(draw_plot, metrics=self.summary["metrics"]),
         }
-
-
-def write_best_method(bundle: Bundle, result: FaithfulnessResult) -> str:
-    """Write the best method beside the model file, for `vit explain --method best`.
-
-    Returns:
-        A sentence that says where it is, or why it was not written.
-    """
-    # a model in memory or of a library has no folder of its own
-    path = find_record(bundle)
-    if path is None:
-        return f"{bundle.name} is not a model file, so nothing is kept for --method best"
-    best_method = result.summary["best_method"]
-    gains = {metric: result.summary["metrics"][metric] for metric in GAINS}
-    gains[BOTH] = result.summary[BOTH]
-    content = {
-        "schema_version": 1,
-        **result.conditions,
-        "best_method": best_method,
-        "best": {metric: gain["best"] for metric, gain in gains.items()},
-        "gains": {metric: gain["methods"] for metric, gain in gains.items()},
-    }
-    try:
-        write_text(path, json.dumps(content, indent=1) + "\n")
-    # the numbers are measured, and a folder that can't be written is no reason to lose them
-    except OSError as error:
-        return f"nothing is kept for --method best: {path}: {error.strerror}"
-    return f"--method best now uses {best_method}: {path}"
-
-
-def choose_best(both: Mapping[str, PerImage], milliseconds: Mapping[str, float]) -> str:
-    """Choose the cheapest method that is as good as the best; the better one where costs are alike.
-
-    Args:
-        both: Mean of the gains with tokens dropped and with the mean fill, of each image by method.
-        milliseconds: Cost by method; methods without one cost nothing.
-    """
-    best = max(both, key=lambda name: both[name].mean())
-    differences = estimate({name: gain - both[best] for name, gain in both.items()})
-    as_good = [name for name in both if differences[name].low >= -_AS_GOOD]
-    costs = {name: milliseconds.get(name, 0.0) for name in as_good}
-    most = _SAME_COST * min(costs.values())
-    affordable = [name for name in as_good if costs[name] <= most]
-    return max(affordable, key=lambda name: both[name].mean())
 
 
 def format_time(milliseconds: Mapping[str, float], name: str) -> str:

@@ -25,10 +25,10 @@ import torch
 from vit.bundle import Bundle, open_model
 from vit.deploy.batch.inputs import Listed, check_names, list_files, open_contents, read_contents
 from vit.deploy.batch.parts import Parts
-from vit.explanation.best_method import MAX_CHECKED_IMAGES, choose_methods
 from vit.explanation.explain import describe_parameters, explain
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import ImageItem, read_file
+from vit.explanation.methods.auto import MAX_CHECKED_IMAGES, choose_methods
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.writer import draw_map
 from vit.prediction.image_predictor import Predictor

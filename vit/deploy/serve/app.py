@@ -48,9 +48,9 @@ from vit.deploy.serve.uploads import (
     receive_photos,
     wait_until_gone,
 )
-from vit.explanation.best_method import AUTO, choose_methods, replace_best
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
+from vit.explanation.methods.auto import AUTO, choose_methods
 from vit.explanation.methods.registry import find_methods
 from vit.explanation.render.contact_sheet import BADGES
 from vit.explanation.render.overlay import MAX_SIDE, blend
@@ -126,8 +126,7 @@ def build_app(
     Args:
         bundle: The model. If its attention can't be read, answers have no map.
         precision: Precision of predictions, see `vit.evaluate`; maps are computed in float32.
-        method: Map method; "best" is the one that `vit faithfulness` found, and "auto" the first
-            one of `vit.explain`.
+        method: Map method; "auto" is the first one of `vit.explain`.
         hosts: Requests must name one of them, so that no other site can let its name point here.
             "*.example.com" is each name below example.com.
         num_similar: Training photos that the page shows with a photo, if the model file names
@@ -194,7 +193,7 @@ class _Service:
         self._batch_predictor = self._predictor.batch_predictors[0]
         # an unknown method is an error, a model whose attention can't be read is none
         if method != AUTO:
-            find_methods(replace_best((method,), bundle))
+            find_methods([method])
         self.explainer: Explainer | None = None
         with suppress(ValueError):
             methods = choose_methods((method,), bundle, num_images=1)[:1]

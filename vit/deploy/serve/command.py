@@ -40,8 +40,7 @@ def serve(
             may ask.
         port: Port to listen on; 0 takes a free one.
         allow_host: Another name of this machine, such as a proxy's; may be repeated.
-        method: Map method. "best" is the one that vit faithfulness found, "auto" the first of
-            vit explain.
+        method: Map method. "auto" is the first one of vit explain.
         similar: Training photos to show with a photo; 0: answers name none.
         workers: Processes that share port and cores; each opens the model.
         batch_size: Most photos in a batch.

@@ -26,10 +26,10 @@ from vit.evaluation.report.charts import (
 from vit.evaluation.report.confusion import describe_confusion
 from vit.evaluation.report.contrast import explain_confusions, find_confused_pairs
 from vit.evaluation.report.plain import describe_in_plain_words
-from vit.explanation.best_method import AUTO, choose_methods
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.checks.sanity_checks import check_maps
 from vit.explanation.explainer import choose_explain_batch_size
+from vit.explanation.methods.auto import AUTO, choose_methods
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import METHODS, Method
 from vit.explanation.render.page import (

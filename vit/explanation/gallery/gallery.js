@@ -788,7 +788,7 @@ const methods = [...page.methods];
 if (page.images.some(image => image.layers)) methods.push(ATTENTION);
 if (page.images.some(image => image.lens)) methods.push(LENS);
 if (page.images.some(image => image.features)) methods.push(COLOURS, SIMILARITY, NORMS);
-fill("method", methods.map(method => [method, method + (method === page.best ? " (best)" : "")]));
+fill("method", methods.map(method => [method, method]));
 const classesOf = ({predicted}) => (predicted.labels || [predicted]).map(each => each.index);
 const bandOf = image => CONFIDENCES.findLast(([least]) => image.predicted.percent >= Number(least))[0];
 /** A menu of the kinds of images that there are, with the number of each. */

@@ -45,24 +45,14 @@ class Gallery:
         bundle: The model.
         num_images: Number of images that will be added; with few images there is room for more
             details of tokens.
-        best_method: Method that measured best for the model. The page opens with it, or with the
-            first method.
         smooth: Interpolate between patches. Otherwise each has one colour.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        num_images: int,
-        best_method: str | None = None,
-        smooth: bool = True,
-    ) -> None:
+    def __init__(self, bundle: Bundle, *, num_images: int, smooth: bool = True) -> None:
         self._bundle = bundle
         self._smooth = smooth
         self._verdicts: dict[str, list[str]] = {}  # by method, for all images
         self._sink_fractions: dict[str, list[float]] = {}
-        self._best_method = best_method
         self._training_photos = TrainingPhotos(bundle, side=_NEIGHBOUR_SIDE)
         self._token_bytes = max(_PAGE_TOKEN_BYTES // max(num_images, 1), _MIN_TOKEN_BYTES)
         # their pictures take the room of token details
@@ -108,9 +98,7 @@ class Gallery:
             "noun": "label" if self._bundle.is_multilabel else "class",
             "verdicts": VERDICTS,
             "badges": BADGES,
-            # the sort is stable, so the others keep their order
-            "methods": sorted(self._methods, key=lambda name: name != self._best_method),
-            "best": self._best_method,
+            "methods": self._methods,
             "smooth": self._smooth,
             "summary": {name: self._count(name) for name in self._methods},
             "images": self._summaries,
