@@ -1,28 +1,17 @@
-"""Images a second in training, beside timm's model in a plain loop, on the same images and
-architecture.
+"""Measure images a second in training, beside timm's model, on the same images and architecture.
 
     python benchmarks/train_throughput.py ROOT --output benchmarks/results
 
-ROOT is an image folder with a train/ split (for the committed result: CIFAR-10 as JPEG files). The
-variants are
+ROOT is an image folder with a train/ split (for the published result: CIFAR-10 as JPEG files). Each variant runs in a
+process of its own, they take turns round by round, and a result is the median over the rounds:
 
-    plain      timm's model, AdamW fused, a DataLoader with 2 workers (12 for a GPU) and torchvision's transforms
-               (random crop with padding, flip, normalise)
+    plain      timm's model, fused AdamW, torchvision's transforms (random crop with padding, flip, normalise) and a
+               DataLoader with two workers, 12 on a GPU
     compiled   the same, with torch.compile
-    resident   timm's model in a plain loop on the engine's batches: decoded once, augmented on the device (on request)
-    resident-compiled  the same, with torch.compile (on request)
-    engine     `vit train` with its default settings, the same architecture, optimizer and augmentation
-    engine-2   the engine as two processes of one thread each (CPU only; on request)
-    engine-compiled  the engine with train.compile=true (on request; by default short runs are not compiled)
-    matmul     the model's own matrix products alone, forward and both of the backward pass
+    resident   timm's model on batches in the device's memory, without decoding or augmentation (on request)
+    engine     `vit.train` with the same architecture, optimizer and augmentation
 
-All compute in the precision that `vit train` chooses: bfloat16 (plain and compiled by autocast), or
-float32 where the processor has no instructions for bfloat16. Every variant runs in a process of its
-own, they take turns round by round, and a result is the median over the rounds. The first round
-starts from empty caches: there the time to the first step includes decoding the images once
-(engine) and compiling. A last process trains timm's model and the engine from equal weights on
-equal batches and compares their losses with those of float32. The result is written after every
-variant. Where TORCHINDUCTOR_CACHE_DIR is set, compiled code is kept there and no start is cold.
+All compute in the precision that `vit train` chooses. The result is written after each variant.
 """
 
 import argparse
@@ -32,149 +21,140 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from conditions import describe_conditions, write_result
-from train_variants import ARCHITECTURE, BATCH_SIZE, IMAGE_SIZE
-
-from vit.analysis.faithfulness.map_metrics import to_markdown
-from vit.model.presets import compute_flops
-
-DEFAULT_VARIANTS = ["plain", "compiled", "engine", "matmul"]
-ON_REQUEST = ["resident", "resident-compiled", "engine-2", "engine-compiled"]
-
-
-def start_variant(variant: str, arguments: argparse.Namespace, *, cache: Path) -> dict[str, Any]:
-    """Run one variant in a process of its own; its last line of output is its report."""
-    launcher = [sys.executable]
-    environment = dict(os.environ)
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled" / variant))
-    if variant.startswith("engine"):
-        environment.setdefault("GOMP_SPINCOUNT", "10000")  # as `vit train` does
-    if variant == "engine-2":
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        environment["OMP_NUM_THREADS"] = "1"
-    script = str(Path(__file__).with_name("train_variants.py"))
-    options = [f"--cache={cache}", f"--device={arguments.device}", f"--seconds={arguments.seconds}"]
-    command = [*launcher, script, variant, str(arguments.root), *options]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"variant {variant} failed with exit code {done.returncode}")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    report: dict[str, Any] = json.loads(lines[-1])
-    return report
+ARCHITECTURE = {"embed_dim": 192, "depth": 9, "num_heads": 3, "patch_size": 4}
+IMAGE_SIZE = 32
+BATCH_SIZE = 256
+WARM_STEPS = 4
+LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.05
+VARIANTS = ("plain", "compiled", "engine")
+NAME = "train-throughput"
 
 
-def count_flops() -> int:
-    """Of a training step, an image: three times the forward pass of the whole model."""
-    return 3 * compute_flops({"img_size": IMAGE_SIZE, "num_classes": 10, **ARCHITECTURE})
+class Clock:
+    """Counts steps from the end of the warm-up to the end of the time."""
+
+    def __init__(self, device: str, *, seconds: float) -> None:
+        self.device, self.seconds = device, seconds
+        self.steps, self.start = 0, 0.0
+
+    def tick(self) -> bool:
+        """Count a step; return True when the time is over."""
+        self.steps += 1
+        if self.steps == WARM_STEPS:
+            self._wait()
+            self.start = time.perf_counter()
+        return self.steps > WARM_STEPS and time.perf_counter() - self.start >= self.seconds
+
+    def compute_rate(self) -> float:
+        """Return the images a second since the warm-up."""
+        self._wait()
+        elapsed = time.perf_counter() - self.start
+        return (self.steps - WARM_STEPS) * BATCH_SIZE / elapsed
+
+    def _wait(self) -> None:
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
 
-def summarise_variant(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of one variant over the rounds; the first round is cold."""
-    rates = [report["images_per_second"] for report in reports]
-    warm = [report["first_step_seconds"] for report in reports[1:] or reports]
-    summary = {
-        "images_per_second": round(statistics.median(rates), 1),
-        "rounds": [round(rate, 1) for rate in rates],
-        "cold_first_step_seconds": round(reports[0]["first_step_seconds"], 1),
-        "warm_first_step_seconds": round(statistics.median(warm), 1),
-    }
-    for name in ("peak_memory_mib", "peak_device_memory_mib"):
-        if name in reports[0]:
-            summary[name] = round(max(report[name] for report in reports))
-    # how the steps were run
-    for name in ("compiled", "captured", "host_milliseconds", "step_milliseconds"):
-        if name in reports[-1]:
-            summary[name] = reports[-1][name]
-    return summary
+def build_loader(images: Any, device: Any) -> Any:
+    """Return the DataLoader of a plain loop; more workers would slow training on two CPU cores."""
+    from torch.utils.data import DataLoader
+
+    return DataLoader(
+        images,
+        BATCH_SIZE,
+        shuffle=True,
+        drop_last=True,
+        num_workers=2 if device.type == "cpu" else min(12, os.cpu_count() or 1),
+        persistent_workers=True,
+        pin_memory=device.type == "cuda",
+    )
 
 
-def summarise(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Of every variant, and the ratios of their rates."""
-    variants = {
-        name: summarise_variant([reports[name] for reports in rounds if name in reports])
-        for name in rounds[0]
-        if name != "matmul"
-    }
-    rates = {name: summary["images_per_second"] for name, summary in variants.items()}
-    summary: dict[str, Any] = {"variants": variants}
-    summary["ratios"] = {
-        f"{name} / {base}": round(rates[name] / rates[base], 2)
-        for name in rates
-        for base in ("plain", "compiled", "resident", "resident-compiled", "engine")
-        if name.startswith("engine") and base in rates and base != name
-    }
-    if "matmul" in rounds[0]:
-        matmul = statistics.median(
-            reports["matmul"]["matmul_tflops"] for reports in rounds if "matmul" in reports
-        )
-        summary["matmul_tflops"] = round(matmul, 3)
-        summary["precision"] = rounds[0]["matmul"]["precision"]
-        summary["fraction_of_matmul_rate"] = {
-            name: round(rate * count_flops() / 1e12 / matmul, 3) for name, rate in rates.items()
-        }
-    return summary
+def run_timm(root: Path, clock: Clock, *, variant: str) -> float:
+    """Train timm's model in a plain loop."""
+    import timm
+    import torch
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
 
+    from vit.runtime.device import autocast, choose_precision
 
-def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
-    """The last losses, and the largest relative difference from float32 over all steps."""
-    reference = losses["float32"]
-    return {
-        "steps": len(reference),
-        "last_loss": {name: round(values[-1], 4) for name, values in losses.items()},
-        "largest_difference_from_float32": {
-            name: max(
-                abs(value / other - 1) for value, other in zip(values, reference, strict=True)
-            )
-            for name, values in losses.items()
-            if name != "float32"
-        },
-    }
-
-
-def build_table(result: dict[str, Any]) -> str:
-    """The table of research/record.md."""
-    names = {"plain": "timm, plain loop", "compiled": "timm, compiled", "engine": "`vit train`"}
-    names |= {
-        "resident": "timm on resident batches",
-        "resident-compiled": "timm on resident batches, compiled",
-        "engine-2": "`vit train`, 2 processes × 1 thread",
-        "engine-compiled": "`vit train`, compiled",
-    }
-    rows = []
-    for variant, found in result["variants"].items():
-        ratios = [result["ratios"].get(f"{variant} / {base}") for base in ("plain", "compiled")]
-        share = result.get("fraction_of_matmul_rate", {}).get(variant)
-        seconds = f"{found['cold_first_step_seconds']:.0f} / {found['warm_first_step_seconds']:.0f}"
-        cells = ["–" if ratio is None else f"{ratio:.1f} ×" for ratio in ratios]
-        rate = f"{found['images_per_second']:,.0f}"
-        rows.append(
-            [names[variant], rate, *cells, "–" if share is None else f"{share:.0%}", seconds]
-        )
-    titles = [
-        "",
-        "images/s",
-        "of timm's plain loop",
-        "of compiled",
-        "of the matmul rate",
-        "first step (s), cold / warm",
+    device = torch.device(clock.device)
+    steps = [
+        transforms.RandomCrop(IMAGE_SIZE, padding=4),
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     ]
-    machine = result["machine"]
-    where = f"{machine['device']}, commit {machine['commit']}"
-    losses = ""
-    if "agreement" in result:
-        last = ", ".join(
-            f"{loss:.3f} ({name})" for name, loss in result["agreement"]["last_loss"].items()
-        )
-        losses = f" Losses after {result['agreement']['steps']} equal steps: {last}."
-    limit = ""
-    if "plain" in result.get("fraction_of_matmul_rate", {}):
-        most = 1 / result["fraction_of_matmul_rate"]["plain"]
-        rate = f"{result['matmul_tflops']:.2f} TFLOP/s in {result.get('precision', 'bfloat16')}"
-        limit = f" Matrix products alone run at {rate}: {most:.1f} × the plain loop."
-    return f"{to_markdown(titles, rows)}\n\n{where}.{limit}{losses}"
+    images = ImageFolder(root / "train", transforms.Compose(steps))
+    batches = build_loader(images, device)
+    if variant == "resident":
+        batches = cycle([[part.to(device) for part in next(iter(batches))]])
+    shape = {"img_size": IMAGE_SIZE, "num_classes": len(images.classes), **ARCHITECTURE}
+    model = timm.models.VisionTransformer(**shape).to(device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    forward: Callable[..., Any] = torch.compile(model) if variant == "compiled" else model
+    while True:
+        for batch, labels in batches:
+            with autocast(device, choose_precision("auto", device)):
+                outputs = forward(batch.to(device, non_blocking=True))
+                loss = torch.nn.functional.cross_entropy(outputs, labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if clock.tick():
+                return clock.compute_rate()
+
+
+def run_engine(root: Path, clock: Clock, *, folder: Path) -> float:
+    """Train by `vit.train`, which a callback ends when the time is over."""
+    import vit
+
+    class Stop(vit.Observer):
+        def on_step(self, metrics: dict[str, Any]) -> bool:
+            return clock.tick()
+
+    overrides = [f"model.{name}={value}" for name, value in ARCHITECTURE.items()]
+    overrides += ["optimizer.name=adamw", f"optimizer.lr={LEARNING_RATE}"]
+    overrides += [f"optimizer.weight_decay={WEIGHT_DECAY}", f"data.image_size={IMAGE_SIZE}"]
+    overrides += ["augment.crop_padding=4", "augment.flip=random", f"data.root={root}"]
+    overrides += [f"train.batch_size={BATCH_SIZE}", "train.epochs=100"]
+    overrides += ["data.name=folder", f"train.device={clock.device}"]
+    vit.train({}, output=folder / "run", overrides=overrides, callbacks=[Stop()])
+    return clock.compute_rate()
+
+
+def start_variant(variant: str, options: argparse.Namespace, *, cache: Path) -> float:
+    """Run a variant in a process of its own; its last line of output is its rate."""
+    environment = os.environ | {"VIT_CACHE": str(cache / "vit")}
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled" / variant))
+    command = [sys.executable, __file__, str(options.root), "--one", variant]
+    command += ["--device", options.device, "--seconds", str(options.seconds)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+def summarise(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the median rate of each variant, and the ratios of ours to the others."""
+    variants = {}
+    for name in rounds[0]:
+        rates = [found[name] for found in rounds if name in found]
+        variants[name] = {"images_per_second": statistics.median(rates), "rounds": rates}
+    medians = {name: found["images_per_second"] for name, found in variants.items()}
+    ours = medians.pop("engine", None)
+    ratios = {f"engine / {name}": ours / rate for name, rate in medians.items()} if ours else {}
+    return {"variants": variants, "ratios": ratios}
 
 
 def main() -> None:
@@ -182,36 +162,36 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("root", type=Path)
-    parser.add_argument(
-        "--variants", nargs="+", default=DEFAULT_VARIANTS, choices=[*DEFAULT_VARIANTS, *ON_REQUEST]
-    )
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=[*VARIANTS, "resident"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of each variant in each round, after warm-up"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="a variant, after warm-up")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, help="folder for train-throughput-<machine>.json")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {
-        "machine": describe_conditions(arguments.device),
-        "images": f"{IMAGE_SIZE} px, batch {BATCH_SIZE}, {ARCHITECTURE}",
-    }
-    rounds: list[dict[str, dict[str, Any]]] = []
-    with tempfile.TemporaryDirectory() as directory:
-        for number in range(arguments.rounds):
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=f"folder of {NAME}-<machine>.json")
+    options = parser.parse_args()
+    if options.one:
+        clock = Clock(options.device, seconds=options.seconds)
+        if options.one == "engine":
+            with tempfile.TemporaryDirectory() as folder:
+                print(run_engine(options.root, clock, folder=Path(folder)))
+        else:
+            print(run_timm(options.root, clock, variant=options.one))
+        return
+    from conditions import describe_conditions, write_result
+
+    images = f"{IMAGE_SIZE} px, batch {BATCH_SIZE}, {ARCHITECTURE}"
+    result: dict[str, Any] = {"machine": describe_conditions(options.device), "images": images}
+    rounds: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        for _ in range(options.rounds):
             rounds.append({})
-            for variant in arguments.variants:
-                rounds[-1][variant] = start_variant(variant, arguments, cache=Path(directory))
-                print(f"round {number + 1}, {variant}: {rounds[-1][variant]}", flush=True)
-                # after every variant: the next one may be cut off
+            for variant in options.variants:
+                rounds[-1][variant] = start_variant(variant, options, cache=Path(cache))
+                print(f"round {len(rounds)}, {variant}: {rounds[-1][variant]}", flush=True)
                 result |= summarise(rounds)
-                if arguments.output:
-                    write_result(arguments.output, "train-throughput", result)
-        losses = start_variant("agreement", arguments, cache=Path(directory))
-    result["agreement"] = compare_losses(losses)
+                if options.output:
+                    write_result(options.output, NAME, result)
     print(json.dumps(result, indent=1))
-    if arguments.output:
-        write_result(arguments.output, "train-throughput", result)
 
 
 if __name__ == "__main__":

@@ -208,10 +208,10 @@ def test_files_and_make_targets_that_a_page_names_exist(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
     for path in re.findall(
-        r"`((?:vit|benchmarks|research|notebooks|tests|configs|docs)/[\w./-]+)`", text
+        r"`((?:vit|benchmarks|notebooks|tests|configs|docs)/[\w./-]+)`", text
     ):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
-    for script in re.findall(r"python ((?:benchmarks|research)/\w+\.py)", text):
+    for script in re.findall(r"python (benchmarks/\w+\.py)", text):
         assert (ROOT / script).is_file(), f"{page.name} names {script}"
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`?make (\w+)`", text)) <= targets

@@ -1,21 +1,19 @@
-"""Which kernels of attention have gradients that are not finite or wrong, by length, with and
-without scores far below 0.
+"""Tell which kernels of attention have gradients that are not finite or wrong.
 
-    python benchmarks/gpu/sdpa_nan.py --output FILE        # 15 s on a GPU
+    python benchmarks/gpu/sdpa_nan.py --output benchmarks/results      # 15 s on a GPU
 
-No mask, queries, keys and values with the strides of the packed projection or contiguous.
-"cudnn, keys centred" is what our models compute.
+Each length is tried with scores far below 0, where cuDNN's backward pass has been NaN, and with the strides of the
+packed projection. "cudnn, keys centred" is what our models compute.
 """
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from conditions import describe_conditions, write_result
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -29,16 +27,12 @@ KERNELS = {
 }
 LENGTHS = (16, 36, 49, 63, 64, 65, 128, 192, 196, 197, 256, 257, 320)
 SHIFTS = (0, -80, -95, -120)
-# of a gradient's norm, beyond which it is called wrong
+# A larger part of a gradient's norm is called wrong.
 TOLERANCE = 0.05
 
 
-def attend_to_centred_keys(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, centre_keys(key), value)
-
-
 def draw(length: int, shift: int, *, packed: bool, device: str) -> list[Tensor]:
-    """The same numbers for every kernel. All scores of the first half of the images are `shift`."""
+    """Draw queries, keys and values; all scores of the first half of the images are `shift`."""
     generator = torch.Generator().manual_seed(length)
     count, heads, width = (64 if device == "cuda" else 2), 6, 64
     values = 0.1 * torch.randn(count, length, 3, heads, width, generator=generator)
@@ -55,59 +49,52 @@ def draw(length: int, shift: int, *, packed: bool, device: str) -> list[Tensor]:
 def differentiate(
     attend: Callable[..., Tensor], kernel: SDPBackend, inputs: list[Tensor]
 ) -> tuple[Tensor, ...]:
+    """Return the output and the gradients of queries, keys and values."""
     with sdpa_kernel(kernel):
         output = attend(*inputs)
         direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
         return output.detach(), *torch.autograd.grad(output, inputs, direction.to(output))
 
 
-def judge(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], *, shifted: bool) -> str:
-    bad = [int((~tensor.isfinite()).sum()) for tensor in found]
-    if any(bad):
-        return "not finite (output, q, k, v): " + ", ".join(map(str, bad))
-    # with a shift, gradients of its channel cancel
-    if shifted:
-        return "ok"
+def find_fault(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], *, shift: int) -> str:
+    """Say what is wrong, or return an empty text. With a shift, gradients of its channel cancel."""
+    if not all(bool(tensor.isfinite().all()) for tensor in found):
+        return "not finite"
     errors = [
         float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6))
         for a, b in zip(found, expected, strict=True)
     ]
-    return "ok" if max(errors) < TOLERANCE else f"wrong by {max(errors):.2f}"
+    return "" if shift or max(errors) < TOLERANCE else f"wrong by {max(errors):.2f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the result")
     options = parser.parse_args()
     is_cuda = options.device == "cuda"
-    ways: dict[str, tuple[Callable[..., Tensor], SDPBackend]] = {
-        name: (F.scaled_dot_product_attention, kernel)
-        for name, kernel in KERNELS.items()
-        if is_cuda or name in ("flash", "math")
-    }
-    first = "cudnn" if is_cuda else "flash"
-    ways[f"{first}, keys centred"] = (attend_to_centred_keys, KERNELS[first])
+    attend = F.scaled_dot_product_attention
+    names = list(KERNELS) if is_cuda else ["flash", "math"]
+    ways = {name: (attend, KERNELS[name]) for name in names}
+    ways[f"{names[0]}, keys centred"] = (
+        lambda query, key, value: attend(query, centre_keys(key), value),
+        KERNELS[names[0]],
+    )
     lengths = LENGTHS if is_cuda else (36, 64)
-    failures: list[dict[str, Any]] = []
+    failures = []
     for length, shift, packed in itertools.product(lengths, SHIFTS, (True, False)):
-        place = {"length": length, "shift": shift, "packed": packed}
         inputs = draw(length, shift, packed=packed, device=options.device)
-        expected = differentiate(F.scaled_dot_product_attention, SDPBackend.MATH, inputs)
-        for name, (attend, kernel) in ways.items():
+        expected = differentiate(attend, SDPBackend.MATH, inputs)
+        for name, (way, kernel) in ways.items():
             try:
-                found = differentiate(attend, kernel, inputs)
+                fault = find_fault(differentiate(way, kernel, inputs), expected, shift=shift)
             except RuntimeError:  # the kernel doesn't take these
                 continue
-            verdict = judge(found, expected, shifted=bool(shift))
-            if verdict != "ok":
-                failures.append({**place, "kernel": name, "verdict": verdict})
-                print(failures[-1], flush=True)
-    result = {"kernels": list(ways), "lengths": lengths, "failures": failures}
-    failing = sorted({failure["kernel"] for failure in failures})
-    print(f"kernels with failures: {', '.join(failing) or 'none'}")
-    if options.output:
-        options.output.write_text(json.dumps(result))
+            if fault:
+                case = {"length": length, "shift": shift, "packed": packed}
+                failures.append({**case, "kernel": name, "fault": fault})
+    result = {"machine": describe_conditions(options.device), "kernels": list(ways)}
+    print(write_result(options.output, "attention-nan", {**result, "failures": failures}))
 
 
 if __name__ == "__main__":

@@ -72,5 +72,5 @@ def meter(npu: Counter) -> Meter:
 
 @pytest.fixture
 def table() -> Callable[[str, Count], None]:
-    """table(what, count) prints a row of research/record.md; to be seen with `pytest -s`."""
+    """table(what, count) prints what was counted; to be seen with `pytest -s`."""
     return lambda what, count: print(f"\n| {what} | {' | '.join(map(str, count))} |", end="")
