@@ -207,9 +207,7 @@ def test_files_and_make_targets_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
-    for path in re.findall(
-        r"`((?:vit|benchmarks|notebooks|tests|configs|docs)/[\w./-]+)`", text
-    ):
+    for path in re.findall(r"`((?:vit|benchmarks|notebooks|tests|configs|docs)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     for script in re.findall(r"python (benchmarks/\w+\.py)", text):
         assert (ROOT / script).is_file(), f"{page.name} names {script}"
