@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from vit.config import (
     AugmentConfig,
@@ -37,7 +38,7 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
         [
             "train.image_sizes=[[0.5, 0.75], [1.0, 1]]",
             "data.root=123",
-            "data.classes=[cat, dog]",
+            'data.classes=["cat", "dog"]',
             "model.freeze=2",
         ],
     )
@@ -45,6 +46,18 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
     path.write_text(dump_config(config))
     assert load_config(path) == config
     assert config.data.root == str(Path("123").absolute())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["photos #2", "a: b", "a 'b' c", 'the "best" ones', "- x", "{0}", "[a", "50 %", "*x", "&y", "~z"],
+)
+def test_a_path_with_any_characters_stays_one(name: str) -> None:
+    config = load_config(None, [f"data.cache_dir=/x/{name}", f"data.label_by={name}"])
+    assert str(config.data.cache_dir) == f"/x/{name}"
+    assert config.data.label_by == name
+    saved = load_config(yaml.safe_load(dump_config(config)))
+    assert saved == config
 
 
 def test_the_folder_of_the_images_is_absolute_and_shard_patterns_stay() -> None:
@@ -78,7 +91,14 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
         ("train.image_sizes=[[0.5, 0]]", r"train\.image_sizes.*greater than 0"),
         ("train.patch_drop_rates=[[0.5, 1]]", r"train\.patch_drop_rates.*less than 1"),
         ("train.patch_drop_rates=0.5", r"train\.patch_drop_rates.*list"),
-        ("augment={resized_crop_scale: [0.5, 1], crop_padding: 4}", "augment: .*two ways to crop"),
+        ('augment={"resized_crop_scale": [0.5, 1], "crop_padding": 4}', "augment: .*two ways"),
+        ("data.classes=[cat, dog]", r'data\.classes: .*JSON, such as \["cat", "dog"\]'),
+        ("model.freeze=true", r"model\.freeze: true and false are not values"),
+        ("model.freeze=-1", r"model\.freeze"),
+        ("train.batch_size=true", r"train\.batch_size: true and false"),
+        ("train.ema_decay=true", r"train\.ema_decay: true and false"),
+        ("train.image_sizes=[[1, 1], [0.5, 0.5]]", r"train\.image_sizes.*must rise"),
+        ("train.patch_drop_rates=[[0.5, 0.5], [0.5, 0]]", r"train\.patch_drop_rates.*must rise"),
         ("model.embed_dim=100", "embed_dim 100 is not a multiple of model.num_heads 3"),
         (
             "train.grad_accum_steps=3",

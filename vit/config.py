@@ -12,10 +12,17 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic.functional_validators import field_validator, model_validator
 
 from vit.runtime.arguments import (
@@ -32,6 +39,19 @@ from vit.runtime.files import expand_home, read_text
 Triple = tuple[float, float, float]
 SizeFraction = Annotated[float, Field(gt=0, le=1)]
 DropRate = Annotated[float, Field(ge=0, lt=1)]
+RunFraction = Annotated[float, Field(gt=0, le=1)]
+
+
+def _check_rising(rows: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Refuse rows [end, value] that would never be used: each must end after the one before."""
+    ends = [end for end, _ in rows]
+    if ends != sorted(set(ends)):
+        raise ValueError(f"the fractions of the run must rise from row to row, and are {ends}")
+    return rows
+
+
+Sizes = Annotated[list[tuple[RunFraction, SizeFraction]], AfterValidator(_check_rising)]
+DropRates = Annotated[list[tuple[RunFraction, DropRate]], AfterValidator(_check_rising)]
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: expand_home(path).absolute())]
 
 
@@ -48,6 +68,15 @@ class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_true_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is wanted: pydantic would take them as 1 and 0."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and kind is not bool and bool not in get_args(kind):
+            raise ValueError("true and false are not values of this key")
+        return value
 
 
 class DataConfig(_Section):
@@ -204,7 +233,7 @@ class ModelConfig(_Section):
     # number of them
     probe: bool | Annotated[int, Field(gt=1)] = False
     # backbone: train the head only; N: freeze N blocks
-    freeze: Literal["none", "backbone"] | int = "none"
+    freeze: Literal["none", "backbone"] | Annotated[int, Field(ge=0)] = "none"
 
 
 class OptimizerConfig(_Section):
@@ -256,10 +285,10 @@ class TrainConfig(_Section):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     # scale of data.image_size until a fraction of the run: [[0.6, 0.75], [1, 1]] is 3/4 of the side
     # until 60 %
-    image_sizes: list[tuple[float, SizeFraction]] | None = None
+    image_sizes: Sizes | None = None
     # fraction of patches left out until a fraction of the run: [[0.8, 0.5], [1, 0]] is half of them
     # until 80 %
-    patch_drop_rates: list[tuple[float, DropRate]] | None = None
+    patch_drop_rates: DropRates | None = None
     grad_checkpointing: bool = False
     # auto: weights if the largest class has over 5 times the images of the smallest; asymmetric: a
     # loss of several labels an image for rare ones
@@ -375,7 +404,6 @@ def list_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping):
             listed += [f"{key}.{text}" for text in list_overrides(value)]
         else:
-            # JSON is YAML, in which nothing of a text is read as YAML's own.
             listed.append(f"{key}={json.dumps(value, default=str)}")
     return listed
 
@@ -435,14 +463,16 @@ def _apply_override(sections: dict[str, Any], override: str) -> None:
                 f"override {shorten(override)!r}: {shorten(parent)} is a value, not a section"
             )
     try:
-        values[name] = parse_yaml(text, origin=key)
+        values[name] = json.loads(text)
     except ValueError:
-        # The text is no YAML: a name with a colon or a bracket.
+        # A path or a word stays as it is written, whatever characters it has.
         values[name] = text
 
 
 def _explain(error: Any) -> str:
     """Return one of pydantic's errors as a sentence that names the key."""
+    if error["type"] == "list_type" and isinstance(error["input"], str):
+        return f'{explain_error(error)}; write it as JSON, such as ["cat", "dog"] or [0.5, 1]'
     if error["type"] != "extra_forbidden":
         return explain_error(error)
 

@@ -1,5 +1,6 @@
 """`vit train`: from a configuration, or images alone, to a model file that needs nothing else."""
 
+import json
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -65,7 +66,7 @@ def train(
     # An address may have parameters.
     is_override = equals and "://" not in key and not Path(config or "").exists()
     # an override that says the same as an option wins
-    listed = [f"{key}={value}" for key, value in keys.items() if value is not None]
+    listed = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
     if config is not None and is_override:
         listed.append(config)
         config = None

@@ -55,16 +55,14 @@ def resolve_arguments(
     if folds is not None:
         listed += FOLDS_OVERRIDES
     if group_by is not None:
+        # As JSON, so that an expression that is a number by chance stays a text.
         text = str(group_by)
-        # As JSON, hence YAML, so that nothing in an expression is read as YAML's own.
-        if not text.isdecimal():
-            text = json.dumps(text)
-        listed.append(f"data.group_by={text}")
+        listed.append(f"data.group_by={text if text.isdecimal() else json.dumps(text)}")
     for name, value in labels._asdict().items():
         if value is not None:
             listed.append(f"data.{name}={json.dumps(value)}")
     if init is not None:
-        listed.append(f"model.init={find_initial_weights(init, directory)}")
+        listed.append(f"model.init={json.dumps(find_initial_weights(init, directory))}")
     listed += overrides
 
     config = resolve_config(
