@@ -151,7 +151,7 @@ def test_the_user_is_told(cli: Launcher, empty_yaml: Path, tmp_path: Path) -> No
 
 def test_a_plan_is_done_at_its_end_or_out_of_patience() -> None:
     settings = TrainConfig(early_stopping_patience=2)
-    plan = TrainingPlan(settings, epochs=2, steps_per_epoch=5, total_steps=10, batch_size=4)
+    plan = TrainingPlan(settings, steps_per_epoch=5, total_steps=10, batch_size=4)
     assert not Progress(step=9, evaluations_since_best=1).is_done(plan)
     assert Progress(step=10).is_done(plan)
     assert Progress(step=5, evaluations_since_best=2).is_done(plan)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -23,6 +23,9 @@ Seconds = Annotated[float, Field(ge=0, le=1e9)]
 # cifar10/cpu on a Zen 4; on a Xeon 0.6.
 _PATCH_FRACTION = 0.7
 
+# In runs of fewer epochs, a change at the end of an epoch could come much too late.
+_MIN_EPOCHS = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
@@ -30,7 +33,6 @@ class TrainingPlan:
 
     Args:
         settings: Settings of the training loop. What follows is computed from them.
-        epochs: Epochs; the last one may be cut short by `total_steps`.
         steps_per_epoch: Batches of an epoch.
         total_steps: Step after which the run ends.
         batch_size: Images of a step, over all processes.
@@ -41,28 +43,46 @@ class TrainingPlan:
 
     settings: TrainConfig
     _: dataclasses.KW_ONLY
-    epochs: int
     steps_per_epoch: int
     total_steps: int
     batch_size: int
     image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()
     mix_until: float = 1.0
 
-    def with_steps(self, total_steps: int) -> Self:
-        """Return the plan with another length."""
-        epochs = math.ceil(self.epochs * total_steps / self.total_steps)
-        return dataclasses.replace(self, total_steps=total_steps, epochs=epochs)
+    @property
+    def epochs(self) -> int:
+        """Epochs; the last one may be cut short by `total_steps`."""
+        return math.ceil(self.total_steps / self.steps_per_epoch)
 
-    def image_size(self, epoch: int) -> tuple[int, int] | None:
-        """Return the size (height, width) of epoch number `epoch`, counted from 0. None: the data's
+    def find_end(self, fraction: float) -> int:
+        """Return the step at which a fraction of the run has passed: the end of the epoch in which
+        it passes; the very step in a run of few epochs, and in the last epoch."""
+        epochs = self.total_steps / self.steps_per_epoch
+        end = math.ceil(fraction * epochs) * self.steps_per_epoch
+        if epochs >= _MIN_EPOCHS and end < self.total_steps:
+            return end
+        return round(fraction * self.total_steps)
+
+    def find_change(self, step: int) -> int:
+        """Return the first step after `step` from which batches or steps are of another kind."""
+        rows = [*self.image_sizes, *(self.settings.patch_drop_rates or ()), (self.mix_until, True)]
+        ends = [self.find_end(until) for until, _ in rows]
+        return min((end for end in ends if end > step), default=self.total_steps)
+
+    def image_size(self, step: int) -> tuple[int, int] | None:
+        """Return the size (height, width) of step number `step`, counted from 0. None: the data's
         own size."""
-        sizes = (size for until, size in self.image_sizes if epoch < until * self.epochs)
+        sizes = (size for until, size in self.image_sizes if step < self.find_end(until))
         return next(sizes, None)
 
-    def patch_drop_rate(self, epoch: int) -> float:
-        """Return the fraction of the patches that the steps of epoch number `epoch` drop."""
+    def patch_drop_rate(self, step: int) -> float:
+        """Return the fraction of the patches that step number `step` drops."""
         rates = self.settings.patch_drop_rates or ()
-        return next((rate for until, rate in rates if epoch < until * self.epochs), 0.0)
+        return next((rate for until, rate in rates if step < self.find_end(until)), 0.0)
+
+    def mixes(self, step: int) -> bool:
+        """Return whether mixup and cutmix are applied in step number `step`."""
+        return step < self.find_end(self.mix_until)
 
     def count_full_steps(self, image_size: tuple[int, int]) -> float:
         """Return the number of steps with whole images of `image_size` that take the time of the
@@ -70,10 +90,9 @@ class TrainingPlan:
         patches that are kept."""
         full_steps = 0.0
         for start in range(0, self.total_steps, self.steps_per_epoch):
-            epoch = start // self.steps_per_epoch
             num_steps = min(self.steps_per_epoch, self.total_steps - start)
-            pixels = math.prod(self.image_size(epoch) or image_size) / math.prod(image_size)
-            full_steps += num_steps * pixels * (1 - _PATCH_FRACTION * self.patch_drop_rate(epoch))
+            pixels = math.prod(self.image_size(start) or image_size) / math.prod(image_size)
+            full_steps += num_steps * pixels * (1 - _PATCH_FRACTION * self.patch_drop_rate(start))
         return full_steps
 
 

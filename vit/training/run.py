@@ -428,7 +428,6 @@ def build_plan(
         patch_size = model.patch_embed.patch_size
     return TrainingPlan(
         train,
-        epochs=train.epochs,
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
         batch_size=batch_size,

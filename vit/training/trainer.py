@@ -7,6 +7,8 @@ and with the same torch; on a GPU with `train.deterministic`, because its kernel
 in any order.
 """
 
+import contextlib
+import dataclasses
 import math
 import time
 import traceback
@@ -211,11 +213,6 @@ class Trainer:
         progress = self.progress
         plan = self.plan
         self.train_step.model.train()
-        if plan.settings.patch_drop_rates:
-            # Only our models have it, as was checked when the run was built.
-            model = cast(Any, self.train_step.module)
-            model.patch_drop_rate = plan.patch_drop_rate(progress.epoch)
-
         device = self.train_step.device
         if device.type == "mps":  # which has no float64
             progress.epoch_sums = progress.epoch_sums.float()
@@ -227,6 +224,10 @@ class Trainer:
         batch = None
         for batch in batches:
             self._fit_length()
+            if plan.settings.patch_drop_rates:
+                # Only our models have it, as was checked when the run was built.
+                model = cast(Any, self.train_step.module)
+                model.patch_drop_rate = self.plan.patch_drop_rate(progress.step)
             if self._first_scores is None:
                 self._first_scores = self._measure_scores(batch.images)
             seed_step(plan.settings.seed, progress.step, self.process.rank)
@@ -304,7 +305,7 @@ class Trainer:
         """End after this number of steps. The learning rate falls faster accordingly."""
         full_lr_factor = self._full_lr_factor
         pace = self._full_plan.total_steps / total_steps
-        self.plan = self._full_plan.with_steps(total_steps)
+        self.plan = dataclasses.replace(self._full_plan, total_steps=total_steps)
         self.train_step.lr_factor = lambda step: full_lr_factor(step * pace)
         self.progress.total_steps = total_steps
 
@@ -344,7 +345,7 @@ class Trainer:
                 self._first_scores = {}
                 self._message(warning)
         # Validation is at the size of the data. A change of the training size bends its curve.
-        image_size = plan.image_size(progress.epoch)
+        image_size = plan.image_size(progress.step - 1)
         if image_size is not None:
             metrics["train_image_height"], metrics["train_image_width"] = image_size
         if is_due and progress.record_best(validation, select_by=plan.settings.select_by):
@@ -362,15 +363,23 @@ class Trainer:
 
     def _batches(self, *, start_step: int) -> Iterator[Batch]:
         """Return the batches of the current epoch, from its step number `start_step` on."""
-        epoch = self.progress.epoch
-        return self.train_batches.epoch(
-            epoch,
-            start_step=start_step,
-            image_size=self.plan.image_size(epoch),
-            mix=epoch < self.plan.mix_until * self.plan.epochs,
-            # Only the main process has observers; other processes name unreadable images, too.
-            on_warning=self._message if self.process.is_main else warnings.warn,
-        )
+        first = self.progress.step - self.progress.step_in_epoch
+        while start_step < len(self.train_batches):
+            step = first + start_step
+            batches: Any = self.train_batches.epoch(
+                self.progress.epoch,
+                start_step=start_step,
+                image_size=self.plan.image_size(step),
+                mix=self.plan.mixes(step),
+                # Only the main process has observers; others name unreadable images, too.
+                on_warning=self._message if self.process.is_main else warnings.warn,
+            )
+            with contextlib.closing(batches):
+                for batch in batches:
+                    yield batch
+                    start_step += 1
+                    if first + start_step >= self.plan.find_change(step):
+                        break
 
     def _is_checkpoint_due(self) -> bool:
         every = self.plan.settings.checkpoint_every_steps
