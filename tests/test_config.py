@@ -50,7 +50,19 @@ def test_a_dumped_configuration_loads_as_an_equal_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["photos #2", "a: b", "a 'b' c", 'the "best" ones', "- x", "{0}", "[a", "50 %", "*x", "&y", "~z"],
+    [
+        "photos #2",
+        "a: b",
+        "a 'b' c",
+        'the "best" ones',
+        "- x",
+        "{0}",
+        "[a",
+        "50 %",
+        "*x",
+        "&y",
+        "~z",
+    ],
 )
 def test_a_path_with_any_characters_stays_one(name: str) -> None:
     config = load_config(None, [f"data.cache_dir=/x/{name}", f"data.label_by={name}"])

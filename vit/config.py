@@ -301,7 +301,6 @@ class TrainConfig(_Section):
     evaluate_every_epochs: int = Field(1, gt=0)
     # steps between checkpoints, besides those after an evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
-    on_nonfinite: Literal["stop", "skip"] = "stop"
     # fit a temperature on the validation images, and keep it where it helps
     calibrate: bool = True
     # training images whose features the model file keeps, for p_value and similar

@@ -18,7 +18,7 @@ from tests.conftest import TINY_RUN, BuildOnce, Launcher
 from tests.training.conftest import MakeRun, read_metrics, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import PRETRAINED_FOLDER, load_bundle
-from vit.config import load_config, plain_values
+from vit.config import load_config
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.model.checkpoint import CheckpointStore, serialize_state
@@ -72,7 +72,8 @@ def test_the_same_run_elsewhere_may_go_on_from_it(
 ) -> None:
     make_run(tmp_path / "whole").trainer.train()
     shutil.copytree(half, tmp_path / "copy")
-    copy = make_run(tmp_path / "copy", "data.workers=1")  # changes no number
+    harmless = ["data.workers=1", "train.checkpoint_every_steps=3", "train.device=cpu"]
+    copy = make_run(tmp_path / "copy", *harmless, "data.max_unreadable_fraction=0.1")
     assert copy.trainer.resume()
     copy.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "copy")
@@ -314,9 +315,6 @@ NUMBERS = {
     "no time": set_progress("epoch_seconds", float("nan")),
     "sums": set_progress("epoch_sums", torch.tensor([0.0, 1, 0], dtype=torch.float64)),
     "more sums": set_progress("epoch_sums", torch.zeros(4, dtype=torch.float64)),
-    "skipped steps": set_state("nonfinite_steps", torch.tensor(1e30)),
-    "more skipped steps": set_state("nonfinite_steps", torch.tensor(11)),
-    "a number of skipped steps": set_state("nonfinite_steps", 1e30),
     "steps": set_state("num_steps", 10**30),
     "no micro-batch": set_state("grad_accum_steps", 0),
     "micro-batches": set_state("grad_accum_steps", 10**30),
@@ -559,7 +557,17 @@ def test_another_value_of_a_key_that_changes_numbers_is_another_run() -> None:
         config = load_config(None, overrides)
         return RunIdentity.from_config(config, data_fingerprint="0" * 64, conditions={}).run_id
 
-    assert identify() == identify("data.workers=3")
+    for harmless in (
+        "data.workers=3",
+        "data.max_unreadable_fraction=0.5",
+        "train.checkpoint_every_steps=5",
+        "train.early_stopping_patience=3",
+        "train.evaluate_every_epochs=2",
+        "train.device=cpu",
+        "train.deterministic=false",
+        "train.max_minutes=3",
+    ):
+        assert identify(harmless) == identify(), harmless
     assert len({identify(), identify("train.seed=1"), identify("train.select_by=loss")}) == 3
 
 
@@ -585,20 +593,3 @@ def test_the_same_conditions_need_no_word(make_run: MakeRun, half: Path) -> None
     run.trainer.observers[0].on_message = messages.append  # type: ignore[method-assign]
     assert run.trainer.resume()
     assert messages == []
-
-
-def test_keys_that_came_later_leave_earlier_runs_theirs() -> None:
-    """An id of 16 digits is in every model file, and a run goes on only with its own."""
-    config = load_config({})
-    identity = RunIdentity.from_config(config, data_fingerprint="f", conditions={})
-    known = {
-        f"{section}.{key}": value
-        for section, values in plain_values(config).items()
-        for key, value in values.items()
-    }
-    assert known["data.value_range"] is None
-    assert "data.value_range" not in identity.settings
-    ranged = load_config({"data": {"value_range": [0, 9]}})
-    other = RunIdentity.from_config(ranged, data_fingerprint="f", conditions={})
-    assert other.settings["data.value_range"] == [0, 9]
-    assert other.run_id != identity.run_id

@@ -80,16 +80,13 @@ def test_float16_follows_float32(options):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_gradients_that_overflow_change_nothing_but_the_factor(optimizer):
-    step = build_half_step(
-        optimizer=optimizer, lr=1e-3, ema_decay=0.9, clip_grad=1.0, halt_on_nonfinite=True
-    )
+    step = build_half_step(optimizer=optimizer, lr=1e-3, ema_decay=0.9, clip_grad=1.0)
     step(*draw_batch())
     step.loss_scale.factor.fill_(2.0**32)
     kept = copy.deepcopy(flatten(step.state_dict()))
     result = step(*draw_batch(seed=1))
     assert not torch.isfinite(result.grad_norm)
-    assert result.finite  # the run's `on_nonfinite` is not asked
-    assert step.nonfinite_steps == 0
+    assert result.finite  # a smaller factor may do
     assert read_factor(step) == 2**31
     changed = {"/loss_scale/factor", "/loss_scale/finite_steps", "/num_steps"}
     # the learning rates are those of the next step
@@ -103,7 +100,6 @@ def test_gradients_that_overflow_change_nothing_but_the_factor(optimizer):
         num_skipped += 1
         assert num_skipped < 32
     assert 1 < read_factor(step) < 2**31
-    assert step.nonfinite_steps == 0
 
 
 class Root(nn.Module):
@@ -121,10 +117,9 @@ def build_rootless_model() -> nn.Module:
 
 
 def test_gradients_that_no_factor_makes_finite_are_an_error_in_the_end():
-    step = build_half_step(model=build_rootless_model(), halt_on_nonfinite=True, factor=4.0)
+    step = build_half_step(model=build_rootless_model(), factor=4.0)
     results = [step(*draw_batch()) for _ in range(3)]
     assert [bool(result.finite) for result in results] == [True, True, False]
-    assert step.nonfinite_steps == 1
     assert read_factor(step) == 1
 
 
@@ -132,7 +127,6 @@ def test_a_loss_that_is_not_finite_is_an_error_at_once():
     step = build_half_step()
     result = step(torch.full((2, 3, 8, 8), float("nan")), torch.zeros(2, dtype=torch.int64))
     assert not result.finite
-    assert step.nonfinite_steps == 1
 
 
 OVERRIDES = ["train.precision=float16", "train.checkpoint_every_steps=4"]
@@ -162,7 +156,6 @@ def test_a_killed_run_is_resumed_to_the_same_bits_with_its_factor(
     assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
     metrics = read_metrics(tmp_path / "whole")
     assert metrics == read_metrics(tmp_path / "broken")
-    assert metrics[-1]["skipped_steps"] == 0
     assert 1 < read_factor(whole.trainer.train_step) < 2.0**28
 
 

@@ -22,7 +22,6 @@ from vit.data.augment import MixParams, mix_batch
 from vit.data.preprocess import Preprocess
 from vit.runtime.threads import BatchThreads
 from vit.training.folds import assign_folds
-from vit.training.nonfinite import find_nonfinite
 from vit.training.run import Run
 from vit.training.teacher import compute_answers
 
@@ -77,14 +76,6 @@ def test_a_teacher_that_agrees_changes_nothing() -> None:
     ]
     torch.testing.assert_close(losses[1], losses[0])
     torch.testing.assert_close(weights(taught), weights(alone), rtol=0, atol=1e-5)
-
-
-def test_a_value_that_is_not_finite_is_found_with_a_teacher() -> None:
-    model = build_step().module
-    images, _ = draw_batch(4)
-    assert find_nonfinite(model, images, draw_targets(4)) is None
-    model.head.bias.data[0] = torch.nan
-    assert find_nonfinite(model, images, draw_targets(4)) == "head"
 
 
 @pytest.mark.parametrize("options", [{"grad_accum_steps": 4}, {"threads": BatchThreads(3)}])

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
+import vit
 from tests.training.conftest import MakeRun, read_metrics
 from vit.bundle import load_bundle
 from vit.training.observers import MetricsFile, Observer
@@ -83,3 +85,32 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
     assert resumed.trainer.progress.step == 4
     resumed.trainer.train()
     assert [line["step"] for line in read_metrics(tmp_path)] == [5, 10, 15]
+
+
+def test_a_loss_of_the_user_that_is_nan_stops_with_the_step_and_what_is_kept(
+    tmp_path: Path,
+) -> None:
+    calls = []
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        calls.append(1)
+        return nn.functional.cross_entropy(logits, targets) * (
+            float("nan") if len(calls) > 9 else 1
+        )
+
+    with pytest.raises(ValueError, match=r"step \d+: the loss .* not finite, and the checkpoint"):
+        vit.train(
+            "digits",
+            output=tmp_path / "run",
+            overrides=["train.checkpoint_every_steps=1", "train.max_steps=20", "augment.mixup=0"],
+            loss=loss,
+        )
+
+
+def test_a_training_loss_far_above_guessing_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["train.max_steps=10", "optimizer.name=sgd", "optimizer.lr=30"]
+    overrides += ["train.clip_grad=1", "schedule.warmup_epochs=0"]
+    vit.train("digits", output=tmp_path / "run", overrides=overrides)
+    assert "a model that guesses has 2.3; lower optimizer.lr" in capsys.readouterr().err

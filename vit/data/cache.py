@@ -378,8 +378,10 @@ def _decode_images(
                 failures |= chunk_failures
                 advance(len(chunk))
         except BrokenProcessPool as error:
-            text = "a data-loading worker was killed (out of memory?)"
-            raise OSError(f"{text}; try fewer data.workers") from error
+            raise OSError(
+                "a data-loading worker has ended (out of memory? try fewer data.workers; a script"
+                " that starts workers calls vit under if __name__ == '__main__':)"
+            ) from error
     return facts, failures
 
 

@@ -40,7 +40,6 @@ class StepState(TypedDict):
     average: dict[str, Any]
     optimizer: dict[str, Any]
     num_steps: int
-    nonfinite_steps: Tensor
     grad_accum_steps: int
     loss_scale: dict[str, Any] | None
 

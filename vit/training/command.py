@@ -101,12 +101,10 @@ def train(
             message += f": mean average precision {average} on {result.num_validation:,} images"
         echo(f"{message}; model: {result.model_path}", err=True)
         if result.best_top1 is not None and result.best_top1 <= (result.guess_top1 or 0):
-            echo(
-                "warning: that is no better than guessing; train longer, look at the labels"
-                " (vit audit), or start from pretrained weights (--model timm:NAME)",
-                err=True,
-                color="yellow",
-            )
+            advice = "; train longer, or look at the labels (vit audit)"
+            if not result.starts_from_weights:
+                advice += ", or start from pretrained weights (--model timm:NAME)"
+            echo(f"warning: that is no better than guessing{advice}", err=True, color="yellow")
         echo(f"next: vit evaluate {output}; vit explain {output}", err=True)
 
 

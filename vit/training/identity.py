@@ -1,4 +1,4 @@
-"""The identity of a run: its images and all of its configuration that changes a number; and the
+"""The identity of a run: its images and what of its configuration changes a number; and the
 conditions under which it computes, which change the last bits."""
 
 import hashlib
@@ -17,27 +17,45 @@ from vit.model.checkpoint import IdentityRecord
 from vit.runtime.arguments import shorten
 from vit.training.train_step import Loss
 
-# These change no number: where the images lie or are cached, and how many processes decode them.
-# Class names are in the fingerprint of the data.
-_NEUTRAL_KEYS = {
-    "data.workers",
-    "data.cache_dir",
-    "data.root",
-    "data.allow_outside",
-    "data.class_names",
-    "train.calibrate",
-    "train.max_training_features",
-    "train.timeout_seconds",
-}
-# Runs from before there were these keys go on: without a value they change nothing.
-_LATER_KEYS = {
-    "data.label_by",
-    "data.label_column",
-    "data.path_column",
-    "data.resize_mode",
-    "data.task",
-    "data.value_range",
-    "train.teacher",
+# The keys that change a number, by section; in the other sections all keys do. Everything else, such
+# as where images lie, how many processes decode them, or when a checkpoint is written, may be
+# another when a run goes on.
+_COUNTED = {
+    "data": {
+        "name",
+        "label_by",
+        "path_column",
+        "label_column",
+        "task",
+        "classes",
+        "corrections",
+        "image_size",
+        "crop_pct",
+        "resize_mode",
+        "value_range",
+        "mean",
+        "std",
+        "test_fraction",
+        "validation_fraction",
+        "split_seed",
+        "group_by",
+        "group_duplicates",
+        "pipeline",
+    },
+    "train": {
+        "epochs",
+        "max_steps",
+        "batch_size",
+        "seed",
+        "precision",
+        "label_smoothing",
+        "clip_grad",
+        "ema_decay",
+        "image_sizes",
+        "patch_drop_rates",
+        "class_balance",
+        "select_by",
+    },
 }
 
 
@@ -46,7 +64,7 @@ class RunIdentity:
     """Equal for two runs exactly if one may continue the other.
 
     Args:
-        settings: "section.key" → plain value, for all keys that change a number.
+        settings: "section.key" → plain value; and what was passed from Python.
         data_fingerprint: Fingerprint of the training images.
         conditions: Name → value for what changes only the last bits of a number: the kind of
             device, the precision that was chosen for it, torch's version. A run may go on under
@@ -84,13 +102,9 @@ class RunIdentity:
             f"{section}.{key}": value
             for section, values in plain_values(config).items()
             for key, value in values.items()
-            if f"{section}.{key}" not in _NEUTRAL_KEYS
-            and not (f"{section}.{key}" in _LATER_KEYS and value is None)
         }
         settings["the argument transform"] = None if transform is None else _describe(transform)
         settings["the argument model"] = None if model is None else type(model).__qualname__
-        # Runs without them are known by the settings above alone, as they were before these
-        # existed.
         if loss is not None:
             settings["the argument loss"] = _describe(loss)
         if class_weights is not None:
@@ -103,7 +117,8 @@ class RunIdentity:
     @cached_property
     def run_id(self) -> str:
         """16 hexadecimal digits."""
-        text = json.dumps([self.settings, self.data_fingerprint], sort_keys=True)
+        counted = {key: value for key, value in self.settings.items() if _counts(key)}
+        text = json.dumps([counted, self.data_fingerprint], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_record(self) -> IdentityRecord:
@@ -132,7 +147,9 @@ class RunIdentity:
         theirs = recorded["settings"]
         ours = self.settings
         # A setting that only one of them has was passed from Python.
-        differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        differing = [
+            key for key in {**ours, **theirs} if _counts(key) and ours.get(key) != theirs.get(key)
+        ]
         differences = [
             f"{key} is {shorten(str(theirs.get(key)))} there, {shorten(str(ours.get(key)))} here"
             for key in differing[:3]
@@ -157,6 +174,12 @@ class RunIdentity:
         if not changes:
             return None
         return f"{'; '.join(changes)}: the run goes on, but not to the same last bits"
+
+
+def _counts(key: str) -> bool:
+    """Return whether another value of a setting makes another run."""
+    section, _, name = key.partition(".")
+    return section not in _COUNTED or name in _COUNTED[section]
 
 
 def _describe(function: object) -> str:

@@ -29,6 +29,7 @@ class TrainingResult:
         best_map: Best mean average precision on them, where images have several labels.
         guess_top1: Accuracy up to which a model is no better than guessing: that of always
             answering the most frequent class, or twice that of chance, at most a half.
+        starts_from_weights: The run began with weights that were trained before.
         module: Model that was passed from Python, with the weights of the last step.
         passed_images: Images that were passed from Python.
     """
@@ -40,6 +41,7 @@ class TrainingResult:
     num_validation: int = 0
     best_map: float | None = None
     guess_top1: float | None = None
+    starts_from_weights: bool = False
     module: nn.Module | None = None
     passed_images: DatasetSplits | None = None
 

@@ -521,7 +521,6 @@ def build_train_step(
         clip_grad=train.clip_grad,
         grad_accum_steps=grad_accum_steps,
         ema_decay=train.ema_decay,
-        halt_on_nonfinite=train.on_nonfinite == "stop",
         tf32=train.tf32,
         compile=compile,
         threads=threads,

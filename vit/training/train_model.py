@@ -259,6 +259,7 @@ def train(
         best_map=best_map,
         num_validation=num_validation,
         guess_top1=_find_guess(run.data.validation),
+        starts_from_weights=run.config.model.init is not None,
         module=model,
         passed_images=passed_images,
     )

@@ -78,7 +78,6 @@ class TrainStep:
         grad_accum_steps: Micro-batches of near-equal size that a batch is divided into. Their
             gradients add up to those of the whole batch.
         ema_decay: Decay of the average of the weights; None keeps no average.
-        halt_on_nonfinite: After a step that is not finite, no later step changes anything.
         tf32: See `vit.runtime.device.allow_tf32`.
         compile: Compile the forward pass and the loss, and with them the backward pass; on a GPU
             and in several processes, the encoder blocks of a model of ours.
@@ -102,7 +101,6 @@ class TrainStep:
     clip_grad: float | None = None
     grad_accum_steps: int = 1
     ema_decay: float | None = None
-    halt_on_nonfinite: bool = False
     tf32: bool = False
     compile: bool = False
     threads: BatchThreads | None = None
@@ -125,7 +123,6 @@ class TrainStep:
             self._forward = self._build_compiled()
 
         self.num_steps = 0  # done so far
-        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=self.device)
 
         # Numbers that change from step to step are on the device, where a CUDA graph reads them.
         # torch's fused optimizers take a rate as float32 on a GPU, as float64 on a CPU.
@@ -307,11 +304,6 @@ class TrainStep:
         finite = updates
         if self.loss_scale is not None:
             finite = updates | (torch.isfinite(loss) & self.loss_scale.can_fall())
-        if self.halt_on_nonfinite:
-            has_halted = self.nonfinite_steps > 0
-            updates = updates & ~has_halted
-            finite = finite & ~has_halted
-        self.nonfinite_steps += ~finite
 
         # torch's fused optimizers divide the gradients by grad_scale, and change nothing if
         # found_inf is 1.
@@ -346,7 +338,6 @@ class TrainStep:
             "average": self.averaged_model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "num_steps": self.num_steps,
-            "nonfinite_steps": self.nonfinite_steps,
             "grad_accum_steps": self.grad_accum_steps,
             "loss_scale": None if self.loss_scale is None else self.loss_scale.state_dict(),
         }
@@ -358,7 +349,6 @@ class TrainStep:
             RuntimeError: The state is damaged or of another model.
         """
         num_steps = state["num_steps"]
-        check_number("nonfinite_steps", state["nonfinite_steps"], least=0, most=num_steps)
         self.module.load_state_dict(state["model"])
         self.averaged_model.load_state_dict(state["average"])
         for module in (self.module, self.averaged_model):
@@ -375,7 +365,6 @@ class TrainStep:
             self.graphs.forget()
         self.num_steps = int(num_steps)
         self.grad_accum_steps = int(state["grad_accum_steps"])
-        self.nonfinite_steps.copy_(state["nonfinite_steps"])
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state["loss_scale"] or {})
             self.loss_scale.check()
@@ -414,12 +403,7 @@ class TrainStep:
             targets, teacher_logits = targets.chunk(2, dim=1)
 
         if self.loss is not None:
-            loss = self.loss(logits.float(), targets)
-            if self.class_weights is not None and targets.ndim == 1:
-                loss = loss * self.class_weights[targets]
-            elif self.class_weights is not None:
-                loss = loss * (targets @ self.class_weights)
-            loss = loss.mean()
+            loss = self._weigh(self.loss(logits.float(), targets), targets).mean()
         elif self.multilabel:
             smoothed = targets + self.label_smoothing * (0.5 - targets)
             if self.asymmetric:
@@ -429,17 +413,7 @@ class TrainStep:
                     logits.float(), smoothed, pos_weight=self.class_weights
                 )
         else:
-            loss = F.cross_entropy(
-                logits.float(),
-                targets,
-                weight=self.class_weights,
-                label_smoothing=self.label_smoothing,
-                reduction="mean" if self.class_weights is None else "none",
-            )
-        # torch's own mean would divide by the sum of the weights. Divided by the number of samples,
-        # micro-batches and processes add up to the batch.
-        if self.class_weights is not None and self.loss is None and not self.multilabel:
-            loss = loss.mean()
+            loss = self._compute_cross_entropy(logits.float(), targets)
         if self.has_teacher:
             loss = loss + compute_teacher_loss(logits.float(), teacher_logits)
 
@@ -449,6 +423,30 @@ class TrainStep:
         if targets.ndim == 2:
             targets = targets.argmax(dim=1)
         return loss, (logits.detach().argmax(dim=1) == targets).sum()
+
+    def _compute_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Compute the mean cross-entropy, where each image has the weight of its class.
+
+        torch's own would weigh the smoothing by the other classes' weights: a common image whose
+        class is certain would be pulled to a rare class by its large weight. It would also divide by
+        the sum of the weights, so that micro-batches would not add up to the batch.
+        """
+        smoothing = self.label_smoothing
+        if self.class_weights is None:
+            return F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        if targets.ndim == 1:
+            targets = F.one_hot(targets, logits.shape[1])
+        targets = targets * self.class_weights
+        smoothed = targets.lerp(targets.mean(dim=1, keepdim=True).expand_as(targets), smoothing)
+        return F.cross_entropy(logits, smoothed)
+
+    def _weigh(self, losses: Tensor, targets: Tensor) -> Tensor:
+        """Multiply losses of images, from a function of the user, by the weights of their classes."""
+        if self.class_weights is None:
+            return losses
+        if targets.ndim == 1:
+            return losses * self.class_weights[targets]
+        return losses * (targets @ self.class_weights)
 
     def _update_average(self, updates: Tensor) -> None:
         """Compute average ← d · average + (1 − d) · weights, if the step `updates` the weights."""

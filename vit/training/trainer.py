@@ -29,13 +29,10 @@ from vit.data.random import seed_step
 from vit.model.checkpoint import Checkpoint, CheckpointStore, check_number
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
-from vit.runtime.device import autocast
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import Process
-from vit.training.attention_scores import NUM_IMAGES, describe_growth, measure_scores
 from vit.training.identity import RunIdentity
 from vit.training.model_writer import BundleWriter
-from vit.training.nonfinite import find_nonfinite
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan
 from vit.training.signals import TrainingInterrupted, stop_on_signals
@@ -47,6 +44,8 @@ T = TypeVar("T")
 # A run's speed is measured this number of times; a smaller change of its length is ignored.
 _NUM_SPEED_CHECKS = 10
 _MIN_LENGTH_CHANGE = 0.05
+# Training losses above this multiple of the loss of guessing are warned of.
+_LARGE_LOSS = 3.0
 
 
 class LookAhead(Iterator[T]):
@@ -110,14 +109,11 @@ class Trainer:
         self._stop_requested = False
         self._signalled = False
         self._started_at = 0.0
-        # largest score of each attention layer before this process trained; empty once it has
-        # warned
-        self._first_scores: dict[str, float] | None = None
-        # first images of the epoch's last batch
-        self._last_images: Tensor | None = None
+        self._has_warned = False
         # step → whether it was finite; not read yet, because reading waits for the device
         self._unchecked: dict[int, Tensor] = {}
-        # done when the last checkpoint is on disk
+        # step of the last checkpoint, and a future that is done when it is on disk
+        self._saved_step: int | None = None
         self._saving: Future[None] | None = None
 
     def train(self) -> Progress:
@@ -155,6 +151,11 @@ class Trainer:
                 # the worker's pipe ends first.
                 if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
+                if "exited unexpectedly" in str(error):
+                    raise OSError(
+                        "a data-loading worker ended with the error above; a script that starts"
+                        " workers calls vit.train under if __name__ == '__main__':"
+                    ) from error
                 text = (
                     "a data-loading worker was killed (out of memory?); continue with --resume and"
                 )
@@ -221,15 +222,12 @@ class Trainer:
         is_over = progress.step >= plan.total_steps
         rest = iter(()) if is_over else self._batches(start_step=progress.step_in_epoch)
         batches = LookAhead(rest)
-        batch = None
         for batch in batches:
             self._fit_length()
             if plan.settings.patch_drop_rates:
                 # Only our models have it, as was checked when the run was built.
                 model = cast(Any, self.train_step.module)
                 model.patch_drop_rate = self.plan.patch_drop_rate(progress.step)
-            if self._first_scores is None:
-                self._first_scores = self._measure_scores(batch.images)
             seed_step(plan.settings.seed, progress.step, self.process.rank)
             result = self.train_step(batch.images, batch.targets)
 
@@ -253,18 +251,7 @@ class Trainer:
             is_last = progress.step_in_epoch == len(self.train_batches)
             if self._is_checkpoint_due() and not is_last:
                 self._save()
-        if batch is None:
-            # The run was stopped after the epoch's last step.
-            batch = next(self._batches(start_step=progress.step_in_epoch - 1))
-        self._last_images = batch.images[:NUM_IMAGES].clone()
         return True
-
-    def _measure_scores(self, images: Tensor) -> dict[str, float]:
-        """Measure the largest attention score of each layer, in the main process."""
-        if not self.process.is_main:
-            return {}
-        step = self.train_step
-        return measure_scores(step.module, images, precision=step.precision)
 
     def _fit_length(self) -> None:
         """Fit the length of the run to its time at its speed so far, ten times a run and at most to
@@ -335,15 +322,9 @@ class Trainer:
             **{f"val_{name}": getattr(validation, field, None) for name, field in fields.items()},
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
-            "skipped_steps": int(self.train_step.nonfinite_steps),
             **self.train_step.describe_execution(),
         }
-        assert self._last_images is not None
-        if scores := self._measure_scores(self._last_images):
-            metrics["largest_attention_score"] = max(scores.values())
-            if self._first_scores and (warning := describe_growth(self._first_scores, scores)):
-                self._first_scores = {}
-                self._message(warning)
+        self._warn_of_large_loss(metrics["train_loss"])
         # Validation is at the size of the data. A change of the training size bends its curve.
         image_size = plan.image_size(progress.step - 1)
         if image_size is not None:
@@ -360,6 +341,23 @@ class Trainer:
         progress.start_epoch()
         if is_due or self._is_checkpoint_due():
             self._save()
+
+    def _warn_of_large_loss(self, train_loss: float) -> None:
+        """Say once that the loss of an epoch is far above that of a model that knows nothing."""
+        # A loss from Python may have any size.
+        if self._has_warned or self.train_step.loss is not None:
+            return
+        num_classes = len(self.train_batches.dataset.class_names)
+        guess = math.log(2 if self.train_step.multilabel else max(num_classes, 2))
+        if train_loss > _LARGE_LOSS * guess:
+            self._has_warned = True
+            advice = "lower optimizer.lr"
+            if self.train_step.class_weights is not None:
+                advice += " or set train.class_balance=none"
+            self._message(
+                f"warning: the training loss is {train_loss:.3g}, and a model that guesses has"
+                f" {guess:.2g}; {advice}"
+            )
 
     def _batches(self, *, start_step: int) -> Iterator[Batch]:
         """Return the batches of the current epoch, from its step number `start_step` on."""
@@ -412,6 +410,7 @@ class Trainer:
                 best_step=progress.best_step,
             )
             self._saving = self.writer.submit(save)
+            self._saved_step = progress.step
 
     def _wait_for_files(self) -> None:
         """Wait, in all processes, until all files of the run are on disk. Otherwise torchrun would
@@ -434,6 +433,7 @@ class Trainer:
             self._from_main(lambda: self.model_writer.has_written(step=0))
             return False
         checkpoint = self._restore(values)
+        self._saved_step = self.progress.step
         if changes := self.identity.describe_changed_conditions(checkpoint.identity):
             self._message(changes)
 
@@ -520,8 +520,7 @@ class Trainer:
         }
 
     def _check_finite(self) -> None:
-        """Stop at the first step that was not finite, or report that it was skipped. It has not
-        changed the weights."""
+        """Stop at the first step that was not finite. It has not changed the weights."""
         if not self._unchecked:
             return
         steps = list(self._unchecked)
@@ -531,29 +530,15 @@ class Trainer:
         for step, is_finite in zip(steps, flags, strict=True):
             if is_finite:
                 continue
-            if self.plan.settings.on_nonfinite == "stop":
-                raise ValueError(self._diagnose(step))
-            self._message(f"step {step}: loss or gradient not finite; skipped")
-
-    def _diagnose(self, step: int) -> str:
-        """Build the failing batch again, and find the first module that is not finite on it."""
-        steps_ago = self.progress.step - step
-        start_step = self.progress.step_in_epoch - steps_ago - 1
-        batch = next(self._batches(start_step=start_step))
-        seed_step(self.plan.settings.seed, step - 1, self.process.rank)
-        with autocast(self.train_step.device, self.train_step.precision):
-            module = find_nonfinite(self.train_step.module, batch.images, batch.targets)
-
-        image_names = self.train_batches.dataset.ids
-        names = ", ".join(str(image_names[int(number)]) for number in batch.sample_ids[:8])
-        if len(batch.sample_ids) > 8:
-            names += f", … ({len(batch.sample_ids)})"
-        return (
-            f"step {step}: the loss or a gradient is not finite; first seen in"
-            f" {module or 'the optimizer step'}; images {names}; the last good checkpoint is kept."
-            " Lower optimizer.lr, set train.clip_grad, or skip such steps with"
-            " train.on_nonfinite=skip"
-        )
+            kept = "there is no checkpoint yet"
+            if self._saved_step is not None:
+                kept = f"the checkpoint of step {self._saved_step} is kept"
+            causes = "lower optimizer.lr or set train.clip_grad"
+            if self.train_step.loss is not None:
+                causes += ", and look for a logarithm or a division in loss="
+            raise ValueError(
+                f"step {step}: the loss or a gradient is not finite, and {kept}; {causes}"
+            )
 
     def _request_stop(self, signal_name: str) -> None:
         self._stop_requested = True
