@@ -10,6 +10,7 @@ in any order.
 import contextlib
 import dataclasses
 import math
+import multiprocessing
 import time
 import traceback
 import warnings
@@ -151,10 +152,12 @@ class Trainer:
                 # the worker's pipe ends first.
                 if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
-                if "exited unexpectedly" in str(error):
+                # Each worker then runs the script again, and stops where it would start workers.
+                has_begun = self.progress.step > self._speed_start[1]
+                if multiprocessing.get_start_method() != "fork" and not has_begun:
                     raise OSError(
-                        "a data-loading worker ended with the error above; a script that starts"
-                        " workers calls vit.train under if __name__ == '__main__':"
+                        "the data-loading workers could not start, see the error above; a script"
+                        " calls vit.train under if __name__ == '__main__':"
                     ) from error
                 text = (
                     "a data-loading worker was killed (out of memory?); continue with --resume and"
