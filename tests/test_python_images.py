@@ -84,7 +84,7 @@ def test_a_run_is_evaluated_and_explained_on_what_was_held_out(
     with pytest.raises(ValueError, match=r"passed from Python; pass them as dataset=…"):
         vit.evaluate(run.directory)
     with pytest.raises(ValueError, match="--split test"):
-        vit.evaluate(run.bundle, calibrate=True)
+        vit.evaluate(run.bundle, operating_point="f1")
 
 
 def test_images_of_every_form_give_one_evaluation(run: TrainingResult, others: Arrays) -> None:
@@ -297,8 +297,10 @@ def test_a_checkpoint_is_opened_like_a_model_file(
         started.bundle.model.state_dict()["head.weight"], expected["head.weight"], rtol=0, atol=1e-6
     )
 
-    with pytest.raises(ValueError, match="not a model file, and the temperature"):
-        vit.evaluate(checkpoints[0], dataset=(others, others), split="train", calibrate=True)
+    with pytest.raises(ValueError, match="not a model file, and the operating point"):
+        vit.evaluate(
+            checkpoints[0], dataset=(others, others), split="train", operating_point="red:f1"
+        )
     alone = tmp_path / "alone" / checkpoints[0].name
     alone.parent.mkdir()
     alone.write_bytes(checkpoints[0].read_bytes())

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.conftest import Launcher, Outcome, SaveModel
 from tests.schemas import check_document
-from vit.bundle import load_bundle, save_bundle, update_metadata
+from vit.bundle import load_bundle, save_bundle
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
@@ -90,7 +90,7 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     evaluate: Evaluate, model_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    code, screen, _ = evaluate(model_file.parent, "--output", out, "--corruptions")
+    code, screen, _ = evaluate(model_file.parent, "--output", out)
     assert code == 0
     assert "18 images of set (test)" in screen
     metrics = json.loads((out / "evaluation.json").read_text())
@@ -103,9 +103,6 @@ def test_leaves_figures_predictions_pictures_and_a_report(
         "examples": [],
         "top1_without": metrics["top1"],
     }
-    assert len(metrics["corruptions"]) == 15
-    errors = 1 - np.array(list(metrics["corruptions"].values()))
-    assert metrics["mean_corruption_error"] == pytest.approx(errors.mean())
     rows = read_predictions(out / "predictions.csv")
     assert len(rows) == 18
     right = [row["label"] == row["predicted"] for row in rows]
@@ -123,7 +120,6 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     )
     with Image.open(out / "confusion.png") as picture:
         assert min(picture.size) > 200
-    assert "Top-1 accuracy" in (out / "evaluation.md").read_text()
     report = (out / "report.html").read_text()
     assert "</html>" in report
     # Each map is shown with the verdict of its patch-removal test.
@@ -208,75 +204,31 @@ def test_class_names_in_another_order_are_matched_by_name(
     )
 
 
-def test_a_temperature_of_too_few_images_is_not_kept(
-    evaluate: Evaluate, model_file: Path, tmp_path: Path
+def test_an_operating_point_is_told_and_kept_in_a_copy_of_the_model(
+    evaluate: Evaluate, model_file: Path, root: Path, tmp_path: Path
 ) -> None:
-    code, out, _ = evaluate(model_file, "--output", tmp_path / "out", "--calibrate")
-    assert code == 0
-    assert "images (validation) are too few to check a temperature" in " ".join(out.split())
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["calibration"] is None
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
-    evaluate: Evaluate, cli: Launcher, model_file: Path, root: Path, tmp_path: Path
-) -> None:
-    # 36 validation images, and a model that is far too sure
+    # 36 validation images
     shutil.rmtree(root / "train")
     write_images(root, split="train", first_seed=0, count=40)
-    bundle = load_bundle(model_file)
-    head = bundle.model.head
-    head.weight.data *= 30
-    save_bundle(
-        model_file,
-        bundle.model,
-        preprocess=bundle.preprocess,
-        class_names=CLASSES,
-        config=bundle.config,
-        data=bundle.data,
-    )
     before = model_file.read_bytes()
-    few = ("--num-examples", "0")
-    assert evaluate(model_file, "--data", root, "--output", tmp_path / "plain", *few)[0] == 0
-    code, out, _ = evaluate(
-        model_file, "--data", root, "--output", tmp_path / "first", "--calibrate", *few
-    )
-    assert code == 0
+    few = ("--data", root, "--num-examples", "0")
+    first = tmp_path / "first"
+    rule = ("--operating-point", "bee:sensitivity=0.75")
+    assert evaluate(model_file, *few, "--output", first, *rule)[0] == 0
     assert model_file.read_bytes() == before
-    calibrated = load_bundle(tmp_path / "first" / "model.safetensors")
-    plain, first = (
-        json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("plain", "first")
-    )
-    assert calibrated.temperature == first["calibration"]["temperature"] != 1
-    assert first["model_sha256"] == calibrated.sha256 != plain["model_sha256"]
-    fitted_on = first["calibration"]["fitted_on"]
-    assert fitted_on["split"] == "validation"
-    assert fitted_on["loss_after"] < fitted_on["loss_before"]
-    assert first["calibration"]["before"]["ece"] == plain["ece"]
-    assert first["calibration"]["after"]["nll"] == first["nll"] < plain["nll"]
-    assert (first["top1"], first["loss"]) == (plain["top1"], plain["loss"])
-    assert plain["calibration"] is None
-    sentence = f"calibrated: temperature {calibrated.temperature:.3f}, fitted on"
-    assert sentence in " ".join(out.split())
-    assert sentence in (tmp_path / "first" / "report.html").read_text()
-    info = cli.succeed("info", tmp_path / "first" / "model.safetensors").text
-    assert f"{calibrated.temperature:.4f}" in info
+    decided = load_bundle(first / "model.safetensors")
+    written = json.loads((first / "evaluation.json").read_text())
+    assert written["model_sha256"] == decided.sha256
+    assert written["operating_point"] == "bee:sensitivity=0.75"
     # the directory of an evaluation isn't replaced with the model in it
-    again = (tmp_path / "first", "--data", root, "--output", tmp_path / "first", "--overwrite")
+    again = (first, "--data", root, "--output", first, "--overwrite")
     assert "holds the evaluated model" in evaluate(*again)[2]
-
-    in_place = ("--data", root, "--output", tmp_path / "second", "--calibrate", "--in-place", *few)
-    code, out, _ = evaluate(model_file, *in_place, "--operating-point", "bee:sensitivity=0.75")
-    assert code == 0
-    decided = load_bundle(model_file)
-    assert decided.temperature == calibrated.temperature
-    assert not (tmp_path / "second" / "model.safetensors").exists()
     # a second evaluation uses what the first one chose
-    assert evaluate(model_file, "--data", root, "--output", tmp_path / "third", *few)[0] == 0
+    assert evaluate(first, *few, "--output", tmp_path / "second")[0] == 0
     threshold = decided.operating_point["thresholds"]["bee"]
     sentence = f"operating point bee:sensitivity=0.75: predicts bee from {threshold:.4g} on"
-    for name in ("second", "third"):
-        assert sentence in (tmp_path / name / "evaluation.md").read_text()
+    for name in ("first", "second"):
+        assert sentence in (tmp_path / name / "evaluation.json").read_text()
         rows = read_predictions(tmp_path / name / "predictions.csv")
         bees = [row for row in rows if row["predicted"] == "bee"]
         assert {float(row["probability"]) >= threshold for row in bees} <= {True}
@@ -284,10 +236,6 @@ def test_a_temperature_is_told_and_kept_in_a_copy_of_the_model(
             if row["label"] == "bee" and row["predicted"] != "bee":
                 assert float(row["label_probability"]) < threshold
             assert (row["rank"] == "0") == (row["label"] == row["predicted"])
-    # with another temperature it is chosen again, by the same rule
-    update_metadata(model_file, {"temperature": 1.0})
-    assert evaluate(model_file, *in_place, "--overwrite")[0] == 0
-    assert load_bundle(model_file).operating_point == decided.operating_point
 
 
 @pytest.mark.chaos
@@ -297,7 +245,6 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
     arguments = [
         "--batch-size",
         "5",
-        "--corruptions",
         "--device",
         "cpu",
         "--precision",
@@ -350,7 +297,6 @@ def test_an_earlier_evaluation_is_replaced_only_when_told(
     [
         (["--data", "cifar11"], "--data cifar11 is not a data set"),
         (["--split", "tset"], "unknown split 'tset'; known: all, test, train, validation"),
-        (["--calibrate", "--split", "validation"], "--calibrate needs"),
         (["--operating-point", "bee:f1", "--split", "all"], "--operating-point needs a model file"),
         (["--operating-point", "f1"], "needs the class that is predicted from a threshold on"),
         (["--operating-point", "bee:sensitivity=1.5"], "sensitivity must be above 0 and below 1"),
@@ -481,7 +427,7 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     place = int(0.3 * (len(bees) + 1)) - 1
     assert bees[max(place - 1, 0)] <= decided["thresholds"]["bee"] <= bees[place]
     assert decided["num_images"] == 17
-    assert "the measured ones" in (tmp_path / "decided" / "evaluation.md").read_text()
+    assert "the measured ones" in (tmp_path / "decided" / "evaluation.json").read_text()
     _, _, error = evaluate(
         run, "--output", tmp_path / "x", "--split", "cross-validation", "--data", root
     )

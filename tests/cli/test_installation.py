@@ -26,7 +26,7 @@ _AS_COMMAND = ("-c", "import sys; sys.argv[0] = 'vit'; from vit.cli.main import 
 def test_the_shell_completes_commands_and_options(cli: Launcher) -> None:
     for words, completions in (
         ("vit ev", ["evaluate"]),
-        ("vit evaluate --calib", ["--calibrate"]),
+        ("vit evaluate --operat", ["--operating-point"]),
     ):
         environment = {
             "_VIT_COMPLETE": "complete_bash",

@@ -19,12 +19,10 @@ from PIL import Image
 
 import vit
 from tests.browser import find_low_contrast, find_unnamed, find_wide, phone
-from vit.analysis.robustness.corruptions import CORRUPTIONS
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader
-from vit.evaluation.calibration import Calibration
 from vit.evaluation.examples import Example, Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.intervals import compute_intervals
@@ -46,7 +44,6 @@ from vit.evaluation.report.report import (
     DrawnMaps,
     build_report,
     load_history,
-    render_markdown,
 )
 from vit.evaluation.result import Cost, Evaluation, EvaluationResult
 from vit.explanation.methods.registry import METHODS
@@ -98,14 +95,13 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
         intervals=compute_intervals(scores),
         per_class=compute_per_class(scores, names),
         reliability=bin_confidence(scores.confidence, scores.correct),
-        calibration=Calibration(
-            1.5, {"split": "validation", "num_images": 50}, {"ece": 0.1}, {"ece": 0.01}
-        ),
+        temperature=1.5,
         prediction_sets=[
             SetMetrics(0.9, 100, 0.912, 0.604, 0.971, 1.42),
             SetMetrics(0.95, 100, 0.961, 0.302, 1.0, 2.31),
         ],
         num_images=count,
+        num_groups=count,
         unreadable=[(NASTY, "broken")],
         duplicates_of_training=TrainTestOverlap(
             exact=1, near=0, examples=[NASTY], top1_without=0.5
@@ -116,10 +112,6 @@ def make_case(count: int, names: tuple[str, ...], *, side: int, examples: int) -
             label_errors=[],
             num_label_errors=0,
         ),
-        corruptions={
-            name: [0.8, 0.7, 0.6, 0.5, 0.1 * (index % 5)] for index, name in enumerate(CORRUPTIONS)
-        },
-        mean_corruption_error=0.4,
         cost=Cost(1000, 2_000_000, 1234.5),
         data="made up",
         split="test",
@@ -310,7 +302,7 @@ def test_no_card_says_what_another_says(case: EvaluationResult) -> None:
     assert "Top-5 accuracy" not in every  # of four classes
     assert {"Top-1 accuracy", "Macro recall", "Negative log-likelihood", "Loss"} < set(every)
     assert "Negative log-likelihood" not in titles(
-        case.evaluation.model_copy(update={"calibration": None})
+        case.evaluation.model_copy(update={"temperature": 1.0})
     )
     balanced = [replace(each, support=75) for each in case.evaluation.per_class]
     assert "Macro recall" not in titles(case.evaluation.model_copy(update={"per_class": balanced}))
@@ -339,12 +331,6 @@ def test_fifty_thousand_predictions_and_64_pictures_stay_small_and_quick() -> No
     assert time.perf_counter() - start < 20
     assert len(page.encode()) < 10_000_000
     assert "Shown are the 40 of 100 classes with the most errors" in page
-
-
-def test_the_markdown_is_a_table_of_the_same_metrics(case: EvaluationResult) -> None:
-    lines = render_markdown(case).splitlines()
-    assert lines[0] == "| metric | value | 95 % interval |"
-    assert lines[2].startswith(f"| Top-1 accuracy | {100 * case.evaluation.top1:.0f} % |")
 
 
 def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Path) -> None:

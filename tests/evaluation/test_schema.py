@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
+from vit.evaluation.label_metrics import compute_label_metrics, score_label_logits
+from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.predictions import load_predictions
 from vit.evaluation.result import Evaluation
 from vit.evaluation.saved import load_evaluation
-from vit.prediction.conformal import SetMetrics
 from vit.runtime.files import write_json
 
 RANKS = np.array([0, 1, 0, 3])
@@ -77,9 +78,11 @@ def test_a_wrong_line_is_named(make_evaluation: MakeEvaluation) -> None:
 
 def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.json"
-    path.write_text('{"top1": 0.5}')
-    with pytest.raises(ValueError, match="is not an evaluation of this version"):
-        load_evaluation(path)
+    for version in ("", '"schema_version": 2, '):
+        path.write_text("{" + version + '"top1": 0.5}')
+        message = r"is not an evaluation of this version: it has schema version (None|2), not 3"
+        with pytest.raises(ValueError, match=message):
+            load_evaluation(path)
 
 
 # top-1, its interval and the number of images → the start of the sentence, worked by hand
@@ -125,6 +128,7 @@ def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
         "top1": top1,
         "intervals": evaluation.intervals | {"top1": (low, high)},
         "num_images": count,
+        "num_groups": count,
         "per_class": per_class,
     }
     evaluation = evaluation.model_copy(update=update)
@@ -137,14 +141,14 @@ def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
     assert "top5" not in evaluation.list_metrics()
 
 
-def test_few_validation_images_are_a_warning(make_evaluation: MakeEvaluation) -> None:
-    evaluation = load_evaluation(make_evaluation("a", RANKS) / "evaluation.json")
-
-    def warn(count: int) -> list[str]:
-        sets = SetMetrics(0.9, count, 0.9, 1.0, 0.9, 1.0)
-        return evaluation.model_copy(update={"prediction_sets": [sets]}).list_warnings()
-
-    (sentence,) = warn(19)
-    assert sentence.startswith("with 19 validation images, the prediction sets of one model in ten")
-    assert sentence.endswith("less than 81 % of new images instead of 90 %")
-    assert warn(1000) == []
+def test_a_logit_of_minus_infinity_leaves_the_file_json(tmp_path: Path) -> None:
+    logits = np.array([[-np.inf, 0.0], [1.0, 0.0]], dtype=np.float32)
+    metrics = compute_metrics(score_logits(logits, np.array([0, 0])))
+    assert np.isfinite(metrics["loss"])
+    assert metrics["loss"] > 300
+    marks = np.array([[True, False], [True, True]])
+    metrics = compute_label_metrics(score_label_logits(logits, marks))
+    write_json(tmp_path / "metrics.json", metrics)
+    assert not {"Infinity", "NaN"} & set(
+        re.findall(r"[A-Z]\w+", (tmp_path / "metrics.json").read_text())
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy.special import expit
-from scipy.stats import beta, betabinom, kstest
+from scipy.stats import betabinom, kstest
 
 from tests.evaluation.conftest import MakePredictions
 from vit.bundle import Bundle
@@ -18,10 +18,8 @@ from vit.prediction.conformal import (
     build_sets,
     compute_p_values,
     count_needed,
-    describe_low_coverage,
     explain_missing,
     find_label_threshold,
-    find_low_coverage,
     find_threshold,
     predict_p_values,
     predict_sets,
@@ -41,18 +39,6 @@ def test_a_threshold_by_hand() -> None:
     assert find_threshold(np.arange(1, 20) / 20, coverage=0.95) == 0.05
     assert find_threshold(np.zeros(0), coverage=0.9) is None
     assert (count_needed(0.9), count_needed(0.95)) == (9, 19)
-
-
-def test_one_model_in_ten_covers_less_than_it_says() -> None:
-    """Of uniform scores the coverage is 1 minus the threshold."""
-    rng = np.random.default_rng(0)
-    for count, coverage in ((19, 0.9), (19, 0.95), (100, 0.95), (1000, 0.9)):
-        low = find_low_coverage(count, coverage)
-        thresholds = [find_threshold(rng.random(count), coverage=coverage) for _ in range(4000)]
-        assert np.mean(1 - np.array(thresholds, float) < low) == pytest.approx(0.1, abs=0.015)
-    # the 18th of 19 ranks: Beta(18, 2)
-    assert find_low_coverage(19, 0.9) == pytest.approx(beta.ppf(0.1, 18, 2))
-    assert "for less than 81 % of new images instead of 90 %" in describe_low_coverage(19, 0.9)
 
 
 def test_sets_by_hand() -> None:

@@ -86,8 +86,8 @@ def test_probabilities_are_the_mean_of_those_of_the_models(
     ]
     assert evaluation["cost"]["parameters"] == sum(parameters)
     assert "these are predictions of several" in (out / "report.html").read_text()
-    with pytest.raises(ValueError, match="calibrate, operating_point and corruptions are for one"):
-        vit.evaluate(models, data=photos, calibrate=True)
+    with pytest.raises(ValueError, match="operating_point is kept in the file of one model"):
+        vit.evaluate(models, data=photos, operating_point="bee:f1")
 
     # on the command line, models come before the photos
     lines = cli.succeed("predict", *models, photos, "--precision", "float32").out.splitlines()

@@ -15,6 +15,8 @@ from vit.runtime.numbers import format_interval, format_number, format_percent
         # neither 0 % nor 100 % unless it is exact
         (0.9978, 450, "99.8 %"),
         (0.002, 500, "0.2 %"),
+        (0.9999, 10_000, "99.99 %"),
+        (1 / 100_000, 100_000, "0.001 %"),
         (0.0, 500, "0 %"),
     ],
 )

@@ -123,7 +123,6 @@ def test_evaluate_and_compare(both: Both, cli: Launcher, model: Path, photos: Pa
     options = (
         "--tta",
         "hflip",
-        "--corruptions",
         "--precision",
         "float32",
         "--num-examples",

@@ -128,7 +128,7 @@ def test_training_and_evaluation_walk_each_folder_once(
     # from another directory: the root is stored absolute
     monkeypatch.chdir(tmp_path.parent)
     walked.clear()
-    evaluation = ["--device", "cpu", "--calibrate", "--output", tmp_path / "evaluation"]
+    evaluation = ["--device", "cpu", "--output", tmp_path / "evaluation"]
     cli.succeed("evaluate", root.parent / "run", *evaluation)
     assert set(walked.values()) == {1}
 

@@ -14,7 +14,7 @@ _NUM_WORST = 8
 def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool = False) -> None:
     """Measure a model on held-out images, with intervals.
 
-    Writes report.html, evaluation.json and .md, predictions.csv (rank is the number of classes with
+    Writes report.html, evaluation.json, predictions.csv (rank is the number of classes with
     a higher probability than the right one) and, for classes, confusion.png.
 
     Args:
@@ -38,9 +38,8 @@ def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool =
     for sentence in evaluation.list_warnings():
         console.print(sentence, style="yellow")
     for part in evaluation.subgroups:
-        console.print(part.describe())
-        if len(part.rows) > 1:
-            console.print(build_table(part.list_rows()[:_NUM_WORST], part.headings))
+        title = f"By {part.column}, the worst of {len(part.rows)}"
+        console.print(build_table(part.list_rows()[:_NUM_WORST], part.headings, title=title))
     console.print(f"open {output / 'report.html'} in a browser")
 
 

@@ -140,13 +140,10 @@ def _describe_run(source: str, metadata: Mapping[str, Any]) -> dict[str, object]
 
 def _describe_answers(bundle: "Bundle") -> dict[str, object]:
     """Describe temperature, prediction sets and features."""
-    from vit.prediction.conformal import describe_limits
     from vit.prediction.decision import describe_decision
 
     shown: dict[str, object] = {}
     conformal = bundle.metadata.get("conformal") or {}
-    if set_limits := describe_limits(bundle.metadata):
-        shown["prediction sets"] = set_limits
     if bundle.likeness is not None:
         features = bundle.likeness.training_features
         names = "with" if conformal.get("training_images") else "without"

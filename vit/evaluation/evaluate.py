@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch
 from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, require_classifier
 from vit.data.dataset import LabelRule, printable
 from vit.data.splits import DatasetSplits
-from vit.evaluation.calibration import (
-    calibrate_bundle,
-    find_model_file,
-    measure_calibration,
-    save_fitted,
-    was_used_for_epoch,
+from vit.evaluation.calibration import find_model_file, was_used_for_epoch
+from vit.evaluation.clusters import (
+    Interval,
+    compute_clustered_interval,
+    number_clusters,
+    select_groups,
 )
 from vit.evaluation.examples import choose_examples
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
@@ -31,6 +30,8 @@ from vit.evaluation.intervals import compute_intervals
 from vit.evaluation.label_metrics import (
     LabelMetrics,
     LabelScores,
+    compute_label_intervals,
+    compute_label_metrics,
     compute_per_label,
     score_label_logits,
 )
@@ -42,11 +43,10 @@ from vit.evaluation.metrics import (
     compute_per_class,
     score_logits,
 )
-from vit.evaluation.operating_point import choose_operating_point, parse_rule
 from vit.evaluation.out_of_fold import CROSS_VALIDATION, OutOfFold, load_out_of_fold
 from vit.evaluation.result import Cost, Evaluation, EvaluationResult
-from vit.evaluation.subgroups import build_tables, read_values
-from vit.evaluation.written import convert_to_logits
+from vit.evaluation.subgroups import SubgroupTable, build_tables, read_values
+from vit.evaluation.thresholds import choose_operating_point, parse_rule
 from vit.model.logits import compute_logits
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import (
@@ -57,14 +57,13 @@ from vit.prediction.decision import (
     read_thresholds,
 )
 from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
-from vit.prediction.labels import compute_probabilities, find_classes
+from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import TTA, BatchPredictor
-from vit.prediction.probabilities import Float32s
+from vit.prediction.probabilities import Bools, Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import Precision, autocast, describe_device
 from vit.runtime.machine import read_work_clock
 from vit.runtime.processes import current_process, join_processes
-from vit.runtime.products import find_product
 from vit.runtime.progress import show_progress
 
 # missed, and falsely found, images of each label that a report shows at most
@@ -87,16 +86,12 @@ def evaluate(
     split: str | None = None,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
-    predictions: str | Path | None = None,
     group_by: str | int | None = None,
     label_by: str | None = None,
     path_column: str | None = None,
     label_column: str | None = None,
     by: str | Sequence[str] = (),
-    calibrate: bool = False,
     operating_point: str | None = None,
-    in_place: bool = False,
-    corruptions: bool = False,
     tta: str = "none",
     num_examples: int = 16,
     batch_size: int | None = None,
@@ -121,30 +116,21 @@ def evaluate(
         dataset: Images instead of `data`, as `vit.train` takes them. They
             are the split "test", or of a pair "validation".
         class_names: Class names of `dataset`. None: its own, or the model's.
-        predictions: Parquet file or folder of `vit predict` for this model and
-            these images. It is measured without a second pass over them.
         group_by: See `vit.train`.
         label_by: See `vit.train`.
         path_column: See `vit.train`.
         label_column: See `vit.train`.
-        by: Columns of the images' table, such as site,camera: accuracy for
-            each value, with intervals and a test that it differs. folder is
-            the folder of an image, group its group.
-        calibrate: Fit a temperature on the validation split, and keep it if
-            it helps. Half of the split measures whether the temperature of
-            the other half lowers the loss beyond noise. `.save` writes the
-            model file with it.
+        by: Columns of the images' table, such as site,camera: accuracy, or
+            mean average precision, for each of at most 100 values, with
+            intervals, the worst first. folder is the folder of an image, group
+            its group.
         operating_point: Choose the probability from which a label is
             predicted, or one class against the rest, on the validation split
             or the predictions of `vit train --folds`: sensitivity=0.95,
-            specificity=0.9, precision=0.8, f1, or cost=10:1 where missing one
-            costs ten false alarms. LABEL:RULE names the label. None: the
+            specificity=0.9 and precision=0.8 hold on average over new images,
+            f1 is the best on these. LABEL:RULE names the label. None: the
             model file's, otherwise 0.5 for a label and the most probable
             class. `.save` writes the model file with it.
-        in_place: Write the temperature and the operating point into the model
-            file itself.
-        corruptions: Also measure accuracy under the 15 corruptions of
-            ImageNet-C, at 5 severities.
         tta: Test-time augmentation: none, or hflip for the mean logits of
             the image and its mirror image.
         num_examples: Errors, unsure predictions and likely label errors to
@@ -165,8 +151,8 @@ def evaluate(
 
     Raises:
         ValueError: The data is unknown, it has classes that the model doesn't
-            know, there is no model file to keep the temperature in, or the
-            images allow no such operating point.
+            know, there is no model file to keep the operating point in, or
+            the images allow none such.
 
     Example:
         >>> result = vit.evaluate("runs/digits", tta="hflip")
@@ -174,18 +160,16 @@ def evaluate(
     """
     check_data(data, dataset)
     check_choice(tta, TTA, name="tta")
-    is_fitted = calibrate or operating_point is not None
-    # The validation images can't serve to fit and to measure.
-    hint = "--calibrate needs a model file to keep the temperature in, and --split test"
-    if operating_point is not None:
-        hint = "--operating-point needs a model file to keep it in, and --split test"
+    is_fitted = operating_point is not None
+    # The validation images can't serve to choose and to measure.
+    hint = "--operating-point needs a model file to keep it in, and --split test"
     if is_fitted and (str(model).startswith("timm:") or split in ("validation", "all")):
         raise ValueError(hint)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
         bundle = open_models(model, device=device_name)
         start = read_work_clock(bundle.device.type)
-        _check_model(bundle, calibrate, operating_point, corruptions=corruptions)
+        _check_model(bundle, operating_point)
         # several models are measured on the images of the first one's training by default
         splits = open_data(
             list_members(bundle)[0],
@@ -199,21 +183,14 @@ def evaluate(
         if is_fitted and (split or splits.default_split) == "validation":
             raise ValueError(hint)
         is_own = data is None and dataset is None
-        found = _find_out_of_fold(
-            bundle, split, is_own=is_own, is_plain=not corruptions and tta == "none"
-        )
+        found = _find_out_of_fold(bundle, split, is_own=is_own, is_plain=tta == "none")
         if found is not None:
             split = "train"
-        if predictions is not None and (is_fitted or corruptions or found is not None):
-            raise ValueError(
-                "predictions are measured as they are; name images with data, and leave out calibrate,"
-                " operating_point and corruptions"
-            )
         columns = (by,) if isinstance(by, str) else by
         source = splits.split(split)
         values = {column: read_values(source, column) for column in columns}
         # All images are decoded before anything is computed: errors in them are reported first.
-        images = load_images(bundle, splits, split, predictions=predictions)
+        images = load_images(bundle, splits, split)
         if is_own:
             images = replace(images, splits=splits)
         validation = images
@@ -229,25 +206,14 @@ def evaluate(
             notes = found.describe(images)
             logits = found.logits
             images = validation = found.select(images)
-        if images.probabilities is not None:
-            logits = convert_to_logits(bundle, images.probabilities)
-            notes.append(
-                "measured on written predictions; copies of training images weren't sought"
-            )
-        elif isinstance(bundle, Ensemble):
+        if isinstance(bundle, Ensemble):
             logits = _average(bundle, images, splits, split, predictor)
             notes.append(f"the mean probabilities of {len(bundle.members)} models were measured")
         notes = _describe_images(bundle, images) + notes
         fitted = bundle
-        if is_fitted:
-            fitted, sentences = _fit(
-                bundle,
-                predictor,
-                validation,
-                calibrate=calibrate,
-                operating_point=operating_point,
-                in_place=in_place,
-                out_of_fold=logits,
+        if operating_point is not None:
+            fitted, sentences = _choose_point(
+                bundle, predictor, validation, operating_point, out_of_fold=logits
             )
             notes += sentences
         notes += filter(None, [describe_decision(fitted)])
@@ -257,31 +223,22 @@ def evaluate(
             predictor,
             logits,
             num_examples=num_examples,
-            corruptions=corruptions,
             notes=notes,
             values=values,
         )
         return replace(
             result,
-            has_new_values=fitted is not bundle and not in_place,
+            has_new_values=fitted is not bundle,
             seconds=read_work_clock(bundle.device.type) - start,
         )
 
 
-def _check_model(
-    bundle: Bundle, calibrate: bool, operating_point: str | None, *, corruptions: bool
-) -> None:
+def _check_model(bundle: Bundle, operating_point: str | None) -> None:
     """Raise ValueError for what isn't measured of such a model, before images are decoded."""
     require_classifier(bundle)
-    is_fitted = calibrate or operating_point is not None
-    if isinstance(bundle, Ensemble) and (is_fitted or corruptions):
-        raise ValueError("calibrate, operating_point and corruptions are for one model; name one")
-    if bundle.is_multilabel and corruptions:
-        raise ValueError(
-            "--corruptions measures top-1 accuracy, which a model of several labels doesn't have;"
-            " leave it out"
-        )
     if operating_point is not None:
+        if isinstance(bundle, Ensemble):
+            raise ValueError("operating_point is kept in the file of one model; name one")
         parse_rule(operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel)
 
 
@@ -294,7 +251,7 @@ def _find_out_of_fold(
         bundle: The model.
         split: See `evaluate`.
         is_own: No other images are named.
-        is_plain: The images themselves are measured, without corruptions and mirror images.
+        is_plain: The images themselves are measured, without mirror images.
     """
     found = None
     is_own = is_own and not isinstance(bundle, Ensemble)
@@ -306,8 +263,8 @@ def _find_out_of_fold(
         )
     if found is not None and not is_plain:
         raise ValueError(
-            "corruptions and tta need images that the model hasn't seen, and this run was"
-            " cross-validated; name some with --data"
+            "tta needs images that the model hasn't seen, and this run was cross-validated; name some"
+            " with --data"
         )
     return found
 
@@ -329,66 +286,41 @@ def _describe_images(bundle: Bundle, images: EvaluationSet) -> list[str]:
     return notes
 
 
-def _fit(
+def _choose_point(
     bundle: Bundle,
     predictor: BatchPredictor,
     validation: EvaluationSet,
+    rule: str,
     *,
-    calibrate: bool,
-    operating_point: str | None,
-    in_place: bool,
     out_of_fold: Float32s | None,
 ) -> tuple[Bundle, list[str]]:
-    """Return the model with a temperature if that helps and with an operating point, and sentences
-    about them.
+    """Return the model with an operating point, and sentences about it.
 
     Args:
         bundle, predictor: The model, and the conditions under which it runs.
-        validation: Images to fit on.
-        calibrate, operating_point, in_place: See `evaluate`.
+        validation: Images to choose on.
+        rule: See `evaluate`.
         out_of_fold: Logits of a cross-validation, [n, C]; None: they are computed.
 
     Raises:
-        ValueError: There is no model file to keep them in, or no such operating point.
+        ValueError: There is no model file to keep it in, or no such operating point.
     """
-    model_file = find_model_file(bundle)
-    chose_epoch = was_used_for_epoch(bundle, validation)
+    find_model_file(bundle)
     logits = out_of_fold
-    # Images that chose the epoch look better than others: `calibrate_bundle` does without them.
-    if logits is None and (operating_point is not None or not chose_epoch):
-        logits = _predict(predictor, validation, title="calibrating" if calibrate else "deciding")
-    fitted = bundle
-    sentences = []
-    if calibrate:
-        fitted, sentence = calibrate_bundle(bundle, validation, None if chose_epoch else logits)
-        sentences.append(sentence)
-    rule = operating_point
-    if rule is None and fitted is not bundle and bundle.operating_point:
-        # its probabilities have changed
-        rule = str(bundle.operating_point["rule"])
-        logits = _predict(predictor, validation, title="deciding") if logits is None else logits
-    if rule is not None:
-        assert logits is not None
-        point, said = choose_operating_point(
-            fitted,
-            parse_rule(rule, bundle.class_names, is_multilabel=bundle.is_multilabel),
-            validation,
-            logits,
-        )
-        fitted = replace(
-            fitted, metadata={**fitted.metadata, "operating_point": point.model_dump()}
-        )
-        if chose_epoch:
-            said[0] += ", which training also used, so that it may promise a little too much"
-        if out_of_fold is not None:
-            said[0] += ", the measured ones, so that its rates on them are a little too good"
-        sentences += said
-    # only one process writes the file, and all need its new hash
-    if fitted is not bundle and in_place:
-        process = current_process()
-        sha256 = save_fitted(fitted, model_file) if process.is_main else ""
-        fitted = replace(fitted, sha256=process.broadcast(sha256))
-    return fitted, sentences
+    if logits is None:
+        logits = _predict(predictor, validation, title="deciding")
+    point, said = choose_operating_point(
+        bundle,
+        parse_rule(rule, bundle.class_names, is_multilabel=bundle.is_multilabel),
+        validation,
+        logits,
+    )
+    if was_used_for_epoch(bundle, validation):
+        said[0] += ", which training also used, so that it may promise a little too much"
+    if out_of_fold is not None:
+        said[0] += ", the measured ones, so that its rates on them are a little too good"
+    metadata = {**bundle.metadata, "operating_point": point.model_dump()}
+    return replace(bundle, metadata=metadata), said
 
 
 def _measure(
@@ -398,19 +330,18 @@ def _measure(
     logits: Float32s | None,
     *,
     num_examples: int,
-    corruptions: bool,
     notes: list[str],
     values: Mapping[str, Mapping[str, str]],
 ) -> EvaluationResult | LabelEvaluationResult:
     """Measure a model. In a process group all processes share the images, and each gets the result.
 
     Args:
-        bundle: The model, with its temperature.
+        bundle: The model, with its operating point.
         images: Images to measure on.
         predictor: The model, with the conditions under which it runs.
         logits: Logits of the images, [n, C]: those of probes that haven't seen them, or of several
             models. None: they are computed.
-        num_examples, corruptions: See `evaluate`.
+        num_examples: See `evaluate`.
         notes: Facts that a reader should know, in sentences.
         values: Column → id of an image → its value.
     """
@@ -421,16 +352,6 @@ def _measure(
         start = time.perf_counter()
         logits = _predict(predictor, images, title="evaluating")
         images_per_second = len(images) / (time.perf_counter() - start)
-    accuracies = None
-    corruption_error = None
-    if corruptions:
-        measure_corruptions = find_product("corruptions")
-        if measure_corruptions is None:
-            raise ValueError("this installation of vit can't measure corruptions; leave them out")
-        accuracies = measure_corruptions(predictor, images, partial(find_classes, bundle))
-        # not divided by the error of a baseline model
-        errors = [1 - top1 for severities in accuracies.values() for top1 in severities]
-        corruption_error = sum(errors) / len(errors)
     cost = _measure_cost(bundle, predictor, images_per_second)
     parts = {column: [found[name] for name in dataset.ids] for column, found in values.items()}
     scores: Scores | LabelScores
@@ -466,7 +387,6 @@ def _measure(
         per_class=compute_per_class(scores, bundle.class_names, dataset.groups),
         against_rest=_measure_against_rest(bundle, logits, images),
         reliability=bin_confidence(scores.confidence, scores.correct),
-        calibration=measure_calibration(bundle, logits, images.labels),
         prediction_sets=measure_sets(bundle, logits, images.labels),
         examples=choose_examples(
             logits,
@@ -476,8 +396,6 @@ def _measure(
             groups=dataset.groups,
             count=num_examples,
         ),
-        corruptions=accuracies,
-        mean_corruption_error=corruption_error,
         **shared,
     )
     return EvaluationResult(evaluation, scores, images, bundle, logits, is_main=process.is_main)
@@ -555,7 +473,10 @@ def _describe_measurement(
         "num_images": len(images),
         "unreadable": [(printable(name), printable(reason)) for name, reason in dataset.unreadable],
         "duplicates_of_training": overlap,
-        "subgroups": build_tables(parts, scores, dataset.groups),
+        "subgroups": _build_tables(parts, scores, dataset.groups),
+        "num_groups": len(set(dataset.groups or images.ids)),
+        "temperature": bundle.temperature,
+        "operating_point": bundle.operating_point.get("rule"),
         "cost": cost,
         "data": images.title or dataset.name,
         "split": dataset.split,
@@ -569,6 +490,23 @@ def _describe_measurement(
         "seed": bundle.config.get("train", {}).get("seed"),
         "conditions": _describe_conditions(predictor),
     }
+
+
+def _build_tables(
+    parts: Mapping[str, Sequence[str]], scores: Scores | LabelScores, groups: Sequence[str] | None
+) -> list[SubgroupTable]:
+    """Measure the images by the values of columns."""
+
+    def measure(chosen: Bools) -> tuple[float | None, Interval]:
+        part, own = scores.subset(chosen), select_groups(groups, chosen)
+        if isinstance(part, Scores):
+            clusters = number_clusters(own, len(part))
+            return float(part.correct.mean()), compute_clustered_interval(part.correct, clusters)
+        value = compute_label_metrics(part)["map"]
+        return None if np.isnan(value) else value, compute_label_intervals(part, own)["map"]
+
+    title = "Mean average precision" if isinstance(scores, LabelScores) else "Top-1 accuracy"
+    return build_tables(parts, groups, measure, title=title)
 
 
 def _average(

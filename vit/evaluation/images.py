@@ -18,10 +18,9 @@ from vit.data.duplicates import find_duplicates
 from vit.data.open import open_for_model, open_passed
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
-from vit.evaluation.written import read_written
 from vit.prediction.features import read_dataset
 from vit.prediction.predictor import Pixels
-from vit.prediction.probabilities import Bools, Float32s, Ints
+from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.processes import current_process
 
@@ -40,7 +39,6 @@ class EvaluationSet:
         title: Name of the data set for readers.
         splits: The data that the model was trained on, if the images are from it. The report shows
             training photos from here instead of listing the files again.
-        probabilities: Written predictions, [n, C]; None if there are none.
     """
 
     dataset: ImageDataset
@@ -49,7 +47,6 @@ class EvaluationSet:
     preprocess: Preprocess
     title: str = ""
     splits: DatasetSplits | None = None
-    probabilities: Float32s | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -73,20 +70,13 @@ class EvaluationSet:
         return read_dataset(self.dataset, self.preprocess, start, stop)
 
 
-def load_images(
-    bundle: Bundle,
-    dataset: DatasetSplits,
-    split: str | None,
-    *,
-    predictions: str | Path | None = None,
-) -> EvaluationSet:
+def load_images(bundle: Bundle, dataset: DatasetSplits, split: str | None) -> EvaluationSet:
     """Decode a split and match its classes with the model's.
 
     Args:
         bundle: The model.
         dataset: The data set.
         split: Name of the split; None: the default one.
-        predictions: Written predictions, with which nothing is decoded.
 
     Raises:
         ValueError: A class of the data is not one of the model's.
@@ -103,24 +93,19 @@ def load_images(
     # Unknown classes are refused before the decoding, which may take minutes.
     find_labels(source, bundle.class_names)
     preprocess = bundle.preprocess
-    probabilities = None
-    if predictions is not None:
-        decoded, probabilities = read_written(predictions, source, "probabilities")
-    else:
-        decoded = decode_dataset(
-            source,
-            size=preprocess.resize_size,
-            preprocess=preprocess,
-            cache_dir=dataset.cache_dir,
-            progress=current_process().is_main,
-        )
+    decoded = decode_dataset(
+        source,
+        size=preprocess.resize_size,
+        preprocess=preprocess,
+        cache_dir=dataset.cache_dir,
+        progress=current_process().is_main,
+    )
     return EvaluationSet(
         dataset=decoded,
         ids=tuple(printable(name) for name in decoded.ids),
         labels=find_labels(decoded, bundle.class_names),
         preprocess=preprocess,
         title=printable(dataset.title),
-        probabilities=probabilities,
     )
 
 
@@ -260,13 +245,10 @@ def find_overlap(
         images: The evaluated images.
         is_correct: True for each of them that is predicted correctly, [n].
     """
-    # there are written predictions, and no image was decoded
-    if images.dataset.hashes is None:
+    # training that decodes its images batch by batch records no hashes
+    if bundle.training_hashes is None or images.dataset.hashes is None:
         return None
-    training_hashes = find_training_hashes(bundle)
-    if training_hashes is None:
-        return None
-    exact, near = find_duplicates(images.dataset.hashes, training_hashes)
+    exact, near = find_duplicates(images.dataset.hashes, np.stack(bundle.training_hashes))
     indices = [*exact[:, 0].tolist(), *near[:, 0].tolist()]
     # the accuracy on images that the model has not seen
     others = np.delete(is_correct, indices)
@@ -276,35 +258,3 @@ def find_overlap(
         examples=[images.ids[index] for index in indices[:_MAX_DUPLICATE_NAMES]],
         top1_without=float(others.mean()) if len(others) else None,
     )
-
-
-def find_training_hashes(bundle: Bundle) -> NDArray[np.uint64] | None:
-    """Return hashes of the images that a model was trained on, uint64 [2, n]; None if unknown.
-
-    A model file holds them if all images were decoded before training. Otherwise they are computed
-    here once, and the cache keeps them.
-    """
-    if bundle.training_hashes is not None:
-        return np.stack(bundle.training_hashes)
-    recorded = bundle.recorded_images
-    if recorded.config.get("pipeline") != "workers":
-        return None
-    try:
-        splits = open_for_model(None, recorded=recorded)
-        train = splits.split("train")
-    # the images were passed from Python, are gone, or are others
-    except (ValueError, OSError):
-        return None
-    # a download would take as long as an epoch
-    if train.reader.is_remote:
-        return None
-    decoded = decode_dataset(
-        train,
-        size=None,
-        preprocess=bundle.preprocess,
-        cache_dir=splits.cache_dir,
-        # training has already accepted the unreadable images
-        max_unreadable_fraction=1.0,
-        progress=current_process().is_main,
-    )
-    return decoded.hashes

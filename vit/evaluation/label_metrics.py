@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy.special import expit, stdtrit
 
 from vit.evaluation.clusters import TAIL, Interval, compute_clustered_interval, number_clusters
-from vit.evaluation.curves import ThresholdRates, measure_thresholds
 from vit.evaluation.intervals import bound_sum
-from vit.evaluation.metrics import NUM_BINS, find_bins
+from vit.evaluation.metrics import MAX_LOSS, NUM_BINS, find_bins
+from vit.evaluation.thresholds import ThresholdRates, measure_thresholds
 from vit.prediction.decision import THRESHOLD
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 
@@ -95,7 +95,7 @@ def score_label_logits(
             " compute the logits in float32"
         )
     # log(1 + exp(−z)) where the label is there, log(1 + exp(z)) where it isn't
-    losses = np.logaddexp(0, np.where(labels, -scaled, scaled))
+    losses = np.minimum(np.logaddexp(0, np.where(labels, -scaled, scaled)), MAX_LOSS)
     return LabelScores(labels, expit(scaled), losses.mean(axis=1), thresholds)
 
 

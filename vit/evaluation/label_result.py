@@ -1,16 +1,15 @@
 """The result of an evaluation on images with several labels, and its files: `evaluation.json`,
-`evaluation.md`, `report.html` and `predictions.csv`."""
+`report.html` and `predictions.csv`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import Bundle
-from vit.evaluation.calibration import Calibration, measure_calibration
 from vit.evaluation.clusters import Interval, select_groups
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap, describe_unreadable
 from vit.evaluation.label_metrics import (
@@ -55,7 +54,7 @@ class LabelEvaluation(Shown, BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: int = 1
+    schema_version: Literal[3] = 3
     task: str = "multilabel"
     map: float | None = Field(
         title="Mean average precision",
@@ -85,14 +84,17 @@ class LabelEvaluation(Shown, BaseModel):
     intervals: dict[str, Interval]
     # every label of the model, in its order
     per_label: list[LabelMetrics]
-    # null if no temperature was ever fitted
-    calibration: Calibration | None = None
+    # divisor of the logits before the sigmoid; 1 if none was fitted
+    temperature: float = 1.0
+    # rule by which the thresholds were chosen; null without an operating point
+    operating_point: str | None = None
     # sets of labels with a promised fraction of an image's labels; empty without thresholds
     label_sets: list[LabelSetMetrics] = []
     # accuracy by the values of each column of --by
     subgroups: list[SubgroupTable] = []
-    # number of evaluated images
+    # number of evaluated images, and of their groups
     num_images: int
+    num_groups: int
     # images that were left out, each with the reason
     unreadable: list[tuple[str, str]]
     # null if it isn't known which images were in training
@@ -148,7 +150,7 @@ class LabelEvaluation(Shown, BaseModel):
         count = self.num_images
         mean = "–" if self.map is None else format_percent(self.map, count)
         return (
-            f"Of {round(self.exact_match * count):,} of {count:,} images all labels are right. The"
+            f"All labels are right on {round(self.exact_match * count):,} of {count:,} images. The"
             f" mean average precision is {mean} (95 % interval"
             f" {format_interval(self.intervals['map'], count)})."
         )
@@ -206,7 +208,6 @@ def measure_labels(
         **known,
         intervals=compute_label_intervals(scores, dataset.groups),
         per_label=compute_per_label(scores, bundle.class_names, dataset.groups),
-        calibration=measure_calibration(bundle, logits, scores.labels),
         label_sets=measure_label_sets(bundle, logits, scores.labels, dataset.groups),
         **shared,
     )
@@ -259,7 +260,6 @@ class LabelEvaluationResult(SavedEvaluation):
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs
         from vit.evaluation.report.label_report import build_label_report
-        from vit.evaluation.report.report import render_markdown
 
         return {
             PREDICTIONS_FILE: partial(
@@ -270,6 +270,5 @@ class LabelEvaluationResult(SavedEvaluation):
                 groups=self.images.groups,
                 files=self.images.files,
             ),
-            "evaluation.md": render_markdown(self),
             "report.html": build_label_report(self),
         }

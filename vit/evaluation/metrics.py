@@ -21,6 +21,9 @@ from vit.prediction.probabilities import (
 )
 
 NUM_BINS = 15
+# largest loss of an image, so that a logit of −∞ leaves the mean finite: of the least probability
+# that a float64 holds
+MAX_LOSS = 708.0
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,8 @@ def score_logits(
                 "predicted": predicted,
                 "confidence": probabilities[at_label[0], predicted],
                 "label_probability": probabilities[at_label],
-                "loss": -compute_log_probabilities(chunk, 1.0)[at_label],
-                "nll": -log_probabilities[at_label],
+                "loss": np.minimum(-compute_log_probabilities(chunk, 1.0)[at_label], MAX_LOSS),
+                "nll": np.minimum(-log_probabilities[at_label], MAX_LOSS),
                 # sum over classes of (p - y)^2, with y one at the label
                 "brier": (probabilities**2).sum(axis=1) - 2 * probabilities[at_label] + 1,
                 "rank": rank,

@@ -10,12 +10,12 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from vit.bundle import MODEL_FILE, Bundle
-from vit.evaluation.calibration import Calibration, save_fitted
+from vit.evaluation.calibration import save_fitted
 from vit.evaluation.clusters import Interval
 from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap, describe_unreadable
@@ -23,15 +23,15 @@ from vit.evaluation.label_metrics import LabelMetrics
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
 from vit.evaluation.subgroups import SubgroupTable
-from vit.prediction.conformal import SetMetrics, describe_low_coverage, find_low_coverage
+from vit.evaluation.thresholds import ThresholdRates
+from vit.prediction.conformal import SetMetrics
 from vit.prediction.ensemble import list_members
 from vit.prediction.probabilities import Float32s
 from vit.runtime.files import FileContent, Result, expand_home, write_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"
-# distance from the promised coverage from which it is a warning
-_FAR_COVERAGE = 0.03
+SCHEMA_VERSION = 3
 # metrics that are fractions; the others are shown as plain numbers
 _FRACTIONS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall")
 
@@ -99,7 +99,7 @@ class Evaluation(Shown, BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: int = 2
+    schema_version: Literal[3] = 3
     top1: float = Field(
         title="Top-1 accuracy", description="fraction of images whose label has the highest logit"
     )
@@ -134,26 +134,25 @@ class Evaluation(Shown, BaseModel):
     # the rarer of two classes, or the class of the operating point, against the rest
     against_rest: LabelMetrics | None = None
     reliability: list[Bin]
-    # null if no temperature was ever fitted
-    calibration: Calibration | None
+    # divisor of the logits before the softmax; 1 if none was fitted
+    temperature: float = 1.0
+    # rule by which the threshold of a class was chosen; null without an operating point
+    operating_point: str | None = None
 
     # accuracy by the values of each column of --by
     subgroups: list[SubgroupTable] = []
     # null if the model file holds no thresholds
     prediction_sets: list[SetMetrics] | None = None
 
-    # number of evaluated images, the denominator of every metric
+    # number of evaluated images, the denominator of every metric, and of their groups
     num_images: int
+    num_groups: int
     # images that were left out, each with the reason
     unreadable: list[tuple[str, str]]
     # null if it isn't known which images were in training
     duplicates_of_training: TrainTestOverlap | None
     examples: Examples
 
-    # top-1 by corruption, at severities 1 to 5
-    corruptions: dict[str, list[float]] | None
-    # mean of 1 - top-1 over corruptions and severities
-    mean_corruption_error: float | None
     cost: Cost
 
     # name of the data set
@@ -200,9 +199,6 @@ class Evaluation(Shown, BaseModel):
                     interval = format_interval(bounds, self.num_images)
                     title = f"{title} of {rest.name}"
                     rows.append(MetricRow(title, value, interval, "this class against the rest"))
-        if self.mean_corruption_error is not None:
-            value = format_percent(self.mean_corruption_error, self.num_images)
-            rows.append(MetricRow("Mean corruption error", value, "", "mean over 15 corruptions"))
         return rows
 
     def list_metrics(self) -> list[str]:
@@ -212,7 +208,7 @@ class Evaluation(Shown, BaseModel):
         if len(self.per_class) < 10:
             redundant.add("top5")
         # without a temperature it equals the loss
-        if self.calibration is None:
+        if self.temperature == 1:
             redundant.add("nll")
         # with equally many images of each class it equals top-1
         if len({row.support for row in self.per_class if row.support}) == 1:
@@ -220,8 +216,11 @@ class Evaluation(Shown, BaseModel):
         return [name for name in self.intervals if name not in redundant]
 
     def beats_guessing(self) -> bool:
-        """Return whether the model is better than always predicting the most frequent class, beyond
-        what chance gives: the 95 % interval of its accuracy lies above."""
+        """Return whether the model is better than guessing, beyond what chance gives: the 95 %
+        interval of its accuracy lies above that of always predicting the most frequent class, or
+        with an operating point that of the area under the ROC curve above a half."""
+        if self._decided is not None and self.against_rest is not None:
+            return self.against_rest.roc_auc_interval[0] > 0.5
         return self.intervals["top1"][0] > self._majority
 
     @property
@@ -229,9 +228,27 @@ class Evaluation(Shown, BaseModel):
         """Accuracy of always predicting the most frequent class."""
         return max(row.support for row in self.per_class) / self.num_images
 
+    @property
+    def _decided(self) -> ThresholdRates | None:
+        """Rates at the operating point; None without one."""
+        rest = self.against_rest
+        return rest.thresholds[0] if self.operating_point and rest and rest.thresholds else None
+
     def describe_accuracy(self) -> str:
-        """Return the accuracy in a sentence."""
+        """Return the accuracy, or the rates at the operating point, in a sentence."""
         count = self.num_images
+        rates, rest = self._decided, self.against_rest
+        if rates is not None and rest is not None:
+            others = count - rest.support
+            alarms = rest.predicted - round(rates.sensitivity * rest.support)
+            return (
+                f"{rest.predicted - alarms:,} of {rest.support:,} images with {rest.name} are found"
+                f" ({format_percent(rates.sensitivity, rest.support)}; 95 % interval"
+                f" {format_interval(rates.sensitivity_interval, rest.support)}), with {alarms:,} false"
+                f" alarms in {others:,} other images"
+                f" ({format_percent(1 - rates.specificity, others)}). A person has to look at"
+                f" {rest.predicted:,} of {count:,} images."
+            )
         return (
             f"{round(self.top1 * count):,} of {count:,} images are classified correctly"
             f" ({format_percent(self.top1, count)}; 95 % interval"
@@ -239,29 +256,34 @@ class Evaluation(Shown, BaseModel):
         )
 
     def describe_guessing(self) -> str:
-        """Compare the accuracy with that of always predicting the most frequent class."""
+        """Compare the accuracy with that of always predicting the most frequent class, or the
+        operating point with as many images at random."""
+        rates, rest = self._decided, self.against_rest
+        if rates is not None and rest is not None:
+            share = format_percent(rest.predicted / self.num_images, self.num_images)
+            return f"As many images at random would have {share} of them."
         percent = format_percent(self._majority, self.num_images)
         always = "always predicting the most frequent class"
         if self.top1 <= self._majority:
             return f"That is no better than guessing: {always} gives {percent}."
         if not self.beats_guessing():
+            few = f"{self.num_images:,} images"
+            if self.num_groups < self.num_images:
+                few += f" in {self.num_groups:,} groups"
             return (
-                f"That may be no better than guessing: {always} gives {percent}, and"
-                f" {self.num_images:,} images are too few to tell."
+                f"That may be no better than guessing: {always} gives {percent}, and {few} are too few"
+                " to tell."
             )
         return f"By comparison, {always} gives {percent}."
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
         warnings = [*self.notes, *describe_unreadable(self.unreadable)]
-        for row in self.prediction_sets or []:
-            if find_low_coverage(row.num_images, row.coverage) < row.coverage - _FAR_COVERAGE:
-                warnings.append(describe_low_coverage(row.num_images, row.coverage))
         overlap = self.duplicates_of_training
         if overlap is not None and (text := overlap.describe()):
             if overlap.top1_without is not None:
                 text += (
-                    f"; top-1 is {format_percent(self.top1, self.num_images)} with them and"
+                    f"; the accuracy is {format_percent(self.top1, self.num_images)} with them and"
                     f" {format_percent(overlap.top1_without, self.num_images)} without"
                 )
             warnings.append(text)
@@ -270,13 +292,13 @@ class Evaluation(Shown, BaseModel):
 
 @dataclass(frozen=True, repr=False)
 class SavedEvaluation(Result):
-    """An evaluation with its files, and with the evaluated model file if something was fitted.
+    """An evaluation with its files, and with the model file if an operating point was chosen.
 
     Attributes:
         evaluation: The metrics and the conditions.
         scores: Contribution of each image to the metrics.
         images: The images.
-        bundle: The model, with its temperature and its operating point.
+        bundle: The model, with its operating point.
         is_main: True in the process that writes files.
         has_new_values: True if no model file has these yet; `save` writes one.
         seconds: Work of the evaluation by `read_work_clock`; the maps of the report take no more.
@@ -300,8 +322,8 @@ class SavedEvaluation(Result):
         return str(self.evaluation._repr_html_())
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write what `vit evaluate` writes: predictions.csv, the tables and pages, the model file if
-        a temperature or an operating point was fitted, and last evaluation.json.
+        """Write what `vit evaluate` writes: predictions.csv, the page, the model file if an operating
+        point was chosen, and last evaluation.json.
 
         Args:
             directory: New or empty directory.
@@ -342,7 +364,7 @@ class EvaluationResult(SavedEvaluation):
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs
         from vit.evaluation.report.confusion import plot_confusion
-        from vit.evaluation.report.report import build_report, render_markdown
+        from vit.evaluation.report.report import build_report
 
         names = self.bundle.class_names
         figure = plot_confusion(self.scores, class_names=names)
@@ -357,6 +379,5 @@ class EvaluationResult(SavedEvaluation):
                 files=self.images.files,
             ),
             "confusion.png": partial(figure.savefig, format="png", dpi=120),
-            "evaluation.md": render_markdown(self),
             "report.html": build_report(self),
         }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vit.bundle import MULTILABEL
 from vit.evaluation.label_result import LabelEvaluation
-from vit.evaluation.result import EVALUATION_FILE, Evaluation
+from vit.evaluation.result import EVALUATION_FILE, SCHEMA_VERSION, Evaluation
 from vit.runtime.documents import check_schema, read_json
 
 
@@ -17,7 +17,10 @@ def load_evaluation(path: Path) -> Evaluation | LabelEvaluation:
     """
     try:
         values = read_json(path)
-        if isinstance(values, dict) and values.get("task") == MULTILABEL:
+        version = values.get("schema_version") if isinstance(values, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"it has schema version {version}, not {SCHEMA_VERSION}")
+        if values.get("task") == MULTILABEL:
             return check_schema(LabelEvaluation, values, origin="it")
         return check_schema(Evaluation, values, origin="it")
     except ValueError as error:

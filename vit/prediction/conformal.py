@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.bundle import MULTILABEL, Bundle
+from vit.bundle import Bundle
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.probabilities import (
     Bools,
@@ -24,7 +24,6 @@ from vit.prediction.probabilities import (
     compute_log_probabilities,
     compute_sigmoid,
 )
-from vit.runtime.numbers import format_percent
 
 # how often a set should include the right class
 LEVELS = (0.9, 0.95)
@@ -87,32 +86,6 @@ def _find_rank(count: int, coverage: float) -> int:
     """Return the rank, among n + 1 scores from the best, up to which a set may go."""
     # rounded because 10 * 0.9 could come out just above 9
     return math.ceil(round((count + 1) * coverage, 9))
-
-
-def find_low_coverage(num_images: int, coverage: float) -> float:
-    """Find the coverage below which the sets of one model in ten lie.
-
-    The threshold is found on a sample, too. Over all samples of n images the coverage has the
-    distribution Beta(r, n + 1 - r), where r is the rank of the threshold (Vovk 2012, "Conditional
-    validity of inductive conformal predictors").
-
-    Args:
-        num_images: Number n of held-out images that the threshold is from.
-        coverage: See `find_threshold`.
-    """
-    from scipy.special import betaincinv  # see `compute_softmax`
-
-    rank = _find_rank(num_images, coverage)
-    return float(betaincinv(rank, num_images + 1 - rank, 0.1))
-
-
-def describe_low_coverage(num_images: int, coverage: float) -> str:
-    """Return a sentence on how far the coverage of one model may lie from the promised one."""
-    low = format_percent(find_low_coverage(num_images, coverage), num_images)
-    return (
-        f"with {num_images:,} validation images, the prediction sets of one model in ten include"
-        f" the right class for less than {low} of new images instead of {100 * coverage:.0f} %"
-    )
 
 
 def count_needed(coverage: float) -> int:
@@ -204,18 +177,6 @@ def read_threshold(metadata: Mapping[str, Any], coverage: float) -> float | None
     thresholds = metadata.get("conformal", {}).get("thresholds", {})
     threshold = thresholds.get(str(coverage))
     return None if threshold is None else float(threshold)
-
-
-def describe_limits(metadata: Mapping[str, Any]) -> str:
-    """Return what `describe_low_coverage` says of the thresholds in the metadata of a model file;
-    empty if there are none. Where an image has several labels it isn't known."""
-    if metadata.get("data", {}).get("task") == MULTILABEL:
-        return ""
-    return "; ".join(
-        describe_low_coverage(metadata["conformal"]["num_images"], coverage)
-        for coverage in LEVELS
-        if read_threshold(metadata, coverage) is not None
-    )
 
 
 def explain_missing(bundle: Bundle, coverage: float) -> str | None:

@@ -2,14 +2,17 @@
 
 # From so many images on, a tenth of a percent is larger than one image.
 _ONE_DECIMAL = 1000
+_MAX_DECIMALS = 6
 
 
 def format_percent(fraction: float, count: int) -> str:
     """Return a fraction of `count` images in percent, such as "25 %"."""
+    percent = 100 * fraction
+    digits = int(count >= _ONE_DECIMAL)
     # neither 0 % nor 100 % for a fraction that is only near it
-    is_near_end = 0 < fraction < 0.005 or 0.995 <= fraction < 1
-    digits = int(count >= _ONE_DECIMAL or is_near_end)
-    return f"{100 * fraction:.{digits}f} %"
+    while round(percent, digits) in (0, 100) and percent not in (0, 100) and digits < _MAX_DECIMALS:
+        digits += 1
+    return f"{percent:.{digits}f} %"
 
 
 def format_interval(interval: tuple[float, float], count: int) -> str:

@@ -11,7 +11,7 @@ from scipy.special import expit
 
 from vit.bundle import MODEL_FILE, Bundle, build_bundle
 from vit.data.dataset import choose_evenly, printable
-from vit.evaluation.calibration import cross_fit_temperature, use_temperature
+from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.model.logits import has_features
 from vit.model.model_file import Likeness, check_likeness, write_model_file
 from vit.model.vision_transformer import VisionTransformer
@@ -57,7 +57,6 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
     bundle = build_bundle(content, path, model=module, device=train_step.device)
     num_images = 0
     thresholds: dict[str, float] = {}
-    temperature = None
     calibration: dict[str, object] = {}
     said = None
     if run.trainer.validator is not None:
@@ -65,13 +64,19 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
         # Each image at an epoch that it did not choose.
         validation = run.data.decoded_validation
         indices = held_aside.indices
-        temperature = cross_fit_temperature(
-            held_aside.logits, validation.labels[indices], validation.digests[indices]
-        )
-        if temperature is not None and run.config.train.calibrate:
-            calibration, sentence = use_temperature(temperature, validation, out_of_fold=True)
-            if calibration:
-                said = sentence
+        is_known = len(indices) >= MIN_IMAGES and bool(np.isfinite(held_aside.logits).all())
+        if is_known and run.config.train.calibrate:
+            temperature = fit_temperature(held_aside.logits, validation.labels[indices])
+            fitted_on = {
+                "split": validation.split,
+                "fingerprint": validation.fingerprint,
+                "num_images": len(indices),
+            }
+            calibration = {"temperature": temperature, "temperature_fitted_on": fitted_on}
+            said = (
+                f"calibrated: temperature {temperature:.3f}, fitted on {len(indices):,} images"
+                f" ({validation.split})"
+            )
         num_images = len(held_aside.probabilities)
         for coverage in LEVELS:
             if bundle.is_multilabel:
@@ -105,8 +110,7 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
     except (OSError, ValueError, RuntimeError) as error:
         conformal["no_likeness"] = first_line(error)
     if process.is_main:
-        out_of_fold = temperature and temperature.model_dump()
-        values: dict[str, object] = {"conformal": conformal, "out_of_fold_temperature": out_of_fold}
+        values: dict[str, object] = {"conformal": conformal}
         best = run.trainer.progress.best
         if run.trainer.validator is not None and not bundle.is_multilabel:
             count = len(run.data.decoded_validation)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from vit.evaluation.curves import ThresholdRates, compute_curve
 from vit.evaluation.metrics import Bin
+from vit.evaluation.thresholds import ThresholdRates
 from vit.prediction.probabilities import Bools, Floats
 from vit.runtime.numbers import format_percent
 
@@ -136,9 +136,15 @@ def build_curve_charts(
         is_positive: Which images have it, [n].
         decided: Rates at the threshold that decides, which is marked.
     """
-    curve = compute_curve(probabilities, is_positive)
-    if curve is None:
+    # scikit-learn takes a second to import
+    from sklearn.metrics import precision_recall_curve, roc_curve
+
+    if is_positive.all() or not is_positive.any():
         return []
+    rates, sensitivity, _ = roc_curve(is_positive, probabilities)
+    precision, recall, _ = precision_recall_curve(
+        is_positive, probabilities, drop_intermediate=True
+    )
     frequency = float(is_positive.mean())
     roc_point = precision_point = None
     text = ""
@@ -153,19 +159,26 @@ def build_curve_charts(
     return [
         _draw_curve(
             ("ROC curve", "false-positive rate", "sensitivity"),
-            curve.roc,
+            _thin(rates, sensitivity),
             [(0.0, 0.0), (1.0, 1.0)],
             roc_point,
             text,
         ),
         _draw_curve(
             ("Precision-recall curve", "recall", "precision"),
-            curve.precision_recall,
+            # without the point of no predictions
+            _thin(recall[:-1], precision[:-1]),
             [(0.0, frequency), (1.0, frequency)],
             precision_point,
             text,
         ),
     ]
+
+
+def _thin(x: Floats, y: Floats) -> Points:
+    """Return at most 200 points of a curve, with both ends."""
+    chosen = np.linspace(0, len(x) - 1, min(len(x), _MAX_POINTS)).astype(int)
+    return list(zip(x[chosen].tolist(), y[chosen].tolist(), strict=True))
 
 
 def _draw_curve(

@@ -31,18 +31,20 @@ def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
     rows = [
         (row.recall, row.support, row.name)
         for row in evaluation.per_class
-        if row.recall is not None and row.support >= _MIN_SUPPORT
+        if row.recall is not None and row.recall < 1 and row.support >= _MIN_SUPPORT
     ]
     confusions = count_confusions(scores.labels, scores.predicted, num_classes=scores.num_classes)
-    if not rows or not confusions:
+    if not confusions:
         return ""
-    recall, support, name = min(rows, key=lambda row: row[0])
     most = confusions[0]
     names = [row.name for row in evaluation.per_class]
-    text = f"It fails most on {name}: {round(recall * support)} of {support} images are recognised."
+    text = ""
+    if rows:
+        recall, support, name = min(rows, key=lambda row: row[0])
+        text = f"It fails most on {name}: {round(recall * support)} of {support} images are recognised."
     if most.count > 1:
         text += (
-            f" The most frequent error is {names[most.label]} predicted as"
+            " " * bool(text) + f"The most frequent error is {names[most.label]} predicted as"
             f" {names[most.predicted]}: {most.count} of"
             f" {sum(pair.count for pair in confusions)} errors."
         )

@@ -1,6 +1,5 @@
-"""The report of an evaluation: one self-contained HTML file, and a table in Markdown."""
+"""The report of an evaluation: one self-contained HTML file."""
 
-import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -43,7 +42,6 @@ from vit.explanation.render.scale import PatchMap, fit_scale, relative_to_unifor
 from vit.explanation.targets import CLASS, Target
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model_file
-from vit.prediction.conformal import describe_low_coverage
 from vit.prediction.ensemble import Ensemble
 from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import Pixels
@@ -152,7 +150,6 @@ def build_report(result: "EvaluationResult") -> str:
         "classes": _choose_classes(evaluation),
         "outputs": f"{len(class_names)} classes",
         "cards": _choose_cards(result),
-        "describe_low_coverage": describe_low_coverage,
         "section": section,
         "matrix": describe_confusion(result.scores, class_names, result.images),
         "contrasts": contrasts,
@@ -208,23 +205,6 @@ def find_problem(result: "EvaluationResult | LabelEvaluationResult") -> str:
     if isinstance(result.bundle, Ensemble):
         return "they are of one model, and these are predictions of several"
     return ""
-
-
-def render_markdown(result: "EvaluationResult | LabelEvaluationResult") -> str:
-    """Return the metrics as tables in Markdown."""
-    count = result.evaluation.num_images
-
-    def percent(value: float | None) -> str:
-        return "–" if value is None else format_percent(value, count)
-
-    context = {
-        "e": result.evaluation,
-        "percent": percent,
-        "interval_text": partial(format_interval, count=count),
-        "cell": lambda text: html.escape(text, quote=False).replace("|", "\\|"),
-    }
-    kind = "label_evaluation" if result.bundle.is_multilabel else "evaluation"
-    return render_page(_TEMPLATES / f"{kind}.md.jinja", context).rstrip() + "\n"
 
 
 def _choose_cards(result: "EvaluationResult") -> list[tuple["MetricRow", str]]:
