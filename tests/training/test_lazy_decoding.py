@@ -2,6 +2,7 @@
 is evaluated."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import vit
 from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
+from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.training.observers import Observer
 
@@ -119,9 +121,15 @@ def test_an_evaluation_decodes_no_training_image_to_look_for_copies(
     make_run(tmp_path / "run", *overrides).trainer.train()
     bundle = load_bundle(tmp_path / "run")
     assert bundle.training_hashes is None
-    for path in (tmp_path / "images" / "train").rglob("*.png"):
-        path.write_text("none of them is read")
+    decoded = []
+
+    def decode(dataset: Any, **options: Any) -> Any:
+        decoded.append(dataset.split)
+        return decode_dataset(dataset, **options)
+
+    monkeypatch.setattr("vit.evaluation.images.decode_dataset", decode)
     result = vit.evaluate(bundle, device="cpu", num_examples=0)
+    assert decoded == ["test"]
     assert result.evaluation.duplicates_of_training is None
     page = result.build_files()["report.html"]
     assert isinstance(page, str)
