@@ -185,7 +185,6 @@ def test_an_earlier_name_of_a_keyword_works() -> None:
         renamed([1], amount=3)  # type: ignore[call-arg]
     for name, old, new in (
         ("explain", "count", "num_images"),
-        ("measure_faithfulness", "count", "num_images"),
         ("audit", "init", "model"),
     ):
         public = getattr(vit, name)

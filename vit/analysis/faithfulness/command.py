@@ -6,38 +6,22 @@ from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
 from vit.runtime.files import compute_and_save
 
-_GAINS = {
-    "srg": "with tokens dropped",
-    "srg_mean": "with patches filled with the mean",
-    "srg_blur": "with patches blurred",
-}
-
 
 def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> None:
     """Measure which map methods are most faithful to a model.
 
-    Writes faithfulness.json, .md, .png and .npz (every image).
+    Writes faithfulness.md and faithfulness.json (also the gain of each image).
 
     Args:
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """
-    # torch, which `vit --help` does without
-    from vit.analysis.faithfulness.result import format_estimate, format_time
-
     result = compute_and_save(measure, output, overwrite=overwrite)
-    # these columns fit into 80 characters; faithfulness.md has all
     rows = []
-    milliseconds = result.summary["milliseconds_per_image"]
     for name in result.names:
-        cells = [name]
-        for metric in ("srg", "srg_mean"):
-            estimates = result.summary["metrics"][metric]
-            mark = "*" * (name in estimates["best"])
-            cells.append(f"{format_estimate(estimates['methods'][name])} {mark:1}")
-        cells.append(format_time(milliseconds, name))
-        rows.append(cells)
-
+        cells = [f"{cell} {'*' * is_best:1}" for cell, is_best in result.format_gains(name)]
+        time = result.milliseconds.get(name)
+        rows.append([name, *cells, "" if time is None else f"{time:.1f}"])
     console = build_console()
     headings = ("map", "tokens dropped", "filled with the mean", "ms")
     title = f"Symmetric relevance gain on {len(result.ids)} images"
@@ -46,24 +30,15 @@ def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> Non
         "Means and 95 % intervals. *: tied for best: "
         "the interval of the difference to the highest includes 0"
     )
-    for metric, operator in _GAINS.items():
-        lower = result.summary["metrics"][metric]["below_centre"]
-        if lower:
-            console.print(f"{operator}, the centre of the image beats {', '.join(lower)}")
-    for note in result.measurement.notes:
+    for note in result.notes:
         console.print(note)
-    console.print(f"every metric: {output / 'faithfulness.md'}")
+    console.print(f"written to {output}")
 
 
 COMMAND = Command(
     run=faithfulness,
     function="measure_faithfulness",
     python_only=("dataset", "class_names"),
-    flags={"target": "--class", "methods": "--method"},
-    old_flags={"--images": "--num-images", "--methods": "--method"},
-    help={
-        "methods": "all, or names separated by commas.",
-        "target": "Class to explain: auto (the true class of images predicted correctly), or one of"
-        " vit explain --class.",
-    },
+    flags={"methods": "--method"},
+    help={"methods": "all, or names separated by commas."},
 )

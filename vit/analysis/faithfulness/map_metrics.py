@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from vit.explanation.capture.forward import PatchMaps
+from vit.analysis.faithfulness.gains import PerImage
 
-PerImage = Float[np.ndarray, " n"]
 RESAMPLES = 2000
 
 
@@ -24,11 +21,6 @@ class Estimate:
     mean: float
     low: float
     high: float
-
-
-def find_order(maps: PatchMaps) -> Int[Tensor, "B P"]:
-    """Order patches by falling relevance; ties are in reading order."""
-    return maps.flatten(1).argsort(dim=1, descending=True, stable=True)
 
 
 def estimate(values: Mapping[str, PerImage]) -> dict[str, Estimate]:
@@ -58,12 +50,6 @@ def find_best(values: Mapping[str, PerImage]) -> list[str]:
     ordered = sorted(values, key=lambda name: -values[name].mean())
     estimates = estimate({name: values[name] - values[ordered[0]] for name in ordered})
     return [name for name in ordered if estimates[name].high >= 0]
-
-
-def find_lower(values: Mapping[str, PerImage], other: PerImage) -> list[str]:
-    """Find the methods whose paired difference to `other` is below 0, with its 95 % interval."""
-    estimates = estimate({name: column - other for name, column in values.items()})
-    return [name for name in values if estimates[name].high < 0]
 
 
 def to_markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

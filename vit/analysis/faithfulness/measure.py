@@ -1,8 +1,8 @@
-"""`vit.measure_faithfulness`: the images, the benchmark on them, and its conditions."""
+"""`vit.measure_faithfulness`: the images, their maps, and what removing patches does."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +11,32 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from vit.analysis.faithfulness.benchmark import MIN_IMAGES, Benchmark
-from vit.analysis.faithfulness.result import FaithfulnessResult
+from vit.analysis.faithfulness.gains import PerImage, build_baselines, compute_gain
+from vit.analysis.faithfulness.result import GAINS, FaithfulnessResult
 from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, find_labels, open_data
+from vit.explanation.capture.forward import PatchMaps
+from vit.explanation.capture.reader import read_model
+from vit.explanation.checks.token_ablation import build_probability, build_removal
 from vit.explanation.explainer import choose_explain_batch_size
+from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import find_methods, list_methods
-from vit.explanation.targets import (
-    CLASS,
-    LABEL,
-    Target,
-    TargetLike,
-    build_target,
-    describe_target,
-    find_output_kind,
-)
-from vit.model.logits import compute_logits
+from vit.explanation.targets import CLASS, LABEL, Target
 from vit.prediction.decision import decide_classes, decide_labels
 from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Bools, Float32s, Ints
-from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments
-from vit.runtime.device import describe_device
+from vit.runtime.arguments import as_tuple, check_arguments
+from vit.runtime.device import choose_precision, copy_to_host, describe_device
 from vit.runtime.progress import show_progress
 from vit.runtime.tensors import Images
 
+# an interval over fewer images says nothing
+MIN_IMAGES = 8
 
-@accept_old_names(count="num_images")
-@check_arguments(num_images=(8, None), minutes=(0.1, None), batch_size=(1, None))
+
+@check_arguments(num_images=(8, None), batch_size=(1, None))
 @keeps_mode
 def measure_faithfulness(
     model: ModelLike,
@@ -50,15 +47,15 @@ def measure_faithfulness(
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
     methods: str | Sequence[str] = "all",
-    target: TargetLike = "auto",
     num_images: int = 128,
-    minutes: float | None = None,
     batch_size: int | None = None,
     seed: int = 0,
     device: str = "auto",
-    random_weights: bool = False,
 ) -> FaithfulnessResult:
     """Measure how faithful attention maps are to the model.
+
+    The maps explain the true class of images that are predicted correctly, or
+    the most probable label that is.
 
     Args:
         model: See `vit.evaluate`.
@@ -68,24 +65,14 @@ def measure_faithfulness(
         dataset: See `vit.evaluate`.
         class_names: See `vit.evaluate`.
         methods: Names of map methods, or "all".
-        target: Class to explain. "auto": the true class of each image that is
-            predicted correctly, or its most probable label that is. Any other
-            target of `vit.explain` for one class is measured on images whatever
-            the model predicts for them: removing patches lowers its value,
-            adding them raises it.
         num_images: Images to measure on, at least 8.
-        minutes: Time limit, approximately. If not everything fits into it,
-            leave-one-out leaves out larger groups, curves have fewer points,
-            and fewer images are measured, at least 8; a note says so.
-            None: no limit.
         batch_size: See `vit.explain`.
         seed: Seed for the choice of images and for the random maps.
         device: See `vit.evaluate`.
-        random_weights: Measure the same model untrained, as a sanity check.
 
     Returns:
         The result: `.summary` holds means with 95 % intervals by metric and
-        method, `.table` the same as text.
+        method, `.table` the same as text, `.values` the gain of each image.
 
     Raises:
         ValueError: A method is unknown, or fewer than 8 images are predicted
@@ -101,26 +88,46 @@ def measure_faithfulness(
         names = list_methods()
     # a wrong name is reported before the model is loaded
     find_methods(names)
-    bundle = open_model(model, device=device, random_weights=random_weights)
+    bundle = open_model(model, device=device)
     source = open_data(bundle, data, root, dataset, class_names).split(split)
     batch_size = batch_size or choose_explain_batch_size(
         bundle.preprocess.image_size, bundle.device
     )
-    images, classes, ids, measured = _choose_images(
-        bundle, source, target, count=num_images, batch_size=batch_size, seed=seed
+    images, classes, ids = select_correct_images(
+        bundle, source, count=num_images, batch_size=batch_size, seed=seed
     )
-    benchmark = Benchmark(
-        bundle, images, classes, names, measured, batch_size=batch_size, seed=seed
+    images, classes = images.to(bundle.device), classes.to(bundle.device)
+    target = LABEL if bundle.is_multilabel else CLASS
+    maps, milliseconds = _time_maps(
+        bundle, images, classes, names, target=target, batch_size=batch_size
     )
+    grid = (maps[names[0]].shape[1], maps[names[0]].shape[2])
+    maps |= build_baselines(len(images), grid, seed=seed)
 
-    if minutes is not None:
-        benchmark.fit(60 * minutes)
-        # the limit may have left out the last images
-        ids = ids[: len(benchmark.images)]
-    work, _ = benchmark.plan
-    with show_progress("faithfulness", round(work)) as benchmark.advance:
-        measurement = benchmark.measure()
-
+    precision = choose_precision("auto", bundle.device)
+    values: dict[str, dict[str, PerImage]] = {}
+    with show_progress("faithfulness", len(GAINS) * len(maps)) as advance:
+        for metric, fill in GAINS.items():
+            compute_kept = build_removal(
+                bundle.model,
+                images,
+                grid=grid,
+                fill=fill,
+                precision=precision,
+                batch_size=batch_size,
+            )
+            predict = build_probability(compute_kept, classes, target=target)
+            values[metric] = {}
+            for name, of_map in maps.items():
+                gain = compute_gain(predict, of_map.to(images.device))
+                values[metric][name] = gain.cpu().numpy()
+                advance(1)
+    notes = []
+    if not read_model(bundle.model, images).can_drop_tokens:
+        notes.append(
+            f"{type(bundle.model).__name__} needs all of its tokens: patches get the mean fill"
+            " instead of being dropped"
+        )
     # a reader needs these to repeat the measurement
     conditions = {
         "model": bundle.name,
@@ -128,53 +135,48 @@ def measure_faithfulness(
         "run_id": bundle.metadata.get("run_id"),
         "data": source.name,
         "split": source.split,
-        "target": describe_target(target),
         "num_images": len(ids),
         "seed": seed,
         "device": describe_device(bundle.device),
-        "precision": benchmark.precision,
+        "precision": precision,
         "versions": collect_versions(),
     }
-    return FaithfulnessResult(measurement, conditions, ids)
+    return FaithfulnessResult(values, milliseconds, conditions, notes, ids)
 
 
-@torch.no_grad()
-def _choose_images(
+def _time_maps(
     bundle: Bundle,
-    source: ImageDataset,
-    target: TargetLike,
+    images: Images,
+    classes: Int[Tensor, " n"],
+    methods: Sequence[str],
     *,
-    count: int,
+    target: Target,
     batch_size: int,
-    seed: int,
-) -> tuple[Images, Int[Tensor, " n"], list[str], Target]:
-    """Choose images, as the model takes them.
+) -> tuple[dict[str, PatchMaps], dict[str, float]]:
+    """Compute the maps [n, rows, columns] of each method, and the milliseconds that one takes, the
+    forward pass included."""
+    batches = [slice(start, start + batch_size) for start in range(0, len(images), batch_size)]
+    maps = {}
+    milliseconds = {}
+    for method in methods:
 
-    Returns:
-        The images, the class of each that is explained, their ids, and the target.
-    """
-    kind = find_output_kind(bundle.model, bundle.class_names, is_multilabel=bundle.is_multilabel)
-    if target == "auto" and kind in ("classes", "labels"):
-        # no map can point at evidence for a wrong prediction
-        correct = select_correct_images(
-            bundle, source, count=count, batch_size=batch_size, seed=seed
-        )
-        return *correct, LABEL if bundle.is_multilabel else CLASS
-    measured = build_target(target, bundle.class_names, kind)
-    chosen = dict(islice(_read_shuffled(bundle, source, seed), count))
-    images, ids = _prepare(bundle, source, chosen, "can be read")
-    classes = torch.cat(
-        [
-            measured.choose(compute_logits(bundle.model, batch.to(bundle.device)))
-            for batch in torch.split(images, batch_size)
-        ]
-    )
-    if classes.shape[1] != 1 or measured.classes is not None:
-        raise ValueError(
-            f"faithfulness is measured for one class of each image, not for {target!r};"
-            " name one, or auto"
-        )
-    return images, classes[:, 0], ids, measured
+        def explain(rows: slice, *, verify: bool = False, method: str = method) -> PatchMaps:
+            _, _, (found,) = compute_maps(
+                bundle.model,
+                images[rows],
+                methods=[method],
+                target=target.with_classes(classes[rows]),
+                verify=verify,
+            )
+            # this waits for an accelerator
+            return copy_to_host(found.values)[:, 0]
+
+        # the pass that verifies the capture of this architecture is not timed
+        explain(batches[0], verify=True)
+        started = time.perf_counter()
+        maps[method] = torch.cat([explain(rows) for rows in batches])
+        milliseconds[method] = 1000 * (time.perf_counter() - started) / len(images)
+    return maps, milliseconds
 
 
 def select_correct_images(
@@ -198,13 +200,20 @@ def select_correct_images(
     """
     labels = find_labels(dataset, bundle.class_names)
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
-    images = _read_shuffled(bundle, dataset, seed)
+    order = np.random.default_rng(seed).permutation(len(dataset))
     correct: dict[int, tuple[Pixels, int]] = {}
     with show_progress("choosing images", count) as advance:
-        while len(correct) < count and (batch := dict(islice(images, batch_size))):
-            read = read_from(list(batch.values()))
-            logits = predictor.predict(read, count=len(batch))
-            answers = _find_right(bundle, logits, labels[list(batch)]).tolist()
+        for start in range(0, len(order), batch_size):
+            if len(correct) >= count:
+                break
+            batch = {}
+            for index in order[start : start + batch_size].tolist():
+                with suppress(ValueError, OSError):
+                    batch[index] = bundle.preprocess.to_uint8(dataset.image(index))
+            if not batch:
+                continue
+            logits = predictor.predict(read_from(list(batch.values())), count=len(batch))
+            answers = find_right(bundle, logits, labels[list(batch)]).tolist()
             right = {
                 index: (pixels, answer)
                 for (index, pixels), answer in zip(batch.items(), answers, strict=True)
@@ -213,13 +222,18 @@ def select_correct_images(
             correct |= right
             advance(len(right))
 
-    chosen = dict(islice(correct.items(), count))
-    read_images = {index: pixels for index, (pixels, _) in chosen.items()}
-    inputs, ids = _prepare(bundle, dataset, read_images, "are predicted correctly")
-    return inputs, torch.tensor([answer for _, answer in chosen.values()]), ids
+    chosen = list(correct)[:count]
+    if len(chosen) < MIN_IMAGES:
+        raise ValueError(
+            f"{len(chosen)} of {len(dataset)} images are predicted correctly; {MIN_IMAGES} are"
+            " needed"
+        )
+    pixels = torch.from_numpy(np.stack([correct[index][0] for index in chosen]))
+    classes = torch.tensor([correct[index][1] for index in chosen])
+    return bundle.preprocess.normalize(pixels), classes, [dataset.ids[index] for index in chosen]
 
 
-def _find_right(bundle: Bundle, logits: Float32s, labels: Ints | Bools) -> Ints:
+def find_right(bundle: Bundle, logits: Float32s, labels: Ints | Bools) -> Ints:
     """Return the predicted class of each image if it is right, else -1; of several labels the most
     probable one that is."""
     probabilities = compute_probabilities(bundle, logits)
@@ -229,25 +243,3 @@ def _find_right(bundle: Bundle, logits: Float32s, labels: Ints | Bools) -> Ints:
     is_right = decide_labels(bundle, probabilities) & labels
     best: Ints = np.where(is_right, probabilities, -1).argmax(axis=1)
     return np.where(is_right.any(axis=1), best, -1)
-
-
-def _read_shuffled(
-    bundle: Bundle, dataset: ImageDataset, seed: int
-) -> Iterator[tuple[int, Pixels]]:
-    """Read images in a random order; yield index and pixels of those that can be read."""
-    for index in np.random.default_rng(seed).permutation(len(dataset)).tolist():
-        # unreadable images are skipped
-        with suppress(ValueError, OSError):
-            yield index, bundle.preprocess.to_uint8(dataset.image(index))
-
-
-def _prepare(
-    bundle: Bundle, dataset: ImageDataset, chosen: dict[int, Pixels], condition: str
-) -> tuple[Images, list[str]]:
-    """Return model inputs and ids. Raises ValueError for too few images, with their condition."""
-    if len(chosen) < MIN_IMAGES:
-        raise ValueError(
-            f"{len(chosen)} of {len(dataset)} images {condition}; {MIN_IMAGES} are needed"
-        )
-    pixels = torch.from_numpy(np.stack(list(chosen.values())))
-    return bundle.preprocess.normalize(pixels), [dataset.ids[index] for index in chosen]

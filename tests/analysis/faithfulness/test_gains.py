@@ -1,0 +1,169 @@
+"""The gain tells a good map from a random one, and its numbers are what they are said to be."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.pretend_device import pretend_device
+from vit.analysis.faithfulness.gains import build_baselines, compute_gain, find_order
+from vit.analysis.faithfulness.map_metrics import estimate, find_best
+from vit.analysis.faithfulness.result import FaithfulnessResult
+from vit.explanation.checks.token_ablation import (
+    Fill,
+    Predict,
+    build_probability,
+    build_removal,
+    leave_one_out,
+    tile_patches,
+)
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import list_methods
+
+GRID = (4, 4)
+
+
+def build_predict(trained, count: int, fill: Fill = "auto") -> Predict:
+    images, classes = trained.images[:count], trained.classes[:count]
+    return build_probability(build_removal(trained.model, images, grid=GRID, fill=fill), classes)
+
+
+def compute_drops(predict: Predict, count: int) -> Tensor:
+    """What leaving out each patch takes away, as a map."""
+    drops = leave_one_out(
+        predict, batch=count, groups=tile_patches(GRID, 1), device=torch.device("cpu")
+    )
+    return drops.unflatten(1, GRID)
+
+
+@pytest.mark.parametrize("fill", ["auto", "mean"])
+def test_the_gain_tells_a_good_map_from_a_random_one(trained, fill: Fill) -> None:
+    """By leave-one-out, with disjoint intervals."""
+    predict = build_predict(trained, 128, fill)
+    maps = {"good": compute_drops(predict, 128), **build_baselines(128, GRID, seed=0)}
+    gains = {name: compute_gain(predict, values).numpy() for name, values in maps.items()}
+    means = estimate(gains)
+    assert means["good"].mean > 0.3
+    assert means["good"].low > means["random"].high
+    assert abs(means["random"].mean) < 0.05
+
+
+def test_a_maps_gain_is_minus_that_of_its_opposite(trained) -> None:
+    """Removing the most relevant first is keeping the least relevant: both curves run over 10 % to
+    100 % kept."""
+    predict = build_predict(trained, 16)
+    maps = torch.rand(16, *GRID, generator=torch.Generator().manual_seed(0))
+    gain = compute_gain(predict, maps)
+    assert gain.abs().max() > 0.01
+    assert (gain + compute_gain(predict, -maps)).abs().max() < 1e-5
+
+
+@pytest.mark.extended
+def test_bfloat16_agrees_where_it_is_used(trained) -> None:
+    images, classes = trained.images, trained.classes
+    maps = build_baselines(len(images), GRID, seed=0) | {
+        "drops": compute_drops(build_predict(trained, len(images)), len(images))
+    }
+    for fill in ("auto", "mean"):
+        exact, close = (
+            build_probability(
+                build_removal(trained.model, images, grid=GRID, fill=fill, precision=precision),
+                classes,
+            )
+            for precision in ("float32", "bfloat16")
+        )
+        for values in maps.values():
+            difference = compute_gain(exact, values).mean() - compute_gain(close, values).mean()
+            assert abs(difference) < 0.002
+
+
+@pytest.mark.extended
+def test_the_numbers_of_an_accelerator_are_those_of_the_host(trained) -> None:
+    """Patch orders and random maps were on the host, tokens on the device."""
+    images, classes = trained.images[:12], trained.classes[:12]
+    maps = build_baselines(12, GRID, seed=0)["random"]
+
+    def measure(place: str) -> Tensor:
+        model = copy.deepcopy(trained.model).to(place)
+        compute_kept = build_removal(model, images.to(place), grid=GRID, batch_size=8)
+        return compute_gain(build_probability(compute_kept, classes.to(place)), maps.to(place))
+
+    expected = measure("cpu")
+    with pretend_device():
+        found = measure("npu").cpu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_planted_evidence_is_found(trained) -> None:
+    """Where a glyph decides the class, the maximum of a map should lie on it. How the methods rank is
+    not demanded."""
+    has_glyph = trained.glyph >= 0
+    images, glyphs = trained.images[has_glyph], trained.glyph[has_glyph]
+    accuracy = {}
+    for method in list_methods():
+        _, _, (maps,) = compute_maps(trained.model, images, methods=[method])
+        accuracy[method] = float((maps.values.flatten(1).argmax(dim=1) == glyphs).float().mean())
+    assert max(accuracy.values()) >= 0.9
+    # and some do point elsewhere: the test can tell
+    assert min(accuracy.values()) < 0.5
+
+
+def test_the_report_is_files_that_agree(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).normal(size=(2, 200)).astype(np.float32)
+    gains = {"rollout": noise[0] - 0.1, "gae": noise[0], "random": noise[1]}
+    result = FaithfulnessResult(
+        values={"srg": gains, "srg_mean": gains},
+        milliseconds={"rollout": 1.5, "gae": 3.25},
+        conditions={"model": "digits"},
+        notes=[],
+        ids=["a"],
+    )
+    result.save(tmp_path)
+    assert (tmp_path / "faithfulness.md").read_text() == result.table + "\n"
+    figures = json.loads((tmp_path / "faithfulness.json").read_text())
+    mean = figures["metrics"]["srg"]["maps"]["gae"]["mean"]
+    assert mean == pytest.approx(np.mean(figures["values"]["srg"]["gae"]))
+    assert figures["metrics"]["srg"]["best"] == ["gae"]
+    row = next(line for line in result.table.splitlines() if line.startswith("| gae"))
+    assert f"**{mean:.3f}" in row
+    assert row.count("**") == 4
+
+
+def test_intervals_are_paired_and_those_of_resampled_means() -> None:
+    values = np.random.default_rng(0).random(50)
+    resamples = np.random.default_rng(0).integers(0, 50, (2000, 50))
+    low, high = np.quantile(values[resamples].mean(axis=1), [0.025, 0.975])
+    found = estimate({"a": values, "b": values + 1})
+    assert (found["a"].mean, found["a"].low, found["a"].high) == pytest.approx(
+        (values.mean(), low, high), abs=1e-12
+    )
+    assert abs(found["b"].low - found["a"].low - 1) < 1e-9  # the same images were drawn for both
+
+
+def test_the_best_are_those_not_told_apart_from_the_highest() -> None:
+    noise = np.random.default_rng(0).normal(size=(3, 400))
+    high = noise[0]
+    # by 0.5 on every image, though its interval overlaps
+    assert find_best({"high": high, "low": high - 0.5}) == ["high"]
+    # paired: lower on every image
+    assert find_best({"high": high, "same": high - 0.01}) == ["high"]
+    level = {"high": high, "level": high - 0.05 + noise[1]}
+    assert set(find_best(level)) == {"high", "level"}
+    assert find_best({"a": noise[2], "b": noise[2]}) == ["a", "b"]
+
+
+def test_order_falls_and_ties_stay_in_reading_order() -> None:
+    assert find_order(torch.tensor([[[1.0, 3.0], [3.0, 2.0]]])).tolist() == [[1, 2, 3, 0]]
+
+
+def test_baselines_depend_only_on_what_they_should() -> None:
+    first, second = (build_baselines(2, (5, 7), seed=seed) for seed in (0, 1))
+    assert not torch.equal(first["random"], second["random"])
+    assert torch.equal(first["random"], build_baselines(2, (5, 7), seed=0)["random"])
+    centre = first["centre"][1]
+    assert centre.argmax() == 17
+    assert torch.allclose(centre, centre.flip(0, 1))
