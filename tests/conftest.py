@@ -304,7 +304,7 @@ def _save_model(
     two blocks."""
     import torch
 
-    from vit.bundle import save_bundle
+    from vit.bundle import Bundle
     from vit.data.preprocess import Preprocess
     from vit.model.vision_transformer import VisionTransformer
 
@@ -322,13 +322,15 @@ def _save_model(
     ):  # fresh biases and tokens are zero, and would hide what is computed from them
         parameter.data += 0.2 * torch.randn_like(parameter)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_bundle(
-        path,
-        model,
+    bundle = Bundle(
+        model=model,
         preprocess=preprocess or Preprocess(image_size=model.patch_embed.img_size),
         class_names=class_names,
+        name="",
+        sha256="",
         config=config or {},
         data=data or {},
         training_hashes=training_hashes,
     )
+    bundle.save(path)
     return path

@@ -19,7 +19,6 @@ from vit.bundle import (
     load_bundle,
     open_model,
     require_classifier,
-    save_bundle,
     update_metadata,
 )
 from vit.data.preprocess import Preprocess
@@ -59,7 +58,7 @@ def save(path: Path, model: VisionTransformer, **changes: Any) -> Path:
             np.array([3, 4], dtype=np.uint64),
         ),
     }
-    save_bundle(path, model, **(arguments | changes))
+    Bundle(model=model, name="", sha256="", **(arguments | changes)).save(path)
     return path
 
 
@@ -131,7 +130,7 @@ def test_a_file_cut_in_half_is_refused(tmp_path: Path) -> None:
 def test_other_files_are_refused_with_what_they_are(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="no metadata of vit"):
+    with pytest.raises(ValueError, match="is not a plain vision transformer"):
         load_bundle(path)
     path.write_bytes(b"\x80\x04K\x01.")  # a pickle
     with pytest.raises(ValueError, match="not a complete model file"):

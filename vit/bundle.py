@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -19,7 +19,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.find_file import PRETRAINED_FOLDER as PRETRAINED_FOLDER
-from vit.model.find_file import find_model_file, is_timm_folder
+from vit.model.find_file import find_model
 from vit.model.find_file import list_pretrained as list_pretrained
 from vit.model.logits import count_features, has_features
 from vit.model.model_file import (
@@ -38,11 +38,19 @@ from vit.model.model_info import (
     keep_mode,
     unwrap_model,
 )
+from vit.model.modules import (
+    build,
+    check_class_names,
+    describe,
+    load_into,
+    open_file,
+    open_folder,
+)
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import build_to_fit, check_fit
+from vit.model.weights import check_fit, read_weights
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.device import choose_device
-from vit.runtime.files import compute_sha256
+from vit.runtime.files import compute_sha256, expand_home
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.version import __version__
 
@@ -124,7 +132,7 @@ class Bundle:
         """
         model = unwrap_model(model)
         names = find_class_names(model) if class_names is None else tuple(class_names)
-        _check_class_names(names, count_classes(model))
+        check_class_names(names, count_classes(model))
         if preprocess is None:
             preprocess = Preprocess.from_dict(find_preprocess(model))
         metadata = {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
@@ -137,6 +145,47 @@ class Bundle:
             name=type(model).__name__,
             sha256=hash_weights(model.state_dict()),
             metadata=metadata,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write a model file, which every command and function opens.
+
+        Args:
+            path: Path of the file, such as "model.safetensors".
+
+        Raises:
+            ValueError: The model can't be built again from a file: it is neither this project's nor
+                timm's.
+        """
+        content = self.to_file()
+        if "timm" not in content.metadata.get("module", {"timm": ""}):
+            raise ValueError(
+                f"{type(self.model).__name__} can't be built again from a file; save its state_dict,"
+                " and open that with vit.load_bundle(path, model=…)"
+            )
+        write_model_file(expand_home(path), content)
+
+    def to_file(self, weights: dict[str, Tensor] | None = None) -> ModelFile:
+        """Return the content of a model file. Without `weights`, it has the model's own tensors."""
+        if isinstance(self.model, VisionTransformer):
+            check_class_names(self.class_names, self.model.num_classes)
+        metadata = {
+            "run_id": None,
+            "step": None,
+            "versions": collect_versions(),
+            **self.metadata,
+            **describe(
+                self.model,
+                num_classes=len(self.class_names),
+                img_size=self.preprocess.image_size,
+            ),
+            "class_names": list(self.class_names),
+            "config": self.config,
+            "data": self.data,
+            "preprocess": self.preprocess.to_dict(),
+        }
+        return ModelFile(
+            weights or self.model.state_dict(), metadata, self.training_hashes, self.likeness
         )
 
     @property
@@ -231,8 +280,8 @@ def open_model(
             copied. "auto" leaves them where they are, and takes a GPU for anything else if there is
             one.
         random_weights: See `load_bundle`.
-        class_names: See `Bundle.from_model`; for a module alone.
-        preprocess: See `Bundle.from_model`; for a module alone.
+        class_names: See `Bundle.from_model`; for a module, or weights without names.
+        preprocess: See `Bundle.from_model`; for a module, or weights without one.
 
     Raises:
         FileNotFoundError, ValueError: See `load_bundle` and `Bundle.from_model`.
@@ -240,11 +289,14 @@ def open_model(
     # Batches of different sizes would otherwise return memory and fetch it again.
     keep_freed_memory()
     torch_device = choose_device(device)
-    is_described = isinstance(model, str | Path | Bundle)
-    if is_described and (class_names is not None or preprocess is not None):
-        raise ValueError("class_names and preprocess describe a module; a model file has its own")
     if isinstance(model, str | Path):
-        return load_bundle(model, device=torch_device, random_weights=random_weights)
+        return load_bundle(
+            model,
+            device=torch_device,
+            random_weights=random_weights,
+            class_names=class_names,
+            preprocess=preprocess,
+        )
     if random_weights:
         raise ValueError("random_weights needs a model file, a run or timm:NAME")
     module = model.model if isinstance(model, Bundle) else model
@@ -254,27 +306,35 @@ def open_model(
         module.to(torch_device)
     module.eval()
     if isinstance(model, Bundle):
+        if class_names is not None or preprocess is not None:
+            raise ValueError("class_names and preprocess describe a module; a Bundle has its own")
         return model
     return Bundle.from_model(model, class_names=class_names, preprocess=preprocess)
 
 
-# Building a model draws random weights, which must not change the caller's random numbers.
-@torch.random.fork_rng(devices=[])
 def load_bundle(
     source: str | Path,
     *,
     model: nn.Module | None = None,
+    class_names: Sequence[str] | None = None,
+    preprocess: Preprocess | None = None,
+    num_heads: int | None = None,
     device: str | torch.device = "cpu",
     random_weights: bool = False,
 ) -> Bundle:
-    """Load a model with all metadata of its file.
+    """Load a model with all that its file or folder tells about it.
 
     Args:
-        source: A `model.safetensors`, a run (its best model), `timm:NAME`, a
-            folder of timm, or "imagenette", a small model that comes with the
-            package.
-        model: A module for the weights. Needed if `vit.train` was given a
-            module that neither this project nor timm can build by name.
+        source: A run (its best model) or model file of vit; "imagenette", a
+            small model that comes with the package; timm:NAME; a folder of
+            timm or Hugging Face; or a file of weights of timm, torchvision or
+            Lightning (.safetensors, .pth, .pth.tar, .ckpt), which is read
+            without running code from it.
+        model: A module for the weights of a file. Needed for a module that
+            neither this project nor timm can build by name.
+        class_names: Name of each class, for weights that have none.
+        preprocess: Preprocessing of images, for weights that have none.
+        num_heads: See `vit.load_timm`.
         device: Device of the model, named as in torch.
         random_weights: Keep the architecture and draw new weights (seed 0),
             for sanity checks.
@@ -284,32 +344,46 @@ def load_bundle(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged, or `model` doesn't fit.
+        ValueError: The file is damaged or of another kind, or an argument
+            doesn't fit it.
 
     Example:
         >>> bundle = vit.load_bundle("runs/digits")
         >>> bundle.class_names
         >>> bundle.preprocess.image_size  # (height, width) in pixels
+        >>> vit.load_bundle("vit.pth", class_names=("cat", "dog")).save("model.safetensors")
     """
     check_kind(source, (str, Path), name="the model", expected="a path or timm:NAME")
-    torch.manual_seed(0)
-    if is_timm_folder(source):
-        source = f"timm:{source}"
-    if str(source).startswith("timm:"):
-        # timm takes a second to import
-        from vit.model.timm_weights import create_timm, is_multilabel_folder
-
-        name = str(source).removeprefix("timm:")
-        module = create_timm(name, pretrained=not random_weights)
-        data = {"task": MULTILABEL} if is_multilabel_folder(name) else {}
-        bundle = Bundle.from_model(module.to(device))
-        return dataclasses.replace(bundle, data=data, name=str(source))
-
-    path = find_model_file(source)
-    bundle = build_bundle(
-        read_model_file(path), path, model=model, device=device, random_weights=random_weights
-    )
-    return dataclasses.replace(bundle, name=str(source))
+    path = find_model(source)
+    # Building a model on the CPU draws random weights, which must not change the caller's random
+    # numbers. Those of other devices are left alone.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        if isinstance(path, str) or path.is_dir():
+            pretrained = not random_weights
+            found = open_folder(str(path).removeprefix("timm:"), pretrained=pretrained)
+        else:
+            content = read_weights(path)
+            if content.metadata:
+                if class_names is not None or preprocess is not None:
+                    raise ValueError(f"{source} has class names and preprocessing of its own")
+                bundle = build_bundle(content, path, model=model, random_weights=random_weights)
+                bundle.model.to(device)
+                return dataclasses.replace(bundle, name=str(source))
+            if model is None:
+                found = open_file(path, content.weights, num_heads=num_heads)
+            else:
+                found = load_into(model, path)
+        module = found.module
+        if random_weights and isinstance(module, VisionTransformer):
+            module = VisionTransformer(**module.architecture)
+    if preprocess is None and found.preprocess is not None:
+        preprocess = Preprocess.from_dict(found.preprocess)
+    if class_names is None:
+        class_names = found.class_names
+    bundle = Bundle.from_model(module.to(device), class_names=class_names, preprocess=preprocess)
+    data = {"task": MULTILABEL} if found.is_multilabel else {}
+    return dataclasses.replace(bundle, data=data, name=str(source))
 
 
 def build_bundle(
@@ -320,15 +394,10 @@ def build_bundle(
     device: str | torch.device = "cpu",
     random_weights: bool = False,
 ) -> Bundle:
-    """Build the model in a file's content. See `load_bundle`."""
+    """Build the model in the content of a model file. See `load_bundle`."""
     metadata = content.metadata
-    if not metadata:
-        raise ValueError(
-            f"{path} holds weights, but no metadata of vit; "
-            f"load weights of timm with vit.load_timm({str(path)!r})"
-        )
     if model is None:
-        model = _build_to_fit(content, origin=str(path), is_random=random_weights)
+        model = build(content, origin=str(path), is_random=random_weights)
     else:
         check_fit(model, content.weights, origin=str(path))
     if content.likeness is not None:
@@ -355,60 +424,6 @@ def build_bundle(
     )
 
 
-def save_bundle(
-    path: Path,
-    model: nn.Module,
-    *,
-    preprocess: Preprocess,
-    class_names: tuple[str, ...],
-    config: Values,
-    data: Values,
-    weights: dict[str, Tensor] | None = None,
-    training_hashes: Hashes | None = None,
-    run_id: str | None = None,
-    step: int | None = None,
-    submit: Callable[[Callable[[], None]], object] = lambda write: write(),
-) -> None:
-    """Write a model and its metadata, atomically. Equal inputs give equal bytes.
-
-    Args:
-        path: Path of the model file.
-        model: A module. Only modules of this project and of timm can be loaded without passing
-            the module again.
-        preprocess, class_names, config, data, training_hashes: See `Bundle`.
-        weights: Copies of the weights on the CPU. None: the model's own weights are written.
-        run_id: Identifier of the run.
-        step: Step of the run after which the weights were taken.
-        submit: Function that receives the write function and calls it, now or later. Until then
-            `weights` must not change. By default the file is written at once.
-
-    Raises:
-        ValueError: The number of class names differs from that of the logits.
-    """
-    if isinstance(model, VisionTransformer):
-        _check_class_names(class_names, model.num_classes)
-        description = {"architecture": model.architecture}
-    else:
-        from vit.model.timm_weights import describe_module  # timm takes a second to import
-
-        module_values = describe_module(
-            model, num_classes=len(class_names), img_size=preprocess.image_size
-        )
-        description = {"module": module_values}
-    metadata = {
-        "run_id": run_id,
-        "step": step,
-        **description,
-        "class_names": list(class_names),
-        "config": config,
-        "data": data,
-        "preprocess": preprocess.to_dict(),
-        "versions": collect_versions(),
-    }
-    content = ModelFile(weights or model.state_dict(), metadata, training_hashes)
-    submit(partial(write_model_file, path, content))
-
-
 def update_metadata(path: Path, values: Values, *, target: Path | None = None) -> None:
     """Set metadata values, such as a fitted temperature, in the model file at `path`, atomically, or
     in a copy of it at `target`."""
@@ -425,24 +440,3 @@ def collect_versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: version(name) for name in libraries},
     }
-
-
-def _build_to_fit(content: ModelFile, *, origin: str, is_random: bool) -> nn.Module:
-    """Check that a file's weights fit its description, and build that module, untrained."""
-    metadata = content.metadata
-    num_classes = len(metadata["class_names"])
-    if "module" not in metadata:
-        _check_class_names(metadata["class_names"], metadata["architecture"]["num_classes"])
-        return build_to_fit(
-            metadata["architecture"], content.weights, origin=origin, is_random=is_random
-        )
-    from vit.model.timm_weights import build_module  # timm takes a second to import
-
-    build = partial(build_module, metadata["module"], num_classes=num_classes)
-    check_fit(build(device="meta"), content.weights, origin=origin)
-    return build()
-
-
-def _check_class_names(names: Sequence[str], count: int | None) -> None:
-    if count is not None and len(names) != count:
-        raise ValueError(f"{len(names)} class names for a model of {count} classes")

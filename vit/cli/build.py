@@ -31,7 +31,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from vit.cli.first_look import check_paths
 from vit.model.find_file import MODEL_FILE
 from vit.runtime.arguments import check_value, shorten
 from vit.runtime.command import Command
@@ -148,7 +147,6 @@ class CommandBuilder:
         def run(**values: Any) -> None:
             texts = values.pop("rare", None) or []
             arguments = {name: _expand_home(value) for name, value in values.items()}
-            check_paths(arguments)
             if self._has_output and arguments["output"] is None:
                 arguments["output"] = choose_output(self.command.run.__name__, arguments)
             own_values = {name: arguments.pop(name) for name in self.own}

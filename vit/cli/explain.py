@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from vit.cli.predict import import_engine, list_names
+from vit.cli.predict import check_images, import_engine, list_names
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 from vit.runtime.files import expand_home
@@ -38,6 +38,7 @@ def explain(
         return
     paths = None
     if images:
+        check_images(images)
         paths = sorted({str(path) for path in list_images(list_names(images))})
     options = find.keywords
     folder = expand_home(output)

@@ -97,12 +97,14 @@ def _describe_model(source: str) -> dict[str, object]:
 
 def _describe_run(source: str, metadata: Mapping[str, Any]) -> dict[str, object]:
     """Describe the training run that the model file lies in; empty for a file without one."""
-    from vit.model.find_file import find_model_file
+    from vit.model.find_file import find_model
     from vit.runtime.documents import read_json
     from vit.runtime.metrics_file import METRICS_FILE, load_metrics
     from vit.training.run_directory import CROSS_VALIDATION_FILE
 
-    model_file = find_model_file(source)
+    model_file = find_model(source)
+    if isinstance(model_file, str) or model_file.is_dir():
+        return {}
     file = model_file.parent / METRICS_FILE
     epochs = []
     # with a damaged file only these lines are missing

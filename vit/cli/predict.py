@@ -1,17 +1,19 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
 import gc
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any, Literal
 
 import typer
 
-from vit.model.find_file import is_model_name
+from vit.model.find_file import find_model, is_model_name
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
+from vit.runtime.places import explain_file, suggest
 
 # imported on use, because Ray is an extra
 _ENGINE = "vit.deploy.batch.engine"
@@ -68,7 +70,9 @@ def predict(
     while images and is_model_name(images[0]):
         models.append(images.pop(0))
     if not images:
+        find_model(models[0])
         raise ValueError(f"{models[-1]} is a model; name images after it")
+    check_images(images)
     keywords = {**call.keywords, "model": models if len(models) > 1 else models[0]}
     if engine == "ray":
         ray = import_engine()
@@ -112,6 +116,21 @@ def import_engine() -> Any:
     except ImportError as error:
         text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
         raise ValueError(text) from error
+
+
+def check_images(paths: Sequence[str]) -> None:
+    """Raise the error of the first path if none of them can hold images, and of a folder without
+    images that is named alone."""
+    # yaml, which `vit --help` does without
+    from vit.data.inputs import is_input, list_inputs
+
+    if len(paths) == 1 and os.path.isdir(paths[0]):
+        next(list_inputs(paths[0]), None)
+    known = (path for path in paths if path == "-" or os.path.lexists(path) or is_input(path))
+    if any(not explain_file(path) for path in known):
+        return
+    first = paths[0]
+    raise ValueError(explain_file(first) or f"{first} does not exist{suggest(first)}")
 
 
 def list_names(names: Iterable[str]) -> Iterator[str]:

@@ -297,8 +297,8 @@ def _check_images(train: ImageDataset, recorded: RecordedImages, root: Root) -> 
 def open_passed(
     dataset: Any,
     *,
-    class_names: Sequence[str] | None,
     model_classes: Sequence[str],
+    class_names: Sequence[str] | None = None,
     task: str | None = None,
 ) -> DatasetSplits:
     """Open images that are passed from Python to a trained model.
@@ -307,8 +307,8 @@ def open_passed(
 
     Args:
         dataset: See `find_python_objects`.
-        class_names: Names of its classes, if it doesn't name them itself.
         model_classes: Classes of the model. Integer labels index them if there are no other names.
+        class_names: Names of its classes, if it doesn't name them itself.
         task: "multilabel" if the model predicts several labels an image.
 
     Raises:

@@ -115,7 +115,8 @@ def evaluate(
             the validation split.
         dataset: Images instead of `data`, as `vit.train` takes them. They
             are the split "test", or of a pair "validation".
-        class_names: Class names of `dataset`. None: its own, or the model's.
+        class_names: Name of each class of a module, or of weights without
+            names. None: the model's own, or "class 0" and so on.
         group_by: See `vit.train`.
         label_by: See `vit.train`.
         path_column: See `vit.train`.
@@ -167,7 +168,7 @@ def evaluate(
         raise ValueError(hint)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
-        bundle = open_models(model, device=device_name)
+        bundle = open_models(model, device=device_name, class_names=class_names)
         start = read_work_clock(bundle.device.type)
         _check_model(bundle, operating_point)
         # several models are measured on the images of the first one's training by default
@@ -176,7 +177,6 @@ def evaluate(
             data,
             root,
             dataset,
-            class_names,
             labels=LabelRule(label_by, path_column, label_column),
             group_by=group_by,
         )

@@ -145,8 +145,11 @@ def match_classes(
     if unknown:
         unknown_names = shorten(", ".join(map(repr, unknown)))
         known_names = shorten(", ".join(map(repr, model_classes)))
+        hint = ""
+        if model_classes[0] == "class 0":
+            hint = "; name its classes, in order, by vit.load_bundle(model, class_names=…)"
         raise ValueError(
-            f"the model doesn't know {unknown_names} of this data; it knows {known_names}"
+            f"the model doesn't know {unknown_names} of this data; it knows {known_names}{hint}"
         )
     return np.array([index.get(name, -1) for name in source_classes], dtype=np.int64)
 
@@ -177,7 +180,6 @@ def open_data(
     data: str | Path | None,
     root: str | Path | None,
     dataset: Any,
-    class_names: Sequence[str] | None,
     *,
     labels: LabelRule = LabelRule(),  # noqa: B008 (immutable)
     group_by: int | str | None = None,
@@ -187,7 +189,6 @@ def open_data(
         check_no_rule(labels, group_by)
         return open_passed(
             dataset,
-            class_names=class_names,
             model_classes=bundle.class_names,
             task=bundle.recorded_images.task,
         )

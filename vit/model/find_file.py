@@ -1,5 +1,6 @@
 """Find the file of a model that a user names. This needs no torch, whose import takes seconds."""
 
+from mimetypes import guess_type
 from pathlib import Path
 
 import vit  # its folder holds the models of the package
@@ -7,6 +8,10 @@ from vit.runtime.files import expand_home
 from vit.runtime.places import explain_file, suggest
 
 MODEL_FILE = "model.safetensors"
+_TIMM = "timm:"
+# Files of weights: ours, timm's training script's, torchvision's, Lightning's and others'.
+_WEIGHTS = (".safetensors", ".pth", ".pth.tar", ".pt", ".ckpt", ".bin")
+_UNFINISHED = "training writes it after the first evaluation"
 # Models that come with the package, as NAME.safetensors.
 PRETRAINED_FOLDER = Path(vit.__file__).parent / "pretrained"
 
@@ -24,32 +29,42 @@ def list_example_photos() -> list[Path]:
     return sorted(folder.glob("*.jpg"))
 
 
-def is_timm_folder(source: str | Path) -> bool:
-    """Tell a folder of timm, or of Hugging Face, from a run."""
+def is_folder_of_library(source: str | Path) -> bool:
+    """Tell a folder that timm or Hugging Face's library wrote from a run."""
     return (expand_home(source) / "config.json").is_file()
 
 
 def is_model_name(text: str) -> bool:
-    """Tell a model that a user names from images: timm:NAME, a model file, a run, or the name of a
-    model of the package, unless a file or folder has the same name."""
+    """Tell a model that a user names from images: timm:NAME, a file of weights, a run, a folder of
+    another library, or the name of a model of the package, unless a file or folder has that name."""
     path = expand_home(text)
-    if text.startswith("timm:") or path.suffix == ".safetensors":
+    if text.startswith(_TIMM) or path.name.endswith(_WEIGHTS):
         return True
-    return (path / MODEL_FILE).is_file() or (text in list_pretrained() and not path.exists())
+    is_folder = (path / MODEL_FILE).is_file() or is_folder_of_library(path)
+    return is_folder or (text in list_pretrained() and not path.exists())
 
 
-def find_model_file(source: str | Path) -> Path:
-    """Return the model file that a user names: itself, that of a run, or one of the package.
+def find_model(source: str | Path) -> str | Path:
+    """Return what a user's name of a model means: timm:NAME; the folder of timm or Hugging Face; or
+    the file of weights, which is the name itself, that of a run, or one of the package.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is an archive or a document.
+        ValueError: It is an image, an archive or a document.
     """
-    path = Path(source)
+    if str(source).startswith(_TIMM):
+        return str(source)
+    path = expand_home(source)
+    if is_folder_of_library(path):
+        return path
     file = path / MODEL_FILE if path.is_dir() else path
     if problem := explain_file(file):
         raise ValueError(problem)
-    if file.is_file():
+    if file.exists():
+        if (guess_type(file.name)[0] or "").startswith("image/"):
+            raise ValueError(
+                f"{source} is an image, not a model; the model comes before the images"
+            )
         return file
 
     # A folder of images may have the same name.
@@ -57,18 +72,23 @@ def find_model_file(source: str | Path) -> Path:
     if str(source) in names:
         return PRETRAINED_FOLDER / f"{source}.safetensors"
     if path.is_dir():
-        raise FileNotFoundError(
-            f"{source} holds no {MODEL_FILE}; training writes it after the first evaluation"
-        )
-    choices = ", ".join([f"a {MODEL_FILE}", "a run", "timm:NAME", *names])
+        others = sorted(each.name for each in path.iterdir() if each.name.endswith(_WEIGHTS))
+        hint = f"name one of its files, such as {others[0]}" if others else _UNFINISHED
+        raise FileNotFoundError(f"{source} holds no {MODEL_FILE}; {hint}")
+    # timm takes seconds to import
+    from timm import is_model
+
+    if is_model(str(source)):
+        return f"{_TIMM}{source}"
     raise FileNotFoundError(
-        f"{path} does not exist; MODEL is one of: {choices}{suggest(path, names)}"
+        f"{source} does not exist; a model is a run, a file of weights, a folder of timm or Hugging "
+        f"Face, timm:NAME or {' or '.join(names)}{suggest(source, names)}"
     )
 
 
 def find_initial_weights(init: str | Path, directory: Path | None = None) -> str:
-    """Return the value of `model.init` for the weights that a user names: timm:NAME, or the
-    absolute path of a file, a folder, a run or the model that comes with the package.
+    """Return the value of `model.init` for the weights that a user names: timm:NAME, or an absolute
+    path.
 
     Args:
         init: Name or path of the weights.
@@ -76,23 +96,11 @@ def find_initial_weights(init: str | Path, directory: Path | None = None) -> str
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is the run that is about to be trained, an archive or a document.
+        ValueError: It is the run that is about to be trained, or see `find_model`.
     """
-    if str(init).startswith("timm:"):
-        return str(init)
-    path = expand_home(init)
-    # A folder of timm is opened as a whole.
-    if path.is_dir() and not is_timm_folder(path):
-        path /= MODEL_FILE
-    if not path.exists() and str(init) in list_pretrained():
-        path = PRETRAINED_FOLDER / f"{init}.safetensors"
-    if problem := explain_file(path):
-        raise ValueError(f"--init {problem}")
-    if not path.exists():
-        names = list_pretrained()
-        known = " or ".join(["timm:NAME", *names])
-        hint = suggest(init, names)
-        raise FileNotFoundError(f"--init {init} is not {known}, and there is no {path}{hint}")
-    if directory is not None and directory.resolve() in path.resolve().parents:
+    found = find_model(init)
+    if isinstance(found, str):
+        return found
+    if directory is not None and directory.resolve() in found.resolve().parents:
         raise ValueError(f"--init {init} is the run in --output; choose another --output")
-    return str(path.absolute())
+    return str(found.absolute())

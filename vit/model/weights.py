@@ -53,6 +53,13 @@ def read_weights(path: Path) -> ModelFile:
     if path.suffix == ".safetensors" or CHECKPOINT_NAME.fullmatch(path.name):
         content = read_model_file(path)
         return content if content.metadata else ModelFile(_convert_names(content.weights))
+    return ModelFile(_convert_names(read_state_dict(path)))
+
+
+def read_state_dict(path: Path) -> StateDict:
+    """Read the weights of a file of another program under its own names. See `read_weights`."""
+    if path.suffix == ".safetensors":
+        return read_model_file(path).weights
     try:
         state = read_tensors(path)
         # Trainers store the weights under a key.
@@ -71,7 +78,7 @@ def read_weights(path: Path) -> ModelFile:
             f"{path} holds no weights that can be read ({first_line(error)})"
         ) from error
     check_finite(weights, origin=str(path))
-    return ModelFile(_convert_names(weights))
+    return weights
 
 
 def build_to_fit(
@@ -181,7 +188,7 @@ def infer_architecture(
         hidden_dim = weights["blocks.0.mlp.fc1.weight"].shape[0]
         is_gated = hidden_dim != weights["blocks.0.mlp.fc2.weight"].shape[1]
     except (KeyError, ValueError):
-        hint = ""
+        hint = "; give its module: vit.load_bundle(path, model=…)"
         if any("embeddings.cls_token" in name for name in weights):
             hint = "; for Hugging Face's weights, give the folder with its config.json"
         raise ValueError(

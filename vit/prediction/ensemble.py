@@ -36,20 +36,26 @@ def list_members(bundle: Bundle) -> tuple[Bundle, ...]:
     return bundle.members if isinstance(bundle, Ensemble) else (bundle,)
 
 
-def open_models(model: ModelLike | Sequence[ModelLike], *, device: str = "auto") -> Bundle:
+def open_models(
+    model: ModelLike | Sequence[ModelLike],
+    *,
+    device: str = "auto",
+    class_names: Sequence[str] | None = None,
+) -> Bundle:
     """Open a model, or several as one.
 
     Args:
         model: One model, see `vit.bundle.open_model`, or several.
         device: See `vit.bundle.open_model`.
+        class_names: See `vit.bundle.open_model`.
 
     Raises:
         ValueError: There is none, or they have other classes.
     """
     # a module may be a sequence, too
     if isinstance(model, str | Path | Bundle | nn.Module) or not isinstance(model, Sequence):
-        return open_model(model, device=device)
-    members = tuple(open_model(each, device=device) for each in model)
+        return open_model(model, device=device, class_names=class_names)
+    members = tuple(open_model(each, device=device, class_names=class_names) for each in model)
     if not members:
         raise ValueError("model is an empty list; name at least one model")
     first, *others = members

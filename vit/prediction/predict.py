@@ -9,7 +9,7 @@ import numpy as np
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.data.images import ImageInputs
 from vit.data.inputs import list_inputs
-from vit.model.logits import count_features
+from vit.model.logits import count_features, has_features
 from vit.prediction.image_predictor import Predictor, decode_batches
 from vit.prediction.output import open_output
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
@@ -140,6 +140,9 @@ def embed(
         >>> features.shape  # (2, D)
     """
     bundle = open_model(model, device=device)
+    if not has_features(bundle.model):
+        kind = type(bundle.model).__name__
+        raise ValueError(f"the features of {kind} are unknown; models of vit and timm have some")
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = [np.zeros((0, count_features(bundle.model)), dtype=np.float32)]
     for batch in decode_batches(list_inputs(images), [predictor.preprocess], batch_size):

@@ -2,14 +2,15 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from torch import nn
 
-from vit.bundle import MODEL_FILE, MULTILABEL, save_bundle
+from vit.bundle import MODEL_FILE, MULTILABEL, Bundle
 from vit.config import Config, values_to_save
-from vit.model.model_file import ModelFile, read_model_file
+from vit.model.model_file import ModelFile, read_model_file, write_model_file
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import copy_to_host
 from vit.runtime.processes import Process
@@ -90,15 +91,13 @@ class BundleWriter:
             # safetensors takes contiguous arrays only
             exact, perceptual = np.ascontiguousarray(data.train.hashes)
             hashes = (exact, perceptual)
-        save_bundle(
-            self.directory / MODEL_FILE,
-            model,
-            weights=weights,
+        bundle = Bundle(
+            model=model,
             preprocess=data.preprocess,
             class_names=data.train.class_names,
+            name="",
+            sha256="",
             config=config,
-            run_id=self.run_id,
-            step=step,
             data={
                 "name": data.train.name,
                 "fingerprint": data.train.fingerprint,
@@ -110,9 +109,11 @@ class BundleWriter:
                 "notes": list(data.train.notes),
                 **listing,
             },
+            metadata={"run_id": self.run_id, "step": step},
             training_hashes=hashes,
-            submit=self.writer.submit,
         )
+        content = bundle.to_file(weights)
+        self.writer.submit(partial(write_model_file, self.directory / MODEL_FILE, content))
 
     def has_written(self, step: int) -> bool:
         """Return whether the model file is there, intact and of this step. Raises ValueError for a

@@ -88,8 +88,8 @@ def measure_faithfulness(
         names = list_methods()
     # a wrong name is reported before the model is loaded
     find_methods(names)
-    bundle = open_model(model, device=device)
-    source = open_data(bundle, data, root, dataset, class_names).split(split)
+    bundle = open_model(model, device=device, class_names=class_names)
+    source = open_data(bundle, data, root, dataset).split(split)
     batch_size = batch_size or choose_explain_batch_size(
         bundle.preprocess.image_size, bundle.device
     )

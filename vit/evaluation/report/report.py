@@ -41,7 +41,7 @@ from vit.explanation.render.page import (
 from vit.explanation.render.scale import PatchMap, fit_scale, relative_to_uniform
 from vit.explanation.targets import CLASS, Target
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
-from vit.model.find_file import find_model_file
+from vit.model.find_file import find_model
 from vit.prediction.ensemble import Ensemble
 from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import Pixels
@@ -223,7 +223,8 @@ def _choose_cards(result: "EvaluationResult") -> list[tuple["MetricRow", str]]:
 def find_run(model: str) -> Path | None:
     """Return the run that a model file lies in; None for a model without a file."""
     with suppress(OSError, ValueError):
-        return find_model_file(model).parent
+        found = find_model(model)
+        return found.parent if isinstance(found, Path) and found.is_file() else None
     # the file may have been moved since
     path = Path(model)
     return path.parent if path.suffix == ".safetensors" else None
