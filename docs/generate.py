@@ -25,7 +25,7 @@ from pydantic.json_schema import JsonSchemaMode
 from vit import config
 from vit.cli.main import app
 from vit.deploy.serve.answers import Answers
-from vit.evaluation import label_result, result
+from vit.evaluation import result
 from vit.explanation import writer
 from vit.explanation.capture.reader import ModelReader
 from vit.prediction.records import Record
@@ -251,14 +251,14 @@ def render_schemas() -> dict[str, str]:
     """JSON Schemas of the files that commands write, by name."""
     # without what an older file may lack
     written: dict[str, tuple[Any, JsonSchemaMode]] = {
-        "evaluation": (result.Evaluation | label_result.LabelEvaluation, "serialization"),
+        "evaluation": (result.Evaluation, "serialization"),
         "manifest": (writer.Manifest, "serialization"),
         # keys of these are left out
         "prediction": (_as_model(Record), "validation"),
         "answer": (Answers, "validation"),
     }
     comments: dict[tuple[str, str], str] = {}
-    for module in (result, label_result, writer):
+    for module in (result, writer):
         comments |= _read_comments(module)
     texts = {}
     for name, (kind, mode) in written.items():

@@ -215,7 +215,6 @@ def test_an_evaluation_saves_what_the_command_writes(
     assert saved.keys() == written.keys()
     assert plain(tmp_path / "saved") == plain(tmp_path / "command")
     assert saved["predictions.csv"] == written["predictions.csv"]
-    assert saved["confusion.png"] == written["confusion.png"]
     with pytest.raises(FileExistsError, match="already holds files"):
         result.save(tmp_path / "saved")
     result.save(tmp_path / "saved", overwrite=True)
@@ -235,7 +234,8 @@ def test_evaluations_are_compared(tiny_bundle: Bundle, tmp_path: Path) -> None:
         result.save(tmp_path / str(number))
     comparison = vit.compare([tmp_path / "0", tmp_path / "1"])
     (pair,) = comparison.pairs
-    assert pair.difference == pytest.approx(results[1].evaluation.top1 - results[0].evaluation.top1)
+    first, second = (result.evaluation.metrics["top1"] for result in results)
+    assert pair.difference == pytest.approx(second - first)
     comparison.save(tmp_path / "comparison")
     assert json.loads((tmp_path / "comparison" / "comparison.json").read_text())["pairs"]
 

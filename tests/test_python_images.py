@@ -73,7 +73,7 @@ def test_a_run_is_evaluated_and_explained_on_what_was_held_out(
 ) -> None:
     result = vit.evaluate(run.bundle)
     assert (result.evaluation.split, result.evaluation.num_images) == ("validation", 9)
-    assert result.evaluation.top1 == run.best_top1
+    assert result.evaluation.metrics["top1"] == run.best_top1
     assert any("chose the model by these images" in note for note in result.evaluation.notes)
     assert vit.explain(run.bundle, num_images=2, checks=False).maps["rollout"].shape[0] == 2
     faithfulness = vit.measure_faithfulness(
@@ -106,7 +106,7 @@ def test_images_of_every_form_give_one_evaluation(run: TrainingResult, others: A
     ]
     for name, result in results.items():
         evaluation = result.evaluation
-        assert evaluation.top1 == pytest.approx(np.mean(correct)), name
+        assert evaluation.metrics["top1"] == pytest.approx(np.mean(correct)), name
         assert evaluation.split == "test"
         assert evaluation.fingerprint == results["arrays"].evaluation.fingerprint, name
     # a set that the model saw is told from one that it didn't
@@ -276,7 +276,8 @@ def test_a_checkpoint_is_opened_like_a_model_file(
         evaluation = vit.evaluate(path, dataset=others)
         evaluation.save(tmp_path / path.stem)
         is_best = (
-            evaluation.evaluation.loss == vit.evaluate(run.bundle, dataset=others).evaluation.loss
+            evaluation.evaluation.metrics
+            == vit.evaluate(run.bundle, dataset=others).evaluation.metrics
         )
         assert is_best or step != best
         assert vit.explain(path, others[0][:1], checks=False).maps["rollout"].shape == (

@@ -101,12 +101,12 @@ def test_leaves_figures_predictions_pictures_and_a_report(
         "exact": 0,
         "near": 0,
         "examples": [],
-        "top1_without": metrics["top1"],
+        "accuracy_without": metrics["metrics"]["top1"],
     }
     rows = read_predictions(out / "predictions.csv")
     assert len(rows) == 18
     right = [row["label"] == row["predicted"] for row in rows]
-    assert metrics["top1"] == np.mean(right)
+    assert metrics["metrics"]["top1"] == np.mean(right)
     assert all(Path(row["file"]).is_file() and row["file"].endswith(row["path"]) for row in rows)
     probabilities = [
         {name: float(row[f"probability of {name}"]) for name in CLASSES} for row in rows
@@ -115,16 +115,16 @@ def test_leaves_figures_predictions_pictures_and_a_report(
         row["predicted"] for row in rows
     ]
     assert [sum(row.values()) for row in probabilities] == pytest.approx([1] * 18, abs=1e-6)
-    assert metrics["loss"] == pytest.approx(
+    assert metrics["metrics"]["loss"] == pytest.approx(
         np.mean([float(row["loss"]) for row in rows]), abs=1e-12
     )
-    with Image.open(out / "confusion.png") as picture:
-        assert min(picture.size) > 200
     report = (out / "report.html").read_text()
     assert "</html>" in report
-    # Each map is shown with the verdict of its patch-removal test.
-    verdicts = re.findall(r'class="badge \w+">. map [a-z ]+<', report)
-    assert len(verdicts) == report.count('alt="map of') > 0
+    # Each map is shown with the patches whose removal turns the answer, if there are some.
+    turned = re.findall(
+        r"without [0-9]+ patch(?:es)? it is predicted as|Removing up to a q", report
+    )
+    assert len(turned) == report.count('alt="map of') > 0
     # The folder has a name of its own.
     assert "run on set: 18 images (test), 3 classes" in report
 
@@ -162,7 +162,7 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
     assert "1 of these images were in training" in " ".join(screen.split())
     rows = read_predictions(tmp_path / "after" / "predictions.csv")
     others = [row["label"] == row["predicted"] for row in rows if "planted" not in row["path"]]
-    top1 = metrics["duplicates_of_training"]["top1_without"]
+    top1 = metrics["duplicates_of_training"]["accuracy_without"]
     assert top1 == pytest.approx(np.mean(others))
     assert f"with them and {100 * top1:.0f} % without" in " ".join(screen.split())
     before = {row["path"]: row for row in read_predictions(tmp_path / "before" / "predictions.csv")}
@@ -396,7 +396,7 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     assert (metrics["split"], metrics["num_images"]) == ("cross-validation", 17)
     scores = score_logits(logits, images.labels)
     groups = [name[-5] for name in images.ids]
-    assert metrics["top1"] == scores.correct.mean()
+    assert metrics["metrics"]["top1"] == scores.correct.mean()
     assert metrics["intervals"]["top1"] == list(
         compute_clustered_interval(scores.correct, np.unique(groups, return_inverse=True)[1])
     )

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vit.evaluation.examples import Examples
 from vit.evaluation.metrics import (
     bin_confidence,
     compute_metrics,
@@ -48,20 +47,18 @@ def write_evaluation(
         scores = score_logits(logits, labels[order])
     directory = folder / name
     directory.mkdir()
-    write_predictions(
-        directory / PREDICTIONS_FILE, scores, ids=ids, class_names=names, logits=logits
-    )
+    write_predictions(directory / PREDICTIONS_FILE, scores, ids=ids, class_names=names)
     metrics = compute_metrics(scores)
     evaluation = Evaluation(
-        **metrics,
+        task="classes",
+        metrics=metrics,
         intervals=dict.fromkeys(metrics, (0.0, 1.0)),
         per_class=compute_per_class(scores, names),
-        reliability=bin_confidence(scores.confidence, scores.correct),
+        reliability=bin_confidence(scores),
         num_images=len(scores),
         num_groups=len(scores),
         unreadable=[],
         duplicates_of_training=None,
-        examples=Examples([], [], [], 0),
         cost=Cost(1, 2, 3.0),
         data="made up",
         split="test",

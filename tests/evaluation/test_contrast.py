@@ -1,6 +1,8 @@
 """Why one class is taken for another: what alone separates two classes comes first, and every answer
 that is said to turn does in a real forward pass."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ import vit
 from tests.explanation.keep_tokens import keep_tokens
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
-from vit.evaluation.report.contrast import CONTRAST_METHODS, _list_counts, contrast_errors
+from vit.evaluation.metrics import score_logits
+from vit.evaluation.report.contrast import Mistake, _list_counts, choose_mistakes, explain_mistakes
 from vit.model.vision_transformer import VisionTransformer
 
 GRID, PATCH = 4, 6
@@ -64,16 +67,10 @@ def test_what_alone_separates_two_classes_is_first(bundle: Bundle) -> None:
     """Lamps whose label says "wall"."""
     places = np.arange(GRID**2)
     pixels = plant(places, np.random.default_rng(1))
-    contrasts = contrast_errors(
-        bundle,
-        pixels,
-        labels=np.zeros(len(pixels), np.int64),
-        predicted=np.ones(len(pixels), np.int64),
-    )
+    mistakes = [Mistake(index, place=0, predicted=1) for index in range(len(pixels))]
+    contrasts = explain_mistakes(bundle, mistakes, list(pixels))
     for place, contrast in zip(places.tolist(), contrasts, strict=True):
-        # the removal gradient is a first order, and near 0 for a patch that decides alone
-        assert contrast.maps["libra-fullgrad"].argmax() == place
-        assert set(contrast.maps) == set(CONTRAST_METHODS)
+        assert contrast.values.argmax() == place
         assert contrast.removed == [place]
         assert contrast.answer == 0
         assert answer_without(bundle, pixels[place], contrast.removed) == 0
@@ -83,17 +80,15 @@ def test_what_alone_separates_two_classes_is_first(bundle: Bundle) -> None:
 def test_every_answer_that_turns_does_so_in_a_forward_pass(tiny_bundle: Bundle) -> None:
     result = vit.evaluate(tiny_bundle, data="digits", num_examples=0)
     scores = result.scores
-    wrong = np.flatnonzero(~scores.correct)[:20]
-    assert len(wrong)
-    pixels = np.concatenate([result.images.read(index, index + 1) for index in wrong])
-    contrasts = contrast_errors(
-        tiny_bundle, pixels, labels=scores.labels[wrong], predicted=scores.predicted[wrong]
-    )
+    mistakes = choose_mistakes(scores, 20)
+    assert mistakes
+    pixels = [result.images.read(each.index, each.index + 1)[0] for each in mistakes]
     num_turned = 0
-    for image, predicted, contrast in zip(pixels, scores.predicted[wrong], contrasts, strict=True):
+    contrasts = explain_mistakes(tiny_bundle, mistakes, pixels)
+    for image, mistake, contrast in zip(pixels, mistakes, contrasts, strict=True):
         if contrast.answer is not None:
             num_turned += 1
-            assert contrast.answer != predicted
+            assert contrast.answer != mistake.predicted
             assert answer_without(tiny_bundle, image, contrast.removed) == contrast.answer
     assert num_turned
 
@@ -104,3 +99,37 @@ def test_few_patches_are_tried_first_and_no_more_than_a_quarter() -> None:
     assert counts[0] == 1
     assert counts[-1] <= 64
     assert len(counts) < 16
+
+
+def test_the_clearest_mistakes_are_chosen() -> None:
+    logits = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    labels = np.arange(200) % 4
+    scores = score_logits(logits, labels)
+    mistakes = choose_mistakes(scores, 7)
+    wrong = np.flatnonzero(~scores.correct)
+    worst = wrong[np.argsort(-scores.confidence[wrong], kind="stable")][:7]
+    assert [mistake.index for mistake in mistakes] == worst.tolist()
+    assert all(labels[each.index] == each.place != each.predicted for each in mistakes)
+    # each label has its turn: missed, and falsely found
+    marks = np.random.default_rng(1).random((200, 4)) < 0.5
+    label_scores = score_logits(logits, marks)
+    chosen = choose_mistakes(label_scores, 8)
+    assert sorted((each.place, each.is_missed) for each in chosen) == [
+        (place, is_missed) for place in range(4) for is_missed in (False, True)
+    ]
+    for each in chosen:
+        assert marks[each.index, each.place] == each.is_missed
+        assert label_scores.predicted[each.index, each.place] != each.is_missed
+
+
+def test_a_label_turns_in_a_forward_pass(bundle: Bundle) -> None:
+    """A lamp that isn't labelled as one: without its patch, the label isn't found."""
+    labels = replace(bundle, data={"task": "multilabel"})
+    pixels = plant(np.array([5, 9]), np.random.default_rng(2))
+    mistakes = [Mistake(index, place=1, predicted=1, is_missed=False) for index in range(2)]
+    contrasts = explain_mistakes(labels, mistakes, list(pixels))
+    for place, image, contrast in zip((5, 9), pixels, contrasts, strict=True):
+        assert contrast.values.argmax() == place
+        assert contrast.removed == [place]
+        assert contrast.answer is None
+        assert answer_without(labels, image, contrast.removed) == 0

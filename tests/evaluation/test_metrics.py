@@ -12,7 +12,7 @@ from vit.evaluation.metrics import (
     compute_per_class,
     score_logits,
 )
-from vit.evaluation.report.confusion import compute_confusion
+from vit.evaluation.report.charts import choose_classes, count_confusion
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])
@@ -31,9 +31,7 @@ def test_metrics_equal_scikit_learn(
     expected = {
         "top1": sklearn_metrics.accuracy_score(labels, predicted),
         "loss": sklearn_metrics.log_loss(labels, probabilities, labels=every),
-        "nll": sklearn_metrics.log_loss(labels, probabilities, labels=every),
         "macro_f1": sklearn_metrics.f1_score(labels, predicted, **macro),
-        "macro_precision": sklearn_metrics.precision_score(labels, predicted, **macro),
         "macro_recall": sklearn_metrics.recall_score(labels, predicted, **macro),
         "brier": sklearn_metrics.brier_score_loss(
             labels, probabilities, labels=every, scale_by_half=False
@@ -54,7 +52,8 @@ def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(
     scores = score_logits(logits, labels)
     counts = np.zeros((12, 12), dtype=np.int64)
     np.add.at(counts, (labels, logits.argmax(axis=1)), 1)
-    assert np.array_equal(compute_confusion(scores), counts)
+    assert np.array_equal(count_confusion(scores, np.arange(12)), counts)
+    assert np.array_equal(choose_classes(scores), np.arange(12))
     # whole numbers also where nothing is right
     wrong = score_logits(-np.eye(2, 2, dtype=np.float32), np.arange(2))
     assert [repr(row.support) for row in compute_per_class(wrong, ("a", "b"))] == ["1", "1"]
@@ -92,7 +91,7 @@ def test_calibration_error_of_a_case_worked_by_hand() -> None:
     assert compute_metrics(scores)["ece"] == pytest.approx(
         0.75 * (0.9 - 2 / 3) + 0.25 * 0.6, abs=1e-6
     )
-    bins = [each for each in bin_confidence(scores.confidence, scores.correct) if each.count]
+    bins = [each for each in bin_confidence(scores) if each.count]
     assert [each.count for each in bins] == [1, 3]
     assert bins[1].accuracy == pytest.approx(2 / 3)
     assert bins[1].confidence == pytest.approx(0.9)
@@ -100,21 +99,21 @@ def test_calibration_error_of_a_case_worked_by_hand() -> None:
 
 def test_reliability_and_ece_say_the_same(make_predictions: MakePredictions) -> None:
     scores = score_logits(*make_predictions())
-    bins = bin_confidence(scores.confidence, scores.correct)
+    bins = bin_confidence(scores)
     assert sum(each.count for each in bins) == len(scores)
     total = sum(each.count / len(scores) * abs(each.accuracy - each.confidence) for each in bins)
     assert total == pytest.approx(compute_metrics(scores)["ece"], abs=1e-12)
 
 
-def test_temperature_moves_probabilities_but_neither_predictions_nor_loss(
+def test_temperature_moves_probabilities_but_no_prediction(
     make_predictions: MakePredictions,
 ) -> None:
     logits, labels = make_predictions()
     plain = compute_metrics(score_logits(logits, labels))
     cooled = compute_metrics(score_logits(logits, labels, temperature=2.0))
-    for name in ("top1", "top5", "loss", "macro_f1"):
+    for name in ("top1", "top5", "macro_f1"):
         assert cooled[name] == plain[name]
-    assert cooled["nll"] > plain["nll"]  # these logits were calibrated as they were
+    assert cooled["loss"] > plain["loss"]  # these logits were calibrated as they were
     assert cooled["ece"] > plain["ece"]
 
 
@@ -135,4 +134,4 @@ def test_logits_that_are_not_numbers_are_no_hits() -> None:
     with pytest.raises(ValueError, match=message):
         compute_metrics(scores)
     with pytest.raises(ValueError, match=message):
-        bin_confidence(scores.confidence, scores.correct)
+        bin_confidence(scores)

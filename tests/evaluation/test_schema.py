@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
-from vit.evaluation.label_metrics import compute_label_metrics, score_label_logits
 from vit.evaluation.metrics import compute_metrics, score_logits
-from vit.evaluation.predictions import load_predictions
-from vit.evaluation.result import Evaluation
-from vit.evaluation.saved import load_evaluation
+from vit.evaluation.result import Evaluation, load_evaluation
 from vit.runtime.files import write_json
 
 RANKS = np.array([0, 1, 0, 3])
@@ -28,52 +25,32 @@ def test_an_evaluation_survives_the_file(make_evaluation: MakeEvaluation, tmp_pa
 def test_every_headline_key_is_there_and_described() -> None:
     properties = Evaluation.model_json_schema()["properties"]
     promised = (
-        "schema_version top1 top5 loss macro_f1 macro_precision macro_recall ece brier nll intervals per_class "
-        "num_images duplicates_of_training split data model_sha256"
+        "schema_version task metrics intervals per_class num_images duplicates_of_training split data"
+        " model_sha256"
     )
     assert set(promised.split()) <= properties.keys()
-    assert properties["ece"]["description"].startswith("expected calibration error")
+
+
+def read_predictions(directory: Path) -> list[dict[str, str]]:
+    with (directory / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def test_predictions_keep_every_digit_and_odd_names(make_evaluation: MakeEvaluation) -> None:
-    columns = load_predictions(make_evaluation("a", RANKS) / "predictions.csv")
-    assert columns["path"][3] == "test/0003.png"
-    assert columns["label"] == ["class 0", "class 1", "class 2", "class 3"]
-    assert columns["predicted"][0] == "class 0"
-    assert [int(rank) for rank in columns["rank"]] == RANKS.tolist()
+    rows = read_predictions(make_evaluation("a", RANKS))
+    assert rows[3]["path"] == "test/0003.png"
+    assert [row["label"] for row in rows] == ["class 0", "class 1", "class 2", "class 3"]
+    assert rows[0]["predicted"] == "class 0"
+    assert [int(row["rank"]) for row in rows] == RANKS.tolist()
     exact = np.log(np.exp(1.0) + 3) - 1  # cross-entropy of the logits 1, 0, 0, 0
-    assert float(columns["loss"][0]) == pytest.approx(exact, abs=1e-15)
-
-
-def test_predictions_have_each_probability_and_old_files_are_read(
-    make_evaluation: MakeEvaluation,
-) -> None:
-    path = make_evaluation("a", RANKS) / "predictions.csv"
-    columns = load_predictions(path)
-    rows = list(csv.reader(path.read_text().splitlines()))
-    assert rows[0][7:] == [f"probability of class {index}" for index in range(4)]
-    # logits 1, 0, 0, 0: the fewest digits that give the float32 back
+    assert float(rows[0]["loss"]) == pytest.approx(exact, abs=1e-15)
+    # the fewest digits that give the float32 back
     expected = np.exp([1, 0, 0, 0]) / (np.e + 3)
-    assert rows[1][7:] == [str(np.float32(value)) for value in expected]
-    assert [float(row[7 + index]) for index, row in enumerate(rows[1:])] == pytest.approx(
-        [float(text) for text in columns["label_probability"]], abs=1e-7
-    )
-    # an earlier version wrote the first seven columns, and then the group
-    path.write_text("\n".join(",".join(row[:7]) for row in rows))
-    assert load_predictions(path) == columns
-    path.write_text("\n".join(",".join([*row[:7], "group"]) for row in rows))
-    assert load_predictions(path) == {**columns, "group": ["group"] * len(RANKS)}
-
-
-def test_a_wrong_line_is_named(make_evaluation: MakeEvaluation) -> None:
-    path = make_evaluation("a", RANKS) / "predictions.csv"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:2], "only,three,fields", *lines[2:]]))
-    with pytest.raises(ValueError, match=r"line 3 has 3 fields instead of 11"):
-        load_predictions(path)
-    path.write_text("\n".join(lines[1:]))
-    with pytest.raises(ValueError, match="line 1 is not path,label"):
-        load_predictions(path)
+    for index, value in enumerate(expected):
+        assert rows[0][f"probability of class {index}"] == str(np.float32(value))
+    probabilities = [float(row[f"probability of class {k}"]) for k, row in enumerate(rows)]
+    expected = [float(row["label_probability"]) for row in rows]
+    assert probabilities == pytest.approx(expected, abs=1e-7)
 
 
 def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
@@ -125,7 +102,7 @@ def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
     # two of five images are of the first of four classes
     per_class = [replace(row, support=row.support * count // 5) for row in evaluation.per_class]
     update = {
-        "top1": top1,
+        "metrics": evaluation.metrics | {"top1": top1},
         "intervals": evaluation.intervals | {"top1": (low, high)},
         "num_images": count,
         "num_groups": count,
@@ -138,7 +115,7 @@ def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
     start = "By comparison, " if low > 0.4 else "That may be no better than guessing: "
     assert comparison.startswith(start if top1 > 0.4 else "That is no better than guessing: ")
     assert evaluation.beats_guessing() == (low > 0.4)
-    assert "top5" not in evaluation.list_metrics()
+    assert "Top-5 accuracy" not in [row.title for row in evaluation.list_rows()]
 
 
 def test_a_logit_of_minus_infinity_leaves_the_file_json(tmp_path: Path) -> None:
@@ -147,7 +124,7 @@ def test_a_logit_of_minus_infinity_leaves_the_file_json(tmp_path: Path) -> None:
     assert np.isfinite(metrics["loss"])
     assert metrics["loss"] > 300
     marks = np.array([[True, False], [True, True]])
-    metrics = compute_label_metrics(score_label_logits(logits, marks))
+    metrics = compute_metrics(score_logits(logits, marks))
     write_json(tmp_path / "metrics.json", metrics)
     assert not {"Infinity", "NaN"} & set(
         re.findall(r"[A-Z]\w+", (tmp_path / "metrics.json").read_text())

@@ -207,7 +207,7 @@ def evaluate(labels: Ints, *, rule: str | None = None, sharpness: float = 1.0) -
 def test_two_classes_are_measured_as_one_against_the_rest() -> None:
     labels = np.arange(60) % 4 // 3
     result = evaluate(labels)
-    rest = result.evaluation.against_rest
+    rest = result.evaluation.one_against_rest
     assert rest is not None
     assert rest.name == "<b>|"
     probabilities = compute_probabilities(result.bundle, result.logits)[:, 1]

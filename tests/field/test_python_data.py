@@ -308,7 +308,7 @@ def test_evaluate_and_explain_read_what_train_reads(
         for form in ("a loader", "pixel_values", "one-hot")
     ]
     assert all(result.fingerprint == results[0].fingerprint for result in results)
-    assert all(result.top1 == results[0].top1 for result in results)
+    assert all(result.metrics == results[0].metrics for result in results)
     explained = vit.explain(run.bundle, FORMS["dictionaries"](images)[:2], checks=False)
     assert explained.maps["rollout"].shape[0] == 2
 
@@ -428,7 +428,7 @@ def test_weights_and_mixed_images_leave_the_validation_loss_alone(
     best = max(result.metrics, key=lambda row: (row["val_top1"], -row["val_loss"]))
     evaluation = vit.evaluate(result.bundle, precision="float32").evaluation
     # of the plain mean over the images
-    assert evaluation.loss == pytest.approx(best["val_loss"], abs=1e-5)
+    assert evaluation.metrics["loss"] == pytest.approx(best["val_loss"], abs=1e-5)
 
 
 class Learnt(nn.Module):

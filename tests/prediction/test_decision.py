@@ -11,7 +11,6 @@ from PIL import Image
 
 from tests.conftest import SaveModel
 from vit.bundle import Bundle, load_bundle, update_metadata
-from vit.evaluation.label_metrics import score_label_logits
 from vit.evaluation.metrics import score_logits
 from vit.prediction.decision import (
     decide_classes,
@@ -91,8 +90,8 @@ def test_scores_are_those_of_the_decision(classes: Bundle) -> None:
 def test_label_scores_have_their_thresholds() -> None:
     logits = np.array([[0.0, -1.0], [3.0, 1.0]], np.float32)
     truth = np.array([[True, True], [True, False]])
-    assert score_label_logits(logits, truth).predicted.tolist() == [[True, False], [True, True]]
-    scores = score_label_logits(logits, truth, thresholds=np.array([0.6, 0.2]))
+    assert score_logits(logits, truth).predicted.tolist() == [[True, False], [True, True]]
+    scores = score_logits(logits, truth, thresholds=np.array([0.6, 0.2]))
     assert scores.predicted.tolist() == [[False, True], [True, True]]
     assert scores.subset(np.array([1])).predicted.tolist() == [[True, True]]
 

@@ -80,7 +80,7 @@ def test_probabilities_are_the_mean_of_those_of_the_models(
         assert written == pytest.approx(path_of[row["path"]], abs=1e-6)
     correct = [NAMES[path_of[row["path"]].argmax()] == row["label"] for row in rows]
     evaluation = json.loads((out / "evaluation.json").read_text())
-    assert evaluation["top1"] == np.mean(correct)
+    assert evaluation["metrics"]["top1"] == np.mean(correct)
     parameters = [
         sum(weight.numel() for weight in load_bundle(model).model.parameters()) for model in models
     ]

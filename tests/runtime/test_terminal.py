@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.predictions import load_predictions, write_predictions
+from vit.evaluation.predictions import write_predictions
 from vit.prediction.records import Prediction, write_csv, write_jsonl
 from vit.runtime.arguments import is_control_character, replace_control_characters
 from vit.runtime.console import build_console, build_table, echo
@@ -114,10 +114,10 @@ def test_predictions_of_an_evaluation_are_read_back(tmp_path: Path) -> None:
     ids = [f"{name}{number}" for number, name in enumerate((FORMULAS + PLAIN)[: len(labels)])]
     classes = ("=1+1", "-1", "@x", "'=y", "plain")
     path = tmp_path / "predictions.csv"
-    write_predictions(path, scores, ids=ids, class_names=classes, logits=logits)
-    columns = load_predictions(path)
-    assert columns["path"] == ids
-    assert columns["label"] == [classes[label] for label in labels]
+    write_predictions(path, scores, ids=ids, class_names=classes)
+    table = [row for _, row in read_table(path)][1:]
+    assert [row[0] for row in table] == ids
+    assert [row[1] for row in table] == [classes[label] for label in labels]
     cells = [row[:3] for row in csv.reader(io.StringIO(path.read_text()))]
     assert not [cell for row in cells for cell in row if cell[:1] in tuple("=@\t\r")]
 

@@ -100,7 +100,9 @@ def no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
 def read_top1(run: Path) -> float:
     """On the validation images."""
     return float(
-        vit.evaluate(run, split="validation", precision="float32", device="cpu").evaluation.top1
+        vit.evaluate(run, split="validation", precision="float32", device="cpu").evaluation.metrics[
+            "top1"
+        ]
     )
 
 
@@ -525,9 +527,9 @@ def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
     cli.succeed("evaluate", run, "-o", tmp_path / "evaluation")
     evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert evaluation["split"] == "cross-validation"
-    assert evaluation["top1"] == result["top1"]
+    assert evaluation["metrics"]["top1"] == result["top1"]
     assert evaluation["intervals"]["top1"] == result["interval"]
-    assert evaluation["macro_f1"] == result["macro_f1"]
+    assert evaluation["metrics"]["macro_f1"] == result["macro_f1"]
     with (tmp_path / "evaluation" / "predictions.csv").open() as file:
         written = {row["path"]: row["predicted"] for row in csv.DictReader(file)}
     assert written == {row["path"]: row["predicted"] for row in result["predictions"]}

@@ -31,8 +31,8 @@ def test_the_best_model_is_chosen_by_the_reports_numbers(
     best = max(lines, key=lambda metrics: (metrics["val_top1"], -metrics["val_loss"]))
     evaluation = json.loads((output / "evaluation.json").read_text())
     assert evaluation["num_images"] == 143
-    assert evaluation["top1"] == best["val_top1"]
-    assert evaluation["loss"] == pytest.approx(best["val_loss"], abs=1e-6)
+    assert evaluation["metrics"]["top1"] == best["val_top1"]
+    assert evaluation["metrics"]["loss"] == pytest.approx(best["val_loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize(("compiled", "kept"), [("true", True), ("false", False)])

@@ -7,7 +7,7 @@ from scipy.special import expit, log_softmax
 
 from vit.bundle import MODEL_FILE, Bundle, update_metadata
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.label_metrics import score_label_logits
+from vit.evaluation.metrics import score_logits
 from vit.prediction.probabilities import Bools, Float32s, Ints, chunk_rows
 from vit.runtime.files import compute_sha256
 
@@ -71,7 +71,7 @@ def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:
     def cross_entropy(log_temperature: float) -> float:
         if labels.ndim == 2:
             return float(
-                score_label_logits(
+                score_logits(
                     logits, labels.astype(bool), temperature=np.exp(log_temperature)
                 ).loss.mean()
             )

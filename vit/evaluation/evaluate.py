@@ -18,29 +18,15 @@ from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, require_
 from vit.data.dataset import LabelRule, printable
 from vit.data.splits import DatasetSplits
 from vit.evaluation.calibration import find_model_file, was_used_for_epoch
-from vit.evaluation.clusters import (
-    Interval,
-    compute_clustered_interval,
-    number_clusters,
-    select_groups,
-)
-from vit.evaluation.examples import choose_examples
+from vit.evaluation.clusters import Interval, select_groups
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
-from vit.evaluation.intervals import compute_intervals
-from vit.evaluation.label_metrics import (
-    LabelMetrics,
-    LabelScores,
-    compute_label_intervals,
-    compute_label_metrics,
-    compute_per_label,
-    score_label_logits,
-)
-from vit.evaluation.label_result import LabelEvaluationResult, measure_labels
 from vit.evaluation.metrics import (
     Scores,
     bin_confidence,
+    compute_intervals,
     compute_metrics,
     compute_per_class,
+    compute_rates,
     score_logits,
 )
 from vit.evaluation.out_of_fold import CROSS_VALIDATION, OutOfFold, load_out_of_fold
@@ -49,25 +35,15 @@ from vit.evaluation.subgroups import SubgroupTable, build_tables, read_values
 from vit.evaluation.thresholds import choose_operating_point, parse_rule
 from vit.model.logits import compute_logits
 from vit.prediction.conformal import measure_sets
-from vit.prediction.decision import (
-    THRESHOLD,
-    ClassThreshold,
-    describe_decision,
-    read_class_threshold,
-    read_thresholds,
-)
+from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
 from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
-from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import TTA, BatchPredictor
 from vit.prediction.probabilities import Bools, Float32s
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.device import Precision, autocast, describe_device
-from vit.runtime.machine import read_work_clock
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
 
-# missed, and falsely found, images of each label that a report shows at most
-_LABEL_EXAMPLES = 3
 # Keys of the configuration that don't change the recipe: where the data lies, the machine, the
 # seed, and how many images the model file keeps. Older model files also have data.check_cache.
 _MACHINE_KEYS = {
@@ -97,7 +73,7 @@ def evaluate(
     batch_size: int | None = None,
     device: str = "auto",
     precision: str = "auto",
-) -> EvaluationResult | LabelEvaluationResult:
+) -> EvaluationResult:
     """Measure a model on images that were held out of its training.
 
     Args:
@@ -134,9 +110,7 @@ def evaluate(
             class. `.save` writes the model file with it.
         tta: Test-time augmentation: none, or hflip for the mean logits of
             the image and its mirror image.
-        num_examples: Errors, unsure predictions and likely label errors to
-            show, of each; of each label at most 3 images where it is missed
-            and 3 where it is falsely found.
+        num_examples: Errors that the report shows, each with its map.
         batch_size: Images at a time. None: 64 on a CPU, 256 on a GPU.
         device: Device: auto, cpu, cuda, cuda:N or mps. A module stays where it
             is with "auto"; otherwise "auto" is a GPU if there is one.
@@ -145,10 +119,10 @@ def evaluate(
             have tensor cores for that only, and float32 otherwise.
 
     Returns:
-        The result: `.evaluation` holds the metrics, from 0 to 1, with their
-        95 % intervals. `.save(directory)` writes what `vit evaluate` writes. Of
-        a model of several labels an image these are average precision, ROC AUC
-        and F1.
+        The result: `.evaluation.metrics` has the metrics by name, from 0 to 1,
+        and `.evaluation.intervals` their 95 % intervals. `.save(directory)`
+        writes what `vit evaluate` writes. For a model of several labels an
+        image these are average precision, ROC AUC and F1.
 
     Raises:
         ValueError: The data is unknown, it has classes that the model doesn't
@@ -157,7 +131,7 @@ def evaluate(
 
     Example:
         >>> result = vit.evaluate("runs/digits", tta="hflip")
-        >>> result.evaluation.top1, result.evaluation.intervals["top1"]
+        >>> result.evaluation.metrics["top1"], result.evaluation.intervals["top1"]
     """
     check_data(data, dataset)
     check_choice(tta, TTA, name="tta")
@@ -169,7 +143,6 @@ def evaluate(
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
         bundle = open_models(model, device=device_name, class_names=class_names)
-        start = read_work_clock(bundle.device.type)
         _check_model(bundle, operating_point)
         # several models are measured on the images of the first one's training by default
         splits = open_data(
@@ -226,12 +199,7 @@ def evaluate(
             notes=notes,
             values=values,
         )
-        return replace(
-            result,
-            has_new_values=fitted is not bundle,
-            # a short evaluation has tested maps, too
-            seconds=max(read_work_clock(bundle.device.type) - start, 5.0),
-        )
+        return replace(result, has_new_values=fitted is not bundle)
 
 
 def _check_model(bundle: Bundle, operating_point: str | None) -> None:
@@ -333,7 +301,7 @@ def _measure(
     num_examples: int,
     notes: list[str],
     values: Mapping[str, Mapping[str, str]],
-) -> EvaluationResult | LabelEvaluationResult:
+) -> EvaluationResult:
     """Measure a model. In a process group all processes share the images, and each gets the result.
 
     Args:
@@ -353,53 +321,49 @@ def _measure(
         start = time.perf_counter()
         logits = _predict(predictor, images, title="evaluating")
         images_per_second = len(images) / (time.perf_counter() - start)
-    cost = _measure_cost(bundle, predictor, images_per_second)
-    parts = {column: [found[name] for name in dataset.ids] for column, found in values.items()}
-    scores: Scores | LabelScores
-    if bundle.is_multilabel:
-        scores = score_label_logits(
-            logits,
-            images.labels.astype(bool),
-            temperature=bundle.temperature,
-            thresholds=read_thresholds(bundle),
-        )
-    else:
-        scores = score_logits(
-            logits,
-            images.labels,
-            temperature=bundle.temperature,
-            threshold=read_class_threshold(bundle),
-        )
-    shared = _describe_measurement(
-        bundle, images, predictor, scores, cost=cost, notes=notes, parts=parts
+    scores = score_logits(
+        logits,
+        images.labels.astype(bool) if bundle.is_multilabel else images.labels,
+        temperature=bundle.temperature,
+        thresholds=read_thresholds(bundle),
+        threshold=read_class_threshold(bundle),
     )
-    if isinstance(scores, LabelScores):
-        return LabelEvaluationResult(
-            measure_labels(bundle, images, scores, shared, logits=logits),
-            scores,
-            images,
-            bundle,
-            num_examples=min(num_examples, _LABEL_EXAMPLES),
-            is_main=process.is_main,
-        )
+    metrics = compute_metrics(scores)
+    overlap = None
+    # a cross-validated model has seen all of them, and the probes that predict them have not
+    if dataset.split != CROSS_VALIDATION:
+        overlap = find_overlap(bundle, images, is_correct=scores.correct)
+    parts = {column: [found[name] for name in dataset.ids] for column, found in values.items()}
     evaluation = Evaluation(
-        **compute_metrics(scores),
+        task="multilabel" if bundle.is_multilabel else "classes",
+        metrics={name: None if np.isnan(value) else value for name, value in metrics.items()},
         intervals=compute_intervals(scores, dataset.groups),
         per_class=compute_per_class(scores, bundle.class_names, dataset.groups),
-        against_rest=_measure_against_rest(bundle, logits, images),
-        reliability=bin_confidence(scores.confidence, scores.correct),
+        reliability=bin_confidence(scores),
+        temperature=bundle.temperature,
+        operating_point=bundle.operating_point.get("rule"),
+        subgroups=_build_tables(parts, scores, dataset.groups),
         prediction_sets=measure_sets(bundle, logits, images.labels),
-        examples=choose_examples(
-            logits,
-            scores,
-            ids=images.ids,
-            class_names=bundle.class_names,
-            groups=dataset.groups,
-            count=num_examples,
-        ),
-        **shared,
+        num_images=len(images),
+        num_groups=len(set(dataset.groups or images.ids)),
+        unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
+        duplicates_of_training=overlap,
+        cost=_measure_cost(bundle, predictor, images_per_second),
+        data=images.title or dataset.name,
+        split=dataset.split,
+        notes=notes,
+        fingerprint=dataset.fingerprint,
+        model=bundle.name,
+        model_sha256=bundle.sha256,
+        run_id=bundle.metadata.get("run_id"),
+        training_fingerprint=bundle.data.get("fingerprint"),
+        recipe=_hash_recipe(bundle.config),
+        seed=bundle.config.get("train", {}).get("seed"),
+        conditions=_describe_conditions(predictor),
     )
-    return EvaluationResult(evaluation, scores, images, bundle, logits, is_main=process.is_main)
+    return EvaluationResult(
+        evaluation, scores, images, bundle, num_examples=num_examples, is_main=process.is_main
+    )
 
 
 def _measure_cost(bundle: Bundle, predictor: BatchPredictor, rate: float | None) -> Cost:
@@ -435,78 +399,23 @@ def count_flops(bundle: Bundle, precision: Precision) -> int:
     return int(counter.get_total_flops())
 
 
-def _measure_against_rest(
-    bundle: Bundle, logits: Float32s, images: EvaluationSet
-) -> LabelMetrics | None:
-    """Measure the class of the operating point, or the rarer of two classes, against the rest; None
-    of more classes without an operating point."""
-    threshold = read_class_threshold(bundle)
-    if threshold is None:
-        if len(bundle.class_names) != 2:
-            return None
-        counts = np.bincount(images.labels, minlength=2)
-        threshold = ClassThreshold(int(counts.argmin()), THRESHOLD)
-    place = threshold.place
-    probabilities = compute_probabilities(bundle, logits)[:, [place]]
-    marks = images.labels[:, None] == place
-    scores = LabelScores(marks, probabilities, np.zeros(len(marks)), threshold.probability)
-    (metrics,) = compute_per_label(scores, [bundle.class_names[place]], images.dataset.groups)
-    return metrics
-
-
-def _describe_measurement(
-    bundle: Bundle,
-    images: EvaluationSet,
-    predictor: BatchPredictor,
-    scores: Scores | LabelScores,
-    *,
-    cost: Cost,
-    notes: list[str],
-    parts: Mapping[str, Sequence[str]],
-) -> dict[str, Any]:
-    """Return what every evaluation records besides its metrics, by the name of the field."""
-    dataset = images.dataset
-    overlap = None
-    # a cross-validated model has seen all of them, and the probes that predict them have not
-    if dataset.split != CROSS_VALIDATION:
-        overlap = find_overlap(bundle, images, is_correct=scores.correct)
-    return {
-        "num_images": len(images),
-        "unreadable": [(printable(name), printable(reason)) for name, reason in dataset.unreadable],
-        "duplicates_of_training": overlap,
-        "subgroups": _build_tables(parts, scores, dataset.groups),
-        "num_groups": len(set(dataset.groups or images.ids)),
-        "temperature": bundle.temperature,
-        "operating_point": bundle.operating_point.get("rule"),
-        "cost": cost,
-        "data": images.title or dataset.name,
-        "split": dataset.split,
-        "notes": notes,
-        "fingerprint": dataset.fingerprint,
-        "model": bundle.name,
-        "model_sha256": bundle.sha256,
-        "run_id": bundle.metadata.get("run_id"),
-        "training_fingerprint": bundle.data.get("fingerprint"),
-        "recipe": _hash_recipe(bundle.config),
-        "seed": bundle.config.get("train", {}).get("seed"),
-        "conditions": _describe_conditions(predictor),
-    }
-
-
 def _build_tables(
-    parts: Mapping[str, Sequence[str]], scores: Scores | LabelScores, groups: Sequence[str] | None
+    parts: Mapping[str, Sequence[str]], scores: Scores, groups: Sequence[str] | None
 ) -> list[SubgroupTable]:
     """Measure the images by the values of columns."""
 
-    def measure(chosen: Bools) -> tuple[float | None, Interval]:
-        part, own = scores.subset(chosen), select_groups(groups, chosen)
-        if isinstance(part, Scores):
-            clusters = number_clusters(own, len(part))
-            return float(part.correct.mean()), compute_clustered_interval(part.correct, clusters)
-        value = compute_label_metrics(part)["map"]
-        return None if np.isnan(value) else value, compute_label_intervals(part, own)["map"]
+    name = "map" if scores.is_multilabel else "top1"
 
-    title = "Mean average precision" if isinstance(scores, LabelScores) else "Top-1 accuracy"
+    def measure(chosen: Bools) -> tuple[float | None, Interval]:
+        part = scores.subset(chosen)
+        if scores.is_multilabel:
+            value = float(compute_rates(part, np.ones((1, len(part))), names=(name,))[name][0])
+        else:
+            value = float(part.correct.mean())
+        interval = compute_intervals(part, select_groups(groups, chosen))[name]
+        return None if np.isnan(value) else value, interval
+
+    title = "Mean average precision" if scores.is_multilabel else "Top-1 accuracy"
     return build_tables(parts, groups, measure, title=title)
 
 

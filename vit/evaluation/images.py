@@ -208,13 +208,14 @@ class TrainTestOverlap:
         near: Number of images with a similar perceptual hash: recoded, resized, mirrored or much
             alike.
         examples: Up to 20 of them, exact ones first.
-        top1_without: Accuracy on the other images, 0 to 1; null if there are none.
+        accuracy_without: Accuracy on the other images, 0 to 1, of several labels the fraction of which
+            all are right; null if there are none.
     """
 
     exact: int
     near: int
     examples: list[str]
-    top1_without: float | None
+    accuracy_without: float | None
 
     def describe(self) -> str:
         """Return how many images were in training, in a sentence; empty without any."""
@@ -257,5 +258,5 @@ def find_overlap(
         exact=len(exact),
         near=len(near),
         examples=[images.ids[index] for index in indices[:_MAX_DUPLICATE_NAMES]],
-        top1_without=float(others.mean()) if len(others) else None,
+        accuracy_without=float(others.mean()) if len(others) else None,
     )

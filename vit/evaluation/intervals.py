@@ -1,88 +1,85 @@
-"""95 % confidence intervals of the metrics.
+"""95 % confidence intervals of averages over classes, by the jackknife.
 
-They say how far a metric varies with the choice of test images, not with the training seed.
-research/intervals.py measures their coverage, the fraction of test sets whose interval holds the
-true value.
+The variance is that of the metric without each of 50 parts of the images, which have whole groups.
+One minus the metric is a sum of errors to which few images contribute most, so it has a gamma
+interval (Fay & Feuer 1997), which is exact for Poisson counts and holds without a single error.
+
+The intervals say how far a metric varies with the choice of test images, not with the training
+seed.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
-from scipy.special import gammaincinv
+from numpy.typing import NDArray
+from scipy.special import gammaincinv, stdtrit
 
-from vit.evaluation.clusters import (
-    TAIL,
-    Interval,
-    compute_clustered_interval,
-    compute_design_effect,
-    number_clusters,
-)
-from vit.evaluation.metrics import NUM_BINS, Scores, compute_metrics, find_bins
-from vit.prediction.probabilities import Ints
+from vit.evaluation.clusters import TAIL, Interval
+from vit.prediction.probabilities import Floats, Ints
 
-# bisection steps, from a range of a few times the calibration error
-_ECE_STEPS = 24
+# Parts of the images, of whole groups, that are left out in turn for the variance of a metric.
+_NUM_PARTS = 50
 
 
-def compute_intervals(scores: Scores, groups: Sequence[str] | None = None) -> dict[str, Interval]:
-    """Compute the 95 % confidence interval of every metric. Each interval includes its metric.
+def leave_out_parts(clusters: Ints) -> NDArray[np.float64]:
+    """Return weights that leave out parts of the images in turn, [k, n]. A part has whole groups, at
+    random; of a single group there are none."""
+    numbers = np.unique(clusters, return_inverse=True)[1].reshape(-1)
+    num_clusters = int(numbers.max()) + 1
+    if num_clusters == 1:
+        return np.zeros((0, len(clusters)))
+    num_parts = min(num_clusters, _NUM_PARTS)
+    part_of = np.random.default_rng(0).permutation(num_clusters) % num_parts
+    is_kept = np.arange(num_parts)[:, None] != part_of[numbers][None]
+    return np.asarray(is_kept.astype(np.float64))
 
-    A bootstrap fails if there are few errors: it can't draw errors that are not in the test set,
-    and without any error all resamples are equal. Accuracies here are exact binomial intervals
-    (Clopper & Pearson 1934). Losses and macro errors are sums to which a few images contribute
-    most, so they have gamma intervals (Fay & Feuer 1997), which are exact for Poisson counts.
-    `_bound_ece` bounds the calibration error.
+
+def compute_group_size(clusters: Ints) -> float:
+    """Compute the mean size of the group that an image is in, 1 without groups."""
+    return float((np.bincount(clusters) ** 2).sum()) / len(clusters)
+
+
+def find_largest_error(support: Ints, count: int) -> float:
+    """Return how much one more error counts in a mean over the classes at most.
 
     Args:
-        scores: Scores of the test images.
-        groups: Group of each image. Images of one group, such as a burst, are not independent, and
-            all intervals are wider for it. None: each image is independent.
-
-    Returns:
-        Lower and upper end by the name of the metric.
+        support: Number of images of each class or label, [C].
+        count: Number of images.
     """
-    metrics = compute_metrics(scores)
-    count = len(scores)
-    clusters = number_clusters(groups, count)
-    intervals = {"ece": _bound_ece(scores, clusters)}
-    # contribution of one more group, in units of one more image
-    group_size = _compute_group_size(clusters)
-    for name, rank in (("top1", 1), ("top5", 5)):
-        intervals[name] = compute_clustered_interval(scores.rank < rank, clusters)
+    counts = np.minimum(support, count - support)
+    counts = counts[counts > 0]
+    if not len(counts):
+        return 1.0
+    return float((1 / counts).mean() / len(counts))
 
-    # contribution of a wrong image, which is at most as likely as the model says
-    error_probability = np.maximum(1 - scores.confidence, 1e-12)
-    for name, losses, error_losses in (
-        ("loss", scores.loss, -np.log(error_probability)),
-        ("nll", scores.nll, -np.log(error_probability)),
-        ("brier", scores.brier, 2 * scores.confidence**2),
-    ):
-        typical = float(np.average(error_losses, weights=error_probability))
-        deviations = losses - losses.mean()
-        # the unbiased variance of the mean
-        variance = count / max(count - 1, 1) * float((deviations**2).sum()) / count**2
-        intervals[name] = bound_sum(
-            metrics[name],
-            variance=variance * compute_design_effect(deviations, clusters, scores.correct),
-            step=group_size * max(float(losses.max()), typical) / count,
-        )
 
-    for name, columns in (
-        ("macro_f1", [scores.labels, scores.predicted]),
-        ("macro_precision", [scores.predicted]),
-        ("macro_recall", [scores.labels]),
-    ):
-        low, high = _bound_macro_error(scores, 1 - metrics[name], columns, clusters)
-        intervals[name] = (1 - high, 1 - low)
+def bound_rate(value: float, left_out: Floats, step: float) -> Interval:
+    """Compute the interval of a metric from 0 to 1, whose errors add up.
 
-    largest = {"loss": np.inf, "nll": np.inf, "brier": 2.0}
-    return {
-        name: (
-            max(min(intervals[name][0], value), 0.0),
-            min(max(intervals[name][1], value), largest.get(name, 1.0)),
-        )
-        for name, value in metrics.items()
-    }
+    Args:
+        value: The metric; NaN: nothing is known.
+        left_out: The metric without each part of the images; NaN where it isn't defined.
+        step: Change of the metric by one more error.
+    """
+    if np.isnan(value):
+        return 0.0, 1.0
+    # without any success, the jackknife knows nothing about the errors
+    if value == 0:
+        return 0.0, min(_bound_total(0.0, left_out, step)[1], 1.0)
+    low, high = _bound_total(1 - value, 1 - left_out, step)
+    return max(1 - high, 0.0), 1 - low
+
+
+def _bound_total(value: float, left_out: Floats, step: float) -> Interval:
+    """Compute the interval of a sum of errors. See `bound_rate`."""
+    known = left_out[~np.isnan(left_out)]
+    # a single image or group doesn't tell its variance: it counts as two that differ by the value
+    count = max(len(known), 2)
+    variance = value**2
+    if len(known) > 1:
+        variance = (count - 1) / count * float(((known - known.mean()) ** 2).sum())
+    # the variance of few parts is itself uncertain
+    factor = float(stdtrit(count - 1, 1 - TAIL) / stdtrit(1e6, 1 - TAIL))
+    low, high = bound_sum(value, variance=variance * factor**2, step=step)
+    return min(low, value), max(high, value)
 
 
 def bound_sum(total: float, *, variance: float, step: float) -> Interval:
@@ -99,95 +96,3 @@ def bound_sum(total: float, *, variance: float, step: float) -> Interval:
     mean = total + step
     spread = variance + step**2
     return low, float(gammaincinv(mean**2 / spread, 1 - TAIL)) * spread / mean
-
-
-def _bound_macro_error(
-    scores: Scores, error: float, columns: list[Ints], clusters: Ints
-) -> Interval:
-    """Compute the interval of 1 minus a macro average.
-
-    A wrong image adds 1/n to the error of a class, where n counts the images with that label (for
-    recall), that prediction (for precision), or both together (for F1). Divided by the number of
-    classes, this is its contribution to the macro error.
-
-    Args:
-        scores: Scores of the images.
-        error: 1 minus the macro average.
-        columns: Classes by which the images are counted, [n] each.
-        clusters: Number of each image's group, [n].
-    """
-    num_classes = scores.num_classes
-    occurs = np.bincount(scores.labels, minlength=num_classes) > 0
-    counts = np.bincount(np.concatenate(columns), minlength=num_classes)
-    # contribution of each image to the macro error if it is wrong, [n]; 0 for a class without
-    # images, which is not in the average
-    shares = occurs / np.maximum(counts, 1)
-    weights = np.sum([shares[column] for column in columns], axis=0) / occurs.sum()
-
-    wrong = ~scores.correct
-    deviations = weights * (wrong - wrong.mean())
-    variance = float((deviations**2).sum())
-    variance *= compute_design_effect(deviations, clusters, scores.correct, weights)
-    # a class without predictions counts as 0, but its true precision may be up to 1
-    for column in columns:
-        num_unknown = np.sum(occurs & (np.bincount(column, minlength=num_classes) == 0))
-        variance += float(num_unknown) / occurs.sum() ** 2
-    step = _compute_group_size(clusters) * float((weights**2).sum() / (weights.sum() or 1))
-    return bound_sum(error, variance=variance, step=step)
-
-
-def _compute_group_size(clusters: Ints) -> float:
-    """Compute the mean size of the group that an image is in, 1 without groups."""
-    return float((np.bincount(clusters) ** 2).sum()) / len(clusters)
-
-
-def _bound_ece(scores: Scores, clusters: Ints) -> Interval:
-    """Compute the interval of the calibration error, by inverting a test.
-
-    Noise raises the calibration error, so that even a calibrated model's is never 0. Therefore the
-    gaps of the bins are scaled by a common factor, and binomial noise is added. The interval holds
-    the calibration errors under which the measured one is not among the most extreme 5 % of draws.
-
-    Args:
-        scores: Scores of the images.
-        clusters: Number of each image's group, [n].
-    """
-    count = len(scores)
-    bins = find_bins(scores.confidence)
-    sizes = np.bincount(bins, minlength=NUM_BINS)
-    correct = np.bincount(bins, scores.correct, minlength=NUM_BINS)
-    image_gaps = scores.confidence - scores.correct
-    gaps = np.bincount(bins, image_gaps, minlength=NUM_BINS) / count
-    measured = float(np.abs(gaps).sum())
-
-    # Laplace's estimate has noise even for a bin without an error
-    accuracy = (correct + 1) / (sizes + 2)
-    deviations = np.sqrt(sizes * accuracy * (1 - accuracy)) / count
-    deviations *= np.sqrt(
-        compute_design_effect(image_gaps - image_gaps.mean(), clusters, scores.correct)
-    )
-    noise = np.random.default_rng(0).standard_normal((1000, NUM_BINS)) * deviations
-
-    def quantile(factor: float, level: float) -> float:
-        return float(np.quantile(np.abs(factor * gaps + noise).sum(axis=1), level))
-
-    def scale_to(level: float) -> float:
-        """Find the calibration error for which this quantile of the draws is the measured one."""
-        low = 0.0
-        high = 1 + 10 * float(deviations.sum()) / max(measured, 1e-12)
-        for _ in range(_ECE_STEPS):
-            middle = (low + high) / 2
-            if quantile(middle, level) < measured:
-                low = middle
-            else:
-                high = middle
-        return high * measured
-
-    low = 0.0
-    if quantile(0, 1 - TAIL) < measured:
-        low = scale_to(1 - TAIL)
-    # if the measured error is below what noise alone gives, noise may hide all of it
-    high = quantile(0, 1 - TAIL)
-    if quantile(0, TAIL) < measured:
-        high = scale_to(TAIL)
-    return low, high

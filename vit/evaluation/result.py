@@ -1,39 +1,50 @@
-"""The result of an evaluation and its files: `evaluation.json`, with its schema, `predictions.csv`
-and others.
+"""The result of an evaluation and its files: `evaluation.json`, `predictions.csv` and `report.html`.
 
-`Evaluation.model_json_schema()` returns the schema as JSON Schema. `schema_version` rises when a
-key is removed or changes its meaning, not when a key is added. Fractions are 0 to 1, not percent.
+`schema_version` rises when a key is removed or changes its meaning, not when a key is added.
+Fractions are 0 to 1, not percent.
 """
 
 import html
-import math
-from dataclasses import KW_ONLY, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import MODEL_FILE, Bundle
 from vit.evaluation.calibration import save_fitted
 from vit.evaluation.clusters import Interval
-from vit.evaluation.examples import Examples
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap, describe_unreadable
-from vit.evaluation.label_metrics import LabelMetrics
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
 from vit.evaluation.subgroups import SubgroupTable
 from vit.evaluation.thresholds import ThresholdRates
 from vit.prediction.conformal import SetMetrics
 from vit.prediction.ensemble import list_members
-from vit.prediction.probabilities import Float32s
+from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import FileContent, Result, expand_home, write_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"
 SCHEMA_VERSION = 3
-# metrics that are fractions; the others are shown as plain numbers
-_FRACTIONS = ("top1", "top5", "macro_f1", "macro_precision", "macro_recall")
+# metric → its name for readers, and what it is
+_TITLES = {
+    "top1": ("Top-1 accuracy", "fraction of images whose class is predicted"),
+    "top5": ("Top-5 accuracy", "fraction of images whose class is among the five most probable"),
+    "map": ("Mean average precision", "area under the precision-recall curve, mean of the labels"),
+    "roc_auc": ("ROC AUC", "area under the ROC curve, mean of the labels"),
+    "macro_f1": ("Macro F1", "mean F1 of the classes or labels that have images"),
+    "macro_recall": ("Macro recall", "mean recall of the classes that have images"),
+    "micro_f1": ("Micro F1", "F1 of all pairs of image and label together"),
+    "exact_match": ("Exact match", "fraction of images of which all labels are right"),
+    "loss": ("Loss", "mean cross-entropy of the probabilities, nats"),
+    "ece": ("Calibration error", "expected calibration error (ECE) over 15 bins of equal width"),
+    "brier": ("Brier score", "squared difference of probabilities and one-hot label, 0 to 2"),
+}
+# metrics that are no fractions, and are shown as plain numbers
+_NUMBERS = ("loss", "ece", "brier")
 
 
 @dataclass(frozen=True)
@@ -43,8 +54,8 @@ class Cost:
     Attributes:
         parameters: Number of parameters.
         flops_per_image: Floating-point operations of one image; a multiply-add counts as two.
-        images_per_second: Speed of the evaluation, which waits for images, too; None of written
-            predictions.
+        images_per_second: Speed of the evaluation, which waits for images, too; None of the
+            predictions of `vit train --folds`.
     """
 
     parameters: int
@@ -61,87 +72,29 @@ class MetricRow(NamedTuple):
     about: str
 
 
-class Shown:
-    """An evaluation as notebooks show it."""
-
-    def __str__(self) -> str:
-        return repr(self)
-
-    def _repr_html_(self) -> str:
-        """Return the metrics as a table."""
-        cells = [
-            f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()
-        ]
-        headings = "<tr><th>metric<th>value<th>95 % interval"
-        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(cells)}</table>"
-
-    def list_rows(self) -> list[MetricRow]:
-        """Return the metrics as tables for people show them."""
-        raise NotImplementedError
-
-
-def build_row(evaluation: Any, name: str, *, is_fraction: bool) -> MetricRow:
-    """Build the row of a metric; fractions are shown in percent, other values as plain numbers."""
-    field = type(evaluation).model_fields[name]
-    value, interval = getattr(evaluation, name), evaluation.intervals.get(name)
-    shown, bounds = "–", ""
-    if value is not None and is_fraction:
-        shown = format_percent(value, evaluation.num_images)
-        bounds = format_interval(interval, evaluation.num_images)
-    elif value is not None:
-        shown = format_number(value)
-        bounds = "–".join(map(format_number, interval or ()))
-    return MetricRow(field.title, shown, bounds, field.description)
-
-
-class Evaluation(Shown, BaseModel):
+class Evaluation(BaseModel):
     """The metrics of one model on one set of images, and the conditions of the measurement."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[3] = 3
-    top1: float = Field(
-        title="Top-1 accuracy", description="fraction of images whose label has the highest logit"
-    )
-    top5: float = Field(
-        title="Top-5 accuracy",
-        description="fraction of images whose label is among the five highest logits",
-    )
-    loss: float = Field(title="Loss", description="mean cross-entropy of the logits, nats")
-    macro_f1: float = Field(title="Macro F1", description="mean F1 of the classes that have images")
-    macro_precision: float = Field(
-        title="Macro precision", description="mean precision of the classes that have images"
-    )
-    macro_recall: float = Field(
-        title="Macro recall", description="mean recall of the classes that have images"
-    )
-    ece: float = Field(
-        title="Calibration error",
-        description="expected calibration error (ECE) over 15 bins of equal width",
-    )
-    brier: float = Field(
-        title="Brier score",
-        description="squared difference of probabilities and one-hot label, 0 to 2",
-    )
-    nll: float = Field(
-        title="Negative log-likelihood",
-        description="mean cross-entropy after temperature scaling, nats",
-    )
-    # 95 % confidence interval of each metric above
+    schema_version: Literal[3] = SCHEMA_VERSION
+    task: Literal["classes", "multilabel"]
+    # null where no image has a label that the metric needs
+    metrics: dict[str, float | None]
+    # 95 % confidence interval of the metrics that have one
     intervals: dict[str, Interval]
-    # every class of the model, in its order
+    # every class or label of the model, in its order
     per_class: list[ClassMetrics]
-    # the rarer of two classes, or the class of the operating point, against the rest
-    against_rest: LabelMetrics | None = None
+    # of the predicted class, or of all pairs of image and label
     reliability: list[Bin]
-    # divisor of the logits before the softmax; 1 if none was fitted
+    # divisor of the logits before the softmax or the sigmoid; 1 if none was fitted
     temperature: float = 1.0
-    # rule by which the threshold of a class was chosen; null without an operating point
+    # rule by which the thresholds were chosen; null without an operating point
     operating_point: str | None = None
 
-    # accuracy by the values of each column of --by
+    # the metric by the values of each column of --by
     subgroups: list[SubgroupTable] = []
-    # null if the model file holds no thresholds
+    # null if the model file holds no thresholds of prediction sets
     prediction_sets: list[SetMetrics] | None = None
 
     # number of evaluated images, the denominator of every metric, and of their groups
@@ -151,8 +104,6 @@ class Evaluation(Shown, BaseModel):
     unreadable: list[tuple[str, str]]
     # null if it isn't known which images were in training
     duplicates_of_training: TrainTestOverlap | None
-    examples: Examples
-
     cost: Cost
 
     # name of the data set
@@ -176,150 +127,219 @@ class Evaluation(Shown, BaseModel):
     # device, precision, batch size, tta (hflip or null), command, time, versions
     conditions: dict[str, str | None]
 
+    @property
+    def is_multilabel(self) -> bool:
+        """True if an image may have several labels."""
+        return self.task == "multilabel"
+
+    @property
+    def headline(self) -> str:
+        """Name of the metric that is quoted: accuracy, or mean average precision."""
+        return "map" if self.is_multilabel else "top1"
+
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
-        low, high = self.intervals["top1"]
+        name = self.headline
+        value = self.metrics[name]
+        low, high = self.intervals[name]
+        shown = "–" if value is None else f"{value:.4f}"
         return (
             f"Evaluation({self.num_images} images of {self.data} ({self.split}),"
-            f" top1={self.top1:.4f} ({low:.4f} to {high:.4f}))"
+            f" {name}={shown} ({low:.4f} to {high:.4f}))"
         )
 
-    def list_rows(self) -> list[MetricRow]:
-        rows = [
-            build_row(self, name, is_fraction=name in _FRACTIONS) for name in self.list_metrics()
-        ]
-        rest = self.against_rest
-        if rest is not None:
-            for title, rate, bounds in (
-                ("ROC AUC", rest.roc_auc, rest.roc_auc_interval),
-                ("Average precision", rest.average_precision, rest.average_precision_interval),
-            ):
-                if rate is not None:
-                    value = format_percent(rate, self.num_images)
-                    interval = format_interval(bounds, self.num_images)
-                    title = f"{title} of {rest.name}"
-                    rows.append(MetricRow(title, value, interval, "this class against the rest"))
-        return rows
+    __str__ = __repr__
 
-    def list_metrics(self) -> list[str]:
-        """Return the names of the metrics worth showing: top-5 only from ten classes on, and no
+    def _repr_html_(self) -> str:
+        """Return the metrics as a table, for a notebook."""
+        cells = [
+            f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()
+        ]
+        headings = "<tr><th>metric<th>value<th>95 % interval"
+        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(cells)}</table>"
+
+    def list_rows(self) -> list[MetricRow]:
+        """Return the metrics as tables for people show them: top-5 only from ten classes on, and no
         metric that equals another one."""
         redundant = set()
         if len(self.per_class) < 10:
             redundant.add("top5")
-        # without a temperature it equals the loss
-        if self.temperature == 1:
-            redundant.add("nll")
         # with equally many images of each class it equals top-1
         if len({row.support for row in self.per_class if row.support}) == 1:
             redundant.add("macro_recall")
-        return [name for name in self.intervals if name not in redundant]
+        rows = [self._build_row(name) for name in self.metrics if name not in redundant]
+        rest = self.one_against_rest
+        if rest is not None:
+            curves = (
+                ("ROC AUC", rest.roc_auc, rest.roc_auc_interval),
+                ("Average precision", rest.average_precision, rest.average_precision_interval),
+            )
+            rows += [
+                MetricRow(
+                    f"{title} of {rest.name}",
+                    format_percent(value, self.num_images),
+                    format_interval(bounds, self.num_images),
+                    "this class against the rest",
+                )
+                for title, value, bounds in curves
+                if value is not None
+            ]
+        return rows
+
+    def _build_row(self, name: str) -> MetricRow:
+        value, interval = self.metrics[name], self.intervals.get(name)
+        title, about = _TITLES[name]
+        shown, bounds = "–", ""
+        if value is not None and name in _NUMBERS:
+            shown = format_number(value)
+        elif value is not None:
+            shown = format_percent(value, self.num_images)
+            bounds = format_interval(interval, self.num_images) if interval else ""
+        return MetricRow(title, shown, bounds, about)
+
+    @property
+    def one_against_rest(self) -> ClassMetrics | None:
+        """The class of the operating point, or the rarer of two classes, with its curves; None for
+        labels, more classes and images of one class."""
+        rows = [row for row in self.per_class if row.thresholds]
+        if self.is_multilabel or not rows:
+            return None
+        return min(rows, key=lambda row: row.support)
+
+    @property
+    def _decided(self) -> tuple[ClassMetrics, ThresholdRates] | None:
+        """The class of the operating point and its rates; None without one."""
+        rest = self.one_against_rest
+        return (rest, rest.thresholds[0]) if self.operating_point and rest else None
+
+    @property
+    def _guess(self) -> float:
+        """Metric of guessing: accuracy of always predicting the most frequent class, or mean average
+        precision of a random order, which is the mean frequency of the labels."""
+        supports = [row.support for row in self.per_class if row.support]
+        if not self.is_multilabel:
+            return max(supports) / self.num_images
+        return sum(supports) / max(len(supports), 1) / self.num_images
 
     def beats_guessing(self) -> bool:
         """Return whether the model is better than guessing, beyond what chance gives: the 95 %
-        interval of its accuracy lies above that of always predicting the most frequent class, or
-        with an operating point that of the area under the ROC curve above a half."""
-        if self._decided is not None and self.against_rest is not None:
-            return self.against_rest.roc_auc_interval[0] > 0.5
-        return self.intervals["top1"][0] > self._majority
-
-    @property
-    def _majority(self) -> float:
-        """Accuracy of always predicting the most frequent class."""
-        return max(row.support for row in self.per_class) / self.num_images
-
-    @property
-    def _decided(self) -> ThresholdRates | None:
-        """Rates at the operating point; None without one."""
-        rest = self.against_rest
-        return rest.thresholds[0] if self.operating_point and rest and rest.thresholds else None
+        interval of its headline lies above that of guessing, or with an operating point that of the
+        area under the ROC curve above a half."""
+        if decided := self._decided:
+            return decided[0].roc_auc_interval[0] > 0.5
+        return self.intervals[self.headline][0] > self._guess
 
     def describe_accuracy(self) -> str:
-        """Return the accuracy, or the rates at the operating point, in a sentence."""
+        """Return the headline in a sentence: the accuracy, or the rates at the operating point."""
         count = self.num_images
-        rates, rest = self._decided, self.against_rest
-        if rates is not None and rest is not None:
-            others = count - rest.support
-            alarms = rest.predicted - round(rates.sensitivity * rest.support)
+        percent = partial(format_percent, count=count)
+        interval = format_interval(self.intervals[self.headline], count)
+        value = self.metrics[self.headline]
+        if self.is_multilabel:
+            right = round((self.metrics["exact_match"] or 0) * count)
+            shown = "–" if value is None else percent(value)
             return (
-                f"{rest.predicted - alarms:,} of {rest.support:,} images with {rest.name} are found"
-                f" ({format_percent(rates.sensitivity, rest.support)}; 95 % interval"
-                f" {format_interval(rates.sensitivity_interval, rest.support)}), with {alarms:,} false"
-                f" alarms in {others:,} other images"
-                f" ({format_percent(1 - rates.specificity, others)}). A person has to look at"
-                f" {rest.predicted:,} of {count:,} images."
+                f"All labels are right on {right:,} of {count:,} images. The mean average precision is"
+                f" {shown} (95 % interval {interval})."
             )
+        if decided := self._decided:
+            row, rates = decided
+            others, found = count - row.support, round(rates.sensitivity * row.support)
+            return (
+                f"{found:,} of {row.support:,} images with {row.name} are found"
+                f" ({format_percent(rates.sensitivity, row.support)}; 95 % interval"
+                f" {format_interval(rates.sensitivity_interval, row.support)}), with"
+                f" {row.predicted - found:,} false alarms in {others:,} other images"
+                f" ({format_percent(1 - rates.specificity, others)}). A person has to look at"
+                f" {row.predicted:,} of {count:,} images."
+            )
+        assert value is not None
         return (
-            f"{round(self.top1 * count):,} of {count:,} images are classified correctly"
-            f" ({format_percent(self.top1, count)}; 95 % interval"
-            f" {format_interval(self.intervals['top1'], count)})."
+            f"{round(value * count):,} of {count:,} images are classified correctly"
+            f" ({percent(value)}; 95 % interval {interval})."
         )
 
     def describe_guessing(self) -> str:
-        """Compare the accuracy with that of always predicting the most frequent class, or the
-        operating point with as many images at random."""
-        rates, rest = self._decided, self.against_rest
-        if rates is not None and rest is not None:
-            share = format_percent(rest.predicted / self.num_images, self.num_images)
+        """Compare the headline with that of guessing."""
+        percent = partial(format_percent, count=self.num_images)
+        if self.is_multilabel:
+            return f"Guessing would give {percent(self._guess)}."
+        if decided := self._decided:
+            share = percent(decided[0].predicted / self.num_images)
             return f"As many images at random would have {share} of them."
-        percent = format_percent(self._majority, self.num_images)
-        always = "always predicting the most frequent class"
-        if self.top1 <= self._majority:
-            return f"That is no better than guessing: {always} gives {percent}."
+        always = f"always predicting the most frequent class gives {percent(self._guess)}"
+        if (self.metrics["top1"] or 0) <= self._guess:
+            return f"That is no better than guessing: {always}."
         if not self.beats_guessing():
             few = f"{self.num_images:,} images"
             if self.num_groups < self.num_images:
                 few += f" in {self.num_groups:,} groups"
-            return (
-                f"That may be no better than guessing: {always} gives {percent}, and {few} are too few"
-                " to tell."
-            )
-        return f"By comparison, {always} gives {percent}."
+            return f"That may be no better than guessing: {always}, and {few} are too few to tell."
+        return f"By comparison, {always}."
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
         warnings = [*self.notes, *describe_unreadable(self.unreadable)]
+        missing = [row.name for row in self.per_class if not row.support]
+        if self.is_multilabel and missing:
+            warnings.append(f"no image has the label {', '.join(missing)}: its metrics are –")
         overlap = self.duplicates_of_training
         if overlap is not None and (text := overlap.describe()):
-            if overlap.top1_without is not None:
+            if overlap.accuracy_without is not None:
+                name = "exact_match" if self.is_multilabel else "top1"
+                percent = partial(format_percent, count=self.num_images)
                 text += (
-                    f"; the accuracy is {format_percent(self.top1, self.num_images)} with them and"
-                    f" {format_percent(overlap.top1_without, self.num_images)} without"
+                    f"; {_TITLES[name][0].lower()} is {percent(self.metrics[name] or 0)} with them"
+                    f" and {percent(overlap.accuracy_without)} without"
                 )
             warnings.append(text)
         return warnings
 
 
 @dataclass(frozen=True, repr=False)
-class SavedEvaluation(Result):
+class EvaluationResult(Result):
     """An evaluation with its files, and with the model file if an operating point was chosen.
 
     Attributes:
         evaluation: The metrics and the conditions.
-        scores: Contribution of each image to the metrics.
+        scores: Prediction of each image.
         images: The images.
         bundle: The model, with its operating point.
+        num_examples: Errors that the report shows.
         is_main: True in the process that writes files.
-        has_new_values: True if no model file has these yet; `save` writes one.
-        seconds: Work of the evaluation by `read_work_clock`; the maps of the report take no more.
+        has_new_values: True if no model file has the operating point yet; `save` writes one.
     """
 
-    evaluation: Any
-    scores: Any
+    evaluation: Evaluation
+    scores: Scores
     images: EvaluationSet
     bundle: Bundle
-    _: KW_ONLY
+    num_examples: int = 16
     is_main: bool = True
     has_new_values: bool = False
-    seconds: float = math.inf
 
     def __repr__(self) -> str:
-        name = type(self.evaluation).__name__
-        return f"{type(self).__name__}{repr(self.evaluation).removeprefix(name)}"
+        return f"EvaluationResult{repr(self.evaluation).removeprefix('Evaluation')}"
 
     def _repr_html_(self) -> str:
         """Return the metrics as a table, for a notebook."""
-        return str(self.evaluation._repr_html_())
+        return self.evaluation._repr_html_()
+
+    def build_files(self) -> dict[str, FileContent]:
+        # templates and maps, which not every evaluation needs
+        from vit.evaluation.report.report import build_report
+
+        return {
+            PREDICTIONS_FILE: partial(
+                write_predictions,
+                scores=self.scores,
+                ids=self.images.ids,
+                class_names=self.bundle.class_names,
+                groups=self.images.groups,
+                files=self.images.files,
+            ),
+            "report.html": build_report(self),
+        }
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write what `vit evaluate` writes: predictions.csv, the page, the model file if an operating
@@ -349,35 +369,35 @@ class SavedEvaluation(Result):
         write_json(output / EVALUATION_FILE, evaluation.model_dump(mode="json"))
 
 
-@dataclass(frozen=True, repr=False)
-class EvaluationResult(SavedEvaluation):
-    """An `Evaluation`, and what each image contributed to it.
+def load_evaluation(path: Path) -> Evaluation:
+    """Read an evaluation file.
 
-    Attributes:
-        logits: Logits of the images, [n, C].
+    Raises:
+        ValueError: The file is damaged or from another version.
     """
+    try:
+        values = read_json(path)
+        version = values.get("schema_version") if isinstance(values, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"it has schema version {version}, not {SCHEMA_VERSION}")
+        return check_schema(Evaluation, values, origin="it")
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not an evaluation of this version: {error}; evaluate again"
+        ) from None
 
-    evaluation: Evaluation
-    scores: Scores
-    logits: Float32s
 
-    def build_files(self) -> dict[str, FileContent]:
-        # templates and maps, which not every evaluation needs
-        from vit.evaluation.report.confusion import plot_confusion
-        from vit.evaluation.report.report import build_report
-
-        names = self.bundle.class_names
-        figure = plot_confusion(self.scores, class_names=names)
-        return {
-            PREDICTIONS_FILE: partial(
-                write_predictions,
-                scores=self.scores,
-                ids=self.images.ids,
-                class_names=names,
-                logits=self.logits,
-                groups=self.images.groups,
-                files=self.images.files,
-            ),
-            "confusion.png": partial(figure.savefig, format="png", dpi=120),
-            "report.html": build_report(self),
-        }
+def find_evaluation(model: str, sha256: str) -> Evaluation | None:
+    """Return the latest evaluation of the model file with this hash, in or beside the run that
+    `model` names; None if there is none."""
+    run = Path(model) if Path(model).is_dir() else Path(model).parent
+    evaluations = []
+    for path in (*run.glob(f"*/{EVALUATION_FILE}"), *run.parent.glob(f"*/{EVALUATION_FILE}")):
+        # a file of another version, or a damaged one, is skipped
+        with suppress(ValueError, OSError):
+            evaluations.append(load_evaluation(path))
+    return max(
+        (evaluation for evaluation in evaluations if evaluation.model_sha256 == sha256),
+        key=lambda evaluation: evaluation.conditions.get("time") or "",
+        default=None,
+    )

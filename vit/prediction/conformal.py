@@ -220,7 +220,8 @@ class SetMetrics:
 
 
 def measure_sets(bundle: Bundle, logits: Float32s, labels: Ints) -> list[SetMetrics] | None:
-    """Measure a model's prediction sets for each coverage; None if its file holds no threshold.
+    """Measure a model's prediction sets for each coverage; None if its file holds no threshold, and
+    for several labels an image.
 
     Args:
         bundle: The model.
@@ -228,7 +229,7 @@ def measure_sets(bundle: Bundle, logits: Float32s, labels: Ints) -> list[SetMetr
         labels: [n].
     """
     measured = []
-    for coverage in LEVELS:
+    for coverage in () if bundle.is_multilabel else LEVELS:
         if read_threshold(bundle.metadata, coverage) is None:
             continue
         size = np.zeros(len(labels))

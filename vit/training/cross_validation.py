@@ -19,12 +19,7 @@ from vit.evaluation.clusters import (
     number_clusters,
     select_groups,
 )
-from vit.evaluation.label_metrics import (
-    compare_precision,
-    compute_label_metrics,
-    score_label_logits,
-)
-from vit.evaluation.metrics import compute_metrics, score_logits
+from vit.evaluation.metrics import compare_precision, compute_metrics, score_logits
 from vit.evaluation.out_of_fold import OutOfFold
 from vit.prediction.features import Features, compute_features
 from vit.prediction.probabilities import Bools, Float32s, Ints
@@ -258,7 +253,7 @@ def _measure_labels(
     logits: Float32s, labels: Bools, clusters: Ints, class_names: Sequence[str]
 ) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
     """Measure several labels an image. See `_measure_classes`."""
-    scores = score_label_logits(logits, labels)
+    scores = score_logits(logits, labels)
     answers = [
         (list(compress(class_names, has)), list(compress(class_names, predicted)), probabilities)
         for has, predicted, probabilities in zip(
@@ -269,7 +264,7 @@ def _measure_labels(
     accuracy = {
         "map": float(mean),
         "interval": interval,
-        "macro_f1": compute_label_metrics(scores)["macro_f1"],
+        "macro_f1": compute_metrics(scores)["macro_f1"],
         "chance": float(labels.mean(axis=0)[labels.any(axis=0)].mean()),
     }
     return accuracy, answers

@@ -17,7 +17,7 @@ from scipy.special import expit
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.statistics import compute_class_weights
-from vit.evaluation.label_metrics import compute_label_metrics, score_label_logits
+from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.model.logits import Readout
 from vit.prediction.features import Features
 from vit.training.folds import assign_folds
@@ -305,8 +305,8 @@ def _cross_validate_labels(
     measured = folds >= 0
     best = int(losses.argmin())
     precisions = np.full(len(strengths), np.nan)
-    scores = score_label_logits(logits[best, measured], labels[measured])
-    precisions[best] = compute_label_metrics(scores)["map"]
+    scores = score_logits(logits[best, measured], labels[measured])
+    precisions[best] = compute_metrics(scores)["map"]
     return losses / max(count, 1), precisions
 
 

@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.data.loader import TrainLoader
-from vit.evaluation.metrics import Scores
 from vit.runtime.files import write_atomically
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.validation import ImageValidator
@@ -82,12 +81,13 @@ class TensorBoard(Observer):
         scores = self.validator and self.validator.last_scores
         # a confusion matrix needs one class an image
         if (
-            isinstance(scores, Scores)
+            scores is not None
+            and not scores.is_multilabel
             and self.loader is not None
             and self._last_epoch_step is not None
         ):
             # matplotlib takes half a second
-            from vit.evaluation.report.confusion import plot_confusion
+            from vit.evaluation.report.charts import plot_confusion
 
             figure = plot_confusion(scores, class_names=self.loader.dataset.class_names)
             self.writer.add_figure("validation/confusion", figure, self._last_epoch_step)

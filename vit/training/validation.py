@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from vit.data.dataset import choose_evenly
-from vit.evaluation.label_metrics import LabelScores, compute_label_metrics, score_label_logits
 from vit.evaluation.metrics import Scores, compute_metrics, score_logits
 from vit.prediction.predictor import BatchPredictor, choose_batch_size
 from vit.prediction.probabilities import Float32s, Floats
@@ -47,7 +46,7 @@ class HeldAside:
         """The images whose logits are kept, [k]."""
         return choose_evenly(len(self.probabilities), len(self.logits))
 
-    def update(self, scores: Scores | LabelScores, logits: Float32s, digests: np.ndarray) -> None:
+    def update(self, scores: Scores, logits: Float32s, digests: np.ndarray) -> None:
         """Take the logits of an epoch for each half whose other half finds the epoch the best.
 
         Args:
@@ -113,10 +112,10 @@ def _count_kept(num_images: int, num_classes: int) -> int:
     return min(num_images, max(1, _MAX_LOGITS // num_classes))
 
 
-def measure(scores: Scores | LabelScores) -> Validation:
+def measure(scores: Scores) -> Validation:
     """Return the measures by which an epoch is chosen."""
-    if isinstance(scores, LabelScores):
-        metrics = compute_label_metrics(scores)
+    metrics = compute_metrics(scores)
+    if scores.is_multilabel:
         return Validation(
             loss=metrics["loss"],
             top1=metrics["exact_match"],
@@ -126,7 +125,7 @@ def measure(scores: Scores | LabelScores) -> Validation:
     return Validation(
         loss=float(scores.loss.mean()),
         top1=float(scores.correct.mean()),
-        macro_f1=compute_metrics(scores)["macro_f1"],
+        macro_f1=metrics["macro_f1"],
     )
 
 
@@ -158,7 +157,7 @@ class ImageValidator:
     data: TrainingData
     device: torch.device
     held_aside: HeldAside
-    last_scores: Scores | LabelScores | None = None
+    last_scores: Scores | None = None
 
     def validate(self, model: nn.Module, *, warn: Callable[[str], None]) -> Validation:
         """Measure a model. All processes call it; `warn` gets a sentence for each unreadable
@@ -176,10 +175,7 @@ class ImageValidator:
         logits = predictor.predict(
             lambda start, stop: preprocess.crop(images[start:stop]), count=len(dataset.labels)
         )
-        if dataset.is_multilabel:
-            self.last_scores = score_label_logits(logits, dataset.labels)
-        else:
-            self.last_scores = score_logits(logits, dataset.labels)
+        self.last_scores = score_logits(logits, dataset.labels)
         self.held_aside.update(self.last_scores, logits, dataset.digests)
         return measure(self.last_scores)
 

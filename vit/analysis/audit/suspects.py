@@ -20,10 +20,8 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import find_pairs
 from vit.data.groups import join_duplicates
-from vit.evaluation.clusters import select_groups
-from vit.evaluation.examples import find_known
-from vit.evaluation.label_metrics import LabelScores, compute_label_metrics
-from vit.evaluation.metrics import count_confusions
+from vit.evaluation.clusters import number_clusters, select_groups
+from vit.evaluation.metrics import compute_metrics, count_confusions, score_labels
 from vit.prediction.neighbours import convert_to_distances, find_nearest
 from vit.prediction.probabilities import Bools, Floats, Ints
 from vit.training.folds import assign_folds
@@ -32,6 +30,8 @@ from vit.training.linear_probe import fit_path
 _NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
 # C of the linear classifier on standardised features. The one with the lower loss is used, because
+# A group with so many errors, which are half of its images, is one that the model doesn't know.
+_MIN_UNKNOWN = 3
 # label errors are found by probabilities, which should be calibrated.
 _STRENGTHS = (0.01, 1.0)
 # share of the images of two classes that are taken for the other class, and their number
@@ -332,13 +332,13 @@ def _audit_label_sets(
             )[0]
             for side, mark in sides
         }
-    scores = LabelScores(labels, probabilities, np.zeros(len(labels)))
+    scores = score_labels(probabilities, labels)
     return {
         "label_errors": label_errors,
         "neighbours": neighbours,
         "confused_classes": _find_confused_labels(probabilities >= 0.5, labels, class_names),
         "top1": float(correct.all(axis=1).mean()),
-        "map": compute_label_metrics(scores)["map"],
+        "map": compute_metrics(scores)["map"],
         "num_judged": int(is_known.any(axis=1).sum()),
     }
 
@@ -536,6 +536,25 @@ def find_suspects(probabilities: Floats, labels: Ints) -> tuple[list[int], list[
         n_jobs=1,
     )
     return indices.tolist(), probabilities[indices].argmax(axis=1).tolist()
+
+
+def find_known(correct: Bools, labels: Ints, groups: Sequence[str] | None) -> Bools:
+    """Return the images whose labels a model can judge, [n].
+
+    A model that is no better than always predicting the most frequent class can judge none. Where
+    it is wrong on half of a group, it doesn't know this site, patient or animal.
+
+    Args:
+        correct: True for each image whose prediction is its label, [n].
+        labels: [n].
+        groups: Group of each image; None: each is its own.
+    """
+    if correct.sum() <= np.bincount(labels).max():
+        return np.zeros(len(labels), dtype=bool)
+    clusters = number_clusters(groups, len(labels))
+    num_errors = np.bincount(clusters, ~correct)
+    is_unknown = (num_errors >= _MIN_UNKNOWN) & (2 * num_errors >= np.bincount(clusters))
+    return ~is_unknown[clusters]
 
 
 def find_confused(

@@ -19,7 +19,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.label_sets import number_label_sets
 from vit.evaluation.clusters import compute_clustered_interval, number_clusters
-from vit.evaluation.label_metrics import compare_precision, score_label_logits
+from vit.evaluation.metrics import compare_precision, score_logits
 from vit.evaluation.significance import SIGNIFICANCE, compute_mcnemar
 from vit.prediction.features import Features
 from vit.prediction.probabilities import Floats, Ints
@@ -241,7 +241,7 @@ def measure_learning_curve(
     answers, clusters = answers[:, is_out], clusters[is_out]
     correct = answers
     if labels.ndim == 2:
-        scores = [score_label_logits(each, labels[is_out]) for each in answers]
+        scores = [score_logits(each, labels[is_out]) for each in answers]
         correct = np.stack([each.correct for each in scores])
         top1, intervals, covariance = compare_precision(scores, list(map(str, clusters)))
         num_classes = int(labels.any(axis=0).sum())

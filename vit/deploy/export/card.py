@@ -7,8 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vit.bundle import Bundle
 from vit.data.open import name_data
-from vit.evaluation.label_result import LabelEvaluation
-from vit.evaluation.saved import find_evaluation
+from vit.evaluation.result import find_evaluation
 from vit.runtime.files import write_text
 
 # classes that the card lists
@@ -30,12 +29,12 @@ def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool)
     evaluation = find_evaluation(bundle.name, bundle.sha256)
     metrics = []
     if evaluation is not None:
-        names = _LABEL_METRICS if isinstance(evaluation, LabelEvaluation) else _METRICS
+        names = _LABEL_METRICS if evaluation.is_multilabel else _METRICS
         metrics = [
-            (name, getattr(evaluation, name), evaluation.intervals[name])
+            (name, evaluation.metrics[name], evaluation.intervals.get(name))
             for name in names
             # a metric may need classes that the images don't have
-            if getattr(evaluation, name) is not None
+            if evaluation.metrics[name] is not None
         ]
     environment = Environment(
         loader=PackageLoader("vit", "deploy/export/templates"),

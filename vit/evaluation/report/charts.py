@@ -1,104 +1,126 @@
-"""Coordinates of SVG charts, which `charts.html.jinja` draws in the page's colours."""
+"""Charts of reports, as SVG in the page's colours."""
 
+import html
+import io
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+import matplotlib as mpl
 import numpy as np
-from matplotlib.ticker import MaxNLocator
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from vit.evaluation.metrics import Bin
+from vit.evaluation.metrics import Bin, Scores
 from vit.evaluation.thresholds import ThresholdRates
-from vit.prediction.probabilities import Bools, Floats
-from vit.runtime.numbers import format_percent
+from vit.prediction.probabilities import Bools, Floats, Ints
 
 Points = Sequence[tuple[float, float]]
+# drawn in this colour, which becomes that of the page's text
+_TEXT = "#010203"
+# seen on light and on dark pages; the second one is dashed
+_COLOURS = ("#3987d6", "#c9761a")
 _MIN_ANSWERED = 10
 _MAX_POINTS = 200
+# With more classes, the matrix has those with the most errors, and no numbers in its cells.
+_MAX_CLASSES = 40
+_MAX_NUMBERS = 20
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A point or bar in pixels of the chart, and its tooltip."""
+def render_figure(figure: Figure, title: str) -> Markup:
+    """Return a figure as SVG for a page, whose text has the page's colour.
 
-    x: float
-    y: float
-    text: str = ""
-    width: float = 0
-    height: float = 0
+    Args:
+        figure: A figure that was made within `mpl.rc_context`, see `draw_chart`.
+        title: Text for screen readers.
+    """
+    file = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "vit"}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # a page needs no addresses of standards, and gives the picture its width
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+    label = html.escape(title)
+    text = text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return Markup(text.replace(_TEXT, "currentColor"))
 
 
-@dataclass(frozen=True)
-class Line:
-    """One series; `style` is 0 or 1, for its colour and dashes."""
+def draw_chart(
+    title: str,
+    x_label: str,
+    y_label: str,
+    draw: Callable[[Axes], object],
+    *,
+    is_unit: bool = True,
+    size: tuple[float, float] = (4.2, 2.9),
+) -> Markup:
+    """Draw one chart.
 
-    name: str
-    marks: list[Mark]
-    style: int
+    Args:
+        title, x_label, y_label: Its texts.
+        draw: Function that draws into the axes.
+        is_unit: Both axes are from 0 to 1.
+        size: Inches.
+    """
+    colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    with mpl.rc_context(dict.fromkeys(colours, _TEXT)):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        axes.set(title=title, xlabel=x_label, ylabel=y_label)
+        axes.spines[["top", "right"]].set_visible(False)
+        if is_unit:
+            axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize="small")
+        return render_figure(figure, f"{title}: {y_label} against {x_label}")
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A chart as the template needs it."""
-
-    title: str
-    x_label: str
-    y_label: str
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    lines: list[Line]
-    bars: Sequence[Mark] = ()
-    # in pixels: the whole chart, and the area between the axes
-    width = 400
-    height = 250
-    left = 68
-    right = 388
-    top = 12
-    bottom = 208
+def draw_lines(axes: Axes, series: Mapping[str, Points]) -> None:
+    """Draw series of points, the second one dashed."""
+    for (name, points), colour, style in zip(series.items(), _COLOURS, ("-", "--"), strict=False):
+        marker = "o" if len(points) <= 30 else ""
+        x, y = np.array(points).T
+        axes.plot(x, y, style, color=colour, label=name, marker=marker, markersize=3)
 
 
 def build_history_chart(
     title: str, series: Mapping[str, Points], *, y_label: str, y_range: Sequence[float] = (0,)
-) -> Chart:
-    """Draw one or more series of (epoch, value). The vertical axis includes the values of
+) -> Markup:
+    """Draw one or two series of (epoch, value). The vertical axis includes the values of
     `y_range`."""
-    epochs = [epoch for points in series.values() for epoch, _ in points]
-    values = [value for points in series.values() for _, value in points]
-    place_x, x_ticks = fit_axis(epochs, Chart.left, Chart.right, is_count=True)
-    place_y, y_ticks = fit_axis([*values, *y_range], Chart.bottom, Chart.top)
-    lines = []
-    for style, (name, points) in enumerate(series.items()):
-        marks = [
-            Mark(place_x(epoch), place_y(value), f"{name}, epoch {epoch:g}: {value:.3g}")
-            for epoch, value in points
-        ]
-        lines.append(Line(name, marks, style))
-    return Chart(title, "epoch", y_label, x_ticks, y_ticks, lines)
+
+    def draw(axes: Axes) -> None:
+        draw_lines(axes, series)
+        values = [value for points in series.values() for _, value in points]
+        axes.set_ylim(min(*y_range, *values, 0), 1.02 * max(*y_range, *values))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+
+    return draw_chart(title, "epoch", y_label, draw, is_unit=False)
 
 
 def build_reliability_chart(
     bins: Sequence[Bin], *, x_label: str = "confidence", y_label: str = "accuracy"
-) -> Chart:
+) -> Markup:
     """Draw the accuracy, or the frequency of labels, against the confidence."""
-    counted = "images correct" if y_label == "accuracy" else "are there"
-    place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
-    place_y, y_ticks = fit_axis((0, 1), Chart.bottom, Chart.top)
-    bars = []
-    for bin in bins:
-        if bin.count == 0:
-            continue
-        text = f"{x_label} {bin.lower:.2f}–{bin.upper:.2f}: "
-        text += f"{round(bin.accuracy * bin.count)} of {bin.count} {counted}"
-        top = place_y(bin.accuracy)
-        # leaves a gap of two pixels between bars
-        width = place_x(bin.upper) - place_x(bin.lower) - 2
-        height = place_y(0) - top
-        bars.append(Mark(place_x(bin.lower) + 1, top, text, width, height))
-    diagonal = [Mark(place_x(value), place_y(value)) for value in (0, 1)]
-    ideal = Line("perfectly calibrated", diagonal, style=1)
-    return Chart("Reliability", x_label, y_label, x_ticks, y_ticks, [ideal], bars)
+
+    def draw(axes: Axes) -> None:
+        shown = [bin for bin in bins if bin.count]
+        axes.bar(
+            [(bin.lower + bin.upper) / 2 for bin in shown],
+            [bin.accuracy for bin in shown],
+            width=0.9 / len(bins),
+            color=_COLOURS[0],
+        )
+        axes.plot((0, 1), (0, 1), "--", color=_COLOURS[1], label="perfectly calibrated")
+
+    return draw_chart("Reliability", x_label, y_label, draw)
 
 
-def build_selective_chart(confidence: Floats, correct: Bools) -> Chart:
+def build_selective_chart(confidence: Floats, correct: Bools) -> Markup:
     """Draw the accuracy of the most confident images against their share of all images: the
     risk-coverage curve of El-Yaniv & Wiener 2010, upside down."""
     order = np.argsort(-confidence, kind="stable")
@@ -109,27 +131,20 @@ def build_selective_chart(confidence: Floats, correct: Bools) -> Chart:
     ends = np.flatnonzero(is_last)
     # the accuracy of the first few images jumps
     ends = ends[counts[ends] >= min(_MIN_ANSWERED, len(order))]
-    # more points would only make the page larger
-    ends = ends[np.linspace(0, len(ends) - 1, min(len(ends), _MAX_POINTS)).astype(int)]
-    place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
-    place_y, y_ticks = fit_axis((0, 1), Chart.bottom, Chart.top)
-    marks = []
-    for end in ends.tolist():
-        share = counts[end] / len(order)
-        least = confidence[order[end]]
-        correct_text = format_percent(accuracy[end], int(counts[end]))
-        text = f"{100 * share:.0f} % answered, confidence from {least:.2f}: {correct_text} correct"
-        marks.append(Mark(place_x(share), place_y(float(accuracy[end])), text))
-    line = Line("the most confident images", marks, style=0)
-    return Chart(
-        "Accuracy of answered images", "share answered", "accuracy", x_ticks, y_ticks, [line]
+    points = _thin(counts[ends] / len(order), accuracy[ends])
+    return draw_chart(
+        "Accuracy of answered images",
+        "share answered, the most confident first",
+        "accuracy",
+        lambda axes: draw_lines(axes, {"": points}),
     )
 
 
 def build_curve_charts(
     probabilities: Floats, is_positive: Bools, decided: ThresholdRates | None = None
-) -> list[Chart]:
-    """Draw both curves; nothing unless some images have the label and others don't.
+) -> list[Markup]:
+    """Draw the ROC and the precision-recall curve of one label; nothing unless some images have it
+    and others don't.
 
     Args:
         probabilities: Probability of the label, [n].
@@ -146,33 +161,40 @@ def build_curve_charts(
         is_positive, probabilities, drop_intermediate=True
     )
     frequency = float(is_positive.mean())
-    roc_point = precision_point = None
-    text = ""
+    marks: list[Points] = [[], []]
     if decided is not None:
-        text = f"from a probability of {decided.threshold:.4g}"
         alarms = 1 - decided.specificity
-        roc_point = (alarms, decided.sensitivity)
         hits = frequency * decided.sensitivity
         predicted = hits + (1 - frequency) * alarms
+        marks[0] = [(alarms, decided.sensitivity)]
         if predicted:
-            precision_point = (decided.sensitivity, hits / predicted)
-    return [
-        _draw_curve(
+            marks[1] = [(decided.sensitivity, hits / predicted)]
+    curves: list[tuple[tuple[str, str, str], Points, Points]] = [
+        (
             ("ROC curve", "false-positive rate", "sensitivity"),
             _thin(rates, sensitivity),
             [(0.0, 0.0), (1.0, 1.0)],
-            roc_point,
-            text,
         ),
-        _draw_curve(
+        (
             ("Precision-recall curve", "recall", "precision"),
             # without the point of no predictions
             _thin(recall[:-1], precision[:-1]),
             [(0.0, frequency), (1.0, frequency)],
-            precision_point,
-            text,
         ),
     ]
+    charts = []
+    for (titles, points, guess), mark in zip(curves, marks, strict=True):
+
+        def draw(
+            axes: Axes, points: Points = points, guess: Points = guess, mark: Points = mark
+        ) -> None:
+            axes.plot(*np.array(points).T, color=_COLOURS[0], label="model")
+            axes.plot(*np.array(guess).T, "--", color=_COLOURS[1], label="guessing")
+            if mark:
+                axes.plot(*mark[0], "o", color=_COLOURS[1], label="threshold in use")
+
+        charts.append(draw_chart(*titles, draw))
+    return charts
 
 
 def _thin(x: Floats, y: Floats) -> Points:
@@ -181,51 +203,57 @@ def _thin(x: Floats, y: Floats) -> Points:
     return list(zip(x[chosen].tolist(), y[chosen].tolist(), strict=True))
 
 
-def _draw_curve(
-    titles: tuple[str, str, str],
-    points: Points,
-    guess: Points,
-    decided: tuple[float, float] | None,
-    text: str,
-) -> Chart:
-    """Draw one curve, that of guessing, and the point that is used, with its tooltip."""
-    title, x_label, y_label = titles
-    place_x, x_ticks = fit_axis((0, 1), Chart.left, Chart.right)
-    place_y, y_ticks = fit_axis((0, 1), Chart.bottom, Chart.top)
-
-    def place(name: str, values: Points, style: int, text: str = "") -> Line:
-        return Line(name, [Mark(place_x(x), place_y(y), text) for x, y in values], style)
-
-    lines = [place("model", points, 0), place("guessing", guess, 1)]
-    if decided is not None:
-        x, y = decided
-        tip = f"{text}: {x_label} {x:.3g}, {y_label} {y:.3g}"
-        lines.append(place("● threshold in use", [decided], 1, tip))
-    return Chart(title, x_label, y_label, x_ticks, y_ticks, lines)
+def choose_classes(scores: Scores) -> Ints:
+    """Return all classes, or if there are many, those with the most errors as label or prediction."""
+    if scores.num_classes <= _MAX_CLASSES:
+        return np.arange(scores.num_classes)
+    is_wrong = scores.labels != scores.predicted
+    confused = np.concatenate([scores.labels[is_wrong], scores.predicted[is_wrong]])
+    num_errors = np.bincount(confused, minlength=scores.num_classes)
+    return np.sort(np.argsort(-num_errors, kind="stable")[:_MAX_CLASSES])
 
 
-def fit_axis(
-    values: Sequence[float], start: float, stop: float, *, is_count: bool = False
-) -> tuple[Callable[[float], float], list[tuple[float, str]]]:
-    """Return a function from values to pixels between `start` and `stop`, and the ticks.
+def count_confusion(scores: Scores, chosen: Ints) -> Ints:
+    """Count the images of each chosen class (row) that are predicted as each, [S, S]."""
+    position = np.full(scores.num_classes, -1)
+    position[chosen] = np.arange(len(chosen))
+    rows, columns = position[scores.labels], position[scores.predicted]
+    is_shown = (rows >= 0) & (columns >= 0)
+    size = len(chosen)
+    cells = rows[is_shown] * size + columns[is_shown]
+    return np.bincount(cells, minlength=size**2).reshape(size, size)
 
-    An axis of counts ends at its values and has whole ticks; other axes end at a tick.
-    """
-    low = min(values)
-    high = max(values)
-    if high == low:
-        low -= 0.5
-        high += 0.5
-    locator = MaxNLocator(nbins=5, integer=is_count)
-    ticks = [float(tick) for tick in locator.tick_values(low, high)]
-    if not is_count:
-        low = ticks[0]
-        high = ticks[-1]
-    # so that rounding loses no tick at an end
-    slack = (high - low) * 1e-9
 
-    def place(value: float) -> float:
-        return start + (value - low) / (high - low) * (stop - start)
+def plot_confusion(scores: Scores, *, class_names: Sequence[str]) -> Figure:
+    """Draw the confusion matrix: the colour is the fraction of the true class (row)."""
+    chosen = choose_classes(scores)
+    counts = count_confusion(scores, chosen)
+    support = np.bincount(scores.labels, minlength=scores.num_classes)[chosen]
+    fractions = counts / np.maximum(support, 1)[:, None]
+    side = min(2.5 + 0.3 * len(chosen), 11)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(fractions, vmin=0, vmax=1, cmap="Blues")
+    names = [class_names[place].replace("$", r"\$") for place in chosen]
+    axes.set(xlabel="predicted", ylabel="true")
+    axes.set_xticks(range(len(chosen)), names, rotation=60, ha="right", rotation_mode="anchor")
+    axes.set_yticks(range(len(chosen)), names)
+    if len(chosen) <= _MAX_NUMBERS:
+        for row, column in np.argwhere(counts).tolist():
+            axes.text(
+                column,
+                row,
+                str(counts[row, column]),
+                ha="center",
+                va="center",
+                fontsize="small",
+                color="white" if fractions[row, column] > 0.5 else "black",
+            )
+    return figure
 
-    shown = [tick for tick in ticks if low - slack <= tick <= high + slack]
-    return place, [(place(tick), f"{tick:.6g}") for tick in shown]
+
+def draw_confusion(scores: Scores, class_names: Sequence[str]) -> Markup:
+    """Draw the confusion matrix for a page."""
+    colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    with mpl.rc_context(dict.fromkeys(colours, _TEXT)):
+        return render_figure(plot_confusion(scores, class_names=class_names), "Confusion matrix")

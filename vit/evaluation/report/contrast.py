@@ -1,47 +1,34 @@
-"""Why one class is predicted as another, for the report.
+"""Why a prediction is wrong: the evidence that decided, the patches whose removal turns the answer,
+and the nearest training photos."""
 
-For each pair of classes that is confused more than by chance: the most confident errors with their
-contrast maps, the patches whose removal changes the prediction, and the nearest training photos of
-both classes.
-"""
-
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from PIL import Image
-from scipy.special import bdtrc
 from torch import Tensor
 
 from vit.bundle import Bundle
-from vit.evaluation.metrics import ConfusedPair, Scores, count_confusions
+from vit.evaluation.metrics import Scores
 from vit.explanation.capture.reader import read_bundle
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.render.page import encode_photo, encode_signed_map
-from vit.explanation.targets import build_difference
-from vit.explanation.training_photos import TrainingPhotos
-from vit.prediction.labels import find_classes
+from vit.explanation.targets import LABEL, build_difference
+from vit.prediction.decision import decide_labels
+from vit.prediction.labels import compute_probabilities, find_classes
 from vit.prediction.predictor import Pixels
 from vit.prediction.probabilities import Ints
 from vit.runtime.device import copy_to_device
-from vit.runtime.machine import read_work_clock
 
-if TYPE_CHECKING:
-    # A result writes its own report.
-    from vit.evaluation.result import EvaluationResult
-
-_MAX_PAIRS = 6
-_MAX_ERRORS = 3
-# p-value of a pair's errors if errors were spread evenly over the classes
-_CHANCE = 0.05
-_SIDE = 128
-
-# Both explain the difference of two logits: by what the model computes, and by removing patches.
-CONTRAST_METHODS = ("libra-fullgrad", "removal-gradient")
+# explains the difference of two logits, or one, by what the model computes
+METHOD = "libra-fullgrad"
+# pixels
+SIDE = 128
 # largest fraction of the patches that is removed
 _MAX_REMOVED = 0.25
 # The number of removed patches grows by this factor.
@@ -49,208 +36,181 @@ _STEP = 1.4
 _BATCH = 16
 
 
+class Mistake(NamedTuple):
+    """A wrong prediction of one image.
+
+    Attributes:
+        index: Number of the image.
+        place: Its class; or the label that is missed or falsely found.
+        predicted: Class that is predicted; or the label.
+        is_missed: False for a label that is falsely found.
+    """
+
+    index: int
+    place: int
+    predicted: int
+    is_missed: bool = True
+
+
 @dataclass(frozen=True)
 class Contrast:
     """Why one image has a wrong prediction.
 
     Attributes:
-        maps: Maps by method, [rows, columns]. Positive values are evidence for the predicted class
-            and against the label.
-        removed: The fewest patches found whose removal changes the prediction; empty if removing a
+        values: Evidence for the wrong answer and against the right one, [rows, columns].
+        removed: The fewest patches found whose removal changes the answer; empty if removing a
             quarter of the patches doesn't change it.
-        answer: Class that the model predicts without them.
+        answer: Class that the model predicts without them; None for a label.
     """
 
-    maps: dict[str, Float[np.ndarray, "rows columns"]]
+    values: Float[np.ndarray, "rows columns"]
     removed: list[int]
     answer: int | None
 
 
-# a pair of classes, and its most confident errors as the template shows them
-ExplainedPair = tuple[ConfusedPair, list[dict[str, Any]]]
+@dataclass(frozen=True)
+class DrawnContrast:
+    """A `Contrast` as data addresses: the map over the photo, and the photo with the removed patches
+    in white, None if there are none."""
+
+    map: str
+    removed: str | None
+    num_removed: int
+    answer: int | None
 
 
-def explain_confusions(
-    result: "EvaluationResult", training_photos: TrainingPhotos, *, seconds: float
-) -> list[ExplainedPair]:
-    """Explain the pairs of classes that are confused most, in about so many seconds of work, see
-    `read_work_clock`.
-
-    Returns:
-        The explained pairs; none for a model whose attention can't be read.
-    """
-    device = result.bundle.device.type
-    deadline = read_work_clock(device) + seconds
-    pairs = find_confused_pairs(result.scores)
-    errors = [_choose_errors(result.scores, pair)[:_MAX_ERRORS].tolist() for pair in pairs]
-    # one error of each pair before the second of any
-    candidates = [
-        (pair, images[place])
-        for place in range(_MAX_ERRORS)
-        for pair, images in zip(pairs, errors, strict=True)
-        if place < len(images)
-    ]
-    chosen: list[tuple[ConfusedPair, int, Pixels, Contrast]] = []
-    for pair, index in candidates:
-        start = read_work_clock(device)
-        pixels = result.images.read(index, index + 1)
-        labels, predicted = np.array([pair.label]), np.array([pair.predicted])
-        # the report does without them for a model whose attention can't be read
-        try:
-            (contrast,) = contrast_errors(
-                result.bundle, pixels, labels=labels, predicted=predicted, verify=not chosen
-            )
-        except ValueError:
-            return []
-        chosen.append((pair, index, pixels[0], contrast))
-        # no error is begun that would end too late
-        if 2 * read_work_clock(device) - start > deadline:
-            break
-    if not chosen:
-        return []
-    classes = [(pair.label, pair.predicted) for pair, *_ in chosen]
-    neighbours = training_photos.find_of_classes([pixels for *_, pixels, _ in chosen], classes)
-    # a wrong label explains an error without any map
-    suspects = {example.path for example in result.evaluation.examples.label_errors}
-    explained: dict[ConfusedPair, list[dict[str, Any]]] = {}
-    for (pair, index, pixels, contrast), nearest in zip(chosen, neighbours, strict=True):
-        path = result.images.ids[index]
-        explained.setdefault(pair, []).append(
-            {
-                "path": path,
-                "probability": float(result.scores.confidence[index]),
-                "is_suspect": path in suspects,
-                "neighbours": nearest,
-                **_draw_contrast(pixels, contrast),
-            }
-        )
-    return list(explained.items())
+def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
+    """Choose up to `count` of the clearest mistakes: the most confident wrong classes; or of each
+    label in turn an image where it is missed and one where it is falsely found, the clearest
+    first."""
+    if not scores.is_multilabel:
+        surest_first = np.argsort(-scores.confidence, kind="stable")
+        chosen = surest_first[~scores.correct[surest_first]][:count]
+        return [
+            Mistake(index, int(scores.labels[index]), int(scores.predicted[index]))
+            for index in chosen.tolist()
+        ]
+    ranked: list[tuple[int, Mistake]] = []
+    for place in range(scores.num_classes):
+        has_label, is_found = scores.labels[:, place], scores.predicted[:, place]
+        order = np.argsort(scores.probabilities[:, place], kind="stable")
+        missed = order[(has_label & ~is_found)[order]]
+        false = order[::-1][(is_found & ~has_label)[order[::-1]]]
+        for indices, is_missed in ((missed, True), (false, False)):
+            ranked += [
+                (rank, Mistake(index, place, place, is_missed))
+                for rank, index in enumerate(indices[:count].tolist())
+            ]
+    ranked.sort(key=lambda pair: pair[0])
+    return [mistake for _, mistake in ranked[:count]]
 
 
-def find_confused_pairs(scores: Scores) -> list[ConfusedPair]:
-    """Return the most frequent pairs that are more frequent than if the errors of the label were
-    spread evenly over the other classes (binomial test); with two classes, both pairs."""
-    num_classes = scores.num_classes
-    is_wrong = scores.labels != scores.predicted
-    num_errors = np.bincount(scores.labels[is_wrong], minlength=num_classes)
-    pairs = []
-    for pair in count_confusions(scores.labels, scores.predicted, num_classes=num_classes):
-        chance = bdtrc(pair.count - 1, int(num_errors[pair.label]), 1 / max(num_classes - 1, 1))
-        if num_classes == 2 or (pair.count > 1 and chance <= _CHANCE):
-            pairs.append(pair)
-    return pairs[:_MAX_PAIRS]
-
-
-def _choose_errors(scores: Scores, pair: ConfusedPair) -> Ints:
-    """Return the images of a pair, the most confident first."""
-    is_error = (scores.labels == pair.label) & (scores.predicted == pair.predicted)
-    indices = np.flatnonzero(is_error)
-    return np.asarray(indices[np.argsort(-scores.confidence[indices], kind="stable")])
-
-
-def _draw_contrast(pixels: Pixels, contrast: Contrast) -> dict[str, Any]:
-    """Return the photo, its maps, and the photo without the patches, as the template shows them."""
-    photo = Image.fromarray(pixels)
-    return {
-        "photo": encode_photo(photo, side=_SIDE),
-        "maps": [
-            (method, encode_signed_map(photo, values, side=_SIDE))
-            for method, values in contrast.maps.items()
-        ],
-        "num_removed": len(contrast.removed),
-        "removed": _draw_removed(pixels, contrast),
-        "answer": contrast.answer,
-    }
-
-
-def _draw_removed(pixels: Pixels, contrast: Contrast) -> str | None:
-    """Return the photo with the removed patches in white."""
-    if not contrast.removed:
-        return None
-    rows, columns = next(iter(contrast.maps.values())).shape
-    height = pixels.shape[0] // rows
-    width = pixels.shape[1] // columns
-    without = pixels.copy()
-    for patch in contrast.removed:
-        top = patch // columns * height
-        left = patch % columns * width
-        without[top : top + height, left : left + width] = 255
-    return encode_photo(Image.fromarray(without), side=_SIDE)
-
-
-def contrast_errors(
-    bundle: Bundle,
-    pixels: UInt8[np.ndarray, "n H W 3"],
-    *,
-    labels: Int[np.ndarray, " n"],
-    predicted: Int[np.ndarray, " n"],
-    verify: bool = True,
-) -> list[Contrast]:
-    """Explain images with wrong predictions.
+def draw_contrasts(
+    bundle: Bundle, mistakes: Sequence[Mistake], pixels: Sequence[Pixels]
+) -> list[DrawnContrast]:
+    """Explain mistakes and draw what explains them.
 
     Args:
         bundle: The model.
-        pixels: The images as the model sees them.
-        labels: Their classes.
-        predicted: The predicted classes.
-        verify: Check with the first batch that the model's attention can be read.
+        mistakes: The mistakes.
+        pixels: Their images as the model sees them, [H, W, 3] each.
 
     Raises:
         ValueError: The model's attention can't be read.
     """
+    drawn = []
+    for contrast, photo in zip(explain_mistakes(bundle, mistakes, pixels), pixels, strict=True):
+        image = Image.fromarray(photo)
+        removed = None
+        if contrast.removed:
+            removed = encode_photo(Image.fromarray(_whiten(photo, contrast)), side=SIDE)
+        map_ = encode_signed_map(image, contrast.values, side=SIDE)
+        drawn.append(DrawnContrast(map_, removed, len(contrast.removed), contrast.answer))
+    return drawn
+
+
+def _whiten(photo: Pixels, contrast: Contrast) -> Pixels:
+    """Return the photo with the removed patches in white."""
+    rows, columns = contrast.values.shape
+    height, width = photo.shape[0] // rows, photo.shape[1] // columns
+    without = photo.copy()
+    for patch in contrast.removed:
+        top, left = patch // columns * height, patch % columns * width
+        without[top : top + height, left : left + width] = 255
+    return without
+
+
+def explain_mistakes(
+    bundle: Bundle, mistakes: Sequence[Mistake], pixels: Sequence[Pixels]
+) -> list[Contrast]:
+    """Explain mistakes. See `draw_contrasts`."""
     contrasts: list[Contrast] = []
     for start in range(0, len(pixels), _BATCH):
-        rows = slice(start, start + _BATCH)
-        batch = torch.from_numpy(np.ascontiguousarray(pixels[rows]))
+        part = mistakes[start : start + _BATCH]
+        batch = torch.from_numpy(np.stack(pixels[start : start + _BATCH]))
         images = bundle.preprocess.normalize(copy_to_device(batch, bundle.device))
-        wrong = torch.from_numpy(predicted[rows])
-        right = torch.from_numpy(labels[rows])
-        forward, _, maps = compute_maps(
-            read_bundle(bundle),
-            images,
-            methods=CONTRAST_METHODS,
-            target=build_difference(bundle.class_names, wrong, right),
-            verify=verify and start == 0,
+        places = torch.tensor([mistake.place for mistake in part])
+        predicted = torch.tensor([mistake.predicted for mistake in part])
+        target = build_difference(bundle.class_names, predicted, places)
+        if bundle.is_multilabel:
+            target = LABEL.with_classes(places)
+        forward, _, (maps,) = compute_maps(
+            read_bundle(bundle), images, methods=[METHOD], target=target, verify=start == 0
         )
-        # [M, B, rows, columns]
-        values = torch.stack([method_maps.values[:, 0] for method_maps in maps]).cpu()
-        turned = _turn_answers(bundle, images, values.flatten(2), forward.grid, wrong)
+        values = maps.values[:, 0].cpu()  # [B, rows, columns]
+        if bundle.is_multilabel:
+            # of a missed label, what spoke against it was wrong
+            values = (
+                values
+                * torch.tensor([-1.0 if each.is_missed else 1.0 for each in part])[:, None, None]
+            )
+        turned = _turn_answers(bundle, images, values.flatten(1), forward.grid, part)
         for row, (removed, answer) in enumerate(turned):
-            image_maps = dict(zip(CONTRAST_METHODS, values[:, row].numpy(), strict=True))
-            contrasts.append(Contrast(image_maps, removed, answer))
+            contrasts.append(Contrast(values[row].numpy(), removed, answer))
     return contrasts
 
 
 def _turn_answers(
     bundle: Bundle,
     images: Float[Tensor, "B 3 height width"],
-    values: Float[Tensor, "M B P"],
+    values: Float[Tensor, "B P"],
     grid: Grid,
-    predicted: Int[Tensor, " B"],
+    mistakes: Sequence[Mistake],
 ) -> list[tuple[list[int], int | None]]:
-    """Find for each image the fewest patches whose removal changes the prediction, and the new
-    prediction. Patches are removed in the order of either map, the most important first."""
-    num_images, num_patches = values.shape[1:]
-    counts = _list_counts(num_patches)
-    # rank of each patch by each map; 0 is the strongest evidence for the wrong class
+    """Find for each image the fewest patches whose removal changes the answer, and the new class.
+    Patches are removed in the order of the map, the most important first; each answer without them
+    is that of a forward pass."""
+    num_images, num_patches = values.shape
+    counts = torch.tensor(_list_counts(num_patches))
+    # rank of each patch; 0 is the strongest evidence for the wrong answer
     ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    removed = ranks[None] < torch.tensor(counts)[:, None, None, None]  # [N, M, B, P]
-    places = torch.arange(num_images).repeat(len(counts) * len(values))
+    removed: Bool[Tensor, "N B P"] = ranks[None] < counts[:, None, None]
+    places: Int[Tensor, " NB"] = torch.arange(num_images).repeat(len(counts))
     compute_kept = build_removal(read_bundle(bundle), images, grid=grid, batch_size=_BATCH)
     logits = compute_without(
-        compute_kept, places.to(images.device), removed.flatten(0, 2).to(images.device)
+        compute_kept, places.to(images.device), removed.flatten(0, 1).to(images.device)
     )
-    classes = find_classes(bundle, logits.float().cpu().numpy())
-    answers = torch.from_numpy(classes).reshape(-1, num_images)  # [N · M, B]
-    sets = removed.flatten(0, 1)  # [N · M, B, P], the smallest first
-
-    turned: list[tuple[list[int], int | None]] = [([], None)] * num_images
-    is_turned = answers != predicted
-    for image in is_turned.any(dim=0).nonzero()[:, 0].tolist():
-        first = int(is_turned[:, image].nonzero()[0])
-        patches = sets[first, image].nonzero()[:, 0].tolist()
-        turned[image] = (patches, int(answers[first, image]))
+    answers = _decide(bundle, logits.float().cpu().numpy()).reshape(len(counts), num_images, -1)
+    turned: list[tuple[list[int], int | None]] = []
+    for row, mistake in enumerate(mistakes):
+        answer = answers[:, row, 0]
+        is_turned = answer != mistake.predicted
+        if bundle.is_multilabel:
+            is_turned = answers[:, row, mistake.place] == mistake.is_missed
+        if not is_turned.any():
+            turned.append(([], None))
+            continue
+        first = int(is_turned.argmax())
+        patches = removed[first, row].nonzero()[:, 0].tolist()
+        turned.append((patches, None if bundle.is_multilabel else int(answer[first])))
     return turned
+
+
+def _decide(bundle: Bundle, logits: np.ndarray) -> Ints:
+    """Return the predicted class of each row, [n], or which labels are predicted, [n, C]."""
+    if bundle.is_multilabel:
+        return decide_labels(bundle, compute_probabilities(bundle, logits)).astype(np.int64)
+    return find_classes(bundle, logits)
 
 
 def _list_counts(num_patches: int) -> list[int]:

@@ -1,79 +1,48 @@
-"""The report of an evaluation: one self-contained HTML file."""
+"""The report of an evaluation: one self-contained HTML file, for classes and for several labels."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import torch
+from markupsafe import Markup
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.evaluation.images import EvaluationSet
-from vit.evaluation.metrics import ClassMetrics
+from vit.evaluation.metrics import ClassMetrics, Scores, count_confusions
 from vit.evaluation.out_of_fold import CROSS_VALIDATION
 from vit.evaluation.report.charts import (
-    Chart,
     build_curve_charts,
     build_history_chart,
     build_reliability_chart,
     build_selective_chart,
+    draw_confusion,
 )
-from vit.evaluation.report.confusion import describe_confusion
-from vit.evaluation.report.contrast import explain_confusions, find_confused_pairs
-from vit.evaluation.report.plain import describe_in_plain_words
-from vit.explanation.capture.forward import open_reader
-from vit.explanation.checks.sanity_checks import check_maps
-from vit.explanation.explainer import choose_explain_batch_size
-from vit.explanation.methods.auto import AUTO, choose_methods
-from vit.explanation.methods.maps import compute_maps
-from vit.explanation.methods.registry import METHODS, Method
-from vit.explanation.render.page import (
-    encode_map,
-    encode_picture,
-    name_model,
-    render_page,
-    resize_picture,
-)
-from vit.explanation.render.scale import PatchMap, fit_scale, relative_to_uniform
-from vit.explanation.targets import CLASS, Target
+from vit.evaluation.report.contrast import SIDE, Mistake, choose_mistakes, draw_contrasts
+from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model
 from vit.prediction.ensemble import Ensemble
-from vit.prediction.labels import compute_probabilities
 from vit.prediction.predictor import Pixels
-from vit.runtime.device import copy_to_device, copy_to_host
-from vit.runtime.machine import read_work_clock
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 from vit.runtime.numbers import format_interval, format_number, format_percent
 from vit.runtime.products import find_product
-from vit.runtime.progress import show_progress
 
 if TYPE_CHECKING:
     # A result writes its own report.
-    from vit.evaluation.label_result import LabelEvaluationResult
-    from vit.evaluation.result import Evaluation, EvaluationResult, MetricRow
+    from vit.evaluation.result import Evaluation, EvaluationResult
 
-_TEMPLATES = Path(__file__).parent
+_TEMPLATE = Path(__file__).with_name("report.html.jinja")
 # rows in the table of classes; 20,000 would make a page of 6 MB
 _MAX_CLASSES = 1000
-# training photos next to an error
-_NUM_NEIGHBOURS = 3
-_NEIGHBOUR_SIDE = 128
-# seconds for explanations of confused classes
-_MAX_CONTRAST_SECONDS = 15.0
-# errors that are shown; the others are folded
-_NUM_SHOWN = 6
-# class and text of the badge of each verdict
-_BADGES = {
-    "confirmed": ("confirmed", "✓ map confirmed"),
-    "partly confirmed": ("partly", "~ map partly confirmed"),
-    "not confirmed": ("not", "✗ map not confirmed"),
-    "not tested": ("untested", "– map not tested"),
-}
+# labels with curves, the lowest average precision first; more make a large page
+_MAX_CURVES = 40
+# With fewer images of a class, its recall says little.
+_MIN_SUPPORT = 5
 
 
 class Section(NamedTuple):
@@ -92,112 +61,117 @@ class Section(NamedTuple):
     sentence: str
 
 
-class DrawnMap(NamedTuple):
-    """A map over a picture.
+class ShownMistake(NamedTuple):
+    """A mistake as the page shows it.
 
     Attributes:
-        picture: The overlay as a data address; None if the map is nearly even.
-        verdict: Result of the patch-removal test; None if there was no time for it.
+        path: Name of the image.
+        text: What is wrong.
+        picture: The image as a data address.
+        contrast: Why it is wrong; None for a model without maps.
+        neighbours: Nearest training photos.
     """
 
-    picture: str | None
-    verdict: str | None
+    path: str
+    text: str
+    picture: str
+    contrast: Any
+    neighbours: list[Neighbour]
 
 
-class DrawnMaps(NamedTuple):
-    """Maps of one method over the first of several pictures."""
+class ShownClass(NamedTuple):
+    """The curves and the mistakes of a class or label, folded below the table."""
 
-    method: Method
-    maps: list[DrawnMap]
+    place: int
+    metrics: ClassMetrics
+    charts: list[Markup]
+    mistakes: list[ShownMistake]
 
 
 def build_report(result: "EvaluationResult") -> str:
-    """Build the page: HTML that needs no other file. Its maps take about as much work as the
-    evaluation at most."""
-    deadline = read_work_clock(result.bundle.device.type) + result.seconds
-    evaluation = result.evaluation
-    class_names = [row.name for row in evaluation.per_class]
-    # listed and drawn once for both uses
-    training_photos = TrainingPhotos(
-        result.bundle, side=_NEIGHBOUR_SIDE, splits=result.images.splits
-    )
-    errors = [example.path for example in evaluation.examples.most_confident_errors]
-    problem = find_problem(result)
-    nearest: list[list[Neighbour]] = [[] for _ in errors]
-    contrasts = []
-    if not problem:
-        nearest = training_photos.find(read_images(result.images, errors), _NUM_NEIGHBOURS)
-        contrasts = explain_confusions(
-            result, training_photos, seconds=min(_MAX_CONTRAST_SECONDS, result.seconds / 3)
-        )
-    groups = (
-        evaluation.examples.most_confident_errors,
-        evaluation.examples.label_errors,
-        evaluation.examples.least_confident_correct,
-    )
-    # an image may be in several groups
-    paths = list(dict.fromkeys(example.path for group in groups for example in group))
-    # explaining confusions has verified the model
-    photos, drawn, maps_missing = draw_examples(result, paths, deadline, verify=not contrasts)
-    sentences = describe_in_plain_words(result)
+    """Build the page: HTML that needs no other file."""
+    evaluation, scores = result.evaluation, result.scores
+    names = [row.name for row in evaluation.per_class]
+    mistakes = choose_mistakes(scores, result.num_examples)
+    shown, problem = _show_mistakes(result, mistakes)
+    by_class: dict[int, list[ShownMistake]] = defaultdict(list)
+    for mistake, drawn in zip(mistakes, shown, strict=True):
+        by_class[mistake.place].append(drawn)
+    sentences = describe_in_plain_words(evaluation, scores)
     build_section = find_product("report section")
     section: Section | None = build_section and build_section(result)
     if section is not None:
         sentences.append(section.sentence)
+    labels = {"x_label": "probability", "y_label": "frequency"} if scores.is_multilabel else {}
     context = {
-        **build_context(result),
-        "sentences": sentences,
-        "classes": _choose_classes(evaluation),
-        "outputs": f"{len(class_names)} classes",
-        "cards": _choose_cards(result),
-        "section": section,
-        "matrix": describe_confusion(result.scores, class_names, result.images),
-        "contrasts": contrasts,
-        "num_pairs": len(find_confused_pairs(result.scores)),
-        "class_names": class_names,
-        "reliability": build_reliability_chart(evaluation.reliability),
-        "selective": build_selective_chart(result.scores.confidence, result.scores.correct),
-        "curves": _draw_curves(result),
-        "pictures": dict(zip(paths, photos, strict=True)),
-        "maps": dict(zip(paths, drawn.maps if drawn else [], strict=False)),
-        "about_maps": describe_maps(drawn, len(paths)) if drawn else "",
-        "maps_missing": maps_missing if paths else "",
-        "num_shown": _NUM_SHOWN,
-        "neighbours": dict(zip(errors, nearest, strict=True)),
-    }
-    return render_page(_TEMPLATES / "report.html.jinja", context)
-
-
-def build_context(result: "EvaluationResult | LabelEvaluationResult") -> dict[str, Any]:
-    """Return what the templates of both reports need."""
-    evaluation = result.evaluation
-    return {
-        "evaluation": evaluation,
+        "e": evaluation,
         "run": name_model(evaluation.model),
-        "data": evaluation.data,
+        "outputs": f"{len(names)} {'labels' if scores.is_multilabel else 'classes'}",
+        "sentences": sentences,
         "warnings": evaluation.list_warnings(),
-        "metrics": evaluation.list_rows(),
-        "beats_guessing": evaluation.beats_guessing(),
         "percent": partial(format_percent, count=evaluation.num_images),
-        "interval_text": partial(format_interval, count=evaluation.num_images),
+        "interval": partial(format_interval, count=evaluation.num_images),
         "number": format_number,
+        "classes": _choose_classes(evaluation),
+        "thresholds": dict(zip(names, scores.thresholds.tolist(), strict=True)),
+        "details": _choose_details(evaluation, scores, by_class),
+        "names": names,
+        "problem": problem if mistakes else "",
+        "matrix": None if scores.is_multilabel else draw_confusion(scores, names),
+        "reliability": build_reliability_chart(evaluation.reliability, **labels),
+        "selective": None
+        if scores.is_multilabel
+        else build_selective_chart(scores.confidence, scores.correct),
         "history": _chart_history(load_history(evaluation.model)),
-        "badges": _BADGES,
+        "section": section,
         "training": _describe_training(result.bundle),
     }
+    return render_page(_TEMPLATE, context)
 
 
-def _draw_curves(result: "EvaluationResult") -> list[Chart]:
-    """Draw the curves of one class against the rest."""
-    metrics = result.evaluation.against_rest
-    if metrics is None or not metrics.thresholds:
-        return []
-    place = result.bundle.class_names.index(metrics.name)
-    probabilities = compute_probabilities(result.bundle, result.logits)[:, place]
-    return build_curve_charts(probabilities, result.scores.labels == place, metrics.thresholds[0])
+def _show_mistakes(
+    result: "EvaluationResult", mistakes: Sequence[Mistake]
+) -> tuple[list[ShownMistake], str]:
+    """Return mistakes as the page shows them, and why nothing explains them; empty if it does."""
+    bundle, scores = result.bundle, result.scores
+    names = bundle.class_names
+    pixels: list[Pixels] = [
+        result.images.read(mistake.index, mistake.index + 1)[0] for mistake in mistakes
+    ]
+    problem = _find_problem(result)
+    contrasts: Sequence[Any] = [None] * len(mistakes)
+    neighbours: Sequence[list[Neighbour]] = [[] for _ in mistakes]
+    if mistakes and not problem:
+        photos = TrainingPhotos(bundle, side=SIDE, splits=result.images.splits)
+        if scores.is_multilabel:
+            neighbours = photos.find(pixels, 2)
+        else:
+            classes = [(mistake.place, mistake.predicted) for mistake in mistakes]
+            neighbours = photos.find_of_classes(pixels, classes)
+        try:
+            contrasts = draw_contrasts(bundle, mistakes, pixels)
+        except ValueError as error:
+            problem = str(error)
+    shown = []
+    rows = zip(mistakes, pixels, contrasts, neighbours, strict=True)
+    for mistake, photo, contrast, nearest in rows:
+        index, percent = mistake.index, partial(format_percent, count=len(scores))
+        probability = percent(float(scores.probabilities[index, mistake.predicted]))
+        if scores.is_multilabel:
+            has = ", ".join(compress(names, scores.labels[index])) or "none"
+            kind = "missed" if mistake.is_missed else "falsely found"
+            text = f"{names[mistake.place]} {kind}, probability {probability}; labels: {has}"
+        else:
+            own = percent(float(scores.probabilities[index, mistake.place]))
+            text = (
+                f"{names[mistake.place]} {own}, predicted {names[mistake.predicted]} {probability}"
+            )
+        picture = encode_picture(resize_picture(Image.fromarray(photo)))
+        shown.append(ShownMistake(result.images.ids[index], text, picture, contrast, nearest))
+    return shown, problem
 
 
-def find_problem(result: "EvaluationResult | LabelEvaluationResult") -> str:
+def _find_problem(result: "EvaluationResult") -> str:
     """Return why neither maps nor training photos can explain these predictions; empty if they
     can."""
     if result.evaluation.split == CROSS_VALIDATION:
@@ -207,17 +181,130 @@ def find_problem(result: "EvaluationResult | LabelEvaluationResult") -> str:
     return ""
 
 
-def _choose_cards(result: "EvaluationResult") -> list[tuple["MetricRow", str]]:
-    """Return the three metrics that most readers need, each with a remark: the accuracy, the mean
-    over the classes, and the calibration error."""
-    evaluation = result.evaluation
-    # more rows follow those of the metrics
-    rows = dict(zip(evaluation.list_metrics(), evaluation.list_rows(), strict=False))
-    means = rows.get("macro_recall", rows["macro_f1"])
-    confidence = float(result.scores.confidence.mean())
+def _choose_classes(evaluation: "Evaluation") -> list[ClassMetrics]:
+    """Keep the classes with the lowest F1 if there are many. Those without images come last."""
+    classes = evaluation.per_class
+    if len(classes) <= _MAX_CLASSES:
+        return classes
+    worst_first = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))
+    return worst_first[:_MAX_CLASSES]
+
+
+def _choose_details(
+    evaluation: "Evaluation", scores: Scores, mistakes: Mapping[int, list[ShownMistake]]
+) -> list[ShownClass]:
+    """Return the classes with curves or mistakes, the worst first."""
+    rest = evaluation.one_against_rest
+    rows = sorted(
+        enumerate(evaluation.per_class),
+        key=lambda item: (item[1].average_precision or item[1].f1 or 0, item[0]),
+    )
+    details = []
+    for place, row in rows:
+        charts: list[Markup] = []
+        has_curves = bool(row.thresholds) and (row is rest or evaluation.is_multilabel)
+        if has_curves and len(details) < _MAX_CURVES:
+            charts = build_curve_charts(
+                scores.probabilities[:, place], scores.marks[:, place], row.thresholds[0]
+            )
+        if charts or mistakes.get(place):
+            details.append(ShownClass(place, row, charts, mistakes.get(place, [])))
+    return details
+
+
+def describe_in_plain_words(evaluation: "Evaluation", scores: Scores) -> list[str]:
+    """Return a sentence each on guessing, the worst class, whether the model can be trusted alone,
+    and problems in the data; without those that are unknown."""
+    failures = _describe_labels if scores.is_multilabel else _describe_failures
+    sentences = [
+        evaluation.describe_guessing(),
+        failures(evaluation, scores),
+        _describe_trust(evaluation),
+        _describe_data(evaluation),
+    ]
+    return list(filter(None, sentences))
+
+
+def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
+    confusions = count_confusions(scores.labels, scores.predicted, num_classes=scores.num_classes)
+    if not confusions:
+        return ""
+    # a class of a few images is the worst one by chance
+    rows = [
+        (row.recall, row.support, row.name)
+        for row in evaluation.per_class
+        if row.recall is not None and row.recall < 1 and row.support >= _MIN_SUPPORT
+    ]
+    sentences = []
+    if rows:
+        recall, support, name = min(rows, key=lambda row: row[0])
+        sentences.append(
+            f"It fails most on {name}: {round(recall * support)} of {support} images are recognised."
+        )
+    most = confusions[0]
+    if most.count > 1:
+        names = [row.name for row in evaluation.per_class]
+        total = sum(pair.count for pair in confusions)
+        sentences.append(
+            f"The most frequent error is {names[most.label]} predicted as {names[most.predicted]}:"
+            f" {most.count} of {total} errors."
+        )
+    return " ".join(sentences)
+
+
+def _describe_labels(evaluation: "Evaluation", scores: Scores) -> str:
+    missed = int((scores.labels & ~scores.predicted).sum())
+    false = int((scores.predicted & ~scores.labels).sum())
+    text = f"{missed:,} of {int(scores.labels.sum()):,} labels are missed; {false:,} are falsely found."
+    known = [row for row in evaluation.per_class if row.average_precision is not None]
+    if len(known) > 1:
+        worst = min(known, key=lambda row: row.average_precision or 0.0)
+        hits = round((worst.recall or 0) * worst.support)
+        text += (
+            f" It is worst on {worst.name}: {hits} of {worst.support} images that have it are found,"
+            f" and {worst.predicted - hits} others."
+        )
+    return text
+
+
+def _describe_trust(evaluation: "Evaluation") -> str:
+    """Judge by the prediction sets of the highest coverage that the model file holds."""
+    sets = evaluation.prediction_sets
+    if not sets:
+        return ""
+    row = max(sets, key=lambda row: row.coverage)
+    if row.single_correct is None:
+        return (
+            "It should not be trusted alone: no prediction set has a single class at"
+            f" {100 * row.coverage:.0f} % coverage."
+        )
     percent = partial(format_percent, count=evaluation.num_images)
-    sure = f"mean confidence {percent(confidence)}, correct {percent(evaluation.top1)}"
-    return [(rows["top1"], ""), (means, "all classes count alike"), (rows["ece"], sure)]
+    return (
+        f"It can decide {percent(row.single)} of the images alone, {percent(row.single_correct)} of"
+        " them correctly. For the others it names several classes or none, and a person should check"
+        f" them. (Its prediction sets should include the right class for {100 * row.coverage:.0f} % of"
+        f" the images, and do for {percent(row.measured)}.)"
+    )
+
+
+def _describe_data(evaluation: "Evaluation") -> str:
+    facts, clean, unknown = [], [], ""
+    overlap = evaluation.duplicates_of_training
+    if overlap is None:
+        unknown = " Whether the model was trained on some of the images isn't known."
+    elif overlap.exact + overlap.near:
+        facts.append(
+            f"{overlap.exact + overlap.near} images are the same as in training, or nearly"
+        )
+    else:
+        clean.append("training image")
+    if evaluation.unreadable:
+        facts.append(f"{len(evaluation.unreadable)} can't be read")
+    else:
+        clean.append("unreadable file")
+    if facts:
+        return f"Possible problems in the data: {', '.join(facts)}.{unknown}"
+    return f"No problems found in the data: no {' or '.join(clean)}.{unknown}"
 
 
 def find_run(model: str) -> Path | None:
@@ -239,89 +326,13 @@ def load_history(model: str) -> list[dict[str, Any]]:
     return []
 
 
-def draw_maps(
-    bundle: Bundle,
-    pictures: Sequence[Pixels],
-    deadline: float,
-    *,
-    target: Target = CLASS,
-    verify: bool = True,
-) -> DrawnMaps:
-    """Draw maps over pictures as the model sees them, [H, W, 3].
-
-    Maps are drawn until the deadline, at least of the first pictures. They are tested as long as
-    there is time to draw the others afterwards.
-
-    Args:
-        bundle: The model.
-        pictures: The pictures, the most important ones first.
-        deadline: Time by `read_work_clock`.
-        target: Target of the maps, for all the pictures.
-        verify: See `compute_maps`.
-
-    Raises:
-        ValueError: The model has no map.
-    """
-    (method, *_) = choose_methods((AUTO,), bundle, num_images=len(pictures))
-    reader = open_reader(bundle)
-    num_at_once = choose_explain_batch_size(bundle.preprocess.image_size, bundle.device) // 16
-    drawn: list[DrawnMap] = []
-    clock = partial(read_work_clock, bundle.device.type)
-    # seconds for a picture
-    drawing = testing = 0.0
-    with show_progress("drawing maps", len(pictures)) as advance:
-        for first in range(0, len(pictures), num_at_once):
-            start = clock()
-            left = len(pictures) - first
-            if drawn and start + drawing * num_at_once > deadline:
-                break
-            pixels = np.stack(pictures[first : first + num_at_once])
-            batch = copy_to_device(torch.from_numpy(pixels), bundle.device)
-            forward, classes, (maps,) = compute_maps(
-                reader,
-                bundle.preprocess.normalize(batch),
-                methods=[method],
-                target=target.select(range(first, first + len(pixels))),
-                verify=verify and first == 0,
-            )
-            values = maps.values[:, 0].cpu().numpy()
-            drawing = (clock() - start) / len(pixels)
-            verdicts: list[str | None] = [None] * len(pixels)
-            if start + drawing * left + testing * len(pixels) <= deadline:
-                ((check,),) = check_maps(forward, classes, [maps], predicted_first=True)
-                verdicts = [row.verdict for row in copy_to_host(check).to_list()]
-                testing = (clock() - start) / len(pixels) - drawing
-            for photo, map_values, verdict in zip(pixels, values, verdicts, strict=True):
-                drawn.append(DrawnMap(_draw_map(photo, map_values, maps.method), verdict))
-            advance(len(pixels))
-    return DrawnMaps(METHODS[method], drawn)
-
-
-def _draw_map(photo: Pixels, values: PatchMap, method: Method) -> str | None:
-    """Draw a map over a photo; None if it is nearly even."""
-    relative = relative_to_uniform(values)
-    scale = fit_scale([relative], signed=method.signed)
-    if scale.is_flat:
-        return None
-    picture = Image.fromarray(photo)
-    return encode_map(picture, relative, scale=scale, side=max(resize_picture(picture).size))
-
-
-def _choose_classes(evaluation: "Evaluation") -> list[ClassMetrics]:
-    """Keep the classes with the lowest F1 if there are many. Those without images come last."""
-    classes = evaluation.per_class
-    if len(classes) <= _MAX_CLASSES:
-        return classes
-    worst_first = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))
-    return worst_first[:_MAX_CLASSES]
-
-
-def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Chart]:
+def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Markup]:
     charts = []
-    loss = {}
-    for name, key in (("training", "train_loss"), ("validation", "val_loss")):
-        if points := _read_series(epochs, key):
-            loss[name] = points
+    loss = {
+        name: points
+        for name, key in (("training", "train_loss"), ("validation", "val_loss"))
+        if (points := _read_series(epochs, key))
+    }
     if loss:
         charts.append(build_history_chart("Loss", loss, y_label="cross-entropy, nats"))
     for title, label, key in (
@@ -343,62 +354,6 @@ def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[fl
     ]
 
 
-def draw_examples(
-    result: "EvaluationResult | LabelEvaluationResult",
-    paths: Iterable[str],
-    deadline: float,
-    *,
-    target: Target = CLASS,
-    verify: bool = True,
-) -> tuple[list[str], DrawnMaps | None, str]:
-    """Draw evaluated images, with maps of the first of them.
-
-    Args:
-        result: The evaluation.
-        paths: Names of the images, the most important ones first.
-        deadline: Time by `read_work_clock`.
-        target: See `draw_maps`.
-        verify: See `compute_maps`.
-
-    Returns:
-        The pictures, as data addresses; the maps of the first of them; and why there are none.
-    """
-    pixels = read_images(result.images, paths)
-    pictures = [encode_picture(resize_picture(Image.fromarray(values))) for values in pixels]
-    drawn = None
-    problem = find_problem(result)
-    if pixels and not problem:
-        try:
-            drawn = draw_maps(result.bundle, pixels, deadline, target=target, verify=verify)
-        except ValueError as error:
-            problem = str(error)
-    return pictures, drawn, problem
-
-
-def describe_maps(
-    drawn: DrawnMaps, num_pictures: int, *, explained: str = "the predicted class"
-) -> str:
-    """Describe what the maps show, which are not drawn, and that some are missing to save time."""
-    method = drawn.method
-    text = f"Next to a picture is its {method.title}, which is the same for every class."
-    if method.class_specific:
-        against = " and against it (blue)" if method.signed else ""
-        text = f"Next to a picture is the evidence for {explained} (red){against}."
-    verdicts = [map.verdict for map in drawn.maps if map.verdict]
-    if verdicts:
-        text += " Its badge is the result of the patch-removal test: does the prediction change"
-        text += " without the patches that the map ranks first?"
-    num_even = sum(map.picture is None for map in drawn.maps)
-    if num_even:
-        text += f" Maps that are nearly even are not drawn ({num_even})."
-    if len(verdicts) < num_pictures:
-        text += (
-            f" Of {num_pictures} pictures, {len(drawn.maps)} have a map and {len(verdicts)} a tested"
-            " one, so that they take no longer than the evaluation; vit explain tests all."
-        )
-    return text
-
-
 def _describe_training(bundle: Bundle) -> str:
     """Describe in words how the model was trained; empty if it isn't known."""
     train, model = bundle.config.get("train"), bundle.config.get("model", {})
@@ -412,9 +367,3 @@ def _describe_training(bundle: Bundle) -> str:
     if step == 0 and model.get("probe"):
         length = "linear probe only"
     return f"{start}, {length}, seed {train.get('seed')}"
-
-
-def read_images(images: EvaluationSet, paths: Iterable[str]) -> list[Pixels]:
-    """Return evaluated images as the model sees them."""
-    position = {name: index for index, name in enumerate(images.ids)}
-    return [images.read(position[path], position[path] + 1)[0] for path in paths]
