@@ -19,7 +19,6 @@ from vit.evaluation.thresholds import (
     parse_rule,
 )
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.labels import compute_probabilities
 from vit.prediction.probabilities import Bools, Floats, Ints
 
 NAMES = ("cat", "dog")
@@ -210,7 +209,7 @@ def test_two_classes_are_measured_as_one_against_the_rest() -> None:
     rest = result.evaluation.one_against_rest
     assert rest is not None
     assert rest.name == "<b>|"
-    probabilities = compute_probabilities(result.bundle, result.logits)[:, 1]
+    probabilities = result.scores.probabilities[:, 1]
     assert rest.roc_auc == pytest.approx(roc_auc_score(labels, probabilities), abs=1e-12)
     matrix = confusion_matrix(labels, result.scores.predicted)
     decided = rest.thresholds[0]
