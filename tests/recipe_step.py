@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vit.config import Config, load_config
 from vit.runtime.processes import Process
+from vit.training.losses import build_loss
 from vit.training.model import build_model
 from vit.training.plan import TrainingPlan
 from vit.training.recipe import find_recipe
@@ -48,8 +49,8 @@ def count_classes(config: Config) -> int:
     return 100 if config.data.name == "cifar100" else 10
 
 
-def build(config: Config, *, device: str | torch.device = "cpu", **more: Any) -> TrainStep:
-    """The recipe's step; `more` for `TrainStep`."""
+def build(config: Config, *, device: str | torch.device = "cpu") -> TrainStep:
+    """The recipe's step."""
     # the whole batch at once
     train = config.train.model_copy(update={"grad_accum_steps": 1})
     config = config.model_copy(update={"train": train})
@@ -59,7 +60,8 @@ def build(config: Config, *, device: str | torch.device = "cpu", **more: Any) ->
         "plan": build_run_plan(config, model),
         "device": torch.device(device),
     }
-    return build_train_step(config, model, process=Process(), **options, **more)
+    loss = build_loss(label_smoothing=config.train.label_smoothing)
+    return build_train_step(config, model, process=Process(), loss=loss, **options)
 
 
 def build_run_plan(config: Config, model: Any = None) -> TrainingPlan:

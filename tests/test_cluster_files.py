@@ -68,7 +68,7 @@ def test_the_slurm_script_starts_the_run_on_all_nodes(cluster: Path) -> None:
         ["bash", SLURM, *arguments], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert (cluster / "run" / "dry_run.png").exists()
+    assert (cluster / "run" / "first_batch.png").exists()
     first, second = (cluster / "calls").read_text().splitlines()
     assert first == "scontrol show hostnames node[7-8]"
     launcher, train = second.split(" -m vit train ")

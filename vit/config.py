@@ -55,15 +55,6 @@ DropRates = Annotated[list[tuple[RunFraction, DropRate]], AfterValidator(_check_
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: expand_home(path).absolute())]
 
 
-def _find_absolute(name: str) -> str:
-    """Make the path of a file or folder absolute, so that it is the same from every directory."""
-    path = expand_home(name).absolute()
-    return str(path) if path.exists() else name
-
-
-Weights = Annotated[str, AfterValidator(_find_absolute)]
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
@@ -273,13 +264,10 @@ class TrainConfig(_Section):
     # cpu, cuda, cuda:N or mps; auto: an NVIDIA or AMD GPU if there is one
     device: str = "auto"
     precision: Literal["auto", Precision] = "auto"
-    # on a GPU, products of float32 numbers round their factors to 10 bits of the mantissa
-    tf32: bool = False
+    # true: the encoder blocks are compiled, on a GPU; auto: where the run is long enough
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    # weights, as for model.init, from whose predictions the model also learns
-    teacher: Weights | None = None
     # largest L2 norm of the gradients
     clip_grad: float | None = Field(None, gt=0)
     ema_decay: float | None = Field(None, gt=0, lt=1)
@@ -290,9 +278,8 @@ class TrainConfig(_Section):
     # until 80 %
     patch_drop_rates: DropRates | None = None
     grad_checkpointing: bool = False
-    # auto: weights if the largest class has over 5 times the images of the smallest; asymmetric: a
-    # loss of several labels an image for rare ones
-    class_balance: Literal["none", "weights", "sampler", "asymmetric", "auto"] = "none"
+    # auto: weights if the largest class has over 5 times the images of the smallest
+    class_balance: Literal["none", "weights", "auto"] = "none"
     # validation measure that chooses the best model; several labels have map (mean average precision)
     # instead of top1
     select_by: Literal["top1", "macro_f1", "loss", "map"] = "top1"
@@ -305,8 +292,6 @@ class TrainConfig(_Section):
     calibrate: bool = True
     # training images whose features the model file keeps, for p_value and similar
     max_training_features: int = Field(2000, ge=0)
-    # numbers in which processes send each other gradients; bfloat16 is half as much over a slow network
-    gradient_exchange: Literal["float32", "bfloat16"] = "float32"
     # seconds after which a silent process counts as lost
     timeout_seconds: float = Field(600, gt=0)
 

@@ -160,8 +160,8 @@ def test_a_dry_run_shows_the_plan_and_a_batch(
     assert match is not None
     num_parameters, num_matrices = (int(text.replace(",", "")) for text in match.groups())
     assert num_parameters / 2 < num_matrices < num_parameters
-    assert [path.name for path in (tmp_path / "dry").iterdir()] == ["dry_run.png"]
-    with Image.open(tmp_path / "dry" / "dry_run.png") as picture:
+    assert [path.name for path in (tmp_path / "dry").iterdir()] == ["first_batch.png"]
+    with Image.open(tmp_path / "dry" / "first_batch.png") as picture:
         assert picture.width >= 8 * 8
 
 

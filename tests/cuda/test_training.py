@@ -1,7 +1,5 @@
 """Runs on a GPU: resumed to the same bytes, without a wait, and as a CUDA graph."""
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,19 +14,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.training.conftest import flatten, read_metrics, run_until
-from tests.training.test_step_graphs import build_step
-from tests.training.worlds import join_world, start_world
 from vit.config import load_config
 from vit.model.attention import _attend_fused
 from vit.runtime.device import (
     count_total_bytes,
     free_cached_memory,
-    use_deterministic_algorithms,
 )
-from vit.runtime.processes import Process, join_processes
+from vit.runtime.processes import Process
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
 from vit.training.run import Run, build_run
-from vit.training.step_graphs import LoopTime, StepGraph, choose_capture_stream
+from vit.training.step_graphs import StepGraph
 
 TINY = [
     "data.name=digits",
@@ -230,18 +225,6 @@ def test_a_captured_step_equals_the_eager_one(
     assert [key for key in state if not torch.equal(state[key], expected_state[key])] == []
 
 
-def test_a_run_whose_launches_bound_it_is_captured(cuda: torch.device, tmp_path: Path) -> None:
-    """By what was measured, also after its images have another size."""
-    run = make_run(tmp_path, cuda, "optimizer.name=adamw", "train.image_sizes=[[0.5,0.5],[1,1]]")
-    run.trainer.train()
-    graphs = run.trainer.train_step.graphs
-    assert graphs is not None
-    assert len(graphs._kinds) >= 2
-    for kind in graphs._kinds.values():
-        assert kind.graph is not None
-        assert not kind.stays_eager
-
-
 @pytest.mark.parametrize(
     ("num_queries", "num_keys", "has_mask"),
     [(64, 64, False), (64, 64, True), (1, 128, False)],
@@ -275,68 +258,3 @@ def test_the_backward_pass_of_attention_is_finite(
     if all(bool(gradient.isfinite().all()) for gradient in gradients):
         version = torch.backends.cudnn.version()
         pytest.skip(f"nothing shown: cuDNN {version} is finite here without the guard, too")
-
-
-def test_captured_steps_of_each_gpu_equal_the_eager_ones(
-    cuda: torch.device, tmp_path: Path
-) -> None:
-    """With gradients, the loss and Muon's directions exchanged by NCCL in the graph, to the last bit.
-    With one GPU it is a group of one, and processes end after it."""
-    size = torch.cuda.device_count()
-    world = start_world(_train_captured, tmp_path, size=size)
-    assert join_world(world, timeout=40) == [0] * size
-    for rank in range(size):
-        text = (tmp_path / f"{rank}.json").read_text()
-        assert json.loads(text) == 3 * [{"captured": True, "unequal": []}]
-
-
-def _train_captured(directory: Path) -> None:
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**alone, "MASTER_PORT": "29533"}.items():
-        os.environ.setdefault(name, value)
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    use_deterministic_algorithms(True)
-    ways = [("muon", "float32"), ("adamw", "float32"), ("sgd", "bfloat16")]
-    with join_processes("cuda") as (process, name):
-        results = [_compare_captured(torch.device(name), process.rank, *way) for way in ways]
-        (directory / f"{process.rank}.json").write_text(json.dumps(results))
-
-
-def _compare_captured(
-    device: torch.device, rank: int, optimizer: str, exchange: str
-) -> dict[str, Any]:
-    # as one of several, so that the model is wrapped also if it is alone
-    process = Process(rank, max(torch.cuda.device_count(), 2))
-    stream = choose_capture_stream(process, device)
-    assert stream is not None
-    eager, captured = (
-        build_step(
-            optimizer,
-            precision="bfloat16",
-            process=process,
-            exchange=exchange,
-            device=device,
-            stream=stream,
-        )
-        for stream in (None, stream)
-    )
-    assert eager.graphs is None
-    graphs = captured.graphs
-    assert graphs is not None
-    measure = graphs._measure
-    times = iter([LoopTime(1.0, 1.0), LoopTime(0.1, 0.1)])
-    graphs._measure = lambda *step: (measure(*step)[0], next(times))
-    generator = torch.Generator().manual_seed(rank)
-    for seed in range(20):
-        images = torch.randn(16, 3, 8, 8, generator=generator).to(device)
-        labels = torch.randint(5, (16,), generator=generator).to(device)
-        for step in (eager, captured):
-            torch.manual_seed(seed)
-            step(images, labels)
-    states = [flatten(step.state_dict()) for step in (eager, captured)]
-    result = {
-        "captured": graphs.describe()["captured"],
-        "unequal": [key for key in states[0] if not torch.equal(states[0][key], states[1][key])],
-    }
-    graphs.forget()
-    return result

@@ -27,4 +27,4 @@ def test_auto_is_weights_above_five_to_one_and_says_so() -> None:
         "5.0 images of the largest class for one of the smallest",
     )
     assert choose_class_balance(np.append(five, 0), wanted="auto")[0] == "weights"
-    assert choose_class_balance(five, wanted="sampler")[0] == "sampler"
+    assert choose_class_balance(five, wanted="weights")[0] == "weights"

@@ -201,11 +201,6 @@ def test_weights_of_labels_are_the_ratio_of_images_without_them() -> None:
     labels[:, 1] = True
     assert compute_class_weights(labels, 3).tolist() == [4.0, 1.0, 1.0]
     assert choose_class_balance(labels[:, :2], wanted="auto")[0] == "none"
-    with pytest.raises(ValueError, match=r"sampler draws classes.*take weights"):
-        choose_class_balance(labels, wanted="sampler")
-    assert choose_class_balance(labels, wanted="asymmetric")[0] == "asymmetric"
-    with pytest.raises(ValueError, match="these images have one; take weights"):
-        choose_class_balance(labels.argmax(axis=1), wanted="asymmetric")
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (NUM_IMAGES, 8, 8, 3), dtype=np.uint8)

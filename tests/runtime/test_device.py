@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from vit.model.vision_transformer import VisionTransformer
-from vit.optim.optimizer import create_optimizer
 from vit.runtime import device as device_module
 from vit.runtime.device import (
     choose_device,
@@ -19,8 +17,6 @@ from vit.runtime.device import (
     cpu_multiplies_bfloat16,
     free_cached_memory,
 )
-from vit.training.micro_batches import choose_grad_accum_steps
-from vit.training.train_step import TrainStep
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
@@ -115,27 +111,11 @@ def test_a_gpu_of_apple_is_taken_where_torch_has_one(monkeypatch: pytest.MonkeyP
     assert count_free_bytes(mps) == 700
     assert count_total_bytes(mps) == 1000
     free_cached_memory(mps)
-    model = VisionTransformer(8, 4, num_classes=2, embed_dim=8, depth=1, num_heads=1)
-    options: dict[str, Any] = {"batch_size": 9, "image_size": (8, 8), "precision": "float32"}
-    assert choose_grad_accum_steps(model, device=mps, **options) == 1
     copied: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: copied.append(device) or tensor)
     values = (torch.zeros(3), [torch.ones(2)])
     assert copy_to_device(values, mps) == values
     assert copied == [mps, mps]
-
-
-def test_tf32_is_for_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = VisionTransformer(8, 4, num_classes=2, embed_dim=8, depth=1, num_heads=1)
-    seen = []
-    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.matmul.allow_tf32))
-    images, labels = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
-    for tf32 in (True, False):
-        optimizer = create_optimizer("sgd", model, lr=0.0)
-        step = TrainStep(model, optimizer, lambda step: 1.0, precision="float32", tf32=tf32)
-        step(images, labels)
-        model(images)
-    assert seen == [True, False, False, False]
 
 
 NEWER = "install a newer torch, or use cpu"

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from tests.pretend_device import MEMORY
 from tests.runtime.conftest import Counter
-from tests.runtime.test_on_device_train import make
 from tests.training.conftest import flatten
 from vit.bundle import open_model
-from vit.config import load_config
 from vit.data.loader import choose_pipeline
 from vit.explanation.capture.layers import CHUNK_ELEMENTS
 from vit.explanation.capture.reader import ModelReader
@@ -28,19 +26,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
 from vit.prediction.predictor import BatchPredictor, read_from
 from vit.runtime.device import count_total_bytes
-from vit.training.micro_batches import choose_grad_accum_steps
-from vit.training.model import build_model as build_configured_model
-from vit.training.timing import measure_training_rate
 from vit.training.train_step import TrainStep
-
-NPU = torch.device("npu", 0)
-OVERRIDES = [
-    "train.batch_size=128",
-    "train.precision=float32",
-    "train.ema_decay=0.9",
-    "data.validation_fraction=0",
-    "model.drop_path_rate=0.2",
-]
 
 
 def build_model() -> VisionTransformer:
@@ -71,24 +57,6 @@ def read_state(step: TrainStep) -> dict[str, Tensor]:
 def run_step(step: TrainStep, seed: int) -> None:
     torch.manual_seed(seed)  # as a run does before each step
     step(*draw_batch(seed))
-
-
-def test_a_batch_is_split_so_that_it_fits(
-    npu: Counter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    gc.collect()
-    monkeypatch.setattr(MEMORY, "limit", 2**20)
-    run = make(tmp_path, OVERRIDES, Path(), "npu")
-    train_step = run.trainer.train_step
-    count = train_step.grad_accum_steps
-    assert count > 1
-    MEMORY.reset_peak()
-    with warnings.catch_warnings(action="error"):
-        run.trainer.train()
-    assert train_step.grad_accum_steps == count
-    # whole, it takes 1.5 MiB; of a limited memory a good part is used
-    assert MEMORY.peak > 0.6 * 2**20
-    assert MEMORY.peak <= 2**20
 
 
 def test_a_step_that_does_not_fit_is_repeated_in_halves_and_says_so_once(
@@ -122,36 +90,6 @@ def test_a_step_that_does_not_fit_is_repeated_in_halves_and_says_so_once(
     resumed = build_step()
     resumed.load_state_dict(step.state_dict())
     assert resumed.grad_accum_steps == count
-
-
-@pytest.mark.extended
-def test_memory_for_not_one_image_is_an_error(
-    npu: Counter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MEMORY, "limit", 2**30)
-    model = build_model()
-    step = build_step()
-    gc.collect()
-    monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + 2**11)
-    with pytest.raises(torch.OutOfMemoryError):
-        choose_grad_accum_steps(
-            model, batch_size=64, image_size=(8, 8), device=NPU, precision="float32"
-        )
-    with pytest.raises(torch.OutOfMemoryError):
-        run_step(step, 1)
-
-
-@pytest.mark.extended
-def test_a_measured_rate_leaves_no_memory_taken(
-    npu: Counter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MEMORY, "limit", 2**30)
-    gc.collect()
-    before = MEMORY.allocated
-    config = load_config(None, ["data.image_size=8", "model.depth=1", "train.batch_size=8"])
-    model, _ = build_configured_model(config, num_classes=5)
-    assert measure_training_rate(config, model, device=NPU) > 0
-    assert MEMORY.allocated == before
 
 
 def test_what_torch_keeps_of_freed_tensors_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:

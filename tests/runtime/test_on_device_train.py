@@ -98,7 +98,7 @@ RECIPES = {
             "train.epochs=2",
         ),
         *("augment.resized_crop_scale=[0.5,1]", "augment.flip=random", "train.precision=bfloat16"),
-        *("optimizer.name=adamw", "train.ema_decay=0.9", "train.class_balance=sampler"),
+        *("optimizer.name=adamw", "train.ema_decay=0.9", "train.class_balance=weights"),
     ],
     "resident, sgd, gradients recomputed, swiglu": [
         *(
@@ -296,5 +296,5 @@ def test_a_step_that_is_not_finite_is_named(npu: Counter, photos: Path, tmp_path
     )
     with torch.no_grad():
         run.trainer.train_step.module.head.weight[0, 0] = float("nan")  # type: ignore[union-attr, operator]
-    with pytest.raises(ValueError, match=r"step 1: .*first seen in head; images .*, … \(32\)"):
+    with pytest.raises(ValueError, match=r"step 1: the loss or a gradient is not finite"):
         run.trainer.train()

@@ -63,9 +63,7 @@ def test_a_recipe_builds_its_model_once(built: list[int], tmp_path: Path) -> Non
     assert len(built) == 1
 
 
-def test_the_model_whose_speed_is_measured_is_the_one_that_is_trained(
-    built: list[int], photos: Path, tmp_path: Path
-) -> None:
+def test_images_alone_build_one_model(built: list[int], photos: Path, tmp_path: Path) -> None:
     vit.train(photos, output=tmp_path / "run", minutes=0.02, overrides=SMALL)
     assert len(built) == 1
 

@@ -17,8 +17,6 @@ import vit
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle
 from vit.data import depth
-from vit.data.statistics import Survey
-from vit.training import automatic
 
 TINY: dict[str, Any] = {
     "model": {"patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2},
@@ -139,58 +137,6 @@ def test_the_plan_says_how_much_is_cut(cli: Launcher, tmp_path: Path) -> None:
     assert "the centre crop leaves out 80 % of the typical image, of 5:1" in warned
     text = cli.succeed(*arguments, "data.resize_mode=pad", "-o", tmp_path / "b").text
     assert "leaves out" not in text
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ([(400, 300)], (1.0, False)),
-        ([(500, 100)] * 4 + [(100, 100)], (5.0, False)),
-        ([(100, 300)] * 3, (1 / 3, False)),
-        # portraits and landscapes: a crop leaves out two thirds, or one
-        ([(600, 200), (200, 600)], (1.0, True)),
-        ([(600, 400), (400, 600)], (1.0, False)),
-    ],
-)
-def test_the_shape_is_that_of_the_images(
-    sizes: list[tuple[int, int]], expected: tuple[float, bool]
-) -> None:
-    aspect, pads = automatic._choose_shape(Survey(np.array(sizes), 32))
-    assert pads == expected[1]
-    assert aspect == pytest.approx(expected[0])
-
-
-def test_without_a_recipe_long_images_get_an_input_of_their_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(automatic, "measure_training_rate", lambda *_, **__: 150.0)
-    folder = write_long(tmp_path / "long", 12)
-    config, reasons, _ = automatic.choose_config(folder)
-    # as many patches as of 64 × 64
-    assert (config.data.image_size, config.model.patch_size) == ((32, 144), 8)
-    assert "a square would leave out more than a quarter" in reasons["image size"]
-    config, reasons, _ = automatic.choose_config(folder, ["data.resize_mode=pad"])
-    assert (config.data.image_size, config.data.resize_mode) == (64, "pad")
-    # some are upright
-    for number, path in enumerate(sorted(folder.rglob("*.png"))):
-        if number % 2:
-            Image.open(path).rotate(90, expand=True).save(path)
-    config, reasons, _ = automatic.choose_config(folder)
-    assert (config.data.image_size, config.data.resize_mode) == (64, "pad")
-    assert "resize_mode=pad" in reasons["image size"]
-
-
-def test_pretrained_weights_take_the_shape_of_long_images(
-    save_model: SaveModel, tmp_path: Path
-) -> None:
-    """16 × 16 pixels of 4 × 4 patches become 8 × 36: 18 patches for 16."""
-    weights = save_model(tmp_path / "weights.safetensors")
-    folder = write_long(tmp_path / "long", 12)
-    overrides = [f"model.init={weights}", "train.device=cpu"]
-    config, _, parts = automatic.choose_config(folder, overrides, minutes=0.02)
-    assert config.data.image_size == (8, 36)
-    assert parts.model is not None
-    assert parts.model.patch_embed.img_size == (8, 36)
 
 
 @pytest.mark.extended

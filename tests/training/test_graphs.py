@@ -4,25 +4,16 @@ replayed.
 No GPU is needed: the graph of a step on a CPU stands for a captured one.
 """
 
-from collections import Counter
-from functools import partial
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.recipe_step import RECIPE_NAMES, build, draw_batch, list_sizes, load_recipe
-from vit.model import cpu_kernels
-from vit.model.attention import MultiHeadAttention
 
 # two narrow blocks, one without drop path, one with it, of which some recipes read the first token
 # only: all others have the structure of one of these
@@ -35,8 +26,6 @@ SHORT = [
 ]
 # one for a CPU, one for a GPU; all others are extended tests
 COMMON_RECIPES = ("cifar10/cpu", "cifar10/speedrun")
-# compiling takes seconds
-COMPILED_RECIPE = "cifar10/speedrun"
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.10", reason="torch compiles no training step before 2.10"
 )
@@ -48,46 +37,6 @@ RECIPES = [
 
 def flatten(model: torch.nn.Module) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == COMPILED_RECIPE else pytest.mark.extended)
-        for name in RECIPE_NAMES
-    ],
-)
-def test_forward_loss_and_backward_are_one_graph_for_each_image_size(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs: Counter[str] = Counter()
-
-    def count(direction: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs[direction] += 1
-        assert not any(
-            isinstance(given, torch.SymInt) for given in inputs
-        )  # a CUDA graph's sizes are fixed
-        return make_boxed_func(graph)
-
-    compilers = {f"{way}_compiler": partial(count, way) for way in ("fw", "bw")}
-    whole = partial(torch.compile, fullgraph=True, backend=aot_autograd(**compilers))
-    monkeypatch.setattr(torch, "compile", whole)
-    monkeypatch.setattr(
-        jaxtyping.config, "jaxtyping_disable", True
-    )  # the tests' own checks of shapes break graphs
-    monkeypatch.setattr(
-        cpu_kernels, "_convolve_uncompiled", cpu_kernels._convolve
-    )  # on CPUs a convolutional stem is left out
-    torch._dynamo.reset()
-    config = load_recipe(name, *SHORT, "train.precision=bfloat16")
-    step = build(config, compile=True)
-    for module in step.module.modules():
-        if isinstance(module, MultiHeadAttention):
-            module.backend = "fused"  # as on a GPU
-    for number, (_, size) in enumerate(list_sizes(config), start=1):
-        for seed in range(2):
-            assert step(*draw_batch(config, size, seed=seed)).finite
-        assert graphs == {"fw": number, "bw": number}
 
 
 class Recorder(TorchDispatchMode):
@@ -176,36 +125,3 @@ def test_the_graph_of_one_step_trains_the_next_ones(name: str) -> None:
         assert torch.equal(result.loss, expected.loss)
     assert torch.equal(flatten(replayed.module), flatten(plain.module))
     assert torch.equal(flatten(replayed.averaged_model), flatten(plain.averaged_model))
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_forward_and_loss_are_traced_for_cuda_with_every_tensor_there(name: str) -> None:
-    """By tensors without memory. Torch's autograd, autocast and compiler ask the driver, so this is
-    all without one."""
-    config = load_recipe(name, *SHORT, "train.precision=float32")
-    _, size = list_sizes(config)[0]
-    step, batch = build(config), draw_batch(config, size)
-    step.device = torch.device("cuda")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-
-        def move(tensor: Tensor) -> Tensor:
-            trains = tensor.requires_grad
-            return torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="cuda", requires_grad=trains
-            )
-
-        model = step.module
-        moved = {
-            key: move(tensor) for key, tensor in (*model.named_parameters(), *model.named_buffers())
-        }
-
-        def compute_loss(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            with _reparametrize_module(model, moved):
-                return step._compute_loss(images, targets)
-
-        graph = make_fx(compute_loss)(*map(move, batch))
-    made = [
-        node.meta["val"] for node in graph.graph.nodes if isinstance(node.meta.get("val"), Tensor)
-    ]
-    assert len(made) > 100
-    assert {tensor.device.type for tensor in made} == {"cuda"}

@@ -27,20 +27,16 @@ from vit.analysis.learning_curve.curve import (
     measure_learning_curve,
 )
 from vit.bundle import load_bundle
-from vit.config import Config
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
-from vit.data.loader import TrainLoader
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.model.model_file import read_model_file, write_model_file
-from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import BatchPredictor
-from vit.training import automatic, timing
+from vit.training import automatic
 from vit.training.folds import assign_folds
 from vit.training.linear_probe import LinearProbe, fit_probe
-from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
 
 SHORT = [
@@ -289,103 +285,10 @@ def test_a_run_without_checkpoints_fits_its_probe_anew(
     assert "model.safetensors is of run" in message
 
 
-def simulate_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
-    """Let `rate` images be trained on in a second where all blocks are trained."""
-
-    def measure(
-        config: object,
-        model: VisionTransformer,
-        *,
-        device: object,
-        data: object,
-        tokens: torch.Tensor | None = None,
-    ) -> float:
-        is_trained = [next(block.parameters()).requires_grad for block in model.blocks]
-        share = sum(is_trained) / len(is_trained)
-        # backward at twice the cost of forward, which tokens of the frozen blocks spare
-        return rate / share if tokens is not None else 3 * rate / (1 + 2 * share)
-
-    monkeypatch.setattr(automatic, "measure_training_rate", measure)
-    monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 3 * rate)
-
-
-@pytest.mark.usefixtures("no_curve")
-def test_the_timed_steps_are_those_of_training(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed: list[bool] = []
-
-    def time_steps(train_step: TrainStep, loader: TrainLoader) -> float:
-        timed.append(train_step.module.training)
-        loader.close()
-        return 0.01
-
-    monkeypatch.setattr(timing, "time_steps", time_steps)
-    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
-    automatic.choose_config("digits", overrides, minutes=1)
-    assert timed == [True]
-
-
-@pytest.mark.parametrize(
-    ("rate", "num_frozen", "epochs"),
-    [(1e6, ["none"], [15]), (6.0, [1, 2], range(5, 11)), (0.8, ["backbone"], [1])],
-)
-@pytest.mark.usefixtures("no_curve")
-def test_the_minutes_decide_what_is_trained_after_the_probe(
-    weights: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rate: float,
-    num_frozen: list[object],
-    epochs: list[int],
-) -> None:
-    simulate_rate(monkeypatch, rate)
-    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu"]
-    choice = automatic.choose_config("digits", overrides, minutes=5)
-    config = choice.config
-    assert config.model.freeze in num_frozen
-    assert config.train.epochs in epochs
-    assert choice.parts.probe is not None
-    assert "5 minutes" in choice.reasons["length"]
-    # the patches are the weights' own
-    assert "patch_size" not in choice.reasons["image size"]
-    # frozen blocks are passed once, by images that nothing but a flip changes
-    assert config.keeps_tokens == (config.model.freeze in (1, 2))
-    if config.model.freeze != "backbone":
-        # the rest is for the probe, and for what the model file holds of the images
-        assert config.train.max_minutes is not None
-        assert 3 < config.train.max_minutes < 5
-        # 43 validation images choose between the probe and the last model alone
-        assert config.train.evaluate_every_epochs == config.train.epochs
-
-
-@pytest.mark.usefixtures("no_curve")
-def test_what_is_given_for_the_fine_tuning_holds(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    simulate_rate(monkeypatch, 6.0)
-
-    def choose(*overrides: str) -> Config:
-        given = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu", *overrides]
-        return automatic.choose_config("digits", given, minutes=5).config
-
-    config = choose("model.freeze=none")
-    assert config.model.freeze == "none"
-    assert config.augment.color_jitter > 0
-    # the steps then pass the frozen blocks
-    config = choose("augment.color_jitter=0.3")
-    assert config.model.freeze in (1, 2)
-    assert not config.keeps_tokens
-    config = choose("train.epochs=3")
-    assert config.train.epochs == 3
-    assert config.train.max_minutes is None
-
-
 @pytest.mark.usefixtures("no_curve")
 def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
+    weights: Path,
 ) -> None:
-    simulate_rate(monkeypatch, 1e6)
-
     def choose(*overrides: str) -> automatic.Choice:
         given = ["data.classes=[0,1,2]", f"model.init={weights}", "train.device=cpu", *overrides]
         return automatic.choose_config("digits", given, minutes=5)
@@ -402,68 +305,6 @@ def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
     choice = choose("data.validation_fraction=0.04", "model.freeze=1")
     assert choice.config.model.freeze == 1
     assert choice.config.train.max_minutes is not None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "num_frozen", "fewest_epochs"),
-    # of 12 blocks and 800 images, of which 10 are trained on in a second as a whole
-    [(700, 0, 8), (400, 6, 12), (150, 9, 2), (1, 9, 0)],
-)
-def test_so_many_blocks_are_frozen_that_the_time_holds_enough_epochs(
-    seconds: float, num_frozen: int, fewest_epochs: int
-) -> None:
-    chosen, epochs = automatic._choose_num_frozen(
-        12, image_seconds=0.1, seconds=seconds, num_images=800
-    )
-    assert chosen == num_frozen
-    assert (epochs >= fewest_epochs) if fewest_epochs else epochs == 0
-
-
-@pytest.mark.usefixtures("no_curve")
-def test_a_probe_of_a_part_of_the_images_says_so_and_is_another_run(
-    cli: Launcher,
-    weights: Path,
-    probe_alone: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # so slow that half of the minutes hold 0.6 images; no earlier run has computed features
-    monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 0.1)
-    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
-    overrides = ["data.classes=[0,1,2]", f"model.init={weights}", "model.freeze=backbone"]
-    choice = automatic.choose_config("digits", overrides, minutes=0.2)
-    assert choice.config.model.probe == 200
-    assert choice.parts.probe is not None
-    assert "(200 of 387 training images;" in choice.parts.probe.describe()
-    assert choice.reasons["length"] == "linear probe only (given)"
-    # half of the minutes hold 287 images: √2 times 200 are taken
-    monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 287 / 6)
-    assert automatic.choose_config("digits", overrides, minutes=0.2).config.model.probe == 282
-    monkeypatch.setattr(automatic, "measure_forward_rate", lambda *_, **__: 0.1)
-    # these features are there now, also for images that are decoded while training
-    assert automatic.choose_config("digits", overrides, minutes=0.2).config.model.probe == 282
-    lazy = [*overrides, "data.pipeline=workers"]
-    assert automatic.choose_config("digits", lazy, minutes=0.2).config.model.probe == 200
-    automatic.choose_config("digits", [*lazy, "model.probe=282"], minutes=0.2)
-    assert automatic.choose_config("digits", lazy, minutes=0.2).config.model.probe == 282
-    # what the user sets holds: all of them
-    choice = automatic.choose_config("digits", [*overrides, "model.probe=true"], minutes=0.2)
-    assert choice.config.model.probe is True
-    assert choice.parts.probe is not None
-    assert "(387 training images;" in choice.parts.probe.describe()
-    # their features are there now, and cost no more time
-    choice = automatic.choose_config("digits", overrides, minutes=0.2)
-    assert choice.config.model.probe is True
-    assert choice.parts.probe is not None
-    assert "(387 training images;" in choice.parts.probe.describe()
-
-    outcome = cli.succeed(
-        "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
-        "model.probe=200", "--init", weights, "-o", tmp_path / "part",
-    )  # fmt: skip
-    assert "(200 of 387 training images;" in " ".join(outcome.text.split())
-    part, whole = load_bundle(tmp_path / "part"), load_bundle(probe_alone)
-    assert part.metadata["run_id"] != whole.metadata["run_id"]
 
 
 def test_images_of_one_group_are_in_one_fold(

@@ -1,7 +1,6 @@
 """1, 2, 4 and 8 processes train alike; they exchange what docs/guides/several-gpus.md says, and name who is
 lost."""
 
-import json
 import os
 import signal
 import time
@@ -10,13 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
-import torch
-from torch._dynamo.utils import counters
 
 from tests.training.conftest import TINY
-from tests.training.recorded import RUN, measure_overlap, read_steps, train_recorded
+from tests.training.recorded import RUN, read_steps, train_recorded
 from tests.training.worlds import join_world, run_command, start_world
 from vit.config import load_config
 from vit.optim.optimizer import parameter_groups
@@ -31,7 +27,6 @@ SETTINGS = [
     "train.max_steps=24",
     "optimizer.lr=5e-3",
 ]
-FLOAT32 = 4  # bytes
 
 Train = Callable[..., list[dict[str, Any]]]
 
@@ -74,23 +69,6 @@ def test_two_processes_scale_the_loss_of_float16_alike(train: Train) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("size", "exchange"), [(2, "float32"), (4, "float32"), (2, "bfloat16")])
-def test_the_gradients_are_exchanged_once(train: Train, size: int, exchange: str) -> None:
-    model, _ = build_model(load_config({}, [*RUN, *SETTINGS]), num_classes=10)
-    bytes_each = FLOAT32 if exchange == "float32" else 2
-    gradients = bytes_each * sum(parameter.numel() for parameter in model.parameters())
-    loss_and_correct = 2 * FLOAT32
-    stop = FLOAT32  # the number of processes that were asked to end
-    steps = train(size, *([] if exchange == "float32" else ["train.gradient_exchange=bfloat16"]))
-    step = steps[10]
-    assert [line["loss"] for line in steps] == pytest.approx(
-        [line["loss"] for line in train(1)], abs=1e-5 if exchange == "float32" else 1e-2
-    )
-    assert step["calls"] == {"allreduce_": 1 + 2}  # of so small a model, one bucket
-    assert step["bytes"] == {"allreduce_": gradients + loss_and_correct + stop}
-
-
-@pytest.mark.chaos
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_muons_directions_are_gathered_once_in_the_precision_of_its_products(
     train: Train, precision: str
@@ -112,43 +90,6 @@ def test_muons_directions_are_gathered_once_in_the_precision_of_its_products(
     losses = [line["loss"] for line in train(1, *muon)]
     tolerance = 1e-2 if precision == "bfloat16" else 1e-4
     assert [line["loss"] for line in train(2, *muon)] == pytest.approx(losses, abs=tolerance)
-
-
-def _train_compiled(directory: Path, overrides: list[str]) -> None:
-    """With what traces and differentiates functions as torch's compiler does, without its code."""
-    compile = torch.compile
-    torch.compile = lambda *arguments, **options: compile(  # type: ignore[assignment]
-        *arguments, **options, backend="aot_eager"
-    )
-    jaxtyping.config.update("jaxtyping_disable", True)
-    train_recorded(directory, [*overrides, "train.compile=true"], count=False)
-    counted = {
-        "graphs": counters["stats"]["unique_graphs"],
-        "breaks": sum(counters["graph_break"].values()),
-    }
-    (directory / f"{os.environ['RANK']}.json").write_text(json.dumps(counted))
-
-
-@pytest.mark.chaos
-def test_blocks_are_compiled_within_two_processes_without_a_break(
-    train: Train, tmp_path: Path
-) -> None:
-    sizes = ["train.image_sizes=[[0.5,0.5],[1,1]]", "train.epochs=2"]
-    assert join_world(start_world(_train_compiled, tmp_path, [*SETTINGS, *sizes], size=2)) == [0, 0]
-    for rank in range(2):
-        counted = json.loads((tmp_path / f"{rank}.json").read_text())
-        # one for the blocks of each size
-        assert counted == {"graphs": 2, "breaks": 0}
-    losses = [line["loss"] for line in train(2, *sizes)]
-    assert [line["loss"] for line in read_steps(tmp_path)] == pytest.approx(losses, abs=1e-5)
-
-
-@pytest.mark.chaos
-def test_gradients_are_exchanged_while_the_backward_pass_computes(train: Train) -> None:
-    larger = ["model.embed_dim=128", "model.depth=6", "train.max_steps=4"]
-    step = train(2, *larger)[2]
-    assert step["calls"]["allreduce_"] >= 4 + 2
-    assert measure_overlap(step["order"]) >= 0.7
 
 
 @pytest.mark.chaos

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
 from vit.runtime.threads import BatchThreads, thread_generator
+from vit.training.losses import build_loss
 from vit.training.train_step import TrainStep
 
 
@@ -26,7 +27,10 @@ def build_step(
         algorithm = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
     else:
         algorithm = create_optimizer(optimizer, model, lr=lr)
-    return TrainStep(model, algorithm, lambda step: 1.0, **{"precision": "float32"} | arguments)
+    names = ("label_smoothing", "class_weights", "multilabel", "user_loss")
+    loss = build_loss(**{name: arguments.pop(name) for name in names if name in arguments})
+    arguments = {"precision": "float32"} | arguments
+    return TrainStep(model, algorithm, lambda step: 1.0, loss, **arguments)
 
 
 def draw_batch(size: int = 16, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -87,8 +87,6 @@ def _describe_model(source: str) -> dict[str, object]:
         name = name_data(data.get("name", "–"), bundle.config.get("data", {}).get("root"))
         shown["data"] = f"{name}: {', '.join(counts)}"
         shown["fingerprint"] = data.get("fingerprint", "–")
-    if teacher := bundle.config.get("train", {}).get("teacher"):
-        shown["teacher"] = teacher
     if limits := metadata.get("limits"):
         shown["limits"] = limits
     shown["sha256"] = bundle.sha256

@@ -132,7 +132,7 @@ def open_loader(dataset: Any) -> Any:
         drawn = batches if is_own else sampler
         raise ValueError(
             f"dataset is a DataLoader with {describe_kind(drawn)}, which vit doesn't draw by; pass"
-            " its .dataset, and train.class_balance=sampler to balance classes"
+            " its .dataset, and train.class_balance=weights to balance classes"
         )
     return dataset.dataset
 

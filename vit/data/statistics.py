@@ -38,10 +38,10 @@ MIN_LEVELS = 32
 Triple = tuple[float, float, float]
 # values of a deep image: the smallest, the largest, bits in use, limits that the file states
 _Values = tuple[float, float, int | None, tuple[float, float] | None]
-ClassBalance = Literal["none", "weights", "sampler", "asymmetric"]
+ClassBalance = Literal["none", "weights"]
 
 # Above this ratio of the largest class to the smallest, "auto" balances classes. At 20:1, macro F1
-# on CIFAR-10 is 51.7 % without balance, 63.9 % with weights, 62.2 % with the sampler (one seed).
+# on CIFAR-10 is 51.7 % without balance and 63.9 % with weights (one seed).
 MAX_RATIO = 5
 
 
@@ -279,22 +279,10 @@ def compute_class_ratio(labels: np.ndarray) -> float:
 def choose_class_balance(
     labels: np.ndarray, *, wanted: ClassBalance | Literal["auto"]
 ) -> tuple[ClassBalance, str]:
-    """Choose how classes of different sizes are balanced; return it with the reason in words.
-    Raises ValueError for the sampler where images have several labels, and for the asymmetric loss
-    where they have one."""
+    """Choose how classes of different sizes are balanced; return it with the reason in words."""
     ratio = compute_class_ratio(labels)
     what = "label" if labels.ndim == 2 else "class"
     sizes = f"{ratio:.1f} images of the largest {what} for one of the smallest"
-    if wanted == "sampler" and labels.ndim == 2:
-        raise ValueError(
-            "train.class_balance=sampler draws classes, and these images have several labels;"
-            " take weights"
-        )
-    if wanted == "asymmetric" and labels.ndim == 1:
-        raise ValueError(
-            "train.class_balance=asymmetric is a loss of several labels an image, and these images"
-            " have one; take weights"
-        )
     if wanted != "auto":
         return wanted, f"train.class_balance says so; {sizes}"
     return ("weights" if ratio > MAX_RATIO else "none"), sizes

@@ -6,7 +6,6 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, cast, get_args
@@ -156,21 +155,6 @@ def use_deterministic_algorithms(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(deterministic)
     # Without this line torch fills every new tensor, a debugging aid.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-@contextmanager
-def allow_tf32(allowed: bool) -> Iterator[None]:
-    """Let a GPU multiply float32 matrices in TF32 meanwhile, if it is `allowed`; otherwise change
-    nothing."""
-    products = torch.backends.cuda.matmul
-    before = products.allow_tf32
-    if allowed:
-        products.allow_tf32 = True
-    try:
-        yield
-    finally:
-        if allowed:
-            products.allow_tf32 = before
 
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:

@@ -13,7 +13,6 @@ from vit.model.find_file import list_pretrained
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 from vit.runtime.numbers import format_percent
-from vit.runtime.plugins import list_plugins
 
 # EX_TEMPFAIL: stopped by a signal, or another process was lost; a scheduler may start the run again
 REQUEUE = 75
@@ -75,6 +74,7 @@ def train(
 
     # torch, which takes seconds to import
     from vit.runtime.processes import ProcessLostError
+    from vit.training.run_directory import FIRST_BATCH_FILE
     from vit.training.signals import TrainingInterrupted
 
     try:
@@ -84,7 +84,7 @@ def train(
         raise typer.Exit(REQUEUE) from None
 
     if start.keywords["dry_run"]:
-        echo(f"one batch as the model gets it: {output / 'dry_run.png'}", err=True)
+        echo(f"one batch as the model gets it: {output / FIRST_BATCH_FILE}", err=True)
     # Only the first of the processes that torchrun starts writes to the user.
     elif os.environ.get("RANK", "0") == "0":
         message = "linear probe only"
@@ -139,7 +139,6 @@ COMMAND = Command(
     run=train,
     function="train",
     flags={"architecture": "--model"},
-    sections=lambda: {"Data sets of other packages": list_plugins("vit.register_source")},
     python_only=(
         "show_plan",
         "transform",
@@ -147,7 +146,6 @@ COMMAND = Command(
         "class_names",
         "model",
         "loss",
-        "class_weights",
         "callbacks",
     ),
 )

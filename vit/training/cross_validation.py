@@ -149,7 +149,7 @@ def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> CrossVal
         class_names=images.class_names,
         groups=images.groups,
         num_folds=num_folds,
-        balanced=run.data.probe_balance,
+        balanced=run.data.class_balance == "weights",
     )
     if current_process().is_main:
         result.save(directory, images)

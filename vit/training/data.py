@@ -1,10 +1,9 @@
 """Config → the images of a run: its splits, their normalisation, and the loader of batches."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ from vit.data.statistics import (
     measure_value_range,
 )
 from vit.data.workers import Decoding, Transform, apply_transform
-from vit.runtime.arguments import check_choice
 from vit.runtime.files import default_cache_dir
 from vit.runtime.processes import Process, current_process
 
@@ -51,8 +49,6 @@ class TrainingData:
         stored: Training images of the pipeline "cached", with their pixels; None in another.
         decode: Returns images of the run with their pixels; decoded images as they are.
         pipeline: Chosen pipeline, where `config.data.pipeline` may say "auto".
-        class_weights: Weights of the classes in the loss, passed from Python. Their mean over the
-            training images is 1.
     """
 
     config: Config
@@ -63,7 +59,6 @@ class TrainingData:
     decode: Callable[[ImageDataset], ImageDataset]
     pipeline: Pipeline
     pipeline_reason: str
-    class_weights: Float[np.ndarray, " C"] | None = None
     stored: ImageDataset | None = None
 
     @property
@@ -78,17 +73,7 @@ class TrainingData:
 
     @cached_property
     def _balance(self) -> tuple[ClassBalance, str]:
-        if self.class_weights is not None:
-            return "weights", "class_weights"
         return choose_class_balance(self.train.labels, wanted=self.config.train.class_balance)
-
-    @property
-    def probe_balance(self) -> bool | dict[int, float]:
-        """How a probe of these images balances the classes, see `fit_probe`."""
-        if self.class_weights is None:
-            # the asymmetric loss isn't that of a logistic regression
-            return self.class_balance in ("weights", "sampler")
-        return dict(enumerate(self.class_weights.tolist()))
 
     @cached_property
     def listing(self) -> str | None:
@@ -158,9 +143,7 @@ def build_data(
     *,
     device: torch.device,
     pretrained: Preprocess | None = None,
-    class_weights: Mapping[str, float] | None = None,
     has_transform: bool = False,
-    while_decoding: Callable[[TrainingData], object] | None = None,
 ) -> TrainingData:
     """List the training and validation images, and decode them where they fit into memory. The test
     images are not touched.
@@ -171,12 +154,10 @@ def build_data(
         splits: The data set.
         device: Device on which the images will be.
         pretrained: Preprocessing of pretrained weights, which comes before measured values.
-        class_weights: Weight of each class in the loss, by its name; 1 for a class without a name.
         has_transform: Training images pass a function of the user, which needs them in full size.
-        while_decoding: Called with the undecoded data; see `decode_dataset`.
 
     Raises:
-        ValueError: Images can't be read, or class weights don't fit the classes.
+        ValueError: Images can't be read.
     """
     data = config.data
     preprocess = pretrained or Preprocess(data.size)
@@ -186,9 +167,6 @@ def build_data(
             f"data.task=multilabel, and the images of {splits.title or splits.name} have one class each;"
             " list their labels in a table (docs/guides/data.md), or leave it out"
         )
-    weights = None
-    if class_weights is not None:
-        weights = _list_class_weights(config, train, class_weights)
     preprocess = replace(
         preprocess,
         image_size=data.size,
@@ -255,21 +233,17 @@ def build_data(
         decode=decode,
         pipeline=pipeline,
         pipeline_reason=reason,
-        class_weights=weights,
     )
-    meanwhile = while_decoding and partial(while_decoding, listed)
     # Otherwise training images are decoded while training, and validation images when needed.
     stored = None
     if pipeline == "cached":
-        stored = decode_as(
-            train, size=stored_as.resize_size, preprocess=stored_as, while_decoding=meanwhile
-        )
+        stored = decode_as(train, size=stored_as.resize_size, preprocess=stored_as)
         train = replace(stored, pixels=None)
         size = " x ".join(map(str, stored_as.image_size))
         place = f"pixels of {size} in {splits.cache_dir}"
         reason = f"{stored_bytes / 1e9:,.1f} GB of {place}; {reason}"
     elif pipeline != "workers":
-        train = decode(train, while_decoding=meanwhile)
+        train = decode(train)
         validation = decode(validation) if validation is not None else None
 
     if not is_measured and train.pixels is not None:
@@ -301,32 +275,6 @@ def _normalize(config: Config, preprocess: Preprocess, images: Iterable[np.ndarr
     return replace(preprocess, mean=config.data.mean or mean, std=config.data.std or std)
 
 
-def _list_class_weights(
-    config: Config, dataset: ImageDataset, class_weights: Mapping[str, float]
-) -> Float[np.ndarray, " C"]:
-    """Return the weight of each class, with a mean of 1 over the images; where images have several
-    labels, the weight of having the label as it is given. Raise ValueError for unknown classes, or
-    for values that are no weights."""
-    balance = config.train.class_balance
-    if balance in ("sampler", "asymmetric"):
-        raise ValueError(
-            f"train.class_balance={balance} and class_weights both balance the classes; use one"
-        )
-    for name, weight in class_weights.items():
-        check_choice(name, dataset.class_names, name="class in class_weights")
-        # false for NaN, too
-        if not (isinstance(weight, Real) and 0 <= weight < math.inf):
-            raise ValueError(f"class_weights: {name} has {weight!r}, not a number of at least 0")
-    weights = np.array([float(class_weights.get(name, 1.0)) for name in dataset.class_names])
-    if dataset.is_multilabel:
-        return weights.astype(np.float32)
-    mean = weights[dataset.labels].mean()
-    if mean == 0:
-        raise ValueError("class_weights give every image the weight 0; raise one")
-    scaled: np.ndarray = (weights / mean).astype(np.float32)
-    return scaled
-
-
 def build_train_loader(
     data: TrainingData,
     *,
@@ -334,7 +282,6 @@ def build_train_loader(
     process: Process,
     transform: Transform | None = None,
     tokens: Float[Tensor, "n V N D"] | None = None,
-    targets: Float[Tensor, "n T"] | None = None,
 ) -> TrainLoader:
     """Build the loader of augmented training batches.
 
@@ -344,7 +291,6 @@ def build_train_loader(
         process: This process, which loads its part of each batch.
         transform: Function of one image, passed from Python. It is tried on one image at once.
         tokens: Tokens of the images, which the batches hold instead of the images.
-        targets: Targets of each image instead of its label.
     """
     config = data.config
     train = data.train
@@ -367,7 +313,6 @@ def build_train_loader(
         order=BatchOrder(
             batch_size=batch_size,
             seed=config.train.seed,
-            balanced=data.class_balance == "sampler",
             process=process,
         ),
         device=device,
@@ -385,5 +330,4 @@ def build_train_loader(
             workers=config.data.workers,
             max_unreadable_fraction=config.data.max_unreadable_fraction,
         ),
-        targets=targets,
     )

@@ -15,7 +15,7 @@ from vit.config import Config, plain_values
 from vit.data.workers import Transform
 from vit.model.checkpoint import IdentityRecord
 from vit.runtime.arguments import shorten
-from vit.training.train_step import Loss
+from vit.training.losses import Loss
 
 # The keys that change a number, by section; in the other sections all keys do. Everything else, such
 # as where images lie, how many processes decode them, or when a checkpoint is written, may be
@@ -85,8 +85,6 @@ class RunIdentity:
         transform: Transform | None = None,
         model: nn.Module | None = None,
         loss: Loss | None = None,
-        class_weights: Mapping[str, float] | None = None,
-        teacher: str | None = None,
     ) -> Self:
         """Return the identity of a run.
 
@@ -94,9 +92,8 @@ class RunIdentity:
             config: Configuration of the run.
             data_fingerprint: Fingerprint of the training images.
             conditions: Conditions under which the run computes.
-            transform, model, loss, class_weights: Objects passed from Python, which tell a run from
-                others. Images have a fingerprint of their own.
-            teacher: Hash of the teacher's weights.
+            transform, model, loss: Objects passed from Python, which tell a run from others. Images
+                have a fingerprint of their own.
         """
         settings = {
             f"{section}.{key}": value
@@ -107,11 +104,6 @@ class RunIdentity:
         settings["the argument model"] = None if model is None else type(model).__qualname__
         if loss is not None:
             settings["the argument loss"] = _describe(loss)
-        if class_weights is not None:
-            weights = {name: float(weight) for name, weight in class_weights.items()}
-            settings["the argument class_weights"] = weights
-        if teacher is not None:
-            settings["the teacher's weights"] = teacher
         return cls(settings, data_fingerprint, conditions)
 
     @cached_property

@@ -10,7 +10,6 @@ from vit.model.presets import PRESETS
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair, check_choice, first_line, resolve_image_sizes
 from vit.runtime.tensors import describe_shape
-from vit.training.train_step import Loss
 
 
 def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer, Preprocess | None]:
@@ -108,58 +107,6 @@ def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> N
             f"{name} makes {shape} of {list(images.shape)}, "
             f"not logits [2, {num_classes}] of the classes"
         )
-
-
-def check_loss(
-    config: Config,
-    loss: Loss,
-    *,
-    num_classes: int,
-    device: torch.device,
-    has_class_weights: bool,
-    multilabel: bool = False,
-) -> None:
-    """Move a loss from Python to the device, and try it. Raise ValueError where it doesn't map
-    logits and the targets of this run to a loss."""
-    if config.train.label_smoothing:
-        raise ValueError("loss takes the place of label smoothing; leave train.label_smoothing out")
-    if multilabel and has_class_weights:
-        raise ValueError(
-            "loss computes the loss of all labels of an image, which class weights can't weigh; leave"
-            " them out, or set train.class_balance=none"
-        )
-    name = type(loss).__name__
-    if isinstance(loss, nn.Module):
-        loss.to(device)
-        if any(weight.requires_grad for weight in loss.parameters()):
-            raise ValueError(f"{name} has weights of its own, which loss= doesn't train; move them")
-    elif hasattr(loss, "__name__"):
-        name = loss.__name__
-    logits = torch.linspace(-1, 1, 4 * num_classes, device=device).reshape(4, num_classes)
-    logits.requires_grad_()
-    labels = torch.arange(4, device=device) % num_classes
-    targets = {"classes [4]": labels}
-    if config.augment.mixup or config.augment.cutmix:
-        probabilities = torch.eye(num_classes, device=device)[labels]
-        targets[f"class probabilities [4, {num_classes}] of mixup and cutmix"] = probabilities
-    if multilabel:
-        targets = {f"labels [4, {num_classes}]": torch.eye(num_classes, device=device)[labels]}
-    for described, values in targets.items():
-        call = f"loss: {name} of logits [4, {num_classes}] and {described}"
-        try:
-            result = loss(logits, values)
-        except Exception as error:  # a function may raise anything
-            raise ValueError(f"{call} fails ({first_line(error)})") from error
-        shape = describe_shape(result)
-        if shape not in ([], [4]) or not result.requires_grad:
-            raise ValueError(
-                f"{call} gives {shape}, not a mean [] or the losses [4] to differentiate"
-            )
-        if has_class_weights and shape == []:
-            raise ValueError(
-                f"{call} gives a mean, in which classes can't be weighted; return the losses [4]"
-                ' (reduction="none"), or set train.class_balance=none'
-            )
 
 
 def _build_vision_transformer(config: Config, *, num_classes: int) -> VisionTransformer:

@@ -31,8 +31,7 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool, verbose: boo
 
     Args:
         run: The run, before it starts.
-        choices: Values that were chosen for the images, with reasons, by name; and the estimate of
-            the duration.
+        choices: Values that were chosen for the images, with reasons, by name.
         resumed: The run continues; then there are no warnings.
         verbose: Show also what needs nobody's attention in most runs.
     """
@@ -80,7 +79,6 @@ def summarize_run(run: Run) -> dict[str, str]:
         num_matrices = sum(parameter.numel() for group in groups for parameter in group["params"])
         model += f"; muon updates {num_matrices:,} of them, adamw the others"
     device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
-    compiled = "compiled" if train_step.compile else "not compiled"
     length = f"{plan.epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images"
     length += f", {plan.total_steps:,} steps in all"
     if not plan.total_steps:
@@ -103,15 +101,13 @@ def summarize_run(run: Run) -> dict[str, str]:
         "values": values,
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
         "model": model,
-        "device": f"{device}, {train_step.precision}, {compiled}",
+        "device": f"{device}, {train_step.precision}",
         "run": length,
     }
     if run.probe is not None:
         facts["probe"] = run.probe.describe()
         if run.probe.curve is not None:
             facts["more photos"] = run.probe.curve.describe()
-    if run.teacher is not None:
-        facts["teacher"] = run.teacher.describe()
     # Other data sets have no files, most need no guesses, and images of 8 bits need no range.
     optional = ("files", "read as", "values")
     return {name: text for name, text in facts.items() if text or name not in optional}

@@ -140,7 +140,7 @@ def fit_to_data(
     features = compute_features(predictor, dataset, cache_dir=data.splits.cache_dir)
 
     computed_at = time.perf_counter()
-    balanced = data.probe_balance
+    balanced = data.class_balance == "weights"
     process = current_process()
     folds = assign_folds(dataset.labels, dataset.groups)
     probe = None

@@ -1,21 +1,15 @@
-"""Configuration → the parts of a training run, put together.
+"""Configuration → the parts of a training run, put together. Nothing else builds a run."""
 
-Nothing else builds a run. `vit.training.automatic` hands over what it built to choose a recipe.
-"""
-
-import copy
 import os
+import shutil
 import sys
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
@@ -31,20 +25,15 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.runtime.arguments import resolve_image_sizes
 from vit.runtime.background_writer import BackgroundWriter
-from vit.runtime.device import (
-    allow_tf32,
-    choose_device,
-    choose_precision,
-    use_deterministic_algorithms,
-)
+from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import Process
-from vit.training.compiled_function import should_compile
+from vit.runtime.threads import BatchThreads
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.training.identity import RunIdentity
-from vit.training.micro_batches import choose_grad_accum_steps
-from vit.training.model import build_model, check_loss, check_user_model
+from vit.training.losses import Loss, StepLoss, build_loss, prepare_user_loss
+from vit.training.model import build_model, check_user_model
 from vit.training.model_writer import BundleWriter, read_run_model
 from vit.training.observers import MetricsFile, Observer, ProgressBar
 from vit.training.plan import TrainingPlan
@@ -56,50 +45,44 @@ from vit.training.probe import (
     rebuild_probed_model,
     uses_probe,
 )
-from vit.training.step_graphs import choose_capture_stream, on_stream
-from vit.training.teacher import Teacher, ask_teacher
 from vit.training.tensorboard import TensorBoard
-from vit.training.threaded_step import choose_threads
 from vit.training.tokens import keep_tokens
-from vit.training.train_step import Loss, TrainStep
+from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
 from vit.training.validation import HeldAside, ImageValidator
 
-# Buckets of gradients; each is exchanged as soon as it is full. The largest size is torch's own.
-_MIN_BUCKETS = 8
-_MAX_BUCKET_MB = 25.0
+# FLOPs of a run on a GPU from which compiling its blocks is worth a minute.
+_WORTHWHILE_FLOPS = 1.6e16
+# Forms of a block that are compiled: each image size and rate of dropped patches is one. Beyond
+# torch's limit of 8 the rest would not be, without a word.
+_MAX_COMPILED = 64
+# Bytes of a part's widest activation for each thread of a CPU: a core's own cache and its share of
+# the common one. Where memory bounds the time of a step, parts of this size are 1.1 × faster than the
+# whole batch at once, with half its memory.
+_CACHE_BYTES = 3 * 2**20
+_BYTES_PER_VALUE = 2  # bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """Parts of a run that are there before it is built: passed from Python, or made when the
-    configuration was chosen. `build_run` makes the others.
+    """Parts of a run that are there before it is built, from Python or since the configuration was
+    chosen.
 
     Attributes:
         splits: The images, opened.
         transform: Function of one image, passed from Python.
         user_model: Module passed from Python, which is trained.
         loss: Function passed from Python, which takes the place of the cross-entropy.
-        class_weights: Weights of the classes in the loss by their names, passed from Python.
-        model: Model of the run; it ends at the probe's block if there is a `probe`.
-        pretrained: Preprocessing that the loaded weights were trained with.
-        data: Images, decoded, with the configuration of the run.
-        probe: Probe that the model starts from.
-        uncut_model: Model that the probe was fitted on, where nothing is trained after it.
-        tokens: Tokens of the training images after the frozen blocks.
+        model: Model of the run, with pretrained weights.
+        pretrained: Preprocessing that these weights were trained with.
     """
 
     splits: DatasetSplits | None = None
     transform: Transform | None = None
     user_model: nn.Module | None = None
     loss: Loss | None = None
-    class_weights: Mapping[str, float] | None = None
-    model: nn.Module | None = None
+    model: VisionTransformer | None = None
     pretrained: Preprocess | None = None
-    data: TrainingData | None = None
-    probe: FittedProbe | None = None
-    uncut_model: nn.Module | None = None
-    tokens: Float[Tensor, "n V N D"] | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +94,7 @@ class Run:
             same pipeline, whatever memory is free then.
         image_loader: Loader of pictures, where the batches of the trainer hold tokens.
         probe: Probe that the model starts from, if it was fitted for this run now.
-        uncut_model: See `RunParts`.
-        teacher: Teacher of the run.
+        uncut_model: Model that the probe was fitted on, where nothing is trained after it.
     """
 
     config: Config
@@ -121,7 +103,6 @@ class Run:
     image_loader: TrainLoader
     probe: FittedProbe | None
     uncut_model: nn.Module | None
-    teacher: Teacher | None = None
 
 
 def build_run(
@@ -153,10 +134,10 @@ def build_run(
     keep_freed_memory()
 
     model, data = _build_model_and_data(config, parts, process, device)
-    probe = parts.probe
-    uncut_model = parts.uncut_model
+    probe = None
+    uncut_model = None
     checkpoints = CheckpointStore(directory / "checkpoints")
-    if probe is None and uses_probe(config) and isinstance(model, VisionTransformer):
+    if uses_probe(config) and isinstance(model, VisionTransformer):
         if is_probe_alone(config):
             uncut_model = model
         left_model = None
@@ -171,28 +152,31 @@ def build_run(
             probe = fit_to_data(config, model, data, device=device)
             model = build_probed_model(config, model, probe.probe)
         model.to(device)
-    tokens = parts.tokens
-    if tokens is None:
-        data, tokens = keep_tokens(model, data, device=device, transform=parts.transform)
+    data, tokens = keep_tokens(model, data, device=device, transform=parts.transform)
 
-    teacher = _find_teacher(config, parts, data, device)
-    teacher_hash = targets = None
-    if teacher is not None:
-        targets = teacher.build_targets(data.train.labels)
-        teacher_hash = teacher.weights_hash
     build_loader = partial(
-        build_train_loader,
-        data,
-        device=device,
-        process=process,
-        transform=parts.transform,
-        targets=targets,
+        build_train_loader, data, device=device, process=process, transform=parts.transform
     )
     image_loader = train_loader = build_loader()
     if tokens is not None:
         train_loader = build_loader(tokens=tokens)
-    plan = _plan_batches(config, model, train_loader)
-    train_step = _build_step(config, parts, model, data, plan=plan, process=process, device=device)
+    plan = build_plan(
+        config,
+        model,
+        steps_per_epoch=len(train_loader),
+        batch_size=train_loader.batch_size,
+        multilabel=data.train.is_multilabel,
+    )
+    loss = choose_loss(config, data, parts.loss, device=device)
+    train_step = build_train_step(
+        config,
+        model,
+        plan=plan,
+        process=process,
+        device=device,
+        loss=loss,
+        is_capturable=parts.loss is None,
+    )
 
     validator = None
     if data.validation is not None:
@@ -218,8 +202,6 @@ def build_run(
         transform=parts.transform,
         model=parts.user_model,
         loss=parts.loss,
-        class_weights=parts.class_weights,
-        teacher=teacher_hash,
     )
     trainer = Trainer(
         train_step=train_step,
@@ -233,8 +215,9 @@ def build_run(
         identity=identity,
         writer=writer,
         keeps_first_model=uses_probe(config),
+        warns_of_loss=parts.loss is None,
     )
-    return Run(config, data, trainer, image_loader, probe, uncut_model, teacher)
+    return Run(config, data, trainer, image_loader, probe, uncut_model)
 
 
 def _build_model_and_data(
@@ -243,144 +226,47 @@ def _build_model_and_data(
     """Return the model, on its device, and the images, opening what is not in `parts`."""
     splits = parts.splits or build_dataset(config)
     num_classes = len(splits.split("train").class_names)
-    model = parts.model
+    model: nn.Module
     pretrained = parts.pretrained
     if parts.user_model is not None:
         model = parts.user_model
         check_user_model(config, model, num_classes=num_classes)
-    elif model is None:
+    elif parts.model is not None:
+        model = parts.model
+    else:
         model, pretrained = build_model(config, num_classes=num_classes)
-    data = parts.data
-    if data is None:
-        data = build_data(
-            config,
-            splits,
-            device=device,
-            pretrained=pretrained,
-            class_weights=parts.class_weights,
-            has_transform=parts.transform is not None,
-            while_decoding=partial(
-                _compile_ahead, config, parts, model, process=process, device=device
-            ),
-        )
+    data = build_data(
+        config,
+        splits,
+        device=device,
+        pretrained=pretrained,
+        has_transform=parts.transform is not None,
+    )
     # The model moves first, because the optimizer creates its state on the device of the weights.
     return model.to(device), data
 
 
-def _compile_ahead(
-    config: Config,
-    parts: RunParts,
-    model: nn.Module,
-    data: TrainingData,
-    *,
-    process: Process,
-    device: torch.device,
-) -> None:
-    """Compile the first step: a copy of the model computes a batch of zeros, forward and backward.
-    The first step itself reports what fails."""
-    # Other models and losses may keep a state.
-    if not isinstance(model, VisionTransformer) or parts.loss is not None:
-        return
-    # Other processes wait for the images. With a probe or tokens, the first step is another one.
-    if process.world_size > 1 or uses_probe(config) or config.keeps_tokens:
-        return
-    loader = build_train_loader(data, device=device, process=process)
-    plan = _plan_batches(config, model, loader)
-    if not choose_compile(config, model, plan, device):
-        return
-    blank = copy.deepcopy(model).train()
-    blank.patch_drop_rate = plan.patch_drop_rate(0)
-    step = _build_step(config, parts, blank, data, plan=plan, process=process, device=device)
-    size = plan.image_size(0) or config.data.size
-    images = torch.zeros(plan.batch_size, 3, *size, device=device)
-    targets = torch.zeros(plan.batch_size, dtype=torch.int64, device=device)
-    is_mixed = loader.augmentation.mixing and plan.mix_until > 0
-    if is_mixed or step.multilabel or step.has_teacher:
-        num_columns = len(data.train.class_names) * (1 + step.has_teacher)
-        targets = torch.zeros(plan.batch_size, num_columns, device=device)
-    with (
-        suppress(Exception),
-        warnings.catch_warnings(),
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        allow_tf32(step.tf32),
-    ):
-        warnings.filterwarnings("ignore", message="torch could not compile")
-        step.forward_backward(images, targets)
-
-
-def _plan_batches(config: Config, model: nn.Module, loader: TrainLoader) -> TrainingPlan:
-    """Plan epochs of the loader."""
-    return build_plan(
-        config,
-        model,
-        steps_per_epoch=len(loader),
-        batch_size=loader.batch_size,
-        multilabel=loader.dataset.is_multilabel,
-    )
-
-
-def _build_step(
-    config: Config,
-    parts: RunParts,
-    model: nn.Module,
-    data: TrainingData,
-    *,
-    plan: TrainingPlan,
-    process: Process,
-    device: torch.device,
-) -> TrainStep:
-    """Build the step, with the loss that suits the images."""
-    multilabel = data.train.is_multilabel
-    weights = data.class_weights
-    if weights is None and data.class_balance == "weights":
-        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
+def choose_loss(
+    config: Config, data: TrainingData, user_loss: Loss | None, *, device: torch.device
+) -> StepLoss:
+    """Build the loss that suits the images."""
     class_weights = None
-    if weights is not None:
+    if data.class_balance == "weights":
+        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
         class_weights = torch.from_numpy(weights).to(device)
-    if parts.loss is not None:
-        if data.class_balance == "asymmetric":
-            raise ValueError("train.class_balance=asymmetric and loss= are both losses; use one")
-        check_loss(
-            config,
-            parts.loss,
-            num_classes=len(data.train.class_names),
+    if user_loss is not None:
+        prepare_user_loss(
+            user_loss,
             device=device,
-            has_class_weights=class_weights is not None,
-            multilabel=multilabel,
+            label_smoothing=config.train.label_smoothing,
+            weighs_labels=data.train.is_multilabel and class_weights is not None,
         )
-    return build_train_step(
-        config,
-        model,
-        plan=plan,
-        process=process,
-        device=device,
-        loss=parts.loss,
-        has_teacher=config.train.teacher is not None,
-        multilabel=multilabel,
-        asymmetric=data.class_balance == "asymmetric",
+    return build_loss(
+        multilabel=data.train.is_multilabel,
+        label_smoothing=config.train.label_smoothing,
         class_weights=class_weights,
-        compile=choose_compile(config, model, plan, device),
+        user_loss=user_loss,
     )
-
-
-def _find_teacher(
-    config: Config, parts: RunParts, data: TrainingData, device: torch.device
-) -> Teacher | None:
-    """Return the teacher of a run, with its answers; None if the configuration names none. Raise
-    ValueError for a run without steps that could learn from it."""
-    if config.train.teacher is None:
-        return None
-    if parts.loss is not None or is_probe_alone(config):
-        raise ValueError(
-            "train.teacher is for training steps with the loss of vit.train; leave it out for a"
-            " linear probe alone, or with loss="
-        )
-    if data.train.is_multilabel:
-        raise ValueError(
-            "train.teacher is for one class an image, and these images have several labels; leave it"
-            " out"
-        )
-    return ask_teacher(config, data, device=device)
 
 
 def _read_left_model(checkpoints: CheckpointStore, directory: Path) -> ModelFile | None:
@@ -445,12 +331,8 @@ def build_train_step(
     plan: TrainingPlan,
     process: Process,
     device: torch.device,
-    loss: Loss | None = None,
-    has_teacher: bool = False,
-    multilabel: bool = False,
-    asymmetric: bool = False,
-    class_weights: Float[Tensor, " C"] | None = None,
-    compile: bool = False,
+    loss: StepLoss,
+    is_capturable: bool = True,
 ) -> TrainStep:
     """Build the step that trains a model: the model in its processes, the average of its weights,
     optimizer and schedule.
@@ -461,18 +343,17 @@ def build_train_step(
         plan: Plan of the run.
         process: This process's place in the run.
         device: Device of this process.
-        loss: Loss instead of the cross-entropy.
-        has_teacher: See `TrainStep`.
-        multilabel: An image may have several labels.
-        asymmetric: See `TrainStep`.
-        class_weights: Weights of the classes in the loss; None for equal ones.
-        compile: Compile the forward pass.
+        loss: Loss of a part of a batch.
+        is_capturable: The loss does the same in each step.
     """
     train = config.train
     precision = choose_precision(train.precision, device)
-    stream = choose_capture_stream(process, device)
-    with on_stream(stream):
-        parallel_model = wrap_model(model.to(device), process, exchange=train.gradient_exchange)
+    is_ours = isinstance(model, VisionTransformer)
+    parallel_model = model.to(device)
+    if process.world_size > 1:
+        parallel_model = DistributedDataParallel(model)
+    if is_ours and choose_compile(config, model, plan, device):
+        _compile_blocks(config, model)
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -491,84 +372,77 @@ def build_train_step(
         warmup_steps=min(warmup_steps, max(plan.total_steps - 1, 0)),
         total_steps=plan.total_steps,
     )
-    if train.grad_accum_steps != "auto":
-        grad_accum_steps = train.grad_accum_steps
-    else:
-        grad_accum_steps = choose_grad_accum_steps(
-            model,
-            batch_size=plan.batch_size // process.world_size,
-            image_size=config.data.size,
-            device=device,
-            precision=precision,
-        )
-        # The free memory of several GPUs differs.
-        grad_accum_steps = process.broadcast(grad_accum_steps)
-    # Several processes share the cores already, and compiled code keeps Python's lock.
-    threads = None
-    if process.world_size == 1 and not compile:
-        threads = choose_threads(model, device=device)
+    grad_accum_steps = train.grad_accum_steps
+    if grad_accum_steps == "auto":
+        batch_size = plan.batch_size // process.world_size
+        grad_accum_steps = count_parts(model, config.data.size, batch_size, device=device)
     return TrainStep(
         parallel_model,
         optimizer,
         lr_factor,
+        loss,
         precision=precision,
-        loss=loss,
-        has_teacher=has_teacher,
-        multilabel=multilabel,
-        asymmetric=asymmetric,
-        label_smoothing=train.label_smoothing,
-        class_weights=class_weights,
         clip_grad=train.clip_grad,
         grad_accum_steps=grad_accum_steps,
         ema_decay=train.ema_decay,
-        tf32=train.tf32,
-        compile=compile,
-        threads=threads,
-        capture_stream=stream,
+        # several processes share the cores already
+        threads=choose_threads(model, device=device) if process.world_size == 1 else None,
+        # Gradient checkpointing reads the state of the device's random numbers; other models may do
+        # something else in each step.
+        is_capturable=is_capturable and is_ours and not train.grad_checkpointing,
     )
 
 
-def wrap_model(model: nn.Module, process: Process, *, exchange: str) -> nn.Module:
-    """In a run of several processes, average the model's gradients over them, sent in the data type
-    `exchange`. The gradients of the last layers are exchanged during the backward pass of the
-    first."""
-    if process.world_size == 1:
-        return model
-    num_bytes = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-    # One bucket of torch's size would hold a small model whole, and its exchange would begin only
-    # when the backward pass has ended.
-    bucket_mb = min(max(num_bytes / 2**20 / _MIN_BUCKETS, 1.0), _MAX_BUCKET_MB)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
-    # Times of kernels, which a CUDA graph doesn't have, are read in its first ten steps only.
-    wrapped._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # type: ignore[no-untyped-call]
-    if exchange == "bfloat16":
-        # takes a second to import
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+def count_parts(
+    model: nn.Module, image_size: tuple[int, int], batch_size: int, *, device: torch.device
+) -> int:
+    """Choose the number of parts of a batch: for our models on a CPU parts whose widest activation,
+    the MLP's hidden one, stays in its caches. Elsewhere the batch is one part."""
+    if device.type != "cpu" or not isinstance(model, VisionTransformer):
+        return 1
+    patch_height, patch_width = model.patch_embed.patch_size
+    tokens = (image_size[0] // patch_height) * (image_size[1] // patch_width)
+    widths = [m.out_features for m in model.blocks[0].modules() if isinstance(m, nn.Linear)]
+    image_bytes = _BYTES_PER_VALUE * tokens * max(widths)
+    part_size = max(_CACHE_BYTES * torch.get_num_threads() // image_bytes, 1)
+    return -(-batch_size // part_size)
 
-        wrapped.register_comm_hook(None, bf16_compress_hook)
-    return wrapped
+
+def choose_threads(model: nn.Module, *, device: torch.device) -> BatchThreads | None:
+    """Return threads that divide a batch, for our models on a CPU with several cores, or None."""
+    # Other models may compute something of the whole batch.
+    is_ours = isinstance(model, VisionTransformer)
+    if device.type != "cpu" or torch.get_num_threads() == 1 or not is_ours:
+        return None
+    # Dropout draws from torch's own generator, and the order of threads is not fixed.
+    if any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
+        return None
+    return BatchThreads()
 
 
 def choose_compile(
-    config: Config, model: nn.Module, plan: TrainingPlan, device: torch.device
+    config: Config, model: VisionTransformer, plan: TrainingPlan, device: torch.device
 ) -> bool:
-    """Return whether the step is compiled. Other models than ours are compiled only if the
-    configuration says so."""
-    compiles = config.train.compile
-    if compiles == "auto":
-        # Threads that divide the batch gain more than compiled code, and can't run it side by side.
-        is_divided = choose_threads(model, device=device) is not None
-        compiles = False
-        if isinstance(model, VisionTransformer) and not is_divided:
-            # the backward pass costs twice the forward
-            step_flops = 3 * compute_flops(model.architecture) * plan.batch_size
-            compiles = should_compile(
-                device.type,
-                total_flops=step_flops * plan.total_steps,
-                num_sizes=len(plan.image_sizes) or 1,
-            )
-    if compiles:
-        # torch's own choice is the folder for temporary files, which is emptied now and then.
-        directory = (config.data.cache_dir or default_cache_dir()) / "compiled"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
-    return compiles
+    """Return whether the blocks are compiled. Nothing is measured for it, so that a resumed run
+    decides as the interrupted one did."""
+    wanted = config.train.compile
+    if wanted is True and device.type != "cuda":
+        raise ValueError("train.compile=true compiles for a CUDA device; leave it at auto")
+    if device.type != "cuda" or wanted != "auto":
+        return wanted is True
+    # the backward pass costs twice the forward
+    step_flops = 3 * compute_flops(model.architecture) * plan.batch_size
+    pays = step_flops * plan.total_steps / (len(plan.image_sizes) or 1) >= _WORTHWHILE_FLOPS
+    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    return pays and any(shutil.which(compiler) for compiler in compilers)
+
+
+def _compile_blocks(config: Config, model: VisionTransformer) -> None:
+    """Let torch compile the encoder blocks when they are first run. Equal blocks share their code."""
+    # torch's own choice is the folder for temporary files, which is emptied now and then.
+    directory = (config.data.cache_dir or default_cache_dir()) / "compiled"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
+    torch._dynamo.config.recompile_limit = _MAX_COMPILED
+    for block in model.blocks:
+        # From the third image size on, torch would make sizes symbols, which a CUDA graph can't have.
+        block.compile(dynamic=False)

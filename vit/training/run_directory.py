@@ -12,7 +12,7 @@ from vit.runtime.metrics_file import METRICS_FILE, OUT_OF_FOLD_FILE
 CONFIG_FILE = "config.yaml"
 CROSS_VALIDATION_FILE = "cross_validation.json"
 _LOCK_FILE = ".lock"
-_DRY_RUN_FILE = "dry_run.png"
+FIRST_BATCH_FILE = "first_batch.png"
 # Measurements of a run. A run that starts anew in its directory removes them.
 _RESULT_FILES = (
     METRICS_FILE,
@@ -23,7 +23,7 @@ _RESULT_FILES = (
 )
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
-_RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", _DRY_RUN_FILE, CONFIG_FILE)
+_RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", FIRST_BATCH_FILE, CONFIG_FILE)
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def _prepare(path: Path, *, resume: bool, overwrite: bool) -> None:
     """Check the files in a directory."""
     holds_run = (path / CONFIG_FILE).exists()
     # A run writes its configuration before anything else but these.
-    ours = [path / _LOCK_FILE, path / _DRY_RUN_FILE, *path.glob(TEMPORARIES)]
+    ours = [path / _LOCK_FILE, path / FIRST_BATCH_FILE, *path.glob(TEMPORARIES)]
     foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
     if resume:
         # A job's log may lie there, and a run can go on from its checkpoints alone.

@@ -1,8 +1,9 @@
 """`vit.train`: a training run from its configuration, or images alone, to its end."""
 
+import multiprocessing
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -21,20 +22,20 @@ from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config, find_device
 from vit.training.cross_validation import check_folds, cross_validate_run
 from vit.training.data import build_dataset
+from vit.training.losses import Loss
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
 from vit.training.print_plan import print_plan
 from vit.training.recipe import ConfigLike
 from vit.training.resolve import resolve_arguments
 from vit.training.result import TrainingResult
-from vit.training.run import Run, RunParts, build_run
+from vit.training.run import RunParts, build_run
 from vit.training.run_directory import (
     CONFIG_FILE,
+    FIRST_BATCH_FILE,
     open_run_directory,
 )
 from vit.training.tensorboard import save_first_images
-from vit.training.timing import time_steps
-from vit.training.train_step import Loss
 
 
 @check_arguments(minutes=(0.01, None), folds=(2, 100))
@@ -60,7 +61,6 @@ def train(
     class_names: Sequence[str] | None = None,
     model: nn.Module | None = None,
     loss: Loss | None = None,
-    class_weights: Mapping[str, float] | None = None,
     callbacks: Sequence[Observer] = (),
 ) -> TrainingResult:
     """Train a model and keep the run in a directory.
@@ -95,11 +95,10 @@ def train(
             result is in `cross_validation.json`, and `vit evaluate` reports on
             it. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
-            is one. Pass `transform`, `dataset`, `model`, `loss`,
-            `class_weights` and `callbacks` again.
+            is one. Pass `transform`, `dataset`, `model`, `loss` and
+            `callbacks` again.
         overwrite: Replace the run in `output`.
-        dry_run: Write a picture of one batch, `dry_run.png`, and stop. With
-            `show_plan` the time is estimated.
+        dry_run: Write a picture of one batch, `first_batch.png`, and stop.
         show_plan: Print what the run will do, and what may go wrong.
         verbose: Print the whole plan.
         transform: Function called on each training image, uint8 [H, W, 3],
@@ -122,9 +121,6 @@ def train(
             smoothing, from logits [B, C] and targets to the losses [B] or
             their mean. The targets are classes [B], or with mixup and cutmix
             class probabilities [B, C]. Validation measures cross-entropy.
-        class_weights: Weights of the classes in the loss, by name; 1 for a
-            class without one. Their ratios count: the mean over the images is
-            1. None: as `train.class_balance` says.
         callbacks: Objects of `vit.Observer`, whose methods are called after
             each step and epoch. One that returns True saves the state and ends
             the run.
@@ -151,9 +147,10 @@ def train(
         overrides,
         transform=transform,
         model=model,
-        class_weights=class_weights,
         callbacks=callbacks,
     )
+    _refuse_bootstrapping()
+    started_at = time.perf_counter()
     listed_overrides = list_overrides(overrides)
     if loss is not None:
         listed_overrides.insert(0, "train.label_smoothing=0")
@@ -182,36 +179,38 @@ def train(
         if process.is_main and not dry_run:
             opened = open_run_directory(directory, resume=resume, overwrite=overwrite)
             start_anew = stack.enter_context(opened)
-        choices: dict[str, str] = {}
-        parts = RunParts()
-        if resolved is None and process.is_main:
-            # It measures the speed of training: one process does so for all.
+        reasons: dict[str, str] = {}
+        splits = initial_model = pretrained = None
+        is_chosen = resolved is None
+        if is_chosen and process.is_main:
             assert isinstance(config, str | Path)
-            resolved, choices, parts = choose_config(
-                config, all_overrides, minutes, class_weights=class_weights
-            )
+            choice = choose_config(config, all_overrides, minutes)
+            resolved, reasons, splits, initial_model, pretrained = choice
         resolved = process.broadcast(resolved)
         assert resolved is not None
         if folds is not None:
             check_folds(resolved)
         if dataset is not None:
             splits = build_dataset(resolved, user_dataset=dataset, class_names=class_names)
-            parts = replace(parts, splits=splits)
         run = build_run(
             resolved,
             directory=directory,
             process=process,
             device_name=device_name,
-            parts=replace(
-                parts,
+            parts=RunParts(
+                splits=splits,
                 transform=transform,
                 user_model=model,
                 loss=loss,
-                class_weights=class_weights,
+                model=initial_model,
+                pretrained=pretrained,
             ),
             resume=resume,
         )
         trainer = run.trainer
+        if is_chosen:
+            # The minutes are for the choice, the images and the probe, too.
+            trainer.seconds_before = time.perf_counter() - started_at
         if process.is_main:
             trainer.observers += callbacks
         is_resumed = resume and trainer.resume()
@@ -222,12 +221,10 @@ def train(
             write_text(directory / CONFIG_FILE, dump_config(run.config))
             if run.probe is not None and run.probe.curve is not None:
                 run.probe.curve.save(directory)
-        if show_plan and dry_run:
-            choices["estimate"] = _estimate_time(run)
         if show_plan and process.is_main:
-            print_plan(run, choices, resumed=is_resumed, verbose=verbose)
+            print_plan(run, reasons, resumed=is_resumed, verbose=verbose)
         if dry_run:
-            save_first_images(run.image_loader, directory / "dry_run.png")
+            save_first_images(run.image_loader, directory / FIRST_BATCH_FILE)
             return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()
@@ -265,6 +262,15 @@ def train(
     )
 
 
+def _refuse_bootstrapping() -> None:
+    """Raise ValueError in a worker process that runs the user's script again, up to here."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ValueError(
+            "a worker process has run this script again; call vit.train under"
+            " if __name__ == '__main__': in it"
+        )
+
+
 def _check_arguments(
     config: Any,
     output: Any,
@@ -272,7 +278,6 @@ def _check_arguments(
     *,
     transform: Any,
     model: Any,
-    class_weights: Any,
     callbacks: Any,
 ) -> None:
     """Raise ValueError for an argument of another kind."""
@@ -286,12 +291,6 @@ def _check_arguments(
             overrides,
             (list, tuple, Mapping),
             'a list of texts, such as ["train.epochs=20"], or a dictionary',
-        ),
-        (
-            "class_weights",
-            class_weights,
-            (Mapping, NoneType),
-            "a dictionary of numbers by class name",
         ),
         ("model", model, (nn.Module, NoneType), "an object of an nn.Module"),
         ("callbacks", callbacks, (list, tuple), "a list of objects of vit.Observer's subclasses"),
@@ -310,13 +309,3 @@ def _find_guess(validation: ImageDataset | None) -> float | None:
         return None
     counts = np.bincount(validation.labels)
     return max(float(counts.max() / counts.sum()), min(2 / len(validation.class_names), 0.5))
-
-
-def _estimate_time(run: Run) -> str:
-    """Estimate the time of all training steps. A few steps train for it, in all processes."""
-    trainer = run.trainer
-    step_seconds = time_steps(trainer.train_step, trainer.train_batches)
-    seconds = step_seconds * trainer.plan.count_full_steps(run.data.preprocess.image_size)
-    if seconds < 120:
-        return f"{seconds:.0f} seconds of training steps"
-    return f"{seconds / 60:.0f} minutes of training steps"

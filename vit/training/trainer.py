@@ -85,6 +85,7 @@ class Trainer:
         writer: Writes checkpoints and other files in the background.
         keeps_first_model: Validate and write the model before it is trained, as the first best
             model. It is set where the run starts from a probe.
+        warns_of_loss: The loss is a cross-entropy, of which one that is far too large is said.
     """
 
     train_step: TrainStep
@@ -98,6 +99,7 @@ class Trainer:
     identity: RunIdentity
     writer: BackgroundWriter
     keeps_first_model: bool = False
+    warns_of_loss: bool = True
 
     def __post_init__(self) -> None:
         self.progress = Progress()
@@ -110,6 +112,8 @@ class Trainer:
         self._stop_requested = False
         self._signalled = False
         self._started_at = 0.0
+        # seconds of the run's time that passed before
+        self.seconds_before = 0.0
         self._has_warned = False
         # step → whether it was finite; not read yet, because reading waits for the device
         self._unchecked: dict[int, Tensor] = {}
@@ -166,8 +170,6 @@ class Trainer:
                     text += " a larger /dev/shm (docker run --shm-size=8g), or"
                 raise OSError(f"{text} fewer data.workers") from error
             finally:
-                if self.process.world_size > 1 and self.train_step.graphs is not None:
-                    self.train_step.graphs.forget()
                 # This comes first: nothing may be written after observers hear of the end.
                 self.writer.finish()
                 self.train_batches.close()
@@ -177,7 +179,11 @@ class Trainer:
     @property
     def _accuracy(self) -> str:
         """Name of the fraction of images that are classified correctly."""
-        return "exact_match" if self.train_step.multilabel else "top1"
+        return "exact_match" if self._is_multilabel else "top1"
+
+    @property
+    def _is_multilabel(self) -> bool:
+        return self.train_batches.dataset.is_multilabel
 
     def _has_model(self) -> bool:
         """Return whether a model was kept already. With validation images, a model of step 0 has
@@ -196,7 +202,7 @@ class Trainer:
                 f"{round(validation.top1 * count):,} of {count:,} validation images correct"
                 f" ({format_percent(validation.top1, count)})"
             )
-            if self.train_step.multilabel:
+            if self._is_multilabel:
                 mean = format_percent(validation.map, count)
                 accuracy = f"mean average precision {mean} on {count:,} validation images"
             self._message(
@@ -273,7 +279,7 @@ class Trainer:
             return
         now = time.perf_counter()
         step_seconds = (now - started_at) / (step - start_step)
-        seconds = 60 * max_minutes
+        seconds = max(60 * max_minutes - self.seconds_before, 0.0)
         seconds_left = seconds - (now - self._started_at)
         total_steps = self.plan.total_steps
         if is_tenth or seconds_left < seconds * (1 - 1 / _NUM_SPEED_CHECKS):
@@ -315,7 +321,7 @@ class Trainer:
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
         fields = {"loss": "loss", self._accuracy: "top1", "macro_f1": "macro_f1"}
-        if self.train_step.multilabel:
+        if self._is_multilabel:
             fields["map"] = "map"
         metrics = {
             "epoch": progress.epoch + 1,
@@ -325,7 +331,6 @@ class Trainer:
             **{f"val_{name}": getattr(validation, field, None) for name, field in fields.items()},
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
-            **self.train_step.describe_execution(),
         }
         self._warn_of_large_loss(metrics["train_loss"])
         # Validation is at the size of the data. A change of the training size bends its curve.
@@ -347,19 +352,15 @@ class Trainer:
 
     def _warn_of_large_loss(self, train_loss: float) -> None:
         """Say once that the loss of an epoch is far above that of a model that knows nothing."""
-        # A loss from Python may have any size.
-        if self._has_warned or self.train_step.loss is not None:
+        if self._has_warned or not self.warns_of_loss:
             return
         num_classes = len(self.train_batches.dataset.class_names)
-        guess = math.log(2 if self.train_step.multilabel else max(num_classes, 2))
+        guess = math.log(2 if self._is_multilabel else max(num_classes, 2))
         if train_loss > _LARGE_LOSS * guess:
             self._has_warned = True
-            advice = "lower optimizer.lr"
-            if self.train_step.class_weights is not None:
-                advice += " or set train.class_balance=none"
             self._message(
                 f"warning: the training loss is {train_loss:.3g}, and a model that guesses has"
-                f" {guess:.2g}; {advice}"
+                f" {guess:.2g}; lower optimizer.lr"
             )
 
     def _batches(self, *, start_step: int) -> Iterator[Batch]:
@@ -537,7 +538,7 @@ class Trainer:
             if self._saved_step is not None:
                 kept = f"the checkpoint of step {self._saved_step} is kept"
             causes = "lower optimizer.lr or set train.clip_grad"
-            if self.train_step.loss is not None:
+            if not self.warns_of_loss:
                 causes += ", and look for a logarithm or a division in loss="
             raise ValueError(
                 f"step {step}: the loss or a gradient is not finite, and {kept}; {causes}"
