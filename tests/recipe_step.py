@@ -51,8 +51,8 @@ def count_classes(config: Config) -> int:
 
 def build(config: Config, *, device: str | torch.device = "cpu") -> TrainStep:
     """The recipe's step."""
-    # the whole batch at once
-    train = config.train.model_copy(update={"grad_accum_steps": 1})
+    # the whole batch at once, and torch's operations as they are
+    train = config.train.model_copy(update={"grad_accum_steps": 1, "compile": False})
     config = config.model_copy(update={"train": train})
     model, _ = build_model(config, num_classes=count_classes(config))
     model.to(device).train()

@@ -264,7 +264,7 @@ class TrainConfig(_Section):
     # cpu, cuda, cuda:N or mps; auto: an NVIDIA or AMD GPU if there is one
     device: str = "auto"
     precision: Literal["auto", Precision] = "auto"
-    # true: the encoder blocks are compiled, on a GPU; auto: where the run is long enough
+    # true: the encoder blocks are compiled; auto: on a GPU, if the run is long enough
     compile: Literal["auto"] | bool = "auto"
     deterministic: bool = True
     label_smoothing: float = Field(0.0, ge=0, lt=1)

@@ -352,7 +352,8 @@ def build_train_step(
     parallel_model = model.to(device)
     if process.world_size > 1:
         parallel_model = DistributedDataParallel(model)
-    if is_ours and choose_compile(config, model, plan, device):
+    compiles = is_ours and choose_compile(config, model, plan, device)
+    if compiles:
         _compile_blocks(config, model)
     optimizer = create_optimizer(
         config.optimizer.name,
@@ -376,6 +377,10 @@ def build_train_step(
     if grad_accum_steps == "auto":
         batch_size = plan.batch_size // process.world_size
         grad_accum_steps = count_parts(model, config.data.size, batch_size, device=device)
+    # Several processes share the cores already, and compiled code keeps Python's lock.
+    threads = None
+    if process.world_size == 1 and not compiles:
+        threads = choose_threads(model, device=device)
     return TrainStep(
         parallel_model,
         optimizer,
@@ -385,8 +390,7 @@ def build_train_step(
         clip_grad=train.clip_grad,
         grad_accum_steps=grad_accum_steps,
         ema_decay=train.ema_decay,
-        # several processes share the cores already
-        threads=choose_threads(model, device=device) if process.world_size == 1 else None,
+        threads=threads,
         # Gradient checkpointing reads the state of the device's random numbers; other models may do
         # something else in each step.
         is_capturable=is_capturable and is_ours and not train.grad_checkpointing,
@@ -425,11 +429,8 @@ def choose_compile(
 ) -> bool:
     """Return whether the blocks are compiled. Nothing is measured for it, so that a resumed run
     decides as the interrupted one did."""
-    wanted = config.train.compile
-    if wanted is True and device.type != "cuda":
-        raise ValueError("train.compile=true compiles for a CUDA device; leave it at auto")
-    if device.type != "cuda" or wanted != "auto":
-        return wanted is True
+    if device.type != "cuda" or config.train.compile != "auto":
+        return config.train.compile is True
     # the backward pass costs twice the forward
     step_flops = 3 * compute_flops(model.architecture) * plan.batch_size
     pays = step_flops * plan.total_steps / (len(plan.image_sizes) or 1) >= _WORTHWHILE_FLOPS

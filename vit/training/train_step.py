@@ -93,7 +93,6 @@ class TrainStep:
         self.module = self.model
         if isinstance(self.model, DistributedDataParallel):
             self.module = self.model.module
-        self._trainable = [weight for weight in self.module.parameters() if weight.requires_grad]
         self.average: nn.Module | None = None
         if self.ema_decay:
             self.average = copy.deepcopy(self.module).eval().requires_grad_(False)
@@ -154,6 +153,7 @@ class TrainStep:
         """Do all that a step does on the device. It reads nothing from the device and uses the same
         memory each time, so that a CUDA graph of it can be replayed on other batches."""
         self.optimizer.zero_grad()
+        self._trainable = [weight for weight in self.module.parameters() if weight.requires_grad]
         # On a CPU the update runs on the threads that divide the batch; otherwise torch's threads
         # would wait for one another in hundreds of operations.
         divides = self.threads is not None and len(images) > 1
