@@ -24,7 +24,6 @@ from pydantic.json_schema import JsonSchemaMode
 
 from vit import config
 from vit.cli.main import app
-from vit.deploy.serve.answers import Answers
 from vit.evaluation import result
 from vit.explanation import writer
 from vit.explanation.capture.reader import ModelReader
@@ -255,7 +254,6 @@ def render_schemas() -> dict[str, str]:
         "manifest": (writer.Manifest, "serialization"),
         # keys of these are left out
         "prediction": (_as_model(Record), "validation"),
-        "answer": (Answers, "validation"),
     }
     comments: dict[tuple[str, str], str] = {}
     for module in (result, writer):

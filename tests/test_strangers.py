@@ -75,18 +75,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Image.Image]:
     return pictures
 
 
-def serve(bundle: Bundle, photo: Path, output: Path) -> None:
-    pytest.importorskip("fastapi", reason="the extra serve is not installed")
-    from fastapi.testclient import TestClient
-
-    from vit.deploy.serve.app import build_app
-
-    client = TestClient(build_app(bundle), base_url="http://127.0.0.1")
-    address = "/predict?map=none&similar=3&pictures=true"
-    answer = client.post(address, files={"image": photo.read_bytes()}).json()
-    assert len(answer["similar"]) == len(answer["similar_pictures"]) == 3
-
-
 def show_gallery(bundle: Bundle, photo: Path, output: Path) -> None:
     vit.explain(bundle, photo, methods="raw", output=output, formats="html")
 
@@ -99,7 +87,7 @@ def report(bundle: Bundle, photo: Path, output: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "product", [serve, show_gallery, pytest.param(report, marks=pytest.mark.extended)]
+    "product", [show_gallery, pytest.param(report, marks=pytest.mark.extended)]
 )
 def test_pictures_of_training_photos_are_shown_if_their_pixels_are_recorded(
     product: Callable[[Bundle, Path, Path], None],

@@ -305,7 +305,7 @@ REPORTS: dict[str, tuple[str, list[str]]] = {
     ),
     "F67": (
         "An ONNX file takes any number of images.",
-        ["deploy/export/test_onnx_folder.py::test_any_number_of_images_gives_the_rollout_of_each"],
+        ["deploy/export/test_onnx.py::test_any_number_of_images_gives_the_rollout_of_each"],
     ),
     "F68": (
         "Wide pictures are seen whole, or the plan says what the crop leaves out.",
@@ -316,7 +316,9 @@ REPORTS: dict[str, tuple[str, list[str]]] = {
     ),
     "F69": (
         "The page of vit serve works below any path and under names that are allowed.",
-        ["deploy/serve/test_serve.py::test_other_names_and_other_sites_are_refused"],
+        [
+            "deploy/serve/test_serve.py::test_pages_are_refused_to_other_hosts_and_answers_are_not_guessed_at"
+        ],
     ),
     "F70": (
         "Photos unlike the training's have small p-values.",

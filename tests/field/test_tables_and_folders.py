@@ -1116,9 +1116,7 @@ def test_an_index_means_the_same_class_everywhere(
     best = [prediction.classes[0][:2] for prediction in found]
     assert best == [(index, names[index]) for index in expected]
     with TestClient(build_app(bundle), base_url="http://127.0.0.1:8000") as client:
-        answer = client.post(
-            "/predict?map=none", files={"image": Path(files[0]).read_bytes()}
-        ).json()
+        answer = client.post("/predict", files={"image": Path(files[0]).read_bytes()}).json()
     assert (answer["classes"][0]["index"], answer["classes"][0]["name"]) == best[0]
 
     vit.export_model(path, output=tmp_path / "onnx")

@@ -332,18 +332,15 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
             body = mutate(body, rng)
         form = "multipart/form-data; boundary=x"
         kind = rng.choice((form,) * 6 + ("multipart/form-data", "x", "image/jpeg"))
-        query = rng.choice(("", "?top_k=2", "?top_k=0", "?map=array", "?map=none", "?map=x"))
+        query = rng.choice(("", "?top_k=2", "?top_k=0", "?map=true", "?map=x"))
         headers = {"Content-Type": kind}
         answer = serving[0].post(f"/predict{query}", content=body, headers=headers)
-        assert answer.status_code in (200, 400, 413, 415, 422), answer.status_code
-        values = answer.json()
-        # a damaged form may hold several photos
-        for each in values if isinstance(values, list) else [values]:
-            if "error" in each:
-                assert 0 < len(each["error"]) < 3000, values
-                assert " at 0x" not in each["error"], values
-            else:
-                assert all(math.isfinite(row["probability"]) for row in each["classes"])
+        assert answer.status_code in (200, 400, 413, 422), answer.status_code
+        if answer.status_code == 200:
+            assert all(math.isfinite(row["probability"]) for row in answer.json()["classes"])
+        else:
+            assert 0 < len(answer.text) < 3000, answer.text
+            assert " at 0x" not in answer.text
 
     def layout(rng: random.Random, folder: Path) -> None:
         """Folders of images with names that mean something, or look as if they did."""

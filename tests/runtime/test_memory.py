@@ -96,7 +96,7 @@ bundle = vit.load_bundle(model)
 client = TestClient(build_app(bundle, hosts=["testserver"]))
 
 def post(path):
-    answer = client.post("/predict?map=png", files={"image": Path(path).read_bytes()})
+    answer = client.post("/predict?map=true", files={"image": Path(path).read_bytes()})
     assert answer.status_code == 200, answer.text
 
 post(small)

@@ -180,8 +180,8 @@ def test_serve(npu: Counter, monkeypatch: pytest.MonkeyPatch, model: Path, photo
     serve = pytest.importorskip("vit.deploy.serve.app", reason="the extra serve is not installed")
 
     # the pretend device is one thread's
-    async def run_here(batches: object, function: Callable[[], Any]) -> Any:
-        return function()
+    async def run_here(batches: object, function: Callable[..., Any], *values: object) -> Any:
+        return function(*values)
 
     async def ask(device: str) -> Any:
         app = serve.build_app(load_bundle(model, device=torch.device(device)))
@@ -189,7 +189,7 @@ def test_serve(npu: Counter, monkeypatch: pytest.MonkeyPatch, model: Path, photo
             transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1"
         ) as client:
             files = {"image": (photos / "ant" / "0.png").read_bytes()}
-            return (await client.post("/predict?map=array", files=files)).raise_for_status().json()
+            return (await client.post("/predict?map=true", files=files)).raise_for_status().json()
 
     monkeypatch.setattr(serve.Batches, "run", run_here)
     assert asyncio.run(ask("npu:0")) == asyncio.run(ask("cpu"))

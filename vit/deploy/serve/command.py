@@ -1,32 +1,26 @@
 """The command `vit serve`."""
 
-import signal
-from functools import partial
+import socket
+from contextlib import suppress
 
 from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 from vit.runtime.progress import show_progress
 
+# requests that are received or wait for the model
+_MAX_REQUESTS = 128
+# after SIGTERM, to answer the requests that are there; Kubernetes kills after 30
+_ENDING_SECONDS = 25
 
-@check_arguments(
-    port=(0, 65535),
-    similar=(0, 20),
-    workers=(1, None),
-    batch_size=(1, None),
-    max_batch_delay=(0, 10_000),
-)
+
+@check_arguments(port=(0, 65535))
 def serve(
     model: str,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
     allow_host: list[str] | None = None,
-    method: str = "auto",
-    similar: int = 4,
-    workers: int = 1,
-    batch_size: int = 32,
-    max_batch_delay: float = 0,
     device: str = "auto",
     precision: str = "auto",
 ) -> None:
@@ -40,45 +34,40 @@ def serve(
             may ask.
         port: Port to listen on; 0 takes a free one.
         allow_host: Another name of this machine, such as a proxy's; may be repeated.
-        method: Map method. "auto" is the first one of vit explain.
-        similar: Training photos to show with a photo; 0: answers name none.
-        workers: Processes that share port and cores; each opens the model.
-        batch_size: Most photos in a batch.
-        max_batch_delay: Milliseconds to wait until a batch is full.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
     """
     try:
         # torch and the server, which `vit --help` does without
-        from vit.deploy.serve import app
+        import uvicorn
+
+        from vit.bundle import open_model
+        from vit.deploy.serve.app import LOCAL_HOSTS, build_app
     except ImportError as error:
         raise ValueError(
             "vit serve needs FastAPI, uvicorn and others: pip install '.[serve]' in the clone of vit"
         ) from error
 
-    build = partial(
-        app.build_app,
-        precision=precision,
-        method=method,
-        # the names under which this machine is reached
-        hosts=[*app.LOCAL_HOSTS, host, *app.list_addresses(host), *(allow_host or [])],
-        num_similar=similar,
-        batch_size=batch_size,
-        max_delay=max_batch_delay / 1000,
-    )
-    open_worker = partial(app.open_app, model, device=device, num_workers=workers, build=build)
-    with show_progress(f"opening {model}"):
-        # also with several workers, so that a mistake is told once
-        server = open_worker()
-    # when it has ended, the server raises the signal again
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    app.run_server(
-        server if workers == 1 else open_worker,
-        host=host,
-        port=port,
-        workers=workers,
-        on_start=lambda address: echo(f"{address}  (Ctrl-C ends it)", err=True),
-    )
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise OSError(
+            f"{host} port {port} can't be used ({error.strerror}); choose another --port or --host"
+        ) from error
+    with listener, suppress(KeyboardInterrupt):
+        with show_progress(f"opening {model}"):
+            bundle = open_model(model, device=device)
+            hosts = [*LOCAL_HOSTS, host, *(allow_host or [])]
+            app = build_app(bundle, precision=precision, hosts=hosts)
+        echo(f"http://{host}:{listener.getsockname()[1]}  (Ctrl-C ends it)", err=True)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            server_header=False,
+            limit_concurrency=_MAX_REQUESTS,
+            timeout_graceful_shutdown=_ENDING_SECONDS,
+        )
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 COMMAND = Command(run=serve)
