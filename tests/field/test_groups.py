@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from threadpoolctl import threadpool_limits
 
-from vit.analysis.audit.suspects import predict_out_of_fold
+from vit.analysis.audit.suspects import Audit, audit_images
 from vit.analysis.learning_curve.curve import measure_learning_curve
 from vit.data.dataset import ImageDataset, join_datasets
 from vit.data.groups import choose_whole_groups, find_groups
@@ -194,24 +194,33 @@ def test_an_audit_predicts_each_image_without_its_group() -> None:
     labels = np.append(np.repeat(rng.permutation(40) % 2, 5), [2] * 5)
     features = rng.normal(size=(41, 32))[np.append(sites, [40] * 5)]
     features = (features + 0.1 * rng.normal(size=features.shape)).astype(np.float32)
-    digests = rng.permutation(205).astype(np.uint64)
     groups = [f"s{site}" for site in np.append(sites, [40] * 5)]
-    naive = predict_out_of_fold(features, labels, digests, num_classes=3)
-    assert (naive.argmax(axis=1) == labels).mean() > 0.9
-    grouped = predict_out_of_fold(features, labels, digests, num_classes=3, groups=groups)
-    assert np.isnan(grouped[200:]).all()
-    assert np.allclose(grouped[:200].sum(axis=1), 1)
-    assert 0.3 < (grouped[:200].argmax(axis=1) == labels[:200]).mean() < 0.7
+    assert audit_arrays(features, labels).top1 > 0.85
+    grouped = audit_arrays(features, labels, groups)
+    assert grouped.not_examined == ["c"]
+    assert 0.3 < grouped.top1 < 0.7
 
 
 def test_an_audit_of_a_class_of_one_image_judges_the_others() -> None:
     rng = np.random.default_rng(0)
     labels = np.append(np.repeat([0, 1], 20), [2])
     features = (rng.normal(size=(3, 8))[labels] * 4 + rng.normal(size=(41, 8))).astype(np.float32)
-    digests = rng.permutation(41).astype(np.uint64)
     for groups in (None, [f"s{number % 7}" for number in range(40)] + ["s9"]):
-        found = predict_out_of_fold(features, labels, digests, num_classes=3, groups=groups)
-        assert (found[:40].argmax(axis=1) == labels[:40]).all()
+        found = audit_arrays(features, labels, groups)
+        assert (found.top1, found.not_examined) == (1, ["c"])
+
+
+def audit_arrays(
+    features: np.ndarray, labels: np.ndarray, groups: list[str] | None = None
+) -> Audit:
+    """Audit different images of the classes a, b and c."""
+    digests = np.random.default_rng(0).integers(2**63, size=(2, len(labels)), dtype=np.uint64)
+    dataset = ImageDataset(
+        name="x", class_names=("a", "b", "c"), labels=labels, groups=groups, hashes=digests,
+        ids=list(map(str, range(len(labels)))),
+        reader=ArrayReader(np.zeros((len(labels), 4, 4, 3), np.uint8)),
+    )  # fmt: skip
+    return audit_images(dataset, features, data="x", model="", model_sha256="")
 
 
 def test_joined_splits_keep_their_groups() -> None:

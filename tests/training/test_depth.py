@@ -171,16 +171,3 @@ def test_exports_show_the_model_what_vit_does(tmp_path: Path, mode: str) -> None
     written = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]
     crop_mode = {"pad": "border", "stretch": "squash"}[mode]
     assert (written["crop_mode"], written["crop_pct"]) == (crop_mode, 1.0)
-
-
-def test_an_audit_warns_of_few_levels(save_model: SaveModel, tmp_path: Path) -> None:
-    folder = write_digits(tmp_path / "hot", top=4095, count=4)
-    for path in folder.rglob("*.png"):
-        values = np.asarray(Image.open(path)).copy()
-        values[0, 0] = 65535
-        Image.fromarray(values).save(path)
-    found = vit.audit(folder, model=save_model(tmp_path / "weights.safetensors")).audit
-    (sentence,) = found.warnings
-    assert "18 of 256 grey levels, since 0 to 65535 become black to white" in sentence
-    # the audit's own photos are those of the range
-    assert found.properties["brightness"].odd == []

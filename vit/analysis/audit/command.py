@@ -1,4 +1,4 @@
-"""`vit audit`: likely label errors, near-duplicates and odd images of a data set."""
+"""`vit audit`: likely label errors, near-duplicates and unusual images of a data set."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from vit.runtime.numbers import format_percent
 
 
 def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
-    """Find wrong labels, near-duplicates and odd images.
+    """Find wrong labels, near-duplicates and unusual images.
 
     Writes audit.json and audit.html, a page to accept or reject each suspect. It saves
     corrections.csv for vit train IMAGES data.corrections=corrections.csv. No image is changed. It
@@ -20,33 +20,21 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
         overwrite: Replace an earlier result.
     """
     found = compute_and_save(find, output, overwrite=overwrite).audit
-    kind = "classes" if found.map is None else "labels"
     between = sum(pair.classes[0] != pair.classes[1] for pair in found.near_duplicates)
-    predicts = f"predicts {format_percent(found.top1, found.num_images)} of them correctly"
-    if found.map is not None:
-        mean = format_percent(found.map, found.num_images)
-        predicts = f"predicts their labels with a mean average precision of {mean}"
     echo(
         f"{found.num_images:,} images of {found.data}; a linear classifier on these features"
-        f" {predicts} without having seen them"
+        f" predicts {format_percent(found.top1, found.num_images)} of them correctly without having"
+        " seen them"
     )
-    for sentence in found.warnings:
-        echo(f"warning: {sentence}", color="yellow")
-    judged = ""
-    if found.num_judged < found.num_images:
-        judged = f" among the {found.num_judged:,} images whose labels the classifier can judge"
-    echo(f"{len(found.label_errors)} likely label errors{judged}")
+    echo(f"{len(found.label_errors)} likely label errors")
     for error in found.label_errors[:5]:
-        echo(f"  {error.path}: {error.describe()} ({error.score:.3f})")
-    if found.always_trained:
-        names = ", ".join(found.always_trained)
-        echo(f"labels of {names} are not examined, because all of a class are one group")
-    echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them across {kind}")
+        given, suggested = (text or "no label" for text in (error.given, error.suggested))
+        echo(f"  {error.path}: {given}, probably {suggested} ({error.score:.3f})")
+    if found.not_examined:
+        names = ", ".join(found.not_examined)
+        echo(f"labels of {names} are not examined: all images of a class are one group")
+    echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them with different labels")
     echo(f"{len(found.outliers)} unusual images")
-    for name, described in found.properties.items():
-        if described.odd:
-            example = described.odd[0].path
-            echo(f"{len(described.odd)} images with odd {name}, such as {example}")
     for pair in found.confused_classes[:5]:
         first, second = pair.classes
         count = f"{pair.confused} of {pair.count} images"
@@ -60,6 +48,5 @@ COMMAND = Command(
     run=audit,
     function="audit",
     flags={"data": "images"},
-    old_flags={"--init": "--model"},
     python_only=("dataset", "class_names"),
 )

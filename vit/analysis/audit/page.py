@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from vit.analysis.audit.suspects import Audit
-from vit.data.corrections import COLUMNS, SEPARATOR
+from vit.data.corrections import COLUMNS
 from vit.data.dataset import ImageDataset, printable
 from vit.explanation.render.page import encode_photo, name_model, render_page
 from vit.runtime.numbers import format_percent
@@ -19,7 +19,7 @@ _TEMPLATE = Path(__file__).with_name("audit.html.jinja")
 # More would make a page of tens of megabytes; audit.json has all.
 _MAX_SUSPECTS = 200
 _MAX_PAIRS = 50
-_MAX_ODD = 24
+_MAX_OUTLIERS = 24
 # pixels
 _SIDE = 288
 _THUMBNAIL_SIDE = 112
@@ -34,19 +34,16 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
     """
     suspects = audit.label_errors[:_MAX_SUSPECTS]
     pairs = audit.near_duplicates[:_MAX_PAIRS]
-    outliers = audit.outliers[:_MAX_ODD]
-    odd = {name: described.odd[:_MAX_ODD] for name, described in audit.properties.items()}
-
+    outliers = audit.outliers[:_MAX_OUTLIERS]
     places = {printable(image_id): index for index, image_id in enumerate(images.ids)}
     small = [
         path
         for error in suspects
-        for near in audit.neighbours[error.key].values()
+        for near in audit.neighbours[error.path].values()
         for path, _ in near
     ]
     small += [path for pair in pairs for path in pair.paths]
     small += [image.path for image in outliers]
-    small += [image.path for rows in odd.values() for image in rows]
 
     def encode(paths: Iterable[str], side: int) -> dict[str, str]:
         chosen = {path: places[path] for path in paths}
@@ -55,15 +52,13 @@ def build_audit_page(audit: Audit, images: ImageDataset) -> str:
     context = {
         "audit": audit,
         "model": name_model(audit.model),
-        "top1": format_percent(audit.top1 if audit.map is None else audit.map, audit.num_images),
-        "suspects": [{**asdict(error), "key": error.key} for error in suspects],
+        "top1": format_percent(audit.top1, audit.num_images),
+        "suspects": [asdict(error) for error in suspects],
         "pairs": pairs,
         "outliers": outliers,
-        "odd": odd,
         "photos": encode((error.path for error in suspects), _SIDE),
         "thumbnails": encode(small, _THUMBNAIL_SIDE),
         "columns": COLUMNS,
-        "separator": SEPARATOR,
     }
     return render_page(_TEMPLATE, context)
 

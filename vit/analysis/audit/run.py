@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from vit.analysis.audit.page import build_audit_page
 from vit.analysis.audit.suspects import Audit, audit_images
@@ -16,24 +13,15 @@ from vit.bundle import Bundle, ModelLike, open_model
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset, LabelRule
 from vit.data.open import RecordedImages, open_for_model, open_passed
-from vit.data.statistics import (
-    MIN_LEVELS,
-    describe_few_levels,
-    measure_value_range,
-    survey_images,
-)
+from vit.data.statistics import measure_value_range
 from vit.evaluation.images import check_data, check_no_rule
-from vit.evaluation.written import read_written
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import BatchPredictor
-from vit.runtime.arguments import accept_old_names, check_arguments
+from vit.runtime.arguments import check_arguments
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
-
-# images whose grey levels are counted
-_SAMPLE = 64
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,7 +41,6 @@ class AuditResult(Result):
         }
 
 
-@accept_old_names(init="model")
 @check_arguments(batch_size=(1, None))
 def audit(
     data: str | Path | None = None,
@@ -61,7 +48,6 @@ def audit(
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
     model: ModelLike | None = None,
-    predictions: str | Path | None = None,
     root: str | Path | None = None,
     group_by: str | int | None = None,
     label_by: str | None = None,
@@ -72,7 +58,7 @@ def audit(
     precision: str = "auto",
 ) -> AuditResult:
     """Look for problems in labelled images: likely label errors,
-    near-duplicates, odd images, and classes that can't be told apart.
+    near-duplicates, unusual images, and classes that can't be told apart.
 
     Args:
         data: A data set's name, a folder with a folder for each class, a
@@ -83,9 +69,6 @@ def audit(
         model: Model whose features are used: a file, a run or timm:NAME. A
             model that was trained with these labels may have memorised the
             wrong ones; pretrained weights find more.
-        predictions: Parquet file or folder of `vit predict --embeddings` for
-            this model and these images. They are not read again, so that
-            similar copies and odd images are not looked for.
         root: Folder of the data set that `data` names. None: its usual place.
         group_by: See `vit.train`.
         label_by: See `vit.train`.
@@ -135,17 +118,6 @@ def audit(
         preprocess = replace(bundle.preprocess, value_range=value_range)
         bundle = replace(bundle, preprocess=preprocess)
     preprocess = bundle.preprocess
-    if predictions is not None:
-        images, values = read_written(predictions, listed, "embedding")
-        # equal pixels have equal features
-        digests = [sha256(row.tobytes()).digest()[:8] for row in values]
-        hashes = np.frombuffer(b"".join(digests), dtype=np.uint64)
-        images = replace(images, hashes=np.stack([hashes, hashes]))
-        found = audit_images(
-            images, values, data=splits.title, model=bundle.name, model_sha256=bundle.sha256
-        )
-        return AuditResult(found, images)
-    survey = survey_images(listed, count=_SAMPLE, preprocess=preprocess)
     images = decode_dataset(
         listed,
         size=preprocess.resize_size,
@@ -168,10 +140,7 @@ def audit(
             data=splits.title,
             model=bundle.name,
             model_sha256=bundle.sha256,
-            convert=preprocess.to_rgb,
         )
-    if survey.num_levels < MIN_LEVELS:
-        found = replace(found, warnings=[describe_few_levels(survey.num_levels, value_range)])
     return AuditResult(found, images)
 
 
