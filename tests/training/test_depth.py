@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
 import vit
-from tests.conftest import Launcher, SaveModel
+from tests.conftest import Launcher
 from vit.bundle import load_bundle
 from vit.data import depth
 
