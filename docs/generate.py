@@ -150,9 +150,6 @@ def render_commands() -> str:
             _name(parameter): _describe_parameter(parameter, *get_args(hints[parameter.name]))
             for parameter in parameters
         }
-        for rare, description in getattr(command, "rare", ()):
-            option = f"--option {rare}=…"
-            rows[name][option] = _item(option, description)
 
     counts = Counter(cell for of_command in rows.values() for cell in of_command.items())
     # the most frequent meaning, if an option has several

@@ -283,7 +283,7 @@ def test_an_explanation_writes_what_the_command_writes(
 ) -> None:
     methods = ("rollout", "gae")
     arguments = ["--method", ",".join(methods), "--format", "png,npz,html"]
-    cli.succeed("attention", tiny_run, photos, *arguments, "--output", tmp_path / "command")
+    cli.succeed("explain", tiny_run, photos, *arguments, "--output", tmp_path / "command")
     formats = ("png", "npz", "html")
     found = vit.explain(
         tiny_run, photos, methods=methods, output=tmp_path / "function", formats=formats

@@ -18,7 +18,6 @@ from tests.conftest import TINY_RUN, Launcher
 from tests.evaluation.records import write_evaluation
 from vit.bundle import Bundle
 from vit.training.run_directory import open_run_directory
-from vit.training.tensorboard import TensorBoard
 from vit.training.train_step import TrainStep
 
 
@@ -38,7 +37,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "command",
     [
         ["evaluate"],
-        ["attention", "--num-images", "2", "--no-checks"],
+        ["explain", "--num-images", "2", "--no-checks"],
         ["export", "--format", "timm"],
         ["train"],
     ],
@@ -82,32 +81,6 @@ def test_a_cache_that_cannot_be_written_is_one_line(
         "train", empty_yaml, *TINY_RUN, f"data.cache_dir={cache}", "--output", tmp_path / "run"
     )
     assert "File exists" in message or "No space left" in message
-
-
-def test_a_clock_that_goes_backwards_changes_no_result(
-    cli: Launcher, tiny_run: Path, empty_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = count(2_000_000_000, -3600)
-    monkeypatch.setattr(time, "time", lambda: float(next(now)))
-    cli.succeed("train", empty_yaml, *TINY_RUN, "--output", tmp_path / "run")
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
-        tiny_run / "model.safetensors"
-    ).read_bytes()
-
-
-def test_a_clock_that_stands_still_holds_up_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(time, "time", lambda: 2e9)
-    earlier = tmp_path / "tensorboard" / "events.out.tfevents.2000000000.host.1.0"
-    earlier.parent.mkdir()
-    earlier.touch()
-    waits, sleep = iter(range(200)), time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds + 0 * next(waits)))
-    observer = TensorBoard(tmp_path)
-    observer.on_start(step=0, total_steps=1, settings={})
-    observer.on_end()
-    assert len(list(earlier.parent.iterdir())) == 2
 
 
 @pytest.mark.chaos
@@ -176,69 +149,12 @@ def test_an_image_damaged_while_training_reads_it_is_named_and_when_it_is_whole_
     assert weights[0] == weights[1]
 
 
-def test_closed_streams_are_said_and_nothing_is_written_into_files(
-    cli: Launcher, tiny_model_file: Path
-) -> None:
-    no_output = cli.start("recipes", preexec_fn=lambda: os.close(1))
-    nothing = cli.start("recipes", preexec_fn=lambda: [os.close(number) for number in range(3)])
-    no_input = cli.start("predict", tiny_model_file, "-", preexec_fn=lambda: os.close(0))
-    _, err = no_output.communicate(timeout=60)
-    assert err == "warning: standard output is closed; what is printed is lost\n"
-    assert no_output.returncode == 0
-    nothing.communicate(timeout=60)
-    assert nothing.returncode == 0
-    _, err = no_input.communicate(timeout=60)
-    assert err == "vit: error: there were no images to predict\n"
-    assert no_input.returncode == 2
-
-
 def test_an_output_that_is_full_is_one_line(cli: Launcher) -> None:
     with open("/dev/full", "w") as full:
         process = cli.start("recipes", stdout=full)
         _, err = process.communicate(timeout=60)
     assert err == "vit: error: No space left on device\n"
     assert process.returncode == 2
-
-
-@pytest.mark.parametrize("columns", ["0", "x", ""])
-def test_a_terminal_of_no_width_shows_something(
-    cli: Launcher, tiny_model_file: Path, monkeypatch: pytest.MonkeyPatch, columns: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    assert "parameters" in cli.succeed("info", tiny_model_file).out
-
-
-@pytest.mark.extended
-def test_characters_that_an_encoding_lacks_are_replaced(cli: Launcher, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_evaluation(tmp_path, name, np.arange(40) % 3)
-    ascii_only = {"PYTHONIOENCODING": "ascii"}
-    process = cli.start("compare", tmp_path / "a", tmp_path / "b", env=ascii_only)
-    assert "top-1  ? sd or 95 % interval" in cli.finish(process).out
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ImportError("libtorch.so: failed to map segment from shared object"),
-        RuntimeError("can't start new thread"),
-        RuntimeError("std::bad_alloc"),
-    ],
-)
-def test_too_little_memory_for_a_library_is_said_as_that(
-    cli: Launcher,
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_model_file: Path,
-    tmp_path: Path,
-    error: Exception,
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("vit.prediction.predict.iterate_predictions", fail)
-    (tmp_path / "a.png").touch()
-    message = cli.fail("predict", tiny_model_file, tmp_path / "a.png")
-    assert message.startswith("vit: error: not enough memory (")
 
 
 def test_the_home_directory_may_be_written_as_a_tilde(

@@ -245,7 +245,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
     def maps(rng: random.Random, folder: Path) -> None:
         shutil.copytree(corpus.directory / "maps", folder / "maps")
         damage_text(folder / "maps" / rng.choice(("maps.npz", "manifest.json")), rng)
-        command = ["attention", corpus.model, corpus.images[4], "--no-checks", "--device", "cpu"]
+        command = ["explain", corpus.model, corpus.images[4], "--no-checks", "--device", "cpu"]
         run_command(*command, "--resume", "--output", folder / "maps")
 
     def table(rng: random.Random, folder: Path) -> None:

@@ -154,7 +154,7 @@ def test_attention_with_pages(both: Both, tiny_run: Path) -> None:
         "--num-images",
         4,
     )
-    (_, found), (_, expected) = both("attention", tiny_run, *options)
+    (_, found), (_, expected) = both("explain", tiny_run, *options)
     assert_same_arrays(found / "maps.npz", expected / "maps.npz")
     pictures = [path.name for path in expected.glob("*.png")]
     assert len(pictures) >= 8

@@ -43,9 +43,4 @@ def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool =
     console.print(f"open {output / 'report.html'} in a browser")
 
 
-COMMAND = Command(
-    run=evaluate,
-    function="evaluate",
-    python_only=("dataset", "class_names"),
-    old_flags={"--pictures": "--num-examples"},
-)
+COMMAND = Command(run=evaluate, function="evaluate", python_only=("dataset", "class_names"))

@@ -1,22 +1,18 @@
-"""`vit explain`, also called `vit attention`."""
+"""`vit explain`: attention maps of photos, with pictures and a manifest."""
 
 import json
 from pathlib import Path
-from typing import Literal
 
-from vit.cli.predict import check_images, import_engine, list_names
+from vit.cli.predict import check_images, list_names
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
-from vit.runtime.files import expand_home
 
 
 def explain(
     find: Call,
     images: list[str] | None = None,
     *,
-    output: str,
-    engine: Literal["local", "ray"] = "local",
-    workers: int | None = None,
+    output: Path,
 ) -> None:
     """Show which parts of an image explain the prediction.
 
@@ -25,48 +21,24 @@ def explain(
 
     Args:
         images: Files, folders, or - for a list on standard input. None: the model's test split.
-        output: Directory for the results; of --engine ray also an address.
-        engine: local, or ray: a cluster, with a row of a Parquet file for each image.
-        workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
+        output: Directory for the results.
     """
     # torch takes seconds to import, and `vit --help` does without
     from vit.data.images import list_images
 
-    if engine == "ray":
-        places = list_names(images or ())
-        import_engine().explain_on_ray(places, find.keywords, output=output, workers=workers)
-        return
     paths = None
     if images:
+        find.refuse(["num_images"], "has no effect on images that are named")
         check_images(images)
         paths = sorted({str(path) for path in list_images(list_names(images))})
-    options = find.keywords
-    folder = expand_home(output)
-    find(images=paths, output=folder)
+    formats = find.keywords["formats"]
+    if not {"pdf", "svg"} & set(formats):
+        find.refuse(["dpi"], "has an effect on --format pdf and svg alone")
+    find(images=paths, output=output)
 
-    _show(folder)
-    if "html" in options["formats"]:
-        echo(f"open {folder / 'gallery.html'} in a browser")
-
-
-def _list_methods() -> dict[str, list[tuple[str, str]]]:
-    """Return the sections of the help about map methods and their options."""
-    from vit.explanation.methods.registry import METHODS
-
-    methods = []
-    options: dict[str, tuple[list[str], str]] = {}
-    for method in METHODS.values():
-        condition = " (models without attention)" if method.models == "feature map" else ""
-        methods.append((method.name, method.title + condition))
-        for name, text in method.describe_options().items():
-            options.setdefault(name, ([], text))[0].append(method.name)
-    return {
-        "Methods": methods,
-        "Options of methods, set by --option NAME=VALUE": [
-            (name, f"{text} Used by {', '.join(names)}.".strip())
-            for name, (names, text) in options.items()
-        ],
-    }
+    _show(output)
+    if "html" in formats:
+        echo(f"open {output / 'gallery.html'} in a browser")
 
 
 COMMAND = Command(
@@ -79,12 +51,7 @@ COMMAND = Command(
         "checks": "--checks/--no-checks",
         "captions": "--caption/--no-caption",
     },
-    old_flags={"--images": "--num-images"},
-    rare=("scale", "max_side", "precision", "random_weights"),
-    python_only=("class_names", "preprocess"),
-    rare_into="map_options",
-    sections=_list_methods,
-    alias="attention",
+    python_only=("class_names", "preprocess", "map_options"),
 )
 
 

@@ -4,13 +4,11 @@ code 2."""
 import logging
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
 import warnings
 from importlib import import_module
-from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -25,11 +23,8 @@ from vit.runtime.progress import LOGGER
 
 # Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
-# Libraries' messages about too little memory. The last three occur under a limit of addresses
-# (ulimit -v).
-_OUT_OF_MEMORY = (
-    "OutOfMemory|allocate memory|not enough memory|failed to map segment|bad_alloc|start new thread"
-)
+# torch's messages about too little memory, which are RuntimeErrors
+_OUT_OF_MEMORY = "OutOfMemory|allocate memory|not enough memory"
 
 app = typer.Typer(
     name="vit",
@@ -77,8 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit.
 
     An error is reported in one line. The exit code is 2 for a user's mistake (ValueError, OSError,
-    an unknown option, too little memory), and 70 for an internal error, whose line names a report.
-    With VIT_DEBUG=1 in the environment the traceback is shown instead.
+    an unknown option, too little memory), and 70 for an internal error. With VIT_DEBUG=1 in the
+    environment the traceback is shown instead.
 
     Args:
         arguments: Arguments of the command. None: those of this process.
@@ -92,9 +87,6 @@ def main(arguments: list[str] | None = None) -> None:
 
     if arguments is None:
         arguments = sys.argv[1:]
-    _prepare_streams()
-    original_hook = threading.excepthook
-    threading.excepthook = _report_thread
     original_format = warnings.formatwarning
     warnings.formatwarning = _format_warning
     original_handler = _exit_on_sigterm()
@@ -112,7 +104,6 @@ def main(arguments: list[str] | None = None) -> None:
         _drop_unwritten_output()
     finally:
         LOGGER.removeHandler(lines)
-        threading.excepthook = original_hook
         warnings.formatwarning = original_format
         if original_handler is not None:
             signal.signal(signal.SIGTERM, original_handler)
@@ -138,36 +129,6 @@ def _exit_on_sigterm() -> Any:
         sys.exit(128 + number)
 
     return signal.signal(signal.SIGTERM, stop)
-
-
-def _prepare_streams() -> None:
-    """Repair closed standard streams, a terminal without width, and an encoding that lacks
-    characters, so that all code can print."""
-    # A file that is opened later must not get the number of a stream, because text would be printed
-    # into it.
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        continue
-    os.close(descriptor)
-    is_lost = sys.stdout is None
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for good)
-    if is_lost:
-        print("warning: standard output is closed; what is printed is lost", file=sys.stderr)
-
-    # Rich would show nothing at width 0.
-    width = os.environ.get("COLUMNS", "80")
-    if not width.isdecimal() or int(width) == 0:
-        del os.environ["COLUMNS"]
-    for stream in (sys.stdout, sys.stderr):
-        # In a test, a stream has another type.
-        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
-
-
-def _report_thread(failed: threading.ExceptHookArgs) -> None:
-    """Print one line about an error in a library's thread, such as TensorBoard's writer."""
-    echo(f"vit: {failed.exc_type.__name__}: {failed.exc_value}", err=True)
 
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
@@ -200,69 +161,29 @@ def _report(error: Exception, arguments: list[str]) -> int:
         return 2
 
     code = 2
-    text = _describe_user_error(error, arguments)
+    text = _describe_user_error(error)
     if text is not None:
         text += suggest_quotes(arguments)
     else:
         code = 70
         problem = f"{type(error).__name__}: {first_line(error)}"
-        text = f"internal error, a bug in vit: {problem}; {_save_report(error)}"
+        text = f"internal error, a bug in vit: {problem}; VIT_DEBUG=1 shows where"
     text = hide_tokens(" ".join(text.split()))
     one_line = replace_control_characters(shorten(text, 2000))
     print(f"vit: error: {one_line}", file=sys.stderr)
     return code
 
 
-def _describe_user_error(error: Exception, arguments: list[str]) -> str | None:
+def _describe_user_error(error: Exception) -> str | None:
     """Return the sentence for a user's mistake; None for an internal error."""
     if isinstance(error, _USAGE_ERROR):
         command = error.ctx.command_path if error.ctx else "vit"
-        option = getattr(error, "option_name", None)
-        if command == "vit train" and option and (hint := _suggest_override(option, arguments)):
-            return hint
         return f"{error.format_message()} ({command} --help lists the options)"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     if isinstance(error, ValueError | OSError | DriveError):
         return str(error) or type(error).__name__
-    # torch has several errors for too little memory.
     if isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, repr(error)):
         hint = "try a smaller batch size, image size or model"
         return f"not enough memory ({first_line(error)}); {hint}"
     return None
-
-
-def _suggest_override(option: str, arguments: list[str]) -> str | None:
-    """Return a hint for an unknown option that has the name of a configuration key; None for others."""
-    # pydantic and yaml take longer to import than `vit --help` may take
-    from vit.config import Config, flatten_config
-
-    name = option.lstrip("-").replace("-", "_")
-    keys = [key for key in flatten_config(Config()) if key.partition(".")[2] == name]
-    if not keys:
-        return None
-    # --epochs=3 or --epochs 3
-    match = re.search(rf"{option}(?:=| (?!-))(\S+)", " ".join(arguments))
-    value = match[1] if match else "VALUE"
-    return f"there is no option {option}; use {' or '.join(f'{key}={value}' for key in keys)}"
-
-
-def _save_report(error: Exception) -> str:
-    """Write the traceback to a file.
-
-    Returns:
-        The end of a sentence that names the file.
-    """
-    # needed only after an internal error
-    import tempfile
-    import traceback
-
-    command = shorten(hide_tokens(shlex.join(sys.argv)), 2000)
-    try:
-        descriptor, path = tempfile.mkstemp(prefix="vit-report-", suffix=".txt")
-        with open(descriptor, "w") as file:
-            file.write(f"vit {vit.__version__}, Python {sys.version}\n{command}\n")
-            file.write(hide_tokens("".join(traceback.format_exception(error))))
-    except OSError:
-        return "its report could not be written; VIT_DEBUG=1 shows it"
-    return f"please report it with {path}"

@@ -59,30 +59,36 @@ def predict(
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
-    output = call.keywords["output"]
+    keywords = call.keywords
+    output = keywords["output"]
+    if engine == "local":
+        call.refuse(["workers"], "has an effect on --engine ray alone")
+    if output or engine == "ray":
+        call.refuse(["output_format"], "has an effect on standard output alone, not on --output")
     if output_format == "auto":
-        output_format = "table" if sys.stdout.isatty() and not call.keywords["similar"] else "jsonl"
-    if call.keywords["embeddings"] and output_format == "csv" and not output:
+        output_format = "table" if sys.stdout.isatty() and not keywords["similar"] else "jsonl"
+    if keywords["embeddings"] and output_format == "csv":
         raise ValueError("--embeddings needs --output or --format jsonl: CSV has no place for them")
-    if call.keywords["similar"] and output_format != "jsonl" and not output:
+    if keywords["similar"] and output_format != "jsonl" and not output:
         raise ValueError("--similar needs --format jsonl: other formats have no place for photos")
-    models = [call.keywords["model"]]
+    models = [keywords["model"]]
     while images and is_model_name(images[0]):
         models.append(images.pop(0))
     if not images:
         find_model(models[0])
         raise ValueError(f"{models[-1]} is a model; name images after it")
     check_images(images)
-    keywords = {**call.keywords, "model": models if len(models) > 1 else models[0]}
+    keywords = {**keywords, "model": models if len(models) > 1 else models[0]}
     if engine == "ray":
+        unused = ("sort_into", "similar", "sort")
+        call.refuse(unused, "has no effect with --engine ray")
+        if output is None:
+            raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
         ray = import_engine()
-        others = {name: keywords.pop(name) for name in ("sort_into", "similar", "sort")}
-        output, resume = keywords.pop("output"), keywords.pop("resume")
-        if others != {"sort_into": None, "similar": 0, "sort": "none"} or output is None:
-            text = "needs --output, and has no --sort-into, --similar and --sort"
-            raise ValueError(f"--engine ray {text}")
+        options = {name: each for name, each in keywords.items() if name not in unused}
+        output, resume = options.pop("output"), options.pop("resume")
         places = list_names(images)
-        ray.predict_on_ray(places, keywords, output=output, workers=workers, resume=resume)
+        ray.predict_on_ray(places, options, output=output, workers=workers, resume=resume)
         return
     # a folder that is named alone is an error if it holds no images
     is_one_path = len(images) == 1 and images[0] != "-"
@@ -98,7 +104,7 @@ def predict(
             count += 1
             num_unreadable += prediction.error is not None
             advance(1, f"{count:,} images")
-    if count == 0 and not call.keywords["resume"]:
+    if count == 0 and not keywords["resume"]:
         raise ValueError("there were no images to predict")
     if output:
         echo(f"{count:,} predictions were written into {output}")

@@ -1,9 +1,30 @@
 """Record of a command of the command line."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+
+class Call(partial[Any]):
+    """The public function of a command, with the values of its options.
+
+    Attributes:
+        given: Parameter → option, for the options that the user gave.
+    """
+
+    given: Mapping[str, str] = {}
+
+    def refuse(self, names: Collection[str], reason: str) -> None:
+        """Raise ValueError if the user gave an option that isn't used.
+
+        Args:
+            names: Parameters that aren't used.
+            reason: End of the sentence, such as "has no effect with IMAGES".
+        """
+        unused = [option for name, option in self.given.items() if name in names]
+        if unused:
+            raise ValueError(f"{', '.join(unused)} {reason}; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,32 +32,14 @@ class Command:
     """A command of the command line. `vit.cli.build` describes how it is made.
 
     Attributes:
-        run: Called with the values of its own parameters. Before them it gets the public function,
-            if there is one, with the values of that function's parameters filled in. Its docstring
-            is the help.
+        run: Called with the values of its own parameters. Before them it gets a `Call` of the public
+            function, if there is one. Its docstring is the help.
         function: Name of the public function, such as "audit" for `vit.audit`.
         python_only: Parameters of the function that have no option.
         flags: Parameter → its option, such as "--class", or the name of its argument.
-        help: Parameter → a text that is shorter than its first sentence under `Args:`.
-        rare: Parameters that share the option --option NAME=VALUE.
-        alias: Another name of the command, which the list of commands doesn't show.
-        old_flags: Earlier name of an option, which still works and isn't listed → its name.
-        rare_into: Parameter, a dictionary, that gets the values of --option with other names.
-        sections: Function that returns more sections of the help, when it is shown: title → rows
-            of a name and a text.
     """
 
     run: Callable[..., None]
     function: str = ""
     python_only: Collection[str] = ()
     flags: Mapping[str, str] = field(default_factory=dict)
-    help: Mapping[str, str] = field(default_factory=dict)
-    rare: Collection[str] = ()
-    old_flags: Mapping[str, str] = field(default_factory=dict)
-    alias: str = ""
-    rare_into: str = ""
-    sections: Callable[[], Mapping[str, Sequence[tuple[str, str]]]] = dict
-
-
-# the function of a command, with the values of its options
-Call = partial[Any]

@@ -49,11 +49,7 @@ def compare(
         console.print(f"written to {output}")
 
 
-COMMAND = Command(
-    run=compare,
-    function="compare",
-    help={"evaluations": "Two or more directories of vit evaluate."},
-)
+COMMAND = Command(run=compare, function="compare")
 
 
 def _show_pair(

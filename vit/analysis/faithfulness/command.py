@@ -40,5 +40,4 @@ COMMAND = Command(
     function="measure_faithfulness",
     python_only=("dataset", "class_names"),
     flags={"methods": "--method"},
-    help={"methods": "all, or names separated by commas."},
 )
