@@ -1,6 +1,5 @@
 """A run of pretrained weights starts from a probe: a model like any other, never lost again."""
 
-import csv
 import html
 import json
 import re
@@ -358,22 +357,17 @@ def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
         "train", "folder/finetune", "data.name=digits", *SHORT, "--init", weights, "--folds", "4",
         "-o", run,
     )  # fmt: skip
-    assert "4-fold cross-validation of 537 images: top-1" in " ".join(outcome.text.split())
-    result = json.loads((run / "cross_validation.json").read_text())
-    assert len({prediction["path"] for prediction in result["predictions"]}) == 537
-    assert result["interval"][0] < result["top1"] < result["interval"][1]
+    text = " ".join(outcome.text.split())
+    result = np.load(run / "cross_validation.npz")
+    assert len(set(result["ids"].tolist())) == 537
     bundle = load_bundle(run)
     assert bundle.data["splits"]["train"]["num_images"] == 537
     # a report of the out-of-fold predictions, as of a test split
     cli.succeed("evaluate", run, "-o", tmp_path / "evaluation")
     evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert evaluation["split"] == "cross-validation"
-    assert evaluation["metrics"]["top1"] == result["top1"]
-    assert evaluation["intervals"]["top1"] == result["interval"]
-    assert evaluation["metrics"]["macro_f1"] == result["macro_f1"]
-    with (tmp_path / "evaluation" / "predictions.csv").open() as file:
-        written = {row["path"]: row["predicted"] for row in csv.DictReader(file)}
-    assert written == {row["path"]: row["predicted"] for row in result["predictions"]}
+    num_right = round(537 * evaluation["metrics"]["top1"])
+    assert f"4-fold cross-validation of 537 images: {num_right} correct" in text
     # no image is left that it hasn't seen
     failure = cli.run("evaluate", run, "--split", "test", "-o", tmp_path / "test")
     assert "the test split is empty" in failure.err

@@ -80,14 +80,6 @@ def compute_features(
     return {readout: values[:, place] for place, readout in enumerate(readouts)}
 
 
-def are_features_cached(
-    predictor: BatchPredictor, dataset: ImageDataset, *, cache_dir: Path | None = None
-) -> bool:
-    """Return true if `compute_features` was called with these arguments earlier, and its results
-    are in the cache. The images are decoded."""
-    return find_features_path(predictor, dataset, cache_dir=cache_dir).exists()
-
-
 def find_features_path(
     predictor: BatchPredictor, dataset: ImageDataset, *, cache_dir: Path | None = None
 ) -> Path:

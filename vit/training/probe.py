@@ -1,7 +1,7 @@
 """The linear probe that a run of pretrained weights starts from."""
 
 import time
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,13 +11,12 @@ import torch
 from jaxtyping import Float
 
 from vit.config import Config
-from vit.data.cache import is_decoded
 from vit.data.dataset import ImageDataset
 from vit.model.logits import cut_model
 from vit.model.model_file import ModelFile
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import build_to_fit
-from vit.prediction.features import Features, are_features_cached, compute_features
+from vit.prediction.features import Features, compute_features
 from vit.runtime.arguments import shorten
 from vit.runtime.console import build_console
 from vit.runtime.numbers import format_percent
@@ -26,7 +25,7 @@ from vit.runtime.products import find_product
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
 from vit.training.folds import assign_folds, describe_always_trained, list_always_trained
-from vit.training.linear_probe import Balance, LinearProbe, fit_probe
+from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
@@ -102,21 +101,6 @@ def is_probe_alone(config: Config) -> bool:
     return uses_probe(config) and config.model.freeze == "backbone"
 
 
-def find_cached_number(
-    model: VisionTransformer, data: TrainingData, numbers: Iterable[int], *, device: torch.device
-) -> int | None:
-    """Return the first of several numbers of images, see `fit_to_data`, whose features are in the
-    cache, from an earlier run; None if there is none."""
-    predictor = build_predictor(data, model, device=device)
-    for number in numbers:
-        dataset = _choose_images(data.train, number)
-        if is_decoded(dataset, data.preprocess, data.splits.cache_dir) and are_features_cached(
-            predictor, data.decode(dataset), cache_dir=data.splits.cache_dir
-        ):
-            return number
-    return None
-
-
 def fit_to_data(
     config: Config,
     model: VisionTransformer,
@@ -177,7 +161,7 @@ def fit_to_data(
 
 
 def _measure_curve(
-    features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: Balance
+    features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: bool
 ) -> ProbeMeasurement | None:
     measure = find_product("learning curve")
     if measure is None:
@@ -236,19 +220,11 @@ def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDatase
     # True is also the number 1 in Python.
     if max_images is True or max_images >= len(dataset):
         return dataset
-    return dataset.subset(_sample_classes(dataset, max_images))
-
-
-def _sample_classes(dataset: ImageDataset, count: int) -> np.ndarray:
-    """Return the indices of `count` images: the first image of each class in an order shuffled by
-    seed 0, then the second of each class, and so on."""
-    rng = np.random.default_rng(0)
-    shuffled = rng.permutation(len(dataset))
-    labels = dataset.strata[shuffled]
-    order = np.argsort(labels, kind="stable")
-    # For each image, its place within its class.
-    starts = np.searchsorted(labels[order], np.unique(labels))
-    places = np.empty(len(dataset), dtype=np.int64)
-    class_sizes = np.diff([*starts, len(dataset)])
-    places[order] = np.arange(len(dataset)) - np.repeat(starts, class_sizes)
-    return np.sort(shuffled[np.argsort(places, kind="stable")[:count]])
+    # the first image of each class in a random order, then the second of each class, and so on
+    shuffled = np.random.default_rng(0).permutation(len(dataset))
+    seen: Counter[int] = Counter()
+    places = np.zeros(len(dataset), dtype=np.int64)
+    for place, label in enumerate(dataset.strata[shuffled].tolist()):
+        places[place] = seen[label]
+        seen[label] += 1
+    return dataset.subset(np.sort(shuffled[np.argsort(places, kind="stable")[:max_images]]))

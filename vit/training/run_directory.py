@@ -10,14 +10,12 @@ from vit.runtime.locks import lock_file
 from vit.runtime.metrics_file import METRICS_FILE, OUT_OF_FOLD_FILE
 
 CONFIG_FILE = "config.yaml"
-CROSS_VALIDATION_FILE = "cross_validation.json"
 _LOCK_FILE = ".lock"
 FIRST_BATCH_FILE = "first_batch.png"
 # Measurements of a run. A run that starts anew in its directory removes them.
 _RESULT_FILES = (
     METRICS_FILE,
     "tensorboard",
-    CROSS_VALIDATION_FILE,
     OUT_OF_FOLD_FILE,
     "learning_curve.json",
 )

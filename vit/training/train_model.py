@@ -92,8 +92,8 @@ def train(
         folds: With `init`: cross-validate a linear probe on all images in this
             number of folds. Each image is predicted by a probe of
             the other folds, which has seen neither it nor its group. The
-            result is in `cross_validation.json`, and `vit evaluate` reports on
-            it. None: images are held out.
+            predictions are in `cross_validation.npz`, and `vit evaluate`
+            reports on them. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
             is one. Pass `transform`, `dataset`, `model`, `loss` and
             `callbacks` again.
@@ -232,9 +232,9 @@ def train(
         if calibrated is not None and show_plan and process.is_main:
             build_console(stderr=True).print(calibrated, soft_wrap=True)
         if folds is not None:
-            cross_validation = cross_validate_run(run, num_folds=folds, directory=directory)
+            said = cross_validate_run(run, num_folds=folds, directory=directory)
             if process.is_main:
-                build_console(stderr=True).print(cross_validation.describe(), soft_wrap=True)
+                build_console(stderr=True).print(said, soft_wrap=True)
 
     best = progress.best
     best_top1 = best_map = passed_images = None
