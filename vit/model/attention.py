@@ -7,7 +7,7 @@ zero weights and a zero output, not NaN and not a uniform average.
 """
 
 from contextlib import nullcontext
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,11 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vit.model.cpu_kernels import Backend, ExplicitAttention, can_use_kernels, choose_backend
 from vit.runtime.arguments import check_choice
+from vit.runtime.device import cpu_flags
+from vit.runtime.threads import constant_when_compiled
 
+Backend = Literal["auto", "fused", "explicit"]
 # Boolean, or integers 0 and 1. Other masks raise a ValueError.
 Mask = Shaped[Tensor, "..."] | None
 Queries = Float[Tensor, "B Nq D"]
@@ -25,6 +27,8 @@ Keys = Float[Tensor, "B Nk D"] | None
 
 # Vision transformers use this epsilon in every LayerNorm; torch's own default is 1e-5.
 NORM_EPS = 1e-6
+# Beyond a few hundred tokens, explicit weights exceed a processor's caches.
+MAX_EXPLICIT_TOKENS = 640
 # torch's kernels besides cuDNN's.
 _OTHER_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -168,15 +172,9 @@ class MultiHeadAttention(nn.Module):
         if backend == "auto":
             needs_gradient = torch.is_grad_enabled() and v.requires_grad
             backend = choose_backend(v.device.type, v.dtype, v.shape[-2], needs_gradient)
-
         if backend == "fused":
-            context = _attend_fused(q, k, v, mask, causal=causal)
-        elif self.training and mask is None and not causal and can_use_kernels():
-            # Every encoder takes this path. Its backward pass is written by hand.
-            context, *_ = ExplicitAttention.apply(q, k, v)
-        else:
-            context = compute_weights(q, k, mask, causal=causal) @ v
-        return self._merge_heads(context)
+            return self._merge_heads(_attend_fused(q, k, v, mask, causal=causal))
+        return self._merge_heads(compute_weights(q, k, mask, causal=causal) @ v)
 
     def forward_with_weights(
         self,
@@ -263,6 +261,25 @@ class MultiHeadAttention(nn.Module):
     def _merge_heads(self, context: Float[Tensor, "B H N K"]) -> Float[Tensor, "B N D"]:
         output: Tensor = self.proj(context.transpose(1, 2).flatten(2))  # heads side by side
         return output
+
+
+def choose_backend(
+    device_type: str, dtype: torch.dtype, num_tokens: int, needs_gradient: bool
+) -> Backend:
+    """Choose the faster of torch's fused kernel and two explicit products.
+
+    The fused kernel is faster except for bfloat16 on a CPU. There its backward pass takes two to
+    five times as long, and without AMX inference is slower too.
+    """
+    if device_type != "cpu" or dtype != torch.bfloat16 or num_tokens > MAX_EXPLICIT_TOKENS:
+        return "fused"
+    return "explicit" if needs_gradient or not _has_amx() else "fused"
+
+
+# A constant for the compiler: reading processor flags would break its graph.
+@constant_when_compiled
+def _has_amx() -> bool:
+    return "amx_bf16" in cpu_flags()
 
 
 def _attend_fused(

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.model.attention import MultiHeadAttention, build_norm
-from vit.model.cpu_kernels import Backend, SquaredReLU, can_use_kernels
+from vit.model.attention import Backend, MultiHeadAttention, build_norm
 from vit.runtime.arguments import check_choice
 from vit.runtime.tensors import Tokens
 from vit.runtime.threads import thread_generator
@@ -114,10 +113,6 @@ class Mlp(nn.Module):
             hidden = F.silu(gate) * hidden
         elif self.activation == "gelu":
             hidden = F.gelu(hidden)
-        elif self.training and can_use_kernels() and not torch.compiler.is_compiling():
-            # The numbers are the same; the backward pass is written by hand. Compiled code of the
-            # formula is as fast, and torch's cache keeps it.
-            hidden, _ = SquaredReLU.apply(hidden)
         else:
             hidden = F.relu(hidden).square()
         output: Tensor = self.fc2(hidden)

@@ -1,5 +1,4 @@
-"""Weights of Hugging Face's ViT, DeiT and DINOv2 (with and without registers) under our names, and
-back.
+"""Weights of Hugging Face's ViT and DINOv2 (with and without registers) under our names, and back.
 
 They are read from folders that its library writes. The library itself is not needed.
 """
@@ -14,22 +13,21 @@ import torch
 from vit.model.attention import NORM_EPS
 from vit.model.model_file import StateDict
 from vit.model.vision_transformer import Architecture, VisionTransformer
-from vit.model.weights import add_class_position, infer_architecture, read_weights
+from vit.model.weights import infer_architecture, read_weights
 from vit.runtime.arguments import as_pair, check_choice, shorten
 from vit.runtime.documents import read_json
 
 CONFIG_FILE = "config.json"
-MODEL_TYPES = ("deit", "dinov2", "dinov2_with_registers", "vit")
+MODEL_TYPES = ("dinov2", "dinov2_with_registers", "vit")
 # File names of transformers, the one without pickle first.
 _WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 # Pillow's number → the filter.
 _INTERPOLATIONS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
-# (Hugging Face's name, ours), applied to each name in this order: to any part that begins with a
-# dot, else to the beginning.
+# (Hugging Face's name, ours), applied to each name in this order, and back in the opposite one: to
+# any part that begins with a dot, else to the beginning.
 _NAMES = (
     ("embeddings.cls_token", "cls_token"),
-    ("embeddings.distillation_token", "dist_token"),
     ("embeddings.register_tokens", "reg_token"),
     ("embeddings.position_embeddings", "pos_embed"),
     ("embeddings.patch_embeddings.projection.", "patch_embed.proj."),
@@ -41,22 +39,16 @@ _NAMES = (
     ("layernorm.", "norm."),
     ("classifier.", "head."),
 )
-# DINOv2 has our names for these.
+# DINOv2 has our names for these, or with SwiGLU the first two.
 _VIT_NAMES = (
+    (".mlp.weights_in.", ".mlp.fc1."),
+    (".mlp.weights_out.", ".mlp.fc2."),
     (".layernorm_before.", ".norm1."),
     (".layernorm_after.", ".norm2."),
     (".intermediate.dense.", ".mlp.fc1."),
     (".output.dense.", ".mlp.fc2."),
 )
-_NAMES_TO_READ = (
-    *_NAMES,
-    *_VIT_NAMES,
-    (".mlp.weights_in.", ".mlp.fc1."),
-    (".mlp.weights_out.", ".mlp.fc2."),
-    ("cls_classifier.", "head."),
-    ("distillation_classifier.", "head_dist."),
-)
-_PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers)\.")
+_PREFIX = re.compile(r"^(vit|dinov2|dinov2_with_registers)\.")
 # Parts that only pretraining needs, or that no classifier reads.
 _UNUSED = re.compile(r"mask_token$|^pooler\.")
 
@@ -73,8 +65,7 @@ def is_huggingface(folder: Path) -> bool:
 def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str, Any]]:
     """Read the weights of a folder, their architecture, and the values of its `Preprocess`.
 
-    DINOv2's own classifier reads more than our head does, so it is left out. A DeiT without a head
-    for its distillation token gets a register token instead, which computes the same.
+    DINOv2's own classifier reads more than our head does, so it is left out.
 
     Raises:
         ValueError: The model is of another kind, or the weights can't be read.
@@ -95,10 +86,12 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
         head = weights["head.weight"] = head[:, :width].contiguous()
     if head is not None and (head.ndim != 2 or head.shape[1] != width):
         del weights["head.weight"], weights["head.bias"]
-    if "head_dist.weight" not in weights and "dist_token" in weights:
-        weights["reg_token"] = weights.pop("dist_token")
-    elif "reg_token" in weights:
-        add_class_position(weights)
+    if "reg_token" in weights:
+        # DINOv2 has positions for the class token and the patches, ours for all prefix tokens or
+        # none.
+        positions = weights["pos_embed"]
+        weights["cls_token"] = weights["cls_token"] + positions[:, :1]
+        weights["pos_embed"] = positions[:, 1:]
 
     # The learned positions are for this size.
     size = config["image_size"]
@@ -124,7 +117,7 @@ def convert_to_huggingface(
     values = model.architecture
     num_registers, embedded = values["reg_tokens"], model.num_embedded_prefix_tokens
     is_plain = values["stem"] == "patch" and values["mlp"] == "gelu" and values["class_token"]
-    if not is_plain or values["qk_norm"] or values["fc_norm"] or values["distilled"]:
+    if not is_plain or values["qk_norm"] or values["fc_norm"]:
         return None
     sizes = {"image_size": values["img_size"], "patch_size": values["patch_size"]}
     width, hidden_dim = model.embed_dim, round(model.embed_dim * values["mlp_ratio"])
@@ -204,7 +197,7 @@ def _rename(theirs: StateDict) -> StateDict:
     """Rename the weights, and join queries, keys and values in one matrix."""
     weights: StateDict = {}
     for name, tensor in theirs.items():
-        name = _replace(_PREFIX.sub("", name), _NAMES_TO_READ)
+        name = _replace(_PREFIX.sub("", name), _NAMES + _VIT_NAMES)
         if not _UNUSED.search(name):
             weights[name] = tensor
 

@@ -22,22 +22,22 @@ def build_stem(
         (1 + (stage < row_halvings), 1 + (stage < column_halvings)) for stage in range(num_stages)
     ]
     if stem == "conv_residual":
-        return _build_residual_stem(in_chans, embed_dim, strides), nn.Identity()
-
+        strides = [(1, 1), *strides]  # its first stage is on the pixels
     layers: list[nn.Module] = []
     for stage, stride in enumerate(strides):
-        stages_left = num_stages - 1 - stage
+        stages_left = len(strides) - 1 - stage
         width = embed_dim
         if stages_left:
-            width = max(embed_dim >> (stages_left if stem == "conv" else 2), 8)
-
+            width = max(embed_dim >> (2 if stem.startswith("conv_pool") else stages_left), 8)
+        relu, pool = nn.ReLU(inplace=True), nn.MaxPool2d(3, stride, padding=1)
         if stem == "conv":
-            layers.append(nn.Conv2d(in_chans, width, 3, stride, padding=1))
+            layers += [nn.Conv2d(in_chans, width, 3, stride, padding=1), relu]
+        elif stem == "conv_residual":
+            convolution = nn.Conv2d(in_chans, width, 3, padding=1, bias=False)
+            layers += [*([pool] if stage else []), convolution, relu, ResidualConv(width)]
         else:
-            layers.append(nn.Conv2d(in_chans, width, 3, padding=1, bias=False))
             # Pooling and ReLU commute. In this order ReLU has a quarter of the values.
-            layers.append(nn.MaxPool2d(3, stride=stride, padding=1))
-        layers.append(nn.ReLU(inplace=True))
+            layers += [nn.Conv2d(in_chans, width, 3, padding=1, bias=False), pool, relu]
         in_chans = width
 
     projection: nn.Module = nn.Identity()
@@ -46,25 +46,6 @@ def build_stem(
     elif stem == "conv_pool_residual":
         projection = ResidualConv(embed_dim)
     return nn.Sequential(*layers), projection
-
-
-def _build_residual_stem(
-    in_chans: int, embed_dim: int, strides: list[tuple[int, int]]
-) -> nn.Sequential:
-    """Build a convolution and a residual one, on the pixels and after each pooling.
-
-    Their widths double up to `embed_dim`.
-    """
-    layers: list[nn.Module] = []
-    for stage in range(len(strides) + 1):
-        width = max(embed_dim >> (len(strides) - stage), 8)
-        if stage:
-            layers.append(nn.MaxPool2d(3, stride=strides[stage - 1], padding=1))
-        layers.append(nn.Conv2d(in_chans, width, 3, padding=1, bias=False))
-        layers.append(nn.ReLU(inplace=True))
-        layers.append(ResidualConv(width))
-        in_chans = width
-    return nn.Sequential(*layers)
 
 
 class ResidualConv(nn.Module):

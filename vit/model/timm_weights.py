@@ -87,9 +87,8 @@ def load_timm(
 
     Args:
         source: A module of timm, a name in timm, a folder with the config.json
-            of timm or of a Hugging Face ViT, DeiT or DINOv2, or a file of
-            weights (safetensors or torch, with the names of timm, torchvision
-            or DINOv2's authors).
+            of timm or of a Hugging Face ViT or DINOv2, or a file of weights
+            with timm's names (safetensors or torch).
         pretrained: Load the weights. False keeps timm's random weights.
         num_heads: Number of attention heads, which a file of weights doesn't
             tell. None: that of the published ViTs of this width, with a warning.

@@ -13,9 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.attention import build_norm
+from vit.model.attention import Backend, build_norm
 from vit.model.blocks import Block, drop_patches
-from vit.model.cpu_kernels import Backend
 from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
 from vit.runtime.arguments import Size, as_pair, check_choice
 from vit.runtime.tensors import Images, Logits, Tokens
@@ -48,7 +47,6 @@ class VisionTransformer(nn.Module):
         pos_embed: "learned", or fixed 2-D "sincos".
         no_embed_class: Give the prefix tokens no positions. "sincos" never does.
         reg_tokens: Number of registers, 0 to 8 (Darcet et al. 2024).
-        distilled: Add DeiT's second token and head, averaged (Touvron et al. 2021).
         drop_path_rate: Rate of the last block; it grows linearly from 0 at the first.
         attention_backend: See `MultiHeadAttention`.
 
@@ -90,7 +88,6 @@ class VisionTransformer(nn.Module):
         pos_embed: str = "learned",
         no_embed_class: bool = False,
         reg_tokens: int = 0,
-        distilled: bool = False,
         drop_path_rate: float = 0.0,
         attention_backend: Backend = "auto",
     ) -> None:
@@ -123,7 +120,6 @@ class VisionTransformer(nn.Module):
             "pos_embed": pos_embed,
             "no_embed_class": no_embed_class,
             "reg_tokens": reg_tokens,
-            "distilled": distilled,
             "drop_path_rate": drop_path_rate,
             "attention_backend": attention_backend,
         }
@@ -133,7 +129,7 @@ class VisionTransformer(nn.Module):
         self.embed_dim = embed_dim
         self.num_classes = num_classes
         self.global_pool = global_pool
-        self.num_prefix_tokens = class_token + distilled + reg_tokens
+        self.num_prefix_tokens = class_token + reg_tokens
         self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
         self.patch_drop_rate = 0.0
         self.grad_checkpointing = False
@@ -144,7 +140,6 @@ class VisionTransformer(nn.Module):
             img_size, patch_size, in_chans=in_chans, embed_dim=embed_dim, stem=stem
         )
         self.cls_token = _empty_tokens(int(class_token), embed_dim)
-        self.dist_token = _empty_tokens(int(distilled), embed_dim)
         self.reg_token = _empty_tokens(reg_tokens, embed_dim)
         if pos_embed == "learned":
             num_positions = self.num_embedded_prefix_tokens + math.prod(self.grid_size)
@@ -172,7 +167,6 @@ class VisionTransformer(nn.Module):
         self.norm = build_norm(embed_dim, enabled=not fc_norm)
         self.fc_norm = build_norm(embed_dim, enabled=fc_norm)
         self.head = self._build_head()
-        self.head_dist = self._build_head() if distilled else None
         init_weights(self)
 
     @property
@@ -186,9 +180,7 @@ class VisionTransformer(nn.Module):
 
         The last block can skip the other tokens.
         """
-        if self.global_pool != "token":
-            return None
-        return 1 if self.head_dist is None else 2
+        return 1 if self.global_pool == "token" else None
 
     def forward(self, images: Images | Tokens) -> Logits:
         """Compute logits, or features if num_classes is 0.
@@ -237,11 +229,7 @@ class VisionTransformer(nn.Module):
 
     def forward_head(self, tokens: Tokens) -> Logits:
         """Pool the tokens of `forward_features` and classify."""
-        logits: Tensor
-        if self.head_dist is not None:
-            logits = (self.head(tokens[:, 0]) + self.head_dist(tokens[:, 1])) / 2
-        else:
-            logits = self.head(self.pool(tokens, self.global_pool))
+        logits: Tensor = self.head(self.pool(tokens, self.global_pool))
         return logits
 
     def pool(self, tokens: Tokens, global_pool: str) -> Float[Tensor, "B D"]:
@@ -311,11 +299,10 @@ class VisionTransformer(nn.Module):
             self.pos_embed = positions.to(self.pos_embed)
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replace the head (both heads of a distilled model) by an untrained one."""
+        """Replace the head by an untrained one."""
         self.num_classes = num_classes
         self.architecture["num_classes"] = num_classes
         self.head = self._build_head()
-        self.head_dist = self._build_head() if self.head_dist is not None else None
 
     def freeze(self, part: Literal["backbone"] | int) -> None:
         """Exclude a part of the model from training.
@@ -328,7 +315,7 @@ class VisionTransformer(nn.Module):
             ValueError: The model has fewer blocks.
         """
         # Names of parameters that are trained begin so.
-        trained = ["head.", "head_dist."]
+        trained = ["head."]
         if part != "backbone":
             if not 0 <= part <= len(self.blocks):
                 raise ValueError(
@@ -348,7 +335,7 @@ class VisionTransformer(nn.Module):
     def _embed(self, images: Images) -> Tokens:
         """Embed the patches, add positions, and put the prefix tokens first."""
         tokens: Tensor = self.patch_embed(images)
-        # Only with `dynamic_img_size` does the patch embedding accept another size.
+        # In training, images may have another size.
         height, width = images.shape[2:]
         rows, columns = self.patch_embed.patch_size
         positions = resample_positions(
@@ -362,7 +349,7 @@ class VisionTransformer(nn.Module):
 
         prefix = [
             token.expand(tokens.shape[0], -1, -1)
-            for token in (self.cls_token, self.dist_token, self.reg_token)
+            for token in (self.cls_token, self.reg_token)
             if token is not None
         ]
         if prefix:
@@ -384,12 +371,6 @@ def _check_architecture(architecture: Architecture) -> None:
     if global_pool == "token" and not architecture["class_token"]:
         raise ValueError(
             "global_pool='token' reads the class token; drop class_token or use global_pool='avg'"
-        )
-    has_other_tokens = architecture["reg_tokens"] or architecture["no_embed_class"]
-    if architecture["distilled"] and (global_pool != "token" or has_other_tokens):
-        raise ValueError(
-            "a distilled model reads two tokens with learned positions: global_pool must be "
-            "'token', reg_tokens 0, pos_embed 'learned' and no_embed_class False"
         )
 
 

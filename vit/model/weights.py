@@ -1,7 +1,6 @@
 """Weights of other programs, read without pickle, and recognised or refused with a reason."""
 
 import math
-import re
 import warnings
 from pathlib import Path
 
@@ -19,32 +18,21 @@ _MAX_PATCHES = 2**16
 # Channels → heads of the published ViTs (Dosovitskiy et al. 2021; 512: Touvron et al. 2022, DeiT III).
 # Other widths have no usual number: timm alone has 1,536 channels with 12, 16 and 24 heads.
 _PUBLISHED_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
-# (part of torchvision's name, our name), applied in this order.
-_TORCHVISION_NAMES = (
-    ("class_token", "cls_token"),
-    ("conv_proj.", "patch_embed.proj."),
-    ("encoder.pos_embedding", "pos_embed"),
-    ("encoder.layers.encoder_layer_", "blocks."),
-    ("encoder.ln.", "norm."),
-    (".ln_", ".norm"),
-    (".self_attention.in_proj_", ".attn.qkv."),
-    (".self_attention.out_proj.", ".attn.proj."),
-    (".mlp.0.", ".mlp.fc1."),
-    (".mlp.3.", ".mlp.fc2."),
-    ("heads.head.", "head."),
-)
-# The same for a file of DINOv2's authors.
-_DINOV2_NAMES = (
-    (".mlp.w12.", ".mlp.fc1."),
-    (".mlp.w3.", ".mlp.fc2."),
-    ("register_tokens", "reg_token"),
-)
+# Part of a tensor's name → what to do with the weights of another program, which have it.
+_OTHERS = {
+    "embeddings.cls_token": "for Hugging Face's weights, give the folder with its config.json",
+    "conv_proj.weight": "for torchvision's, take timm:NAME, or load them into torchvision's module",
+    "mask_token": "for DINOv2's, take timm:NAME, or the folder of Hugging Face",
+    "dist_token": "DeiT's distilled models have two heads; take one without distillation",
+}
+# A tensor that every plain ViT of timm has, by which prefixes of trainers are recognised.
+_PATCHES = "patch_embed.proj.weight"
 
 
 def read_weights(path: Path) -> ModelFile:
     """Read a safetensors file or, with `weights_only=True`, a torch file.
 
-    Wrappers that trainers put around the weights are removed, and torchvision's names become ours.
+    What trainers put around the weights is removed: keys, and prefixes of their names.
 
     Raises:
         ValueError: The file is of another kind, or its weights are not finite.
@@ -52,8 +40,9 @@ def read_weights(path: Path) -> ModelFile:
     """
     if path.suffix == ".safetensors" or CHECKPOINT_NAME.fullmatch(path.name):
         content = read_model_file(path)
-        return content if content.metadata else ModelFile(_convert_names(content.weights))
-    return ModelFile(_convert_names(read_state_dict(path)))
+        if content.metadata:
+            return content
+    return ModelFile(_remove_prefix(read_state_dict(path)))
 
 
 def read_state_dict(path: Path) -> StateDict:
@@ -81,6 +70,17 @@ def read_state_dict(path: Path) -> StateDict:
     return weights
 
 
+def _remove_prefix(weights: StateDict) -> StateDict:
+    """Remove the prefix of DataParallel ("module."), torch.compile, Lightning and others, and the
+    weights outside the network."""
+    start = next((name.removesuffix(_PATCHES) for name in weights if name.endswith(_PATCHES)), "")
+    return {
+        name.removeprefix(start): tensor
+        for name, tensor in weights.items()
+        if name.startswith(start)
+    }
+
+
 def build_to_fit(
     architecture: Architecture, weights: StateDict, *, origin: str, is_random: bool = True
 ) -> VisionTransformer:
@@ -94,17 +94,26 @@ def build_to_fit(
         ValueError: The arguments contradict each other, an image has more than 65,536 patches, or
             the weights belong to another model.
     """
-    sides = zip(architecture["img_size"], architecture["patch_size"], strict=True)
-    num_patches = math.prod(side // patch for side, patch in sides)
-    if num_patches > _MAX_PATCHES:
-        raise ValueError(
-            f"{origin}: {num_patches:,} patches an image are more than {_MAX_PATCHES:,}"
-        )
+    held = {
+        "depth": len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
+        "embed_dim": len(weights.get("blocks.0.norm1.weight", ())),
+    }
     try:
+        # Loops and positions are as long as these, on "meta" too.
+        for name, count in held.items():
+            if architecture[name] != count:
+                raise ValueError(
+                    f"does not fit this model: its {name} is {architecture[name]}, and that of its "
+                    f"weights {count}"
+                )
+        sides = zip(architecture["img_size"], architecture["patch_size"], strict=True)
+        num_patches = math.prod(side // patch for side, patch in sides)
+        if num_patches > _MAX_PATCHES:
+            raise ValueError(f"has more than {_MAX_PATCHES:,} patches an image: {num_patches:,}")
         with torch.device("meta"):
             model = VisionTransformer(**architecture)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{origin}: {error}") from error
+    except (ValueError, RuntimeError, LookupError, TypeError, ArithmeticError) as error:
+        raise ValueError(f"{origin} {first_line(error)}") from error
     check_fit(model, weights, origin=origin)
     if is_random:
         return VisionTransformer(**architecture)
@@ -148,7 +157,7 @@ def find_num_heads(weights: StateDict, given: int | None, *, origin: str) -> int
         ValueError: The number isn't given, and no published ViT has this width.
     """
     norm = weights.get("blocks.0.attn.q_norm.weight")
-    embedding = weights.get("patch_embed.proj.weight")
+    embedding = weights.get(_PATCHES)
     if embedding is None or norm is not None:
         # Norms have the width of a head. `infer_architecture` refuses weights without patches.
         return 1 if embedding is None or norm is None else len(embedding) // len(norm)
@@ -182,25 +191,27 @@ def infer_architecture(
     Raises:
         ValueError: The weights belong to another kind of network, or the grid isn't square.
     """
+    hint = next(
+        (text for part, text in _OTHERS.items() if any(part in name for name in weights)), None
+    )
     try:
-        embed_dim, in_chans, *patch_size = weights["patch_embed.proj.weight"].shape
+        if hint is not None:
+            raise KeyError(hint)
+        embed_dim, in_chans, *patch_size = weights[_PATCHES].shape
         num_positions = weights["pos_embed"].shape[1]
         hidden_dim = weights["blocks.0.mlp.fc1.weight"].shape[0]
         is_gated = hidden_dim != weights["blocks.0.mlp.fc2.weight"].shape[1]
     except (KeyError, ValueError):
-        hint = "; give its module: vit.load_bundle(path, model=…)"
-        if any("embeddings.cls_token" in name for name in weights):
-            hint = "; for Hugging Face's weights, give the folder with its config.json"
         raise ValueError(
-            f"{origin} is not a plain vision transformer of timm or torchvision "
-            f"with learned positions; it holds {', '.join(list(weights)[:3])} …{hint}"
+            f"{origin} is not a plain vision transformer with timm's names and learned positions, but "
+            f"holds {', '.join(list(weights)[:3])} …; "
+            f"{hint or 'give its module: vit.load_bundle(path, model=…)'}"
         ) from None
 
     class_token = "cls_token" in weights
-    distilled = "dist_token" in weights
     reg_tokens = weights["reg_token"].shape[1] if "reg_token" in weights else 0
     fc_norm = "fc_norm.weight" in weights
-    num_prefix_tokens = class_token + distilled + reg_tokens
+    num_prefix_tokens = class_token + reg_tokens
     # If the number of positions is a square, the prefix tokens have none.
     no_embed_class = num_prefix_tokens > 0 and math.isqrt(num_positions) ** 2 == num_positions
     if img_size is None:
@@ -230,46 +241,4 @@ def infer_architecture(
         "fc_norm": fc_norm,
         "no_embed_class": no_embed_class,
         "reg_tokens": reg_tokens,
-        "distilled": distilled,
     }
-
-
-def _convert_names(weights: StateDict) -> StateDict:
-    """Convert the names of torchvision and of DINOv2's authors to ours; others stay unchanged.
-
-    Prefixes of DataParallel ("module."), torch.compile, Lightning and others are removed, and so
-    are weights outside the network.
-    """
-    for name in weights:
-        match = re.fullmatch(r"(.+\.)(patch_embed\.proj|conv_proj)\.weight", name)
-        if match:
-            start = match[1]
-            weights = {
-                name.removeprefix(start): tensor
-                for name, tensor in weights.items()
-                if name.startswith(start)
-            }
-            break
-    is_dinov2 = "mask_token" in weights and "patch_embed.proj.weight" in weights
-    if not is_dinov2 and "conv_proj.weight" not in weights:
-        return weights
-    converted = {}
-    for name, tensor in weights.items():
-        for theirs, ours in _DINOV2_NAMES if is_dinov2 else _TORCHVISION_NAMES:
-            name = name.replace(theirs, ours)
-        converted[name] = tensor
-    if is_dinov2:
-        del converted["mask_token"]
-    if is_dinov2 and "reg_token" in converted:
-        add_class_position(converted)
-    return converted
-
-
-def add_class_position(weights: StateDict) -> None:
-    """Add the class token's position to the class token, for DINOv2 with registers.
-
-    DINOv2 has positions for the class token and the patches, ours for all prefix tokens or none.
-    """
-    positions = weights["pos_embed"]
-    weights["cls_token"] = weights["cls_token"] + positions[:, :1]
-    weights["pos_embed"] = positions[:, 1:]

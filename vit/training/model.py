@@ -78,7 +78,6 @@ def set_up_training(config: Config, model: VisionTransformer) -> None:
     model.num_frozen_blocks = 0
     if config.model.freeze != "none":
         model.freeze(config.model.freeze)
-    model.patch_embed.dynamic_img_size = config.train.image_sizes is not None
     model.grad_checkpointing = config.train.grad_checkpointing
 
 
