@@ -3,8 +3,7 @@ Hugging Face.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from vit.runtime.tensors import Images
 Readout = tuple[int, str]
 # The one readout of another library's model: the input of its last linear layer.
 PRE_LOGITS: Readout = (0, "pre_logits")
-# See `_needs_equal_bits`.
-_MIN_ROWS = 4
 
 
 def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes"]:
@@ -41,26 +38,10 @@ def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes
     """
     net: Any = model
     if not (hasattr(net, "forward_features") and hasattr(net, "forward_head")):
-        logits = _apply(lambda batch: _find_logits(net, _call(net, batch)), images, rows=2)
-        return at_least_float32(logits)
-
+        return at_least_float32(_find_logits(net, _call(net, images)))
     features = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
-        return at_least_float32(_apply(net.forward_head, features))
-
-
-def _needs_equal_bits(batch: Any) -> bool:
-    """Return true on a CPU in inference mode, where no bit of a result depends on how many images
-    are computed together. Products of one to three rows use kernels whose last bits do."""
-    is_on_cpu = isinstance(batch, Tensor) and batch.device.type == "cpu"
-    return is_on_cpu and torch.is_inference_mode_enabled()
-
-
-def _apply(function: Callable[[Tensor], Tensor], batch: Any, *, rows: int = _MIN_ROWS) -> Tensor:
-    """Return `function(batch)`, computed for at least `rows` images: see `_needs_equal_bits`."""
-    if _needs_equal_bits(batch) and len(batch) < rows:
-        return function(batch[torch.arange(rows).clamp(max=len(batch) - 1)])[: len(batch)]
-    return function(batch)
+        return at_least_float32(net.forward_head(features))
 
 
 def _forward_features(net: Any, images: Tensor) -> Any:
@@ -69,8 +50,6 @@ def _forward_features(net: Any, images: Tensor) -> Any:
     if num_out_tokens is None:
         features = net.forward_features(images)
     else:  # The last block of our models can skip the other tokens.
-        if _needs_equal_bits(images):
-            num_out_tokens = max(num_out_tokens, _MIN_ROWS)
         features = net.forward_features(images, num_out_tokens=num_out_tokens)
     # a model with weights in half precision has a head in half precision
     dtype = next(net.parameters()).dtype
@@ -166,11 +145,11 @@ def compute_logits_and_features(
     net: Any = model
     tokens = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
-        logits = _apply(net.forward_head, tokens)
+        logits = net.forward_head(tokens)
         if hasattr(net, "num_out_tokens"):
             features = net.pool(tokens, net.global_pool)
         else:
-            features = _apply(partial(net.forward_head, pre_logits=True), tokens)
+            features = net.forward_head(tokens, pre_logits=True)
     return logits, features.flatten(1)
 
 
@@ -178,12 +157,7 @@ def list_readouts(model: nn.Module) -> list[Readout]:
     """List the readouts of `compute_block_features` in its order, first block first."""
     if not isinstance(model, VisionTransformer):
         return [PRE_LOGITS]
-    poolings = ["token", "avg"]
-    if model.cls_token is None:
-        poolings = ["avg"]
-    # A distilled model can't read the mean.
-    elif model.dist_token is not None:
-        poolings = ["token"]
+    poolings = ["avg"] if model.cls_token is None else ["token", "avg"]
     return [(depth, pool) for depth in range(1, len(model.blocks) + 1) for pool in poolings]
 
 
@@ -239,11 +213,6 @@ def cut_model(
     kept = cut.state_dict().keys()
     weights = {name: value.clone() for name, value in model.state_dict().items() if name in kept}
     head = {"head.weight": weight, "head.bias": bias}
-    if cut.head_dist is not None:
-        # A distilled model averages two heads, and the second starts at zero.
-        head = {name: 2 * value for name, value in head.items()}
-        head["head_dist.weight"] = torch.zeros_like(weight)
-        head["head_dist.bias"] = torch.zeros_like(bias)
     head = {name: value.to(model.pos_embed.device) for name, value in head.items()}
     cut.load_state_dict(weights | head, assign=True)
     # Fixed positions are no weights.
