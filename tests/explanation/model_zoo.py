@@ -127,7 +127,6 @@ def _hugging_face(
 MODELS: dict[str, TinyModel] = {
     "ours": _ours("VisionTransformer"),
     "ours-avg": _ours('VisionTransformer (global_pool="avg")', _MEAN, global_pool="avg"),
-    "ours-distilled": _ours("VisionTransformer (distilled)", _CLASSES, distilled=True),
     "ours-registers-norms": _ours(
         "VisionTransformer (registers)", reg_tokens=4, qk_norm=True, attention_backend="auto"
     ),

@@ -81,7 +81,7 @@ def test_flops_equal_the_formula():
             "global_pool": "avg",
             "class_token": True,
         },
-        {"distilled": True, "mlp": "relu2"},
+        {"mlp": "relu2"},
     ],
 )
 @pytest.mark.parametrize("backend", ["explicit", "fused"])

@@ -8,7 +8,7 @@ from vit.model.vision_transformer import VisionTransformer
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"distilled": True}, {"reg_tokens": 2, "init_values": 0.1, "qk_norm": True}],
+    [{}, {"reg_tokens": 2, "init_values": 0.1, "qk_norm": True}],
     ids=str,
 )
 @pytest.mark.parametrize("checkpointing", [False, True])

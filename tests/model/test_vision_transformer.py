@@ -32,7 +32,7 @@ OPTIONS = [
         "reg_tokens": 4,
         "no_embed_class": True,
     },
-    {"distilled": True, "qkv_bias": False},
+    {"qkv_bias": False},
 ]
 
 
@@ -77,7 +77,7 @@ def test_architecture_rebuilds_the_model(options):
 
 
 @pytest.mark.parametrize(("pool", "pos_embed"), [("token", "learned"), ("avg", "sincos")])
-def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positions(
+def test_training_takes_images_of_other_sizes_and_trains_the_positions(
     pool: str, pos_embed: str
 ) -> None:
     torch.manual_seed(0)
@@ -85,9 +85,6 @@ def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positio
         16, 4, 3, 5, 16, depth=2, num_heads=2, global_pool=pool, pos_embed=pos_embed
     )
     small = torch.randn(2, 3, 8, 12)
-    with pytest.raises(ValueError, match="set_input_size"):
-        model(small)
-    model.patch_embed.dynamic_img_size = True
     logits = model(small)
     logits.sum().backward()
     if pos_embed == "learned":
@@ -95,6 +92,11 @@ def test_another_size_passes_only_where_it_is_let_through_and_trains_the_positio
         expected = copy.deepcopy(model)
         expected.set_input_size((8, 12))
         torch.testing.assert_close(logits, expected(small))
+    for images in (torch.randn(2, 3, 8, 13), torch.randn(2, 1, 8, 12)):
+        with pytest.raises(ValueError, match="set_input_size"):
+            model(images)
+    with pytest.raises(ValueError, match="set_input_size"):
+        model.eval()(small)
 
 
 class TestGeometry:
@@ -125,12 +127,6 @@ class TestGeometry:
             ),
             ({"class_token": False}, "global_pool='token' reads the class token"),
             (
-                {"distilled": True, "global_pool": "avg", "class_token": True},
-                "global_pool must be 'token', reg_tokens 0",
-            ),
-            ({"distilled": True, "reg_tokens": 1}, "a distilled model reads two tokens"),
-            ({"distilled": True, "pos_embed": "sincos"}, "a distilled model reads two tokens"),
-            (
                 {"embed_dim": 30, "num_heads": 3, "pos_embed": "sincos"},
                 "embed_dim that is a multiple of 4, not 30; try 32",
             ),
@@ -146,7 +142,7 @@ class TestGeometry:
             ValueError,
             match=r"images of shape \[3, 16, 8\] .* for \[3, 8, 16\]; call set_input_size",
         ):
-            tiny()(torch.randn(2, 3, 16, 8))
+            tiny().eval()(torch.randn(2, 3, 16, 8))
 
     @pytest.mark.parametrize("stem", STEMS[:-1])
     @pytest.mark.parametrize("patch", [(4, 4), (2, 4), (1, 2), (16, 16)])
@@ -252,13 +248,6 @@ class TestPooling:
             assert type(model.norm) is nn.Identity
             pooled = model.fc_norm(patches.mean(1))
         torch.testing.assert_close(model.forward_head(tokens), model.head(pooled))
-
-    @torch.no_grad()
-    def test_distilled_logits_are_the_mean_of_both_heads(self, randomise):
-        model = randomise(tiny(distilled=True))
-        tokens = model.forward_features(torch.randn(2, 3, 8, 16))
-        expected = (model.head(tokens[:, 0]) + model.head_dist(tokens[:, 1])) / 2
-        torch.testing.assert_close(model.forward_head(tokens), expected)
 
     def test_without_classes_the_output_is_the_pooled_features(self):
         assert tiny(num_classes=0)(torch.randn(2, 3, 8, 16)).shape == (2, 32)
@@ -422,10 +411,10 @@ class TestTraining:
         )  # by image
 
     def test_freezing_the_backbone_leaves_a_linear_probe(self):
-        model = tiny(distilled=True, init_values=0.1)
+        model = tiny(init_values=0.1)
         model.freeze("backbone")
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        assert trained == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+        assert trained == {"head.weight", "head.bias"}
 
     def test_freezing_n_blocks_freezes_the_embedding_too(self):
         model = tiny(stem="conv", reg_tokens=1)
@@ -443,7 +432,7 @@ class TestTraining:
             model.freeze(4)
 
     def test_a_new_head_is_fresh_and_on_the_model_s_dtype(self):
-        model = tiny(distilled=True).double()
+        model = tiny().double()
         model.reset_classifier(9)
         assert model.architecture["num_classes"] == model.num_classes == 9
         assert model.head.weight.dtype == torch.float64

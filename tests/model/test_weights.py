@@ -36,7 +36,6 @@ def test_architecture_is_recognised_by_the_shapes(name):
         "class_token",
         "no_embed_class",
         "reg_tokens",
-        "distilled",
         "fc_norm",
     ):
         assert inferred.architecture[key] == original.architecture[key]
@@ -148,7 +147,7 @@ class TestRefusal:
 
     def test_another_kind_of_network_names_what_it_holds(self):
         with pytest.raises(
-            ValueError, match=r"it is not a plain vision transformer .*; it holds conv1.weight"
+            ValueError, match=r"it is not a plain vision transformer .* but holds conv1.weight"
         ):
             infer_architecture({"conv1.weight": torch.zeros(1)}, origin="it", num_heads=3)
 

@@ -21,13 +21,13 @@ def settings(model: nn.Module, key: str, **arguments) -> dict[str, float]:
 
 @pytest.mark.parametrize("stem", ["patch", "conv"])
 def test_matrices_and_kernels_decay_and_nothing_else(stem):
-    model = build_model(stem=stem, distilled=True, init_values=0.1, qk_norm=True)
+    model = build_model(stem=stem, init_values=0.1, qk_norm=True)
     decay = settings(model, "weight_decay", lr=1.0, weight_decay=0.05)
     expected = {
         name
         for name, _ in model.named_parameters()
         if name.endswith(("qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight"))
-        or name in ("head.weight", "head_dist.weight")
+        or name == "head.weight"
         or (name.startswith("patch_embed") and name.endswith("weight"))
     }
     assert {name for name, value in decay.items() if value == 0.05} == expected

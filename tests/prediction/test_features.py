@@ -63,13 +63,9 @@ def test_features_are_what_the_head_of_a_model_cut_there_reads(
     torch.testing.assert_close(features[depth, pool], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_without_a_class_token_has_means_and_a_distilled_one_tokens(
-    dataset: ImageDataset,
-) -> None:
+def test_a_model_without_a_class_token_has_means(dataset: ImageDataset) -> None:
     mean = compute_features(make_predictor(make_model(global_pool="avg")), dataset)
     assert list(mean) == [(1, "avg"), (2, "avg"), (3, "avg")]
-    token = compute_features(make_predictor(make_model(distilled=True)), dataset)
-    assert list(token) == [(1, "token"), (2, "token"), (3, "token")]
 
 
 def test_features_of_another_librarys_model_are_what_its_head_reads(dataset: ImageDataset) -> None:

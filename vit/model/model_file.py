@@ -8,6 +8,7 @@ their metadata is empty.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from vit.runtime.files import explain_damage, open_regular, write_atomically
 SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
 _CHECKSUM = "content_sha256"
-_NEEDED = ("class_names", "config", "data", "preprocess")
+_NEEDED = {"class_names": list, "config": dict, "data": dict, "preprocess": dict}
 # arrays that are kept among the weights
 _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
 _LIKENESS = ("likeness/training_features", "likeness/distances")
@@ -108,10 +109,13 @@ def read_model_file(path: Path) -> ModelFile:
             f"{path} is damaged: its content has another checksum than it records; copy or train it"
             " again"
         )
-    absent = [name for name in _NEEDED if name not in metadata]
-    if absent or not {"architecture", "module"} & metadata.keys():
-        described = absent[0] if absent else "architecture"
-        raise ValueError(f"{path} is damaged: it has no {described}; copy or train it again")
+    described = "module" if "module" in metadata else "architecture"
+    kinds = {**_NEEDED, described: dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(metadata.get(name), kind)]
+    if not 0 < metadata.get("temperature", 1.0) < math.inf:
+        wrong.append("temperature")
+    if wrong:
+        raise ValueError(f"{path} is damaged: its {wrong[0]} is wrong; copy or train it again")
     if metadata.get("architecture", {}).pop("distilled", False):
         raise ValueError(
             f"{path} is a distilled model, which vit has no more; train one again, or use it with"
@@ -206,22 +210,6 @@ def check_finite(weights: StateDict, *, origin: str) -> None:
             raise ValueError(
                 f"{origin}: {name} holds {count} NaN or infinite values; use an earlier copy"
             )
-
-
-class TemperatureFit(BaseModel):
-    """A temperature, and its effect on images that it was not fitted on.
-
-    `helps` is true if the loss falls by more than noise.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    temperature: float = Field(gt=0)
-    num_images: int = Field(ge=0)
-    loss_before: float = Field(ge=0)
-    loss_after: float = Field(ge=0)
-    ece_before: float = Field(ge=0, le=1)
-    ece_after: float = Field(ge=0, le=1)
-    helps: bool
 
 
 class OperatingPoint(BaseModel):

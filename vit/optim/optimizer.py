@@ -14,7 +14,7 @@ from vit.optim.muon import MOMENTUM, Muon
 ScheduleName = Literal["cosine", "linear", "constant-cooldown"]
 
 _COOLDOWN_FRACTION = 0.25  # last part of the run, in which the rate falls
-_EMBEDDINGS = ("cls_token", "dist_token", "reg_token", "pos_embed")
+_EMBEDDINGS = ("cls_token", "reg_token", "pos_embed")
 
 
 def create_optimizer(

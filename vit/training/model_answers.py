@@ -13,7 +13,7 @@ from vit.bundle import MODEL_FILE, Bundle, build_bundle
 from vit.data.dataset import choose_evenly, printable
 from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.model.logits import has_features
-from vit.model.model_file import Likeness, check_likeness, write_model_file
+from vit.model.model_file import Likeness, write_model_file
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.conformal import LEVELS, find_label_threshold, find_threshold
 from vit.prediction.features import compute_features, compute_readable_features
@@ -184,7 +184,6 @@ def compute_likeness(
         raise ValueError("the training images can't be read again")
     units = normalize_rows(training_features).astype(np.float16)
     likeness = Likeness(units, compute_distances(features, units).astype(np.float32))
-    check_likeness(likeness)
     names = [printable(training.ids[index]) for index in readable]
     if training.is_multilabel:
         # an image has no class of its own

@@ -70,15 +70,9 @@ def test_weights_of_timms_poolings_reproduce_its_pooled_feature(
     assert (pool_weights - expected).abs().max() < 1e-6
 
 
-def test_a_distilled_model_is_read_at_both_of_its_tokens(ours: Build) -> None:
-    model, images = ours(distilled=True)
-    pool_weights = run_forward(model, images).pool_weights
-    assert torch.equal(pool_weights[0, :3], torch.tensor([0.5, 0.5, 0.0]))
-
-
 @pytest.mark.parametrize(
     ("prefix", "arguments"),
-    [(0, {"global_pool": "avg"}), (1, {}), (2, {"distilled": True}), (5, {"reg_tokens": 4})],
+    [(0, {"global_pool": "avg"}), (1, {}), (5, {"reg_tokens": 4})],
 )
 def test_prefix_tokens_are_dropped_and_their_share_reported(
     ours: Build, prefix: int, arguments: dict
