@@ -97,9 +97,9 @@ def save_timm_checkpoint(folder: Path) -> Path:
     return path
 
 
-def save_torchvision_weights(folder: Path) -> Path:
-    torch.save(build_torchvision().state_dict(), folder / "torchvision.pth")
-    return folder / "torchvision.pth"
+def save_weights_of_a_script(folder: Path) -> Path:
+    torch.save({"model": build_ours().state_dict()}, folder / "weights.pth")
+    return folder / "weights.pth"
 
 
 def save_lightning_checkpoint(folder: Path) -> Path:
@@ -124,7 +124,7 @@ PATHS: dict[str, Callable[[Path], str | Path]] = {
     "a timm folder": save_timm_folder,
     "a Hugging Face folder": save_huggingface_folder,
     "timm's checkpoint": save_timm_checkpoint,
-    "torchvision's weights": save_torchvision_weights,
+    "weights of a script": save_weights_of_a_script,
     "Lightning's checkpoint": save_lightning_checkpoint,
     "bare weights": save_bare_weights,
     "a model file": save_model_file,
@@ -289,7 +289,7 @@ def test_class_names_are_those_of_the_module(photos: Path, tmp_path: Path) -> No
     for name, animal in zip(NAMES, animals, strict=True):
         (tmp_path / "animals").mkdir(exist_ok=True)
         (tmp_path / "animals" / animal).symlink_to(photos / name)
-    path = save_torchvision_weights(tmp_path)
+    path = save_weights_of_a_script(tmp_path)
     for model in (build_ours(), path):
         with pytest.raises(ValueError, match=r"the model doesn't know 'ant'.*class_names="):
             vit.evaluate(model, data=tmp_path / "animals", split="all")

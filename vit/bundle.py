@@ -327,9 +327,9 @@ def load_bundle(
     Args:
         source: A run (its best model) or model file of vit; "imagenette", a
             small model that comes with the package; timm:NAME; a folder of
-            timm or Hugging Face; or a file of weights of timm, torchvision or
-            Lightning (.safetensors, .pth, .pth.tar, .ckpt), which is read
-            without running code from it.
+            timm or Hugging Face; or a file of weights with timm's names, as
+            timm, Lightning and others write it (.safetensors, .pth, .pth.tar,
+            .ckpt), which is read without running code from it.
         model: A module for the weights of a file. Needed for a module that
             neither this project nor timm can build by name.
         class_names: Name of each class, for weights that have none.

@@ -234,6 +234,18 @@ class TestFiles:
         assert weights.keys() == state.keys()
         assert all(torch.equal(weights[name], value) for name, value in state.items())
 
+    @pytest.mark.parametrize(
+        ("name", "cure"),
+        [
+            ("conv_proj.weight", "timm:NAME, or load"),
+            ("mask_token", "take timm:NAME, or the folder"),
+        ],
+    )
+    def test_torchvision_s_and_dinov2_s_own_names_say_what_to_take(self, tmp_path, name, cure):
+        torch.save(build().state_dict() | {name: torch.zeros(1)}, tmp_path / "weights.pth")
+        with pytest.raises(ValueError, match=rf"weights\.pth is not .*{cure}"):
+            load_timm(tmp_path / "weights.pth", num_heads=3)
+
     def test_a_file_of_hugging_face_alone_asks_for_its_folder(self):
         weights = {"vit.embeddings.cls_token": torch.zeros(1)}
         with pytest.raises(ValueError, match=r"give the folder with its config\.json"):
