@@ -235,7 +235,14 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, small_timm: None) -> 
     return PATHS[request.param](tmp_path)
 
 
-@pytest.mark.parametrize("command", ["info", "predict", "evaluate", "explain", "audit"])
+# the same door, then minutes of work
+_WITH_FOLDERS = ("evaluate", "explain", "audit")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["info", "predict", *(pytest.param(n, marks=pytest.mark.extended) for n in _WITH_FOLDERS)],
+)
 def test_every_command_takes_every_name_of_a_model(
     cli: Launcher, source: str | Path, command: str, photos: Path, tmp_path: Path
 ) -> None:
@@ -296,6 +303,10 @@ def test_class_names_are_those_of_the_module(photos: Path, tmp_path: Path) -> No
         options = {"split": "all", "num_examples": 0, "class_names": animals}
         result = vit.evaluate(model, data=tmp_path / "animals", **options)
         assert result.bundle.class_names == animals
+        maps = vit.attribute(
+            model, torch.randn(1, 3, 32, 32), class_names=animals, target="bee", method="gae"
+        )
+        assert maps.shape == (1, 4, 4)
 
 
 def test_no_random_number_of_the_caller_changes(
@@ -359,3 +370,11 @@ def test_a_folder_that_only_its_library_computes_is_opened_by_it(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "unheard-of"}))
     with pytest.raises(ValueError, match="unheard-of"):
         vit.load_bundle(tmp_path)
+
+
+def test_a_map_without_classes_needs_no_classifier() -> None:
+    """DINO's models have features alone."""
+    model = timm.create_model(_TIMM_NAME, pretrained=False, **SIZES | {"num_classes": 0})
+    maps = vit.attribute(model, torch.randn(2, 3, 32, 32), method="rollout")
+    assert maps.shape == (2, 4, 4)
+    assert vit.embed(model, np.zeros((2, 32, 32, 3), np.uint8)).shape == (2, 192)

@@ -1,13 +1,9 @@
 """Damaged files, hostile files and typing errors: the command ends soon, in little memory, with one line
 and exit code 2, or with the right result. Never with a traceback or silently with a wrong result."""
 
-import io
 import json
 import os
-import shutil
 import signal
-import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,6 @@ import vit
 from tests.conftest import TINY_RUN, Launcher, SaveModel
 from tests.evaluation.records import write_evaluation
 from vit.bundle import load_bundle
-from vit.data.cache import decode_dataset
 from vit.data.images import list_images, read_image
 from vit.data.open import open_dataset
 from vit.model.model_file import compute_checksum
@@ -109,35 +104,6 @@ class TestImages:
         assert "not a regular file" in outcome.out + outcome.err
         assert outcome.code == (2 if output else 1)
 
-    def test_damaged_files_of_odd_formats_are_rows_and_not_the_end(
-        self, cli: Launcher, model_file: Path, photo: Path, tmp_path: Path
-    ) -> None:
-        rng = np.random.default_rng(0)
-        heads = {
-            "dds": b"DDS " + struct.pack("<I", 124),
-            "blp": b"BLP2\x01\0\0\0",
-            "spi": struct.pack(">27f", *[1.0] * 27),
-        }
-        names = []
-        for name, head in heads.items():
-            names.append(tmp_path / f"{name}.png")
-            names[-1].write_bytes(head + rng.bytes(2000))
-        Image.open(photo).save(tmp_path / "whole.avif")
-        whole = (tmp_path / "whole.avif").read_bytes()
-        for place in range(8, len(whole), max(len(whole) // 40, 1)):
-            names.append(tmp_path / f"{place}.avif")
-            names[-1].write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
-        outcome = cli.succeed("predict", model_file, *names, photo, "--device", "cpu")
-        assert len(outcome.out.splitlines()) == len(names) + 1
-
-    def test_a_name_that_no_file_can_have_is_a_row(
-        self, cli: Launcher, model_file: Path, photo: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        listed = f"{photo}\n{'x' * 300}\n{photo}\n"
-        monkeypatch.setattr(sys, "stdin", io.StringIO(listed))
-        lines = cli.succeed("predict", model_file, "-", "--device", "cpu").out.splitlines()
-        assert ["error" in json.loads(line) for line in lines] == [False, True, False]
-
     @pytest.mark.parametrize("command", ["predict", "explain"])
     def test_a_folder_without_images_or_that_cannot_be_read_is_a_row_of_a_list(
         self,
@@ -172,17 +138,9 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("a: &a [1, 2]\ndata: {classes: [*a, *a]}", "anchors, aliases and tags"),
-            ("x: &x {a: 1}\ndata:\n  <<: [*x, *x]", "anchors, aliases and tags"),
             ("train: {seed: 1, seed: 2}", "the key seed occurs twice"),
-            ("train: {seed: !!timestamp x}", "anchors, aliases and tags"),
-            ("train: {seed: !!python/name:os.system x}", "anchors, aliases and tags"),
             ("train: {seed: 2001-13-45}", "not valid YAML"),
-            ("train: {seed: " + "9" * 5000 + "}", "not valid YAML"),
-            ("train: {seed: " + "[" * 2000 + "]" * 2000 + "}", "not valid YAML"),
-            ("x: " + "a" * 2**21, "at most"),
         ],
-        ids=["alias", "merge", "twice", "timestamp", "python", "date", "digits", "depth", "long"],
     )
     def test_odd_yaml_is_one_line(
         self, cli: Launcher, tmp_path: Path, text: str, message: str
@@ -194,25 +152,16 @@ class TestConfigurations:
         "override",
         [
             "model.patch_size=0",
-            "train.seed=!!timestamp x",
-            'train.seed=!!int ""',
-            "train.seed=!!bool x",
-            "data.image_size=1000000000",
-            "data.crop_pct=1e-320",
             "data.std=[0, 0, 0]",
             "data.mean=[.nan, 0, 0]",
             "optimizer.lr=.inf",
             "model.embed_dim=1000000000",
-            "model.depth=1000000000",
         ],
-        ids=lambda text: text[:30],
     )
-    @pytest.mark.parametrize("preset", [False, True])
     def test_odd_values_are_one_line(
-        self, cli: Launcher, empty_yaml: Path, tmp_path: Path, override: str, preset: bool
+        self, cli: Launcher, empty_yaml: Path, tmp_path: Path, override: str
     ) -> None:
-        more = ["model.preset=vit_nano_patch4_32", "data.image_size=32"] if preset else TINY_RUN
-        more = [text for text in more if text.partition("=")[0] != override.partition("=")[0]]
+        more = [text for text in TINY_RUN if text.partition("=")[0] != override.partition("=")[0]]
         cli.fail("train", empty_yaml, *more, override, "--dry-run", "--output", tmp_path / "run")
 
     @pytest.mark.parametrize("name", ["cpu:x", "cuda:x", "cpu:-1", "cpu:9999999999999", "cuda:-1"])
@@ -227,33 +176,18 @@ class TestModelFiles:
         ("place", "value"),
         [
             ("temperature", 0),
-            ("temperature", float("nan")),
             ("temperature", "hot"),
             ("preprocess.mean", [float("nan"), 0, 0]),
-            ("preprocess.mean", [10**30, 0, 0]),
-            ("preprocess.std", [1, 1, 1e-320]),
             ("preprocess.std", [1, 1, 0]),
             ("preprocess.image_size", [10**9, 10**9]),
-            ("preprocess.crop_pct", 1e-320),
-            ("preprocess.more", 1),
             ("architecture.depth", 10**9),
-            ("architecture.depth", "2"),
             ("architecture.embed_dim", 10**9),
-            ("architecture.img_size", [10**9, 10**9]),
             ("architecture.img_size", [4096, 4096]),
-            ("architecture.mlp", None),
             ("architecture.more", 1),
-            ("architecture", []),
             ("class_names", 3),
             ("class_names", ["one"]),
-            ("class_names", [{}, {}, {}]),
             ("config", [1]),
-            ("config.data", [1]),
-            ("config.data", {"name": 5, "classes": 7}),
-            ("config.train", {"seed": [1]}),
             ("data", "folder"),
-            ("versions", 1),
-            ("temperature_fitted_on", [1]),
         ],
         ids=str,
     )
@@ -267,9 +201,6 @@ class TestModelFiles:
         value: object,
     ) -> None:
         path = change_metadata(model_file, tmp_path / "model.safetensors", set_value(place, value))
-        if (place, value) == ("architecture.depth", "2"):  # a number all the same
-            assert load_bundle(path).metadata["architecture"]["depth"] == 2
-            return
         for command in (["info"], ["predict"]):
             images = [photo, "--device", "cpu"] if command == ["predict"] else []
             cli.fail(*command, path, *images)
@@ -281,24 +212,11 @@ class TestModelFiles:
         save_file(load_file(model_file), tmp_path / "m.safetensors", metadata={"vit": text})
         cli.fail("info", tmp_path / "m.safetensors")
 
-    def test_a_pipe_is_no_model_file(self, cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
+    def test_a_pipe_is_no_model_file(self, cli: Launcher, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe.safetensors")
         cli.fail("info", tmp_path / "pipe.safetensors")
         with pytest.raises(OSError, match="not a regular file"):
             read_weights(tmp_path / "pipe.safetensors")
-        shutil.copytree(tiny_run, tmp_path / "run")
-        for name in ("model.safetensors", ".lock"):
-            content = (tmp_path / "run" / name).read_bytes()
-            (tmp_path / "run" / name).unlink()
-            os.mkfifo(tmp_path / "run" / name)
-            if name == ".lock":
-                cli.fail("train", "--resume", "--output", tmp_path / "run")
-            else:
-                assert (
-                    "written again"
-                    in cli.succeed("train", "--resume", "--output", tmp_path / "run").text
-                )
-                assert (tmp_path / "run" / name).read_bytes() == content
 
     def test_every_changed_byte_is_noticed(self, model_file: Path, tmp_path: Path) -> None:
         content, path = model_file.read_bytes(), tmp_path / "m.safetensors"
@@ -339,27 +257,6 @@ class TestDataSets:
         with pytest.raises(ValueError, match=r"cat/loop leads back to .*; remove the link"):
             open_dataset("folder", root=root).split("all")
         assert len(list(list_images(root))) == 10
-
-    @pytest.mark.parametrize("kind", ["a link to nothing", "a link to itself", "a pipe"])
-    def test_an_image_that_is_no_file_is_named_and_left_out(
-        self, root: Path, tmp_path: Path, kind: str
-    ) -> None:
-        odd = root / "cat" / "00.png"  # before others of its folder
-        if kind == "a pipe":
-            os.mkfifo(odd)
-        else:
-            odd.symlink_to("gone.png" if kind == "a link to nothing" else "00.png")
-        source = open_dataset("folder", root=root).split("all")
-        decoded = decode_dataset(
-            source, size=(8, 8), cache_dir=tmp_path / "cache", max_unreadable_fraction=0.5
-        )
-        assert [name for name, _ in decoded.unreadable] == ["cat/00.png"]
-        assert len(decoded) == 10
-
-    def test_a_link_to_another_folder_is_followed(self, root: Path, tmp_path: Path) -> None:
-        (root / "cat").rename(tmp_path / "elsewhere")
-        (root / "cat").symlink_to(tmp_path / "elsewhere")
-        assert len(open_dataset("folder", root=root).split("all")) == 10
 
 
 class TestResults:

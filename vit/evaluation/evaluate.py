@@ -77,7 +77,8 @@ def evaluate(
     """Measure a model on images that were held out of its training.
 
     Args:
-        model: A model file, a run, timm:NAME or imagenette (a small model
+        model: A run, a model file, timm:NAME, a folder of timm or Hugging
+            Face, a file of weights (.pth, .ckpt), or imagenette (a small model
             that comes with the package). From Python also a bundle or a
             module of timm, torchvision or Hugging Face. Of several models
             with the same classes, the probabilities are averaged.
