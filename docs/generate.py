@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import typer
-import typing_extensions
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaMode
@@ -27,7 +26,6 @@ from vit.cli.main import app
 from vit.evaluation import result
 from vit.explanation import writer
 from vit.explanation.capture.reader import ModelReader
-from vit.prediction.records import Record
 
 FOLDER = Path(__file__).parent
 REFERENCE = FOLDER / "reference"
@@ -249,8 +247,6 @@ def render_schemas() -> dict[str, str]:
     written: dict[str, tuple[Any, JsonSchemaMode]] = {
         "evaluation": (result.Evaluation, "serialization"),
         "manifest": (writer.Manifest, "serialization"),
-        # keys of these are left out
-        "prediction": (_as_model(Record), "validation"),
     }
     comments: dict[tuple[str, str], str] = {}
     for module in (result, writer):
@@ -270,18 +266,6 @@ def render_schemas() -> dict[str, str]:
         schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
         texts[f"{name}.json"] = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
     return texts
-
-
-def _as_model(kind: Any) -> Any:
-    """A TypedDict as pydantic takes it before Python 3.12."""
-    if not typing_extensions.is_typeddict(kind):
-        origin: Any = get_origin(kind)
-        return origin[_as_model(*get_args(kind))] if origin in (list, NotRequired) else kind
-    hints = get_type_hints(kind, include_extras=True)
-    fields = {name: _as_model(hint) for name, hint in hints.items()}
-    made: Any = typing_extensions.TypedDict(kind.__name__.strip("_"), fields)
-    made.__doc__ = kind.__doc__
-    return made
 
 
 if __name__ == "__main__":

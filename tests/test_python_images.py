@@ -21,7 +21,14 @@ CONFIG: dict[str, Any] = {
     "data": {"image_size": 8},
     "model": {"patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2},
     "optimizer": {"lr": 3e-3},
-    "train": {"epochs": 2, "batch_size": 16, "device": "cpu", "precision": "float32"},
+    "train": {
+        "epochs": 2,
+        "batch_size": 16,
+        "device": "cpu",
+        "precision": "float32",
+        # a checkpoint has no temperature
+        "calibrate": False,
+    },
 }
 NAMES = ("red", "green", "blue")
 Arrays = tuple[np.ndarray, np.ndarray]

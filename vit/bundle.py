@@ -11,12 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vit.data.open import RecordedImages
 from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
+from vit.model.averaged_model import AveragedModel
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.find_file import PRETRAINED_FOLDER as PRETRAINED_FOLDER
 from vit.model.find_file import find_model
@@ -236,6 +238,7 @@ class Bundle:
 
 
 ModelLike = str | Path | Bundle | nn.Module
+Models = ModelLike | Sequence[ModelLike]
 
 
 def require_classifier(bundle: Bundle) -> None:
@@ -265,7 +268,7 @@ def keeps_mode(function: Function) -> Function:
 
 
 def open_model(
-    model: ModelLike,
+    model: Models,
     *,
     device: str = "auto",
     random_weights: bool = False,
@@ -275,7 +278,8 @@ def open_model(
     """Return the bundle of a model that is given in any form.
 
     Args:
-        model: A bundle, a module (see `Bundle.from_model`), or a source for `load_bundle`.
+        model: A bundle, a module (see `Bundle.from_model`), or a source for `load_bundle`. Of a list
+            of them, the probabilities are averaged.
         device: "cpu", "cuda", "cuda:N" or "mps", to which bundles and modules are moved, not
             copied. "auto" leaves them where they are, and takes a GPU for anything else if there is
             one.
@@ -286,6 +290,12 @@ def open_model(
     Raises:
         FileNotFoundError, ValueError: See `load_bundle` and `Bundle.from_model`.
     """
+    if isinstance(model, list | tuple):
+        members = [
+            open_model(each, device=device, class_names=class_names, preprocess=preprocess)
+            for each in model
+        ]
+        return _average(members)
     # Batches of different sizes would otherwise return memory and fetch it again.
     keep_freed_memory()
     torch_device = choose_device(device)
@@ -302,6 +312,7 @@ def open_model(
     module = model.model if isinstance(model, Bundle) else model
     expected = "a path, timm:NAME, a Bundle or an nn.Module; pass the .bundle of a run"
     check_kind(module, nn.Module, name="model", expected=expected)
+    assert isinstance(module, nn.Module)
     if device != "auto":
         module.to(torch_device)
     module.eval()
@@ -310,6 +321,64 @@ def open_model(
             raise ValueError("class_names and preprocess describe a module; a Bundle has its own")
         return model
     return Bundle.from_model(model, class_names=class_names, preprocess=preprocess)
+
+
+def _average(members: Sequence[Bundle]) -> Bundle:
+    """Return models as one, whose probabilities are the mean of theirs. It has the recorded images of
+    the first one, and neither a temperature nor thresholds.
+
+    Raises:
+        ValueError: There is none, or they have other classes or another preprocessing.
+    """
+    if not members:
+        raise ValueError("model is an empty list; name at least one model")
+    first, *others = members
+    if not others:
+        return first
+    for other in others:
+        names = f"{first.name} and {other.name}"
+        if other.is_multilabel != first.is_multilabel:
+            raise ValueError(
+                f"{names} predict one class and several labels an image; name models of one kind"
+            )
+        if sorted(other.class_names) != sorted(first.class_names):
+            only = ", ".join(sorted(set(first.class_names) ^ set(other.class_names)))
+            raise ValueError(
+                f"{names} have other classes: {shorten(only) or 'equal names'} in one of them; name"
+                " models with the same classes"
+            )
+        if other.preprocess != first.preprocess:
+            raise ValueError(
+                f"{names} see images in another way ({first.preprocess} and {other.preprocess}); name"
+                " models of one preprocessing"
+            )
+    hashes = [member.training_hashes for member in members if member.training_hashes is not None]
+    joined = None
+    if len(hashes) == len(members):
+        joined = (
+            np.concatenate([digests for digests, _ in hashes]),
+            np.concatenate([dhashes for _, dhashes in hashes]),
+        )
+    model = AveragedModel(
+        [member.model for member in members],
+        temperatures=[member.temperature for member in members],
+        orders=[
+            [member.class_names.index(name) for name in first.class_names] for member in members
+        ],
+        is_multilabel=first.is_multilabel,
+    )
+    return Bundle(
+        model=model.eval(),
+        preprocess=first.preprocess,
+        class_names=first.class_names,
+        name=" + ".join(member.name for member in members),
+        sha256=hash_weights(model.state_dict()),
+        config=first.config,
+        data=first.data,
+        metadata={"models": [member.name for member in members]},
+        training_hashes=joined,
+        passed_images=first.passed_images,
+    )
 
 
 def load_bundle(

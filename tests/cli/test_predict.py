@@ -61,9 +61,8 @@ def test_csv_reads_as_csv(predict: Callable[..., Outcome], model_file: Path, fol
     _, out, _ = predict(model_file, folder / "a.jpg", folder / "broken.png", "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [Path(row["path"]).name for row in rows] == ["a.jpg", "broken.png"]
-    ranks = (1, 2, 3)
-    assert sum(float(rows[0][f"probability_{rank}"]) for rank in ranks) == pytest.approx(1)
-    assert {rows[0][f"class_{rank}"] for rank in ranks} == {"bee", "cat, tabby", "dog"}
+    assert rows[0]["predicted"] in {"bee", "cat, tabby", "dog"}
+    assert 1 / 3 < float(rows[0]["probability"]) < 1
     assert rows[1]["error"]
 
 

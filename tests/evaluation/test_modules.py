@@ -76,7 +76,7 @@ def test_a_module_of_any_library_is_evaluated(build: Callable[[], nn.Module]) ->
     bundle = vit.Bundle.from_model(
         model, class_names=names, preprocess=vit.Preprocess((SIDE, SIDE))
     )
-    evaluation = vit.evaluate(bundle, dataset=images, class_names=names, device="cpu").evaluation
+    evaluation = vit.evaluate(bundle, dataset=images, device="cpu").evaluation
     assert evaluation.num_images == 9
     assert evaluation.cost.parameters == sum(p.numel() for p in model.parameters())
     # at least two operations for each weight of the head

@@ -395,7 +395,7 @@ def test_a_run_with_a_loss_resumes_bit_for_bit(images: np.ndarray, tmp_path: Pat
 def test_weights_and_mixed_images_leave_the_validation_loss_alone(
     images: np.ndarray, tmp_path: Path
 ) -> None:
-    options = ("augment.mixup=0.8", "augment.cutmix=1.0")
+    options = ("augment.mixup=0.8", "augment.cutmix=1.0", "train.calibrate=false")
     with pytest.raises(ValueError, match=r"batch_size 7 must be .*; mixup and cutmix mix pairs"):
         train(images, tmp_path / "odd", *options, "train.batch_size=7")
     result = train(images, tmp_path / "run", *options, "train.class_balance=weights")

@@ -12,11 +12,5 @@ __all__ = ["bundle", "images", "make_evaluation", "make_predictions", "read_rows
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of predictions."""
-    if path.suffix == ".parquet":
-        # an extra
-        import pyarrow.parquet as pq
-
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-        return rows
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="surrogateescape") as file:
         return list(csv.DictReader(file) if path.suffix == ".csv" else map(json.loads, file))

@@ -1,4 +1,4 @@
-"""Several models: the mean of their probabilities, whatever their sizes and the order of classes;
+"""Several models: the mean of their probabilities, whatever their depth and the order of classes;
 test-time augmentation, and predictions sorted by uncertainty."""
 
 import csv
@@ -11,7 +11,7 @@ from PIL import Image
 
 import vit
 from tests.conftest import Launcher, SaveModel
-from vit.bundle import load_bundle, update_metadata
+from vit.bundle import load_bundle, open_model, update_metadata
 from vit.data.preprocess import Preprocess
 from vit.prediction.records import Prediction
 
@@ -20,14 +20,12 @@ NAMES = ("ant", "bee", "cow")
 
 @pytest.fixture
 def models(save_model: SaveModel, tmp_path: Path) -> list[Path]:
-    """Two models of other sizes, with the same classes in another order."""
+    """Two models of other depths, with the same classes in another order."""
     first = save_model(tmp_path / "a" / "model.safetensors", class_names=NAMES, depth=1)
     second = save_model(
         tmp_path / "b" / "model.safetensors",
         class_names=("cow", "ant", "bee"),
-        preprocess=Preprocess((24, 24), crop_pct=0.9),
-        img_size=24,
-        depth=1,
+        depth=2,
         num_heads=2,
     )
     update_metadata(second, {"temperature": 1.5})
@@ -85,8 +83,7 @@ def test_probabilities_are_the_mean_of_those_of_the_models(
         sum(weight.numel() for weight in load_bundle(model).model.parameters()) for model in models
     ]
     assert evaluation["cost"]["parameters"] == sum(parameters)
-    assert "these are predictions of several" in (out / "report.html").read_text()
-    with pytest.raises(ValueError, match="operating_point is kept in the file of one model"):
+    with pytest.raises(ValueError, match="is not a model file, and the operating point"):
         vit.evaluate(models, data=photos, operating_point="bee:f1")
 
     # on the command line, models come before the photos
@@ -107,12 +104,17 @@ def test_other_classes_and_features_are_refused(
     other = save_model(tmp_path / "c.safetensors", class_names=("ant", "bee", "dog"))
     with pytest.raises(ValueError, match="have other classes: cow, dog in one of them"):
         vit.predict([models[0], other], photos)
-    with pytest.raises(ValueError, match="similar and embeddings are features of one model"):
+    with pytest.raises(ValueError, match="gives no features to embed"):
         vit.predict(models, photos, embeddings=True)
     with pytest.raises(ValueError, match="unknown tta 'vflip'"):
         vit.predict(models, photos, tta="vflip")
+    larger = save_model(
+        tmp_path / "e.safetensors", preprocess=Preprocess((24, 24)), img_size=24, class_names=NAMES
+    )
+    with pytest.raises(ValueError, match=r"see images in another way .* of one preprocessing"):
+        vit.predict([models[0], larger], photos)
     labels = save_model(tmp_path / "d.safetensors", data={"task": "multilabel"})
-    with pytest.raises(ValueError, match=r"one class an image and .* several labels"):
+    with pytest.raises(ValueError, match="one class and several labels an image"):
         vit.predict([models[0], labels], photos)
 
 
@@ -172,8 +174,30 @@ def test_classes_are_sorted_by_the_largest_probability(
     if output_format == "jsonl":
         largest = [json.loads(line)["predictions"][0]["probability"] for line in lines]
     elif output_format == "csv":
-        largest = [float(row["probability_1"]) for row in csv.DictReader(lines)]
+        largest = [float(row["probability"]) for row in csv.DictReader(lines)]
     else:
         largest = [float(line.split()[0]) for line in lines]
     assert len(largest) == 30
     assert largest == sorted(largest)
+
+
+def test_labels_are_averaged_and_explained(
+    save_model: SaveModel, photos: Path, tmp_path: Path
+) -> None:
+    """An average is a module like any other: what takes a model takes it."""
+    models = [
+        save_model(
+            tmp_path / f"{depth}.safetensors",
+            class_names=NAMES,
+            depth=depth,
+            data={"task": "multilabel"},
+        )
+        for depth in (1, 2)
+    ]
+    paths = sorted(photos.rglob("*.png"))[:3]
+    alone = [read(vit.predict(each, paths, precision="float32").predictions) for each in models]
+    together = read(vit.predict(models, paths, precision="float32").predictions)
+    assert together == pytest.approx((alone[0] + alone[1]) / 2, abs=1e-6)
+    bundle = open_model(models)
+    logits = bundle.model(bundle.preprocess([Image.open(path) for path in paths]))
+    assert logits.sigmoid().detach().numpy() == pytest.approx(together, abs=1e-6)

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, require_classifier
+from vit.bundle import Bundle, Models, collect_versions, keeps_mode, open_model, require_classifier
 from vit.data.dataset import LabelRule, printable
-from vit.data.splits import DatasetSplits
 from vit.evaluation.calibration import find_model_file, was_used_for_epoch
 from vit.evaluation.clusters import Interval, select_groups
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
@@ -33,10 +32,10 @@ from vit.evaluation.out_of_fold import CROSS_VALIDATION, OutOfFold, load_out_of_
 from vit.evaluation.result import Cost, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import SubgroupTable, build_tables, read_values
 from vit.evaluation.thresholds import choose_operating_point, parse_rule
+from vit.model.averaged_model import AveragedModel
 from vit.model.logits import compute_logits
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
-from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
 from vit.prediction.predictor import TTA, BatchPredictor
 from vit.prediction.probabilities import Bools, Float32s
 from vit.runtime.arguments import check_arguments, check_choice
@@ -55,7 +54,7 @@ _MACHINE_KEYS = {
 @keeps_mode
 @check_arguments(num_examples=(0, None), batch_size=(1, None))
 def evaluate(
-    model: ModelLike | Sequence[ModelLike],
+    model: Models,
     *,
     data: str | Path | None = None,
     root: str | Path | None = None,
@@ -143,11 +142,10 @@ def evaluate(
         raise ValueError(hint)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
-        bundle = open_models(model, device=device_name, class_names=class_names)
+        bundle = open_model(model, device=device_name, class_names=class_names)
         _check_model(bundle, operating_point)
-        # several models are measured on the images of the first one's training by default
         splits = open_data(
-            list_members(bundle)[0],
+            bundle,
             data,
             root,
             dataset,
@@ -180,9 +178,9 @@ def evaluate(
             notes = found.describe(images)
             logits = found.logits
             images = validation = found.select(images)
-        if isinstance(bundle, Ensemble):
-            logits = _average(bundle, images, splits, split, predictor)
-            notes.append(f"the mean probabilities of {len(bundle.members)} models were measured")
+        if isinstance(bundle.model, AveragedModel):
+            count = len(bundle.model.models)
+            notes.append(f"the mean probabilities of {count} models were measured")
         notes = _describe_images(bundle, images) + notes
         fitted = bundle
         if operating_point is not None:
@@ -207,8 +205,6 @@ def _check_model(bundle: Bundle, operating_point: str | None) -> None:
     """Raise ValueError for what isn't measured of such a model, before images are decoded."""
     require_classifier(bundle)
     if operating_point is not None:
-        if isinstance(bundle, Ensemble):
-            raise ValueError("operating_point is kept in the file of one model; name one")
         parse_rule(operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel)
 
 
@@ -224,7 +220,6 @@ def _find_out_of_fold(
         is_plain: The images themselves are measured, without mirror images.
     """
     found = None
-    is_own = is_own and not isinstance(bundle, Ensemble)
     if is_own and split in (None, CROSS_VALIDATION):
         found = load_out_of_fold(bundle)
     if split == CROSS_VALIDATION and found is None:
@@ -242,7 +237,7 @@ def _find_out_of_fold(
 def _describe_images(bundle: Bundle, images: EvaluationSet) -> list[str]:
     """Return what a reader should know about the images, in sentences."""
     notes = list(images.dataset.notes)
-    if any(was_used_for_epoch(member, images) for member in list_members(bundle)):
+    if was_used_for_epoch(bundle, images):
         notes.append(
             "training chose the model by these images, so its accuracy on them is too high: quote"
             " its accuracy on other images"
@@ -368,17 +363,16 @@ def _measure(
 
 
 def _measure_cost(bundle: Bundle, predictor: BatchPredictor, rate: float | None) -> Cost:
-    """Count the parameters and operations of a model, or of all models of an ensemble.
+    """Count the parameters and operations of a model.
 
     Args:
         bundle: The model.
         predictor: The conditions under which it runs.
         rate: Images per second of the evaluation; None if the model didn't run.
     """
-    members = list_members(bundle)
     return Cost(
-        parameters=sum(p.numel() for member in members for p in member.model.parameters()),
-        flops_per_image=sum(count_flops(member, predictor.precision) for member in members),
+        parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
+        flops_per_image=count_flops(bundle, predictor.precision),
         images_per_second=rate,
     )
 
@@ -418,38 +412,6 @@ def _build_tables(
 
     title = "Mean average precision" if scores.is_multilabel else "Top-1 accuracy"
     return build_tables(parts, groups, measure, title=title)
-
-
-def _average(
-    ensemble: Ensemble,
-    images: EvaluationSet,
-    splits: DatasetSplits,
-    split: str | None,
-    predictor: BatchPredictor,
-) -> Float32s:
-    """Return logits of the mean probabilities of several models, [n, C].
-
-    Args:
-        ensemble: The models.
-        images: The images as the first model sees them.
-        splits, split: The same images.
-        predictor: The first model, with the conditions under which all run.
-    """
-    reads = [load_images(member, splits, split).read for member in ensemble.members]
-    predictors = [
-        replace(predictor, model=member.model, preprocess=member.preprocess)
-        for member in ensemble.members
-    ]
-    count = len(images)
-    total = count * len(reads)
-    with show_progress("evaluating", total, shown=current_process().is_main) as advance:
-        return average_logits(
-            ensemble,
-            [
-                own.predict(read, count=count, on_progress=advance)
-                for own, read in zip(predictors, reads, strict=True)
-            ],
-        )
 
 
 def _predict(predictor: BatchPredictor, images: EvaluationSet, *, title: str) -> Float32s:

@@ -22,7 +22,6 @@ from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
 from vit.evaluation.subgroups import SubgroupTable
 from vit.evaluation.thresholds import ThresholdRates
 from vit.prediction.conformal import SetMetrics
-from vit.prediction.ensemble import list_members
 from vit.runtime.documents import check_schema, read_json
 from vit.runtime.files import FileContent, Result, expand_home, write_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
@@ -356,7 +355,7 @@ class EvaluationResult(Result):
         if not self.is_main:
             return
         output = expand_home(directory)
-        names = [Path(member.name) for member in list_members(self.bundle)]
+        names = map(Path, self.bundle.metadata.get("models", [self.bundle.name]))
         if any(name.resolve().is_relative_to(output.resolve()) for name in names):
             raise ValueError(f"{directory} holds the evaluated model; choose another --output")
         # evaluation.json is written last: whoever finds it finds the other files, too

@@ -357,7 +357,7 @@ class Explainer:
         sets = predict_sets(self.bundle, logits, coverage=0.95) or unknown
         for result, p_value, chosen in zip(results, p_values, sets, strict=True):
             result.p_value = p_value
-            result.note = find_note(p_value, chosen, is_decided=self._has_thresholds)
+            result.note = find_note(p_value, chosen)
 
     def _select_target(self, results: Sequence[ImageResult]) -> Target:
         return self._target.select([result.item.number for result in results])

@@ -123,7 +123,8 @@ def build_sets(probabilities: Floats, threshold: float) -> list[list[int]]:
 
 
 def predict_sets(bundle: Bundle, logits: Float32s, *, coverage: float) -> list[list[int]] | None:
-    """Return the prediction set of each image, as indices of classes; None without a threshold.
+    """Return the prediction set of each image, as indices of classes; None without a threshold, and
+    where the thresholds of labels or of an operating point decide.
 
     Args:
         bundle: The model, with the thresholds that `vit train` wrote into its file.
@@ -131,7 +132,7 @@ def predict_sets(bundle: Bundle, logits: Float32s, *, coverage: float) -> list[l
         coverage: See `read_threshold`.
     """
     threshold = read_threshold(bundle.metadata, coverage)
-    if threshold is None:
+    if threshold is None or bundle.is_multilabel or bundle.operating_point:
         return None
     return build_sets(_compute_probabilities(bundle, logits), threshold)
 

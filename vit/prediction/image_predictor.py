@@ -12,30 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
-from vit.bundle import Bundle, ModelLike, require_classifier
+from vit.bundle import Bundle, Models, open_model, require_classifier
 from vit.data.images import list_images, read_image
 from vit.data.inputs import LazyImage
 from vit.data.preprocess import Preprocess
 from vit.data.sources.remote import MissingError, RemoteError
-from vit.model.logits import count_features
+from vit.model.logits import count_features, has_features
 from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
 from vit.prediction.decision import decide_classes, measure_uncertainty
-from vit.prediction.ensemble import Ensemble, average_logits, list_members, open_models
 from vit.prediction.labels import compute_probabilities, find_labels
 from vit.prediction.neighbours import check_similar, find_similar
 from vit.prediction.predictor import TTA, BatchPredictor, Pixels, read_from
-from vit.prediction.records import Columns, Prediction, build_columns
+from vit.prediction.records import Prediction
 from vit.runtime.arguments import check_arguments, check_choice
 from vit.runtime.version import __version__
 
+# name of a column → an array with an entry for each image
+Columns = dict[str, Any]
 # columns of a batch that may hold its images, the first that is there counts
 _BATCH_COLUMNS = ("image", "bytes", "path")
 # requests at the same time
 _MAX_REQUESTS = 32
-# an image's name, and its pixels as each model sees it or why it can't be read
-Decoded = tuple[str, list[Pixels] | str]
+# an image's name, and its pixels as the model sees it or why it can't be read
+Decoded = tuple[str, Pixels | str]
 
 
 class Predictor:
@@ -75,7 +77,7 @@ class Predictor:
     @check_arguments(top_k=(1, None), batch_size=(1, None), similar=(0, None))
     def __init__(
         self,
-        model: ModelLike | Sequence[ModelLike],
+        model: Models,
         *,
         top_k: int = 5,
         coverage: float = 0.95,
@@ -102,34 +104,26 @@ class Predictor:
         self.keeps_probabilities = False
 
     def __getstate__(self) -> dict[str, Any]:
-        opened = ("bundle", "batch_predictors", "preprocesses")
+        opened = ("bundle", "batch_predictor")
         return {name: value for name, value in vars(self).items() if name not in opened}
 
     @cached_property
     def bundle(self) -> Bundle:
         """The model, opened."""
-        bundle = open_models(self.model, device=self.device)
+        bundle = open_model(self.model, device=self.device)
         require_classifier(bundle)
-        if isinstance(bundle, Ensemble) and (self.similar or self.embeddings):
-            raise ValueError("similar and embeddings are features of one model; name one")
+        if self.embeddings and not has_features(bundle.model):
+            raise ValueError(f"a {type(bundle.model).__name__} gives no features to embed")
         if self.similar:
             check_similar(bundle)
         return bundle
 
     @cached_property
-    def batch_predictors(self) -> list[BatchPredictor]:
-        """The inference loop of each model, several if their probabilities are averaged."""
-        return [
-            BatchPredictor.from_bundle(
-                member, batch_size=self.batch_size, precision=self.precision, tta=self.tta
-            )
-            for member in list_members(self.bundle)
-        ]
-
-    @cached_property
-    def preprocesses(self) -> list[Preprocess]:
-        """The preprocessing of each model."""
-        return [predictor.preprocess for predictor in self.batch_predictors]
+    def batch_predictor(self) -> BatchPredictor:
+        """The inference loop."""
+        return BatchPredictor.from_bundle(
+            self.bundle, batch_size=self.batch_size, precision=self.precision, tta=self.tta
+        )
 
     def __call__(self, images: Iterable[Any] | Mapping[str, Any]) -> Columns:
         """Predict a batch of images.
@@ -155,19 +149,41 @@ class Predictor:
 
     def build_columns(self, predictions: Sequence[Prediction]) -> Columns:
         """Return predictions of this model as columns, if it keeps probabilities."""
-        return build_columns(
-            predictions,
-            num_classes=len(self.bundle.class_names),
-            num_features=count_features(self.bundle.model) if self.embeddings else None,
-            has_labels=self.bundle.is_multilabel,
-        )
+        rows = [prediction.to_dict() for prediction in predictions]
+
+        def build(values: Iterable[object]) -> NDArray[np.object_]:
+            listed = list(values)
+            # numpy would make a matrix of lists of equal length
+            column = np.empty(len(listed), dtype=object)
+            column[:] = listed
+            return column
+
+        def stack(values: Iterable[Any], width: int) -> NDArray[np.float32]:
+            missing = np.full(width, np.nan, dtype=np.float32)
+            stacked = [missing if value is None else value for value in values]
+            return np.array(stacked, dtype=np.float32).reshape(-1, width)
+
+        names = ["path", "predicted", "probability", "note"]
+        names += ["labels"] * self.bundle.is_multilabel
+        names += ["prediction_set", "p_value", "precision", "error"]
+        columns: Columns = {name: build(row.get(name) for row in rows) for name in names}
+        columns["note"] = build(each.note for each in predictions)
+        for name in ("probability", "p_value"):
+            # None becomes NaN
+            columns[name] = columns[name].astype(np.float64)
+        width = len(self.bundle.class_names)
+        columns["probabilities"] = stack((each.probabilities for each in predictions), width)
+        if self.embeddings:
+            width = count_features(self.bundle.model)
+            columns["embedding"] = stack((each.features for each in predictions), width)
+        return columns
 
     def describe_options(self) -> dict[str, object]:
         """Return the facts of the model and the options that predictions depend on."""
         return {
             "vit": __version__,
             "model": self.bundle.sha256,
-            "precision": self.batch_predictors[0].precision,
+            "precision": self.batch_predictor.precision,
             "top_k": self.top_k,
             "coverage": self.coverage,
             "tta": self.tta,
@@ -185,39 +201,28 @@ class Predictor:
         Args:
             items: Name of each image, and its path, encoded bytes, PIL image or array.
         """
-        for batch in decode_batches(items, self.preprocesses, self.batch_size):
+        for batch in decode_batches(items, self.bundle.preprocess, self.batch_size):
             readable = [(name, pixels) for name, pixels in batch if not isinstance(pixels, str)]
             predictions = iter(self.predict_pixels(readable)) if readable else iter(())
             for name, pixels in batch:
                 if isinstance(pixels, str):
-                    precision = self.batch_predictors[0].precision
+                    precision = self.batch_predictor.precision
                     yield Prediction(name, [], error=pixels, precision=precision)
                 else:
                     yield next(predictions)
 
-    def predict_pixels(self, batch: Sequence[tuple[str, list[Pixels]]]) -> Iterator[Prediction]:
-        """Yield the prediction of each image of a batch: its name, and its pixels as each model
-        sees them."""
-        bundle, predictors = self.bundle, self.batch_predictors
+    def predict_pixels(self, batch: Sequence[tuple[str, Pixels]]) -> Iterator[Prediction]:
+        """Yield the prediction of each image of a batch: its name, and its pixels as the model sees
+        them."""
+        bundle, predictor = self.bundle, self.batch_predictor
         count = len(batch)
-        # the images as each model sees them
-        reads = [
-            read_from([pixels[place] for _, pixels in batch]) for place in range(len(predictors))
-        ]
+        read = read_from([pixels for _, pixels in batch])
         # features are computed only if something needs them: some models have none
         features = None
-        if isinstance(bundle, Ensemble):
-            logits = average_logits(
-                bundle,
-                [
-                    predictor.predict(read, count=count)
-                    for predictor, read in zip(predictors, reads, strict=True)
-                ],
-            )
-        elif bundle.likeness is None and not self.embeddings:
-            logits = predictors[0].predict(reads[0], count=count)
+        if bundle.likeness is None and not self.embeddings:
+            logits = predictor.predict(read, count=count)
         else:
-            logits, features = predictors[0].predict_with_features(reads[0], count=count)
+            logits, features = predictor.predict_with_features(read, count=count)
         # the temperature changes probabilities, but neither the order of classes nor the sets
         probabilities = compute_probabilities(bundle, logits)
         sets = predict_sets(bundle, logits, coverage=self.coverage)
@@ -242,10 +247,9 @@ class Predictor:
                 p_value=None if p_values is None else p_values[row],
                 features=features[row] if self.embeddings and features is not None else None,
                 similar=None if neighbours is None else neighbours[row],
-                is_decided=bundle.is_multilabel or bool(bundle.operating_point),
                 uncertainty=uncertainties[row],
                 probabilities=probabilities[row] if self.keeps_probabilities else None,
-                precision=predictors[0].precision,
+                precision=predictor.precision,
             )
 
 
@@ -284,22 +288,22 @@ def _split_columns(
 
 
 def decode_batches(
-    items: Iterable[tuple[str, Any]], preprocesses: Sequence[Preprocess], batch_size: int
+    items: Iterable[tuple[str, Any]], preprocess: Preprocess, batch_size: int
 ) -> Iterator[list[Decoded]]:
-    """Yield images in batches, decoded for each model; the next batch is decoded while the caller
+    """Yield images in batches, decoded for a model; the next batch is decoded while the caller
     works on one. See `Predictor.predict_items`."""
     items = iter(items)
     # decoding a photo may take longer than its forward pass; more threads than cores would only
     # keep more large photos in memory
     pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_REQUESTS))
     network = ThreadPoolExecutor(_MAX_REQUESTS)
-    ahead: deque[tuple[list[str], list[Future[list[Pixels] | str]]]] = deque()
+    ahead: deque[tuple[list[str], list[Future[Pixels | str]]]] = deque()
     try:
         while True:
             while len(ahead) < 2 and (batch := list(islice(items, batch_size))):
                 futures = [
                     (network if getattr(image, "is_remote", False) else pool).submit(
-                        _decode, name, image, preprocesses
+                        _decode, name, image, preprocess
                     )
                     for name, image in batch
                 ]
@@ -313,11 +317,10 @@ def decode_batches(
         network.shutdown(cancel_futures=True)
 
 
-def _decode(name: str, image: Any, preprocesses: Sequence[Preprocess]) -> list[Pixels] | str:
-    """Return the image as each model sees it, uint8 [H, W, 3], or why it can't be read."""
+def _decode(name: str, image: Any, preprocess: Preprocess) -> Pixels | str:
+    """Return the image as the model sees it, uint8 [H, W, 3], or why it can't be read."""
     try:
-        opened = _open_image(name, image)
-        return [preprocess.to_uint8(opened) for preprocess in preprocesses]
+        return preprocess.to_uint8(_open_image(name, image))
     except (OSError, ValueError) as error:
         # the store doesn't answer, and the image may be good
         if isinstance(error, RemoteError) and not isinstance(error, MissingError):

@@ -1,20 +1,19 @@
 """Class probabilities and features of any images: `vit.predict` and `vit.embed`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vit.bundle import ModelLike, keeps_mode, open_model
+from vit.bundle import ModelLike, Models, keeps_mode, open_model
 from vit.data.images import ImageInputs
 from vit.data.inputs import list_inputs
 from vit.model.logits import count_features, has_features
 from vit.prediction.image_predictor import Predictor, decode_batches
-from vit.prediction.output import open_output
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
-from vit.prediction.records import Prediction, PredictionResult
+from vit.prediction.records import Prediction, PredictionResult, write_output
 from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_arguments, check_choice
 
@@ -24,7 +23,7 @@ _ORDERS = ("none", "uncertainty")
 @keeps_mode
 @check_arguments(top_k=(1, None), similar=(0, None), batch_size=(1, None))
 def predict(
-    model: ModelLike | Sequence[ModelLike],
+    model: Models,
     images: ImageInputs,
     *,
     top_k: int = 5,
@@ -52,13 +51,13 @@ def predict(
         coverage: How often a `prediction_set` should include the right class,
             or the fraction of an image's labels that it should include: 0.9
             or 0.95.
-        output: File to write as predictions are made: FILE.jsonl, FILE.csv or
-            FILE.parquet. Parquet is a folder of parts with the probability of
-            every class. The result then holds no predictions.
-        resume: Go on with the `output` of a command that was stopped: no image
-            is predicted twice. The images and options must be the same.
+        output: File to write as predictions are made: FILE.jsonl or FILE.csv.
+            The result then holds no predictions.
+        resume: Go on with the `output` of a command that was stopped, JSON
+            lines: no image is predicted twice. The model, images and options
+            must be the same.
         embeddings: Add the features that the head reads: `embedding` in JSON
-            lines and Parquet, `.features` in Python.
+            lines, `.features` in Python.
         sort_into: Folder to copy the photos into: one folder for each class,
             "unsure" and "unusual". A photo goes to "unusual" if its `p_value`
             is at most 0.05, to its class if its `prediction_set` has one
@@ -145,19 +144,19 @@ def embed(
         raise ValueError(f"the features of {kind} are unknown; models of vit and timm have some")
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
     features = [np.zeros((0, count_features(bundle.model)), dtype=np.float32)]
-    for batch in decode_batches(list_inputs(images), [predictor.preprocess], batch_size):
+    for batch in decode_batches(list_inputs(images), predictor.preprocess, batch_size):
         pixels: list[Pixels] = []
         for path, decoded in batch:
             if isinstance(decoded, str):
                 raise ValueError(f"{path} has no features: {decoded}")
-            pixels += decoded
+            pixels.append(decoded)
         _, found = predictor.predict_with_features(read_from(pixels), count=len(pixels))
         features.append(found)
     return np.concatenate(features)
 
 
 def iterate_predictions(
-    model: ModelLike | Sequence[ModelLike],
+    model: Models,
     images: ImageInputs,
     *,
     output: str | Path | None,
@@ -170,21 +169,13 @@ def iterate_predictions(
     they are sorted."""
     check_choice(sort, _ORDERS, name="sort")
     predictor = Predictor(model, **options)
-    writer = None
-    if output is not None:
-        if resume and sort != "none":
-            raise ValueError("--resume goes on in the order of the images; leave out --sort")
-        similar = ["similar"] if predictor.similar else []
-        writer = open_output(
-            output,
-            resume=resume,
-            build_columns=predictor.build_columns,
-            only_jsonl=similar,
-            not_csv=["embeddings"] if predictor.embeddings else [],
-        )
-        predictor.keeps_probabilities = Path(output).suffix == ".parquet"
-    elif resume:
+    if resume and output is None:
         raise ValueError("--resume goes on in a file; name it with --output")
+    if resume and sort != "none":
+        raise ValueError("--resume goes on in the order of the images; leave out --sort")
+    asked = [name for name in ("embeddings", "similar") if getattr(predictor, name)]
+    if asked and output is not None and Path(output).suffix == ".csv":
+        raise ValueError(f"--output {output} has no place for --{asked[0]}; name a .jsonl file")
     sorter = None
     if sort_into is not None:
         sorter = PhotoSorter(Path(sort_into), predictor.bundle, coverage=predictor.coverage)
@@ -202,9 +193,7 @@ def iterate_predictions(
         return predictions
 
     items = list_inputs(images)
-    if writer is None:
+    if output is None:
         yield from predict_items(items)
     else:
-        yield from writer.write(
-            predict_items, items, {**predictor.describe_options(), "sort": sort}
-        )
+        yield from write_output(output, items, predict_items, resume=resume)

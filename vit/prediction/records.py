@@ -1,50 +1,45 @@
-"""Predictions as records, JSON lines and CSV."""
+"""Predictions as records: JSON lines, CSV and lines for a reader, which a stopped command goes on
+with."""
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TextIO, TypedDict
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, TextIO
 
 from vit.prediction.conformal import is_unusual
 from vit.prediction.neighbours import Similar
 from vit.prediction.probabilities import Float32s, Floats
-from vit.runtime.arguments import is_control_character, replace_control_characters
+from vit.runtime.arguments import replace_control_characters, shorten
 from vit.runtime.documents import escape_formula
-from vit.runtime.files import FileContent, Result
+from vit.runtime.files import FileContent, Result, expand_home
 
 # index, name and probability, the most probable first
 TopClasses = list[tuple[int, str, float]]
+Items = Iterator[tuple[str, Any]]
+# columns of CSV, the keys of `Prediction.to_dict` that fit into cells
+COLUMNS = (
+    "path",
+    "predicted",
+    "probability",
+    "note",
+    "labels",
+    "prediction_set",
+    "p_value",
+    "precision",
+    "error",
+)
 
 
-class _Class(TypedDict):
-    index: int
-    name: str
-    probability: float
-
-
-# "class" is there if it is known
-_Similar = TypedDict("_Similar", {"path": str, "class": NotRequired[str], "similarity": float})
-# name of a column → an array with an entry for each image
-Columns = dict[str, Any]
-
-
-def find_note(
-    p_value: float | None, prediction_set: Sequence[object] | None, *, is_decided: bool
-) -> str:
+def find_note(p_value: float | None, prediction_set: Sequence[object] | None) -> str:
     """Return "unusual" for an image unlike the training images, else "unsure" if the prediction set
-    doesn't have exactly one class; empty without a doubt or without thresholds. The threshold of a
-    label or of an operating point decides in any case, so that nothing is unsure. See `Prediction`
+    doesn't have exactly one class; empty without a doubt or without thresholds. See `Prediction`
     for the arguments."""
     if is_unusual(p_value):
         return "unusual"
-    is_unsure = prediction_set is not None and len(prediction_set) != 1 and not is_decided
-    return "unsure" if is_unsure else ""
+    return "unsure" if prediction_set is not None and len(prediction_set) != 1 else ""
 
 
 @dataclass(frozen=True)
@@ -56,17 +51,15 @@ class Prediction:
         classes: Index, name and probability, the most probable first. With an operating point, the
             class that it predicts comes first.
         error: Why the image can't be read.
-        prediction_set: Names of the classes that include the right one as often as `coverage` says,
-            the most probable first; None if the model file holds no threshold. Of several labels an
-            image, this fraction of its labels is among them on average.
+        prediction_set: Names of the classes that include the right one for 95 % of images, the most
+            probable first; None if the model file holds no threshold, and where the thresholds of
+            labels or of an operating point decide.
         p_value: Small if the image is unusual: the fraction of held-out images that are at least as
             far from the training images. None if the model file can't tell.
         features: Pooled features that the head reads, float32 [D]; None unless asked for.
         similar: The most similar training images; None unless asked for.
         labels: Names of the labels that the image is predicted to have, the most probable first;
             None for a model of one class an image.
-        is_decided: True if thresholds say what is predicted: those of labels, or the operating
-            point's.
         uncertainty: See `vit.prediction.decision.measure_uncertainty`.
         probabilities: Probability of every class, [C]; None unless asked for.
         precision: Precision of the forward pass, such as "float32".
@@ -80,7 +73,6 @@ class Prediction:
     features: Float32s | None = field(default=None, compare=False, repr=False)
     similar: list[Similar] | None = None
     labels: list[str] | None = None
-    is_decided: bool = False
     uncertainty: float = field(default=0.0, compare=False)
     probabilities: Floats | None = field(default=None, compare=False, repr=False)
     precision: str = ""
@@ -88,7 +80,7 @@ class Prediction:
     @property
     def note(self) -> str:
         """The doubt about the answer, see `find_note`."""
-        return find_note(self.p_value, self.prediction_set, is_decided=self.is_decided)
+        return find_note(self.p_value, self.prediction_set)
 
     @property
     def predicted(self) -> str | None:
@@ -102,6 +94,34 @@ class Prediction:
     def probability(self) -> float | None:
         """Probability of the first of the `classes`; None for an image that can't be read."""
         return self.classes[0][2] if self.classes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the prediction as plain values: a line of JSON, whose keys CSV has as columns.
+
+        An image that can't be read has its path and `error`; the others have all keys but this,
+        `labels` with several labels an image, and what was asked for.
+        """
+        record: dict[str, Any] = {"path": self.path}
+        if self.error is not None:
+            record["error"] = self.error
+        else:
+            record |= {"predicted": self.predicted, "probability": self.probability}
+            if self.labels is not None:
+                record["labels"] = self.labels
+            record |= {
+                "predictions": describe_classes(self.classes),
+                "note": self.note,
+                "prediction_set": self.prediction_set,
+                "p_value": self.p_value,
+            }
+            if self.similar is not None:
+                record["similar"] = describe_similar(self.similar)
+            if self.features is not None:
+                # with the fewest digits that a float32 is read back from
+                record["embedding"] = list(map(float, self.features.astype("U16")))
+        if self.precision:
+            record["precision"] = self.precision
+        return record
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,67 +139,14 @@ class PredictionResult(Result):
         """Return predictions.jsonl, with a JSON object for each image."""
 
         def write(path: Path) -> None:
-            # names of files may be any bytes
-            with path.open("w", encoding="utf-8", errors="surrogateescape") as file:
+            with path.open("w", encoding="utf-8") as file:
                 for _ in write_jsonl(self.predictions, file=file):
                     pass
 
         return {"predictions.jsonl": write}
 
 
-def build_columns(
-    predictions: Sequence[Prediction],
-    *,
-    num_classes: int,
-    num_features: int | None,
-    has_labels: bool,
-) -> Columns:
-    """Return predictions as arrays of equal length, with the names of columns that all formats of
-    predictions share.
-
-    Args:
-        predictions: Predictions with their `probabilities`.
-        num_classes: Number of classes C.
-        num_features: Number of features D; None: there is no column of embeddings.
-        has_labels: An image may have several labels.
-    """
-
-    def build(values: Iterable[object]) -> NDArray[np.object_]:
-        listed = list(values)
-        # numpy would make a matrix of lists of equal length
-        column = np.empty(len(listed), dtype=object)
-        column[:] = listed
-        return column
-
-    def stack(rows: Iterable[Any], width: int) -> Float32s:
-        missing = np.full(width, np.nan, dtype=np.float32)
-        stacked = [missing if row is None else row for row in rows]
-        return np.array(stacked, dtype=np.float32).reshape(-1, width)
-
-    def as_floats(values: Iterable[float | None]) -> Floats:
-        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-
-    columns: Columns = {
-        "path": build(each.path for each in predictions),
-        "predicted": build(each.predicted for each in predictions),
-        "probability": as_floats(each.probability for each in predictions),
-        "note": build(each.note for each in predictions),
-    }
-    if has_labels:
-        columns["labels"] = build(each.labels for each in predictions)
-    columns |= {
-        "prediction_set": build(each.prediction_set for each in predictions),
-        "p_value": as_floats(each.p_value for each in predictions),
-        "probabilities": stack((each.probabilities for each in predictions), num_classes),
-    }
-    if num_features is not None:
-        columns["embedding"] = stack((each.features for each in predictions), num_features)
-    columns["precision"] = build(each.precision for each in predictions)
-    columns["error"] = build(each.error for each in predictions)
-    return columns
-
-
-def describe_classes(classes: TopClasses) -> list[_Class]:
+def describe_classes(classes: TopClasses) -> list[dict[str, Any]]:
     """Return classes as objects for JSON."""
     return [
         {"index": index, "name": name, "probability": probability}
@@ -187,115 +154,50 @@ def describe_classes(classes: TopClasses) -> list[_Class]:
     ]
 
 
-def describe_similar(images: Sequence[Similar]) -> list[_Similar]:
-    """Return similar training images as objects for JSON."""
-    described: list[_Similar] = []
+def describe_similar(images: Sequence[Similar]) -> list[dict[str, Any]]:
+    """Return similar training images as objects for JSON; the class is there if it is known."""
+    described = []
     for image in images:
-        described.append({"path": image.path, "similarity": image.similarity})
-        if image.class_name:
-            described[-1]["class"] = image.class_name
+        values = asdict(image)
+        class_name = values.pop("class_name")
+        described.append(values | ({"class": class_name} if class_name else {}))
     return described
 
 
-class Record(TypedDict):
-    """A line of predictions.jsonl. An image that can't be read has its path and `error`; the others
-    have all keys but this, `labels` with several labels an image, and what was asked for."""
-
-    path: str
-    predicted: NotRequired[str | None]
-    probability: NotRequired[float | None]
-    labels: NotRequired[list[str]]
-    predictions: NotRequired[list[_Class]]
-    note: NotRequired[str]
-    prediction_set: NotRequired[list[str] | None]
-    p_value: NotRequired[float | None]
-    similar: NotRequired[list[_Similar]]
-    embedding: NotRequired[list[float]]
-    error: NotRequired[str]
-    precision: NotRequired[str]
-
-
 def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write a JSON object on a line for each prediction, with escapes for control characters, and
-    yield the prediction once it is written."""
+    """Write a JSON object on a line for each prediction, and yield the prediction once it is
+    written. Control characters, and names that aren't UTF-8, are escaped."""
     for prediction in predictions:
-        record: Record = {"path": prediction.path}
-        if prediction.error is None:
-            record["predicted"] = prediction.predicted
-            record["probability"] = prediction.probability
-            if prediction.labels is not None:
-                record["labels"] = prediction.labels
-            record["predictions"] = describe_classes(prediction.classes)
-            record["note"] = prediction.note
-            record["prediction_set"] = prediction.prediction_set
-            record["p_value"] = prediction.p_value
-            if prediction.similar is not None:
-                record["similar"] = describe_similar(prediction.similar)
-            if prediction.features is not None:
-                # with the fewest digits that a float32 is read back from
-                record["embedding"] = list(map(float, prediction.features.astype("U16")))
-        else:
-            record["error"] = prediction.error
-        if prediction.precision:
-            record["precision"] = prediction.precision
-        line = json.dumps(record, ensure_ascii=False)
-        if not line.isprintable():
-            line = "".join(
-                json.dumps(character)[1:-1] if is_control_character(character) else character
-                for character in line
-            )
-        file.write(f"{line}\n")
+        file.write(f"{json.dumps(prediction.to_dict())}\n")
         yield prediction
 
 
-def write_csv(
-    predictions: Iterable[Prediction], *, file: TextIO, with_header: bool = True
-) -> Iterator[Prediction]:
-    """Write a line for each image, and yield the prediction once it is written.
-
-    The columns are the path, what is predicted and its probability, the note, for a model of
-    several labels an image its labels with bars between them, the classes of the prediction set,
-    the p-value, the error, the precision, and class_1 or label_1, probability_1 and so on for as
-    many classes as the first image that can be read has.
-    Names have � for control characters, and an apostrophe where a spreadsheet would see a formula.
-    """
+def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
+    """Write `COLUMNS` of each image, and yield the prediction once it is written. Names have � for
+    control characters, and an apostrophe where a spreadsheet would see a formula; several have bars
+    between them."""
     # without carriage returns, so that command-line tools can read the last column
-    writer = csv.writer(file, lineterminator="\n")
-    predictions = iter(predictions)
-    # images that can't be read come before the first line that shows the number of classes
-    waiting: list[Prediction] = []
+    writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     for prediction in predictions:
-        waiting.append(prediction)
-        if prediction.error is None:
-            break
-    num_classes = len(waiting[-1].classes) if waiting else 0
-    ranks = range(1, num_classes + 1)
-    has_labels = bool(waiting) and waiting[-1].labels is not None
-    kind = "label" if has_labels else "class"
-    columns = [f"{name}_{rank}" for rank in ranks for name in (kind, "probability")]
-    header = ["path", "predicted", "probability", "note", *(["labels"] if has_labels else [])]
-    if with_header:
-        header += ["prediction_set", "p_value", "error", "precision"]
-        writer.writerow((*header, *columns))
-    for prediction in chain(waiting, predictions):
-        cells: list[object] = [format_cell(prediction.path)]
-        cells += [format_cell(prediction.predicted or ""), prediction.probability, prediction.note]
-        for names in (prediction.labels, prediction.prediction_set)[0 if has_labels else 1 :]:
-            cells.append("|".join(map(format_cell, names or ())))
-        cells.append("" if prediction.p_value is None else prediction.p_value)
-        cells += [format_cell(prediction.error or ""), prediction.precision]
-        for _, name, probability in prediction.classes:
-            cells += [format_cell(name), probability]
-        writer.writerow(cells)
+        writer.writerow({key: _format(value) for key, value in prediction.to_dict().items()})
         yield prediction
+
+
+def _format(value: Any) -> Any:
+    """Return a value of `Prediction.to_dict` as a cell of CSV, see `write_csv`."""
+    if isinstance(value, list):
+        return "|".join(map(str, map(_format, value)))
+    if isinstance(value, str):
+        # bytes of names that aren't UTF-8 pass through: the name must still find its file
+        return escape_formula(replace_control_characters(value, keep_bytes=True))
+    return value
 
 
 def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
     """Write a line for a reader for each image, and yield the prediction once it is written: the
-    most probable class, its probability, the note and the path, whole, so that it can be copied.
-
-    Of several labels an image, all that are predicted, and the probability of the first one, if it is
-    among those that are shown."""
+    predicted class or labels, the probability, the note and the path, whole, so that it can be
+    copied."""
     width = 16
     for prediction in predictions:
         path = replace_control_characters(prediction.path, keep_bytes=True)
@@ -313,12 +215,68 @@ def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
             name = replace_control_characters(name)
             # a longer name moves the columns; the lines before it are printed already
             width = max(width, len(name))
-            note = prediction.note
-            file.write(f"{percent:7}  {name:{width}}  {note:7}  {path}\n")
+            file.write(f"{percent:7}  {name:{width}}  {prediction.note:7}  {path}\n")
         yield prediction
 
 
-def format_cell(text: str) -> str:
-    """Return text as a cell of CSV, see `write_csv`."""
-    # bytes of names that aren't UTF-8 pass through: the name must still find its file
-    return escape_formula(replace_control_characters(text, keep_bytes=True))
+def write_output(
+    path: str | Path,
+    items: Items,
+    predict: Callable[[Items], Iterable[Prediction]],
+    *,
+    resume: bool = False,
+) -> Iterator[Prediction]:
+    """Write predictions into a file as they are made, and yield each once it is written.
+
+    Args:
+        path: FILE.jsonl or FILE.csv.
+        items: Name and content of each image.
+        predict: Function that predicts items.
+        resume: Go on after the lines that FILE.jsonl has; a torn last line is cut.
+
+    Raises:
+        ValueError: The file has another name, it is there already, or its lines are of other images.
+    """
+    path = expand_home(path)
+    if path.suffix not in (".jsonl", ".csv"):
+        raise ValueError(f"--output {path} ends neither in .jsonl nor in .csv")
+    if resume and path.suffix == ".csv":
+        raise ValueError(f"--resume goes on with JSON lines; name a .jsonl file instead of {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--output {path}: there is no folder {path.parent}; make it")
+    if path.exists() and not resume:
+        raise ValueError(f"{path} is there already; add --resume, or choose another --output")
+    if resume and path.exists():
+        _skip(path, items)
+    write = write_jsonl if path.suffix == ".jsonl" else write_csv
+    # a line is written whole, at once; a second process finds the file
+    with path.open(
+        "a" if resume else "x", encoding="utf-8", errors="surrogateescape", buffering=1
+    ) as file:
+        yield from write(predict(items), file=file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _skip(path: Path, items: Items) -> None:
+    """Leave out the images whose lines a file has, and cut a torn last line."""
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                name = json.loads(line)["path"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"line {number:,} of {path} is no prediction; choose another --output"
+                ) from None
+            image, _ = next(items, (None, None))
+            if image != name:
+                found = "missing" if image is None else shorten(image, 100)
+                raise ValueError(
+                    f"line {number:,} of {path} is {shorten(name, 100)}, and that image is now"
+                    f" {found}; name the same images, or choose another --output"
+                )
+            end += len(line)
+    os.truncate(path, end)

@@ -61,9 +61,8 @@ class PhotoSorter:
             return [prediction.note]
         if prediction.labels is not None:
             return [self.folders[name] for name in prediction.labels] or [_NO_LABEL]
-        if prediction.is_decided:
+        if prediction.prediction_set is None:
             return [self.folders[prediction.classes[0][1]]]
-        assert prediction.prediction_set is not None
         return [self.folders[prediction.prediction_set[0]]]
 
     def copy(self, prediction: Prediction) -> Prediction:

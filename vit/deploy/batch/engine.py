@@ -23,6 +23,7 @@ import ray.data
 import torch
 
 from vit.bundle import Bundle, open_model
+from vit.data.dataset import printable
 from vit.deploy.batch.inputs import Listed, check_names, list_files, open_contents, read_contents
 from vit.deploy.batch.parts import Parts
 from vit.explanation.explain import describe_parameters, explain
@@ -32,7 +33,6 @@ from vit.explanation.methods.auto import MAX_CHECKED_IMAGES, choose_methods
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.writer import draw_map
 from vit.prediction.image_predictor import Predictor
-from vit.prediction.output import build_table
 from vit.runtime.arguments import first_line
 from vit.runtime.console import echo
 from vit.runtime.device import choose_device
@@ -84,6 +84,27 @@ def _build_predictor(options: Values, bundle: Bundle, device: str) -> Compute:
         return build_table(predictor({"path": np.array(names, dtype=object), "image": images}))
 
     return compute
+
+
+def build_table(columns: Values) -> pa.Table:
+    """Return columns of predictions as a table of pyarrow, with null for what is missing."""
+    texts = pa.list_(pa.string())
+    kinds = {"prediction_set": texts, "labels": texts}
+    arrays = {}
+    for name, values in columns.items():
+        if values.dtype == object:
+            cells = [printable(each) if isinstance(each, str) else each for each in values]
+            arrays[name] = pa.array(cells, kinds.get(name, pa.string()))
+        elif values.ndim == 1:
+            arrays[name] = pa.array(values, from_pandas=True)
+        else:
+            is_missing = np.isnan(values[:, 0])
+            lengths = np.where(is_missing, 0, values.shape[1])
+            ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            offsets = pa.array(ends, mask=np.append(is_missing, False))
+            numbers = pa.array(values[~is_missing].ravel())
+            arrays[name] = pa.ListArray.from_arrays(offsets, numbers)
+    return pa.table(arrays)
 
 
 def explain_on_ray(

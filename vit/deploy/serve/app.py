@@ -107,7 +107,7 @@ class _Service:
     def __init__(self, bundle: Bundle, *, precision: str) -> None:
         self.bundle = bundle
         self._predictor = Predictor(bundle, top_k=len(bundle.class_names) or 1, precision=precision)
-        self._loop = self._predictor.batch_predictors[0]
+        self._loop = self._predictor.batch_predictor
         self._batches = Batches(self._predict_batch)
         # a model whose attention can't be read has no maps
         self.has_map = False
@@ -190,7 +190,7 @@ class _Service:
             # an equal part for each thread
             num_threads = min(torch.get_num_threads(), MAX_THREADS)
             self._loop.batch_size = math.ceil(len(photos) / num_threads)
-        return list(self._predictor.predict_pixels([("", [pixels]) for pixels in photos]))
+        return list(self._predictor.predict_pixels([("", pixels) for pixels in photos]))
 
     def _explain(self, photo: Image.Image) -> list[Json]:
         """Return the first map of a photo, or one for each label that is predicted: a value for each

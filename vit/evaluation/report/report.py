@@ -26,7 +26,6 @@ from vit.evaluation.report.contrast import SIDE, Mistake, choose_mistakes, draw_
 from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model
-from vit.prediction.ensemble import Ensemble
 from vit.prediction.predictor import Pixels
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 from vit.runtime.numbers import format_interval, format_number, format_percent
@@ -176,8 +175,6 @@ def _find_problem(result: "EvaluationResult") -> str:
     can."""
     if result.evaluation.split == CROSS_VALIDATION:
         return "the model has seen these images, unlike the probes of the folds"
-    if isinstance(result.bundle, Ensemble):
-        return "they are of one model, and these are predictions of several"
     return ""
 
 
