@@ -10,7 +10,6 @@ from typing import Any
 
 # purpose → "module:function"
 _FUNCTIONS = {
-    "corruptions": "vit.analysis.robustness.corruptions:measure_corruptions",
     "learning curve": "vit.analysis.learning_curve.curve:measure_learning_curve",
     "report section": "vit.analysis.learning_curve.section:build_section",
 }

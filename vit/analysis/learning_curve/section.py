@@ -16,8 +16,6 @@ from vit.explanation.render.page import render_page
 _TEMPLATE = Path(__file__).with_name("learning_curve.html.jinja")
 # measure → the name of its axis
 _AXES = {"top1": "accuracy", "map": "mean average precision"}
-# points of the fitted curve
-_NUM_FITTED = 25
 
 
 def build_section(result: EvaluationResult) -> Section | None:
@@ -36,22 +34,20 @@ def build_section(result: EvaluationResult) -> Section | None:
 
 def build_chart(curve: LearningCurve) -> Markup:
     """Draw accuracy against the number of training images, with intervals and the forecast."""
-    shown = [(point.num_images, point.top1, point.interval) for point in curve.points]
-    forecast = curve.forecast
+    series = [(curve.points, "o-", "measured, with 95 % interval")]
+    if curve.forecast:
+        series.append(
+            ([curve.points[-1], curve.forecast], "o--", "forecast of an inverse power law")
+        )
 
     def draw(axes: Axes) -> None:
-        counts, values, intervals = zip(*shown, strict=True)
-        low, high = np.array(intervals).T
-        errors = np.maximum([np.array(values) - low, high - np.array(values)], 0)
-        axes.errorbar(counts, values, errors, fmt="o-", label="measured, with 95 % interval")
-        if forecast:
-            sizes = np.geomspace(counts[0], forecast.num_images, _NUM_FITTED)
-            # errors of more than 100 % are outside of the chart
-            fitted = [max(forecast.compute_top1(size), 0) for size in sizes.tolist()]
-            axes.plot(sizes, fitted, "--", label="inverse power law, and its forecast")
-            end, (low_end, high_end) = forecast.top1, forecast.interval
-            bars = [[max(end - low_end, 0)], [max(high_end - end, 0)]]
-            axes.errorbar([forecast.num_images], [end], bars, fmt="o")
+        for points, style, label in series:
+            values = np.array([point.top1 for point in points])
+            low, high = np.array([point.interval for point in points]).T
+            errors = np.maximum([values - low, high - values], 0)
+            axes.errorbar(
+                [point.num_images for point in points], values, errors, fmt=style, label=label
+            )
         axes.set_ylim(0, 1.02)
 
     label = _AXES[curve.measure]

@@ -1,1 +1,1 @@
-"""Measure accuracy under image corruptions."""
+"""Measure accuracy on damaged images."""
