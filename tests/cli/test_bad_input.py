@@ -138,7 +138,7 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("train: {seed: 1, seed: 2}", "the key seed occurs twice"),
+            ("train: {seed: !!python/name:os.system x}", "not valid YAML"),
             ("train: {seed: 2001-13-45}", "not valid YAML"),
         ],
     )

@@ -288,7 +288,7 @@ def test_no_search_goes_on_without_end(pattern: str, path: str, ends: bool) -> N
     start = time.process_time()
     found = search_group(pattern, [path] * 1000, name="data.group_by")
     if ends:
-        text = r"data\.group_by .* takes more than 0\.5 s to search 1,000 paths, such as 'aaa"
+        text = r"data\.group_by .* takes more than 0\.5 s to search 'aaa"
         with pytest.raises(ValueError, match=text):
             list(found)
     else:

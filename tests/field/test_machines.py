@@ -4,12 +4,10 @@ fail, many cores, user ids without a name. Each trains, or says the cause and th
 import errno
 import fcntl
 import os
-import pwd
 import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from vit.data.sources.base import read_stats
 from vit.model.checkpoint import CheckpointStore
 from vit.runtime import drive, locks, machine
 from vit.runtime.drive import DriveError, wait_for_drive
-from vit.runtime.files import default_cache_dir, read_bytes, write_text
+from vit.runtime.files import read_bytes, write_text
 from vit.runtime.locks import lock_file
 
 SMALL = [
@@ -363,50 +361,3 @@ def test_processes_of_a_machine_share_its_cores(
     monkeypatch.setattr("joblib.cpu_count", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert machine.count_workers() == workers
-
-
-def test_a_cache_that_others_can_write_to_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("VIT_CACHE")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr("vit.runtime.files.tempfile.gettempdir", lambda: str(tmp_path))
-    folder = default_cache_dir()
-    assert folder.parent == tmp_path
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert default_cache_dir() == folder
-    folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="others can't write to; set VIT_CACHE"):
-        default_cache_dir()
-    folder.rmdir()
-    folder.symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="is not a folder of yours"):
-        default_cache_dir()
-    folder.unlink()
-    folder.mkdir(mode=0o700)
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid)
-    assert default_cache_dir() == folder
-    os.rename(folder, tmp_path / "vit-12345")
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(PermissionError, match="vit-12345 is not a folder of yours"):
-        default_cache_dir()
-
-
-def test_a_user_without_a_name_or_a_home_has_a_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("VIT_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / ".cache" / "vit"
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert default_cache_dir().name == f"vit-{os.getuid()}"
-    monkeypatch.undo()
-
-    def find_nobody(number: int) -> None:
-        raise KeyError(f"getpwuid(): uid not found: {number}")
-
-    monkeypatch.setattr(pwd, "getpwuid", find_nobody)
-    monkeypatch.delenv("VIT_CACHE", raising=False)
-    monkeypatch.delenv("HOME")
-    with warnings.catch_warnings(action="error"):
-        assert default_cache_dir().name == f"vit-{os.getuid()}"

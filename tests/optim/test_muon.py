@@ -1,12 +1,9 @@
 """Muon against singular value decompositions, torch's own Muon and AdamW."""
 
 import copy
-import socket
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.optim.muon import Muon, orthogonalize
@@ -211,33 +208,6 @@ def test_methods_of_torchs_optimizer_are_taken_without_their_decorator(name):
     is imported). Where torch drops it, drop the four lines in `Muon`."""
     decorated = getattr(torch.optim.Optimizer, name)
     assert getattr(Muon, name) is decorated.__wrapped__
-
-
-def _train_on_rank(rank: int, port: int, expected: dict[str, torch.Tensor]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        model = build_model()
-        ours = train(model, build_optimizer(model, layer_decay=0.5), range(3))
-        for name, value in ours.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
-        other = [torch.cat([value.flatten() for value in ours.values()])] * 2
-        dist.broadcast(other[0], src=0)
-        assert torch.equal(other[0], other[1])
-        # else the first to leave closes the connection that the other one still uses
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.chaos
-def test_matrices_divided_over_two_processes_equal_one_process():
-    model = build_model()
-    expected = train(model, build_optimizer(model, layer_decay=0.5), range(3))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_train_on_rank, args=(port, expected), nprocs=2)
 
 
 class CountedCats(TorchDispatchMode):

@@ -1,13 +1,11 @@
 """Devices and precisions by name."""
 
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from vit.runtime import device as device_module
 from vit.runtime.device import (
     choose_device,
     choose_precision,
@@ -116,50 +114,3 @@ def test_a_gpu_of_apple_is_taken_where_torch_has_one(monkeypatch: pytest.MonkeyP
     values = (torch.zeros(3), [torch.ones(2)])
     assert copy_to_device(values, mps) == values
     assert copied == [mps, mps]
-
-
-NEWER = "install a newer torch, or use cpu"
-LEGACY = "install torch 2.14 for CUDA 12.6, the last release with them, or use cpu"
-
-
-@pytest.mark.parametrize(
-    ("capability", "kernels", "remedy"),
-    [
-        ((7, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", LEGACY),  # V100
-        ((6, 0), "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", LEGACY),  # P100
-        ((8, 9), "sm_75 sm_80 sm_86 sm_90", ""),  # L4, by the code for 8.6
-        ((12, 1), "sm_75 sm_80 sm_90 compute_90", ""),  # later than all, by PTX
-        ((11, 0), "sm_75 sm_80 sm_90a", NEWER),
-        ((9, 0), "gfx90a gfx942", ""),  # an AMD card, whose names are others
-    ],
-)
-def test_a_card_without_kernels_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kernels: str, remedy: str
-) -> None:
-    Cards(monkeypatch, [capability], kernels)
-    if not remedy:
-        assert choose_device("cuda") == torch.device("cuda", 0)
-        return
-    with pytest.raises(ValueError, match=f"has no kernels for it; {remedy}"):
-        choose_device("auto")
-
-
-@pytest.mark.parametrize(
-    ("cuda", "reason"),
-    [("13.0", "driver 535.104.05 is too old for this torch, built for CUDA 13.0"), (None, "CUDA")],
-)
-def test_a_card_that_torch_cannot_use_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str | None, reason: str
-) -> None:
-    driver = tmp_path / "version"
-    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n")
-    monkeypatch.setattr(device_module, "_DRIVER_VERSION", driver)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.warns(UserWarning, match=f"{reason}.*this run uses the CPU"):
-        assert choose_device("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match=f"train.device cuda: .*{reason}"):
-        choose_device("cuda")
-    # hidden on purpose
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert choose_device("auto") == torch.device("cpu")

@@ -4,7 +4,6 @@ lost."""
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,8 @@ from typing import Any
 import pytest
 
 from tests.training.conftest import TINY
-from tests.training.recorded import RUN, read_steps, train_recorded
+from tests.training.recorded import read_steps, train_recorded
 from tests.training.worlds import join_world, run_command, start_world
-from vit.config import load_config
-from vit.optim.optimizer import parameter_groups
-from vit.runtime import processes
-from vit.training.model import build_model
 
 SETTINGS = [
     "model.embed_dim=32",
@@ -69,30 +64,6 @@ def test_two_processes_scale_the_loss_of_float16_alike(train: Train) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_muons_directions_are_gathered_once_in_the_precision_of_its_products(
-    train: Train, precision: str
-) -> None:
-    muon = ["optimizer.name=muon", f"train.precision={precision}"]
-    model, _ = build_model(load_config({}, [*RUN, *SETTINGS, *muon]), num_classes=10)
-    groups = parameter_groups(model, lr=1.0, weight_decay=0.0, muon_lr=1.0)
-    counts: Counter[tuple[int, int]] = Counter()
-    for group in groups:
-        for parameter in group["params"] if group["num_matrices"] else ():
-            rows = parameter.shape[0] // group["num_matrices"]
-            counts[rows, parameter[0].numel()] += group["num_matrices"]
-    size = 2 if precision == "bfloat16" else 4
-    # two processes take as many matrices each
-    expected = sum(2 * -(-n // 2) * rows * columns * size for (rows, columns), n in counts.items())
-    step = train(2, *muon)[10]
-    assert step["calls"]["_allgather_base_"] == len(counts)
-    assert step["bytes"]["_allgather_base_"] == expected
-    losses = [line["loss"] for line in train(1, *muon)]
-    tolerance = 1e-2 if precision == "bfloat16" else 1e-4
-    assert [line["loss"] for line in train(2, *muon)] == pytest.approx(losses, abs=tolerance)
-
-
-@pytest.mark.chaos
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_process_that_hangs_or_ends_is_named_in_time(
     tmp_path: Path, fate: signal.Signals
@@ -113,35 +84,10 @@ def test_a_process_that_hangs_or_ends_is_named_in_time(
     seconds = time.monotonic() - lost_at
     world[1].kill()
     assert codes == [75, 75]
-    assert (
-        seconds < (3 if fate == signal.SIGSTOP else 0) + 5 + 5
-    )  # to find it, to hear from the others, to end
+    # to find it, and to end
+    assert seconds < (3 if fate == signal.SIGSTOP else 0) + 5
     for rank in ("0", "2"):
         lines = (tmp_path / f"{rank}.txt").read_text().splitlines()
         (line,) = [text for text in lines if "or hangs" in text]
-        assert line.startswith(f"process 1 of 3 has ended or hangs (process {rank}: ")
+        assert line.startswith(f"another of the 3 processes has ended or hangs (process {rank}: ")
         assert line.endswith("; continue with --resume")
-
-
-@pytest.mark.chaos
-def test_who_finds_a_loss_after_process_0_has_ended_blames_the_same(tmp_path: Path) -> None:
-    """Process 0 has the store in which the others look for who is left, and ends first here."""
-    world = start_world(_lose_process_1, tmp_path, size=3)
-    assert join_world([world[0], world[2]], timeout=30) == [0, 0]
-    world[1].kill()
-    for rank in ("0", "2"):
-        message = (tmp_path / f"{rank}.txt").read_text()
-        assert message.startswith(f"process 1 of 3 has ended or hangs (process {rank}: ")
-
-
-def _lose_process_1(directory: Path) -> None:
-    processes._ANSWER_SECONDS = 2.0
-    try:
-        with processes.join_processes("cpu") as (process, _):
-            process.wait()
-            if process.rank == 1:
-                time.sleep(60)
-            time.sleep(process.rank / 2)  # process 2 finds it a second after process 0
-            raise RuntimeError("gloo: Timed out")
-    except processes.ProcessLostError as error:
-        (directory / f"{process.rank}.txt").write_text(str(error))

@@ -2,12 +2,10 @@
 
 Muon (K. Jordan et al., https://kellerjordan.github.io/posts/muon) replaces each matrix's momentum
 by the nearest semi-orthogonal matrix, approximated by a quintic Newton–Schulz iteration. Matrices
-of one shape are multiplied in one batch, except wide ones on a CPU. Several processes divide the
-matrices among themselves.
+of one shape are multiplied in one batch, except wide ones on a CPU.
 
 torch.optim.Muon (2.15) takes two-dimensional parameters only, orthogonalises packed queries, keys
-and values as one matrix, has no float32 products and no `found_inf`, and computes every matrix in
-every process.
+and values as one matrix, and has no float32 products and no `found_inf`.
 """
 
 from collections import defaultdict
@@ -17,12 +15,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
 
 # These are tuned for the steepest slope at zero: five steps bring singular values from 0.001 … 1 to
@@ -113,8 +109,7 @@ class Muon(torch.optim.Optimizer):
         betas: Decay rates of AdamW.
         weight_decay: Weight decay of groups that have none.
         dtype: Data type of Muon's products. The iteration needs no more than bfloat16, which is
-            several times faster on some hardware. Results then depend on the order of a sum, and
-            so on the number of processes.
+            several times faster on some hardware.
 
     Attributes:
         grad_scale: Divisor of the gradients, as in torch's fused optimizers.
@@ -263,24 +258,9 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_sub_(parameters, group_changes)
 
     def _orthogonalize(self, stack: Float[Tensor, "M R C"]) -> Float[Tensor, "M R C"]:
-        """Call `orthogonalize`, divided among processes or threads."""
+        """Call `orthogonalize`, divided among threads."""
         compute = partial(orthogonalize, dtype=self._dtype)
         if self.threads is not None:
             parts = stack.chunk(self.threads.count)
             return torch.cat(list(self.threads.map(compute, parts)))
-        process = current_process()
-        if process.world_size == 1:
-            return compute(stack)
-
-        # Every rank takes equally many; the last ones repeat a matrix.
-        count = -(-len(stack) // process.world_size)
-        first = process.rank * count
-        numbers = torch.arange(first, first + count, device=stack.device)
-        ours = compute(stack[numbers.clamp(max=len(stack) - 1)])
-
-        # Directions are numbers of the products' type, so that nothing is lost if they are sent in it.
-        # As bytes, because gloo doesn't know every type.
-        ours = ours.to(self._dtype).contiguous()
-        directions = ours.new_empty(process.world_size * count, *stack.shape[1:])
-        dist.all_gather_into_tensor(directions.view(torch.uint8), ours.view(torch.uint8))
-        return directions[: len(stack)].to(stack.dtype)
+        return compute(stack)

@@ -1,10 +1,8 @@
 """Choose, describe and use a device: its precision, its memory, and copies to and from it."""
 
 import gc
-import os
 import platform
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,10 +17,6 @@ from vit.runtime.arguments import check_choice, shorten
 
 T = TypeVar("T")
 
-# NVIDIA's driver writes this file if there is a card.
-_DRIVER_VERSION = Path("/proc/driver/nvidia/version")
-# Compute capability of the oldest cards that torch for CUDA 13 has kernels for.
-_OLDEST_CAPABILITY = (7, 5)
 # Linux's names for instructions that multiply bfloat16.
 _BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16")
 
@@ -38,12 +32,9 @@ def choose_device(name: str) -> torch.device:
         name: auto (a CUDA GPU if there is one), cpu, cuda, cuda:N or mps (a GPU of Apple).
 
     Raises:
-        ValueError: The name is unknown, this machine has no such device, or the installed torch has
-            no kernels for it.
+        ValueError: The name is unknown, or this machine has no such device.
     """
     if name == "auto" and not torch.cuda.is_available():
-        if reason := _explain_unused_gpu():
-            warnings.warn(f"{reason}; this run uses the CPU", stacklevel=2)
         return torch.device("cpu")
 
     if name != "auto" and not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?|mps(:0)?", name):
@@ -55,65 +46,18 @@ def choose_device(name: str) -> torch.device:
         return device
 
     if not torch.cuda.is_available():
-        reason = _explain_unused_gpu() or "no CUDA device is visible here"
-        raise ValueError(f"train.device {name}: {reason}; use auto or cpu")
+        raise ValueError(f"train.device {name}: torch finds no CUDA device here; use auto or cpu")
     if (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"train.device {name}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
-    _check_kernels(device)
     torch.cuda.set_device(device)
     # torch prefers cuDNN's attention on an H100 or H200, but its backward pass can be NaN (see
     # `vit.model.attention`, which guards our models). This guards other models.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
-
-
-def _explain_unused_gpu() -> str | None:
-    """Return why torch can't use the NVIDIA card of this machine; None if there is no card."""
-    if not _DRIVER_VERSION.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return None
-    if torch.version.cuda is None:
-        return (
-            "there is an NVIDIA GPU, but this torch was built without CUDA; install the build that "
-            "pytorch.org shows for pip and CUDA"
-        )
-    driver = re.search(r"\d+\.\d+[.\d]*", _DRIVER_VERSION.read_text())
-    version = driver[0] if driver else "unknown"
-    return (
-        f"there is an NVIDIA GPU, but its driver {version} is too old for this torch, built for CUDA "
-        f"{torch.version.cuda}; update the driver, or install a torch for an older CUDA"
-    )
-
-
-def _check_kernels(device: torch.device) -> None:
-    """Raise ValueError for a card that is older than those that the installed torch was compiled for,
-    before a kernel fails.
-
-    Code for a card also runs on later cards of the same major number; PTX ("compute_") on all later
-    cards.
-    """
-    capability = torch.cuda.get_device_capability(device)
-    for architecture in torch.cuda.get_arch_list():
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
-        # not an NVIDIA card
-        if match is None:
-            return
-        compiled_for = (int(match[2]), int(match[3]))
-        is_same_family = match[1] == "compute" or compiled_for[0] == capability[0]
-        if is_same_family and compiled_for <= capability:
-            return
-    name = torch.cuda.get_device_name(device)
-    remedy = "install a newer torch"
-    if capability < _OLDEST_CAPABILITY:
-        # https://github.com/pytorch/pytorch/issues/190385
-        remedy = "install torch 2.14 for CUDA 12.6, the last release with them"
-    raise ValueError(
-        f"{device} ({name}, compute capability {capability[0]}.{capability[1]}): torch "
-        f"{torch.__version__} has no kernels for it; {remedy}, or use cpu"
-    )
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:

@@ -16,12 +16,10 @@ import secrets
 import shutil
 import stat
 import sys
-import tempfile
 import warnings
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -93,26 +91,13 @@ def read_arrays(path: Path) -> dict[str, Any]:
     # numpy takes longer to import than `vit --help` may take
     import numpy as np
 
-    arrays = {}
     with open_regular(path) as file:
         try:
-            with zipfile.ZipFile(file) as archive:
-                for entry in archive.infolist():
-                    # Ours are not compressed, so that the arrays are never larger than the file.
-                    if entry.compress_type != zipfile.ZIP_STORED:
-                        raise ValueError("its arrays are compressed")
-                    with archive.open(entry) as member:
-                        array = np.lib.format.read_array(member, allow_pickle=False)
-                        # zipfile compares the checksum at the end of a member.
-                        if member.read(1):
-                            raise ValueError(
-                                f"{entry.filename} has more values than its shape says"
-                            )
-                    arrays[entry.filename.removesuffix(".npy")] = array
+            with np.load(file, allow_pickle=False) as archive:
+                return dict(archive)
         except Exception as error:
             # numpy and zipfile raise nearly any error for broken bytes.
             raise ValueError(f"{path} is damaged: {error}") from error
-    return arrays
 
 
 def open_cached(path: Path, read: Callable[[], Opened]) -> Opened | None:
@@ -295,34 +280,11 @@ def remove(path: Path) -> None:
 
 
 def default_cache_dir() -> Path:
-    """Return the folder of downloads and decoded images: $VIT_CACHE, or ~/.cache/vit, or one among the
-    temporary files for a user without a home to write to."""
-    if named := os.environ.get("VIT_CACHE"):
-        return Path(named)
-    # ~ stays as it is for a user id without a name, as in a container
-    home = expand_home("~")
-    cache = home / ".cache"
-    if home.is_absolute() and os.access(cache if cache.exists() else home, os.W_OK):
-        return cache / "vit"
-    # Windows has no such number, and a directory of temporary files for each user.
-    if not hasattr(os, "getuid"):
-        return Path(tempfile.gettempdir()) / "vit"
-    user = os.getuid()
-    folder = Path(tempfile.gettempdir()) / f"vit-{user}"
-    with suppress(OSError):
-        folder.mkdir(mode=0o700)
-    # others may have made it before, and could replace what is read from it
-    with suppress(FileNotFoundError):
-        status = folder.lstat()
-        if (
-            not stat.S_ISDIR(status.st_mode)
-            or status.st_uid != user
-            or status.st_mode & stat.S_IWOTH
-        ):
-            raise PermissionError(
-                f"{folder} is not a folder of yours that others can't write to; set VIT_CACHE to one that is"
-            )
-    return folder
+    """Return the folder of downloads and decoded images: $VIT_CACHE, or ~/.cache/vit."""
+    try:
+        return Path(os.environ.get("VIT_CACHE") or "~/.cache/vit").expanduser()
+    except RuntimeError:
+        raise ValueError("there is no home directory to keep a cache in; set VIT_CACHE") from None
 
 
 def expand_home(path: str | Path) -> Path:

@@ -3,9 +3,7 @@
 import math
 import os
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
 # Processes that decode images beyond which one training process gains little.
 _MAX_WORKERS = 16
@@ -40,11 +38,10 @@ def count_free_shared_memory() -> float:
 def count_free_memory() -> int:
     """Return the bytes that the system says are available or, if less, that the container's limit
     leaves."""
-    psutil = _import_psutil()
-    if psutil is not None:
-        free = int(psutil.virtual_memory().available)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # takes a tenth of a second to import
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
     cgroup = Path("/sys/fs/cgroup")
     try:
         limit = int((cgroup / "memory.max").read_text())
@@ -67,18 +64,3 @@ def has_fast_disk(folder: Path) -> bool:
         if (place / "queue/rotational").is_file():
             return (place / "queue/rotational").read_text().strip() == "0"
     return False
-
-
-def _import_psutil() -> Any:
-    """Return the library; None if it can't be imported, as on Linux without the modules of Linux."""
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return psutil
-
-
-def read_work_clock(device: str) -> float:
-    """Return seconds to compare the work of two steps: of the processor, which other programs don't
-    change, or of the clock where a GPU works."""
-    return time.process_time() if device == "cpu" else time.perf_counter()

@@ -1,7 +1,6 @@
 """Processes of one run that torchrun starts."""
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ T = TypeVar("T")
 
 # Time limit until the first step: one machine may still decode images that another one has decoded.
 _START_TIMEOUT = timedelta(hours=1)
-# Time in which the remaining processes report that they are alive.
-_ANSWER_SECONDS = 5.0
 
 
 class ProcessLostError(ConnectionError):
@@ -95,7 +92,7 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
         This process and its device.
 
     Raises:
-        ProcessLostError: Another process has ended or hangs; the message names it.
+        ProcessLostError: Another process has ended or hangs.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield Process(), device
@@ -121,7 +118,12 @@ def join_processes(device: str) -> Iterator[tuple[Process, str]]:
         # gloo's errors have no class of their own
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        raise ProcessLostError(_describe_loss(process, store, error)) from error
+        # The reason follows gloo's file and line.
+        reason = first_line(error).rpartition("] ")[2]
+        raise ProcessLostError(
+            f"another of the {process.world_size} processes has ended or hangs (process"
+            f" {process.rank}: {reason}); continue with --resume"
+        ) from error
     finally:
         dist.destroy_process_group()
 
@@ -145,32 +147,3 @@ def _open_store(process: Process) -> Any:
         prefix = f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}"
         return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     return dist.PrefixStore("vit", store)  # type: ignore[attr-defined]
-
-
-def _describe_loss(process: Process, store: Any, error: RuntimeError) -> str:
-    """Return a sentence that names the processes that do not answer.
-
-    All processes that lost another one come here at the same time, and report it in the store.
-    """
-    # A process that answers within some seconds is alive.
-    silent = set(range(process.world_size))
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    try:
-        store.set(f"vit/{process.rank}", "here")
-        while silent and time.monotonic() < deadline:
-            silent = {rank for rank in silent if not store.check([f"vit/{rank}"])}
-            time.sleep(0.05)
-    except dist.DistError:
-        # Process 0 holds the store. It ends first if it noticed the loss first; if it has answered,
-        # it is not the cause.
-        if process.rank != 0 and 0 in silent:
-            silent = {0}
-    silent.discard(process.rank)
-
-    lost = "a connection was lost"
-    if silent:
-        names = " and ".join(map(str, sorted(silent)))
-        lost = f"process {names} of {process.world_size} has ended or hangs"
-    # The reason follows gloo's file and line.
-    reason = first_line(error).rpartition("] ")[2]
-    return f"{lost} (process {process.rank}: {reason}); continue with --resume"
