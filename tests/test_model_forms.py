@@ -282,6 +282,8 @@ def test_a_module_that_no_file_rebuilds_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"can't be built again from a file; save its state_dict"):
         bundle.save(tmp_path / "model.safetensors")
     torch.save(bundle.model.state_dict(), tmp_path / "model.pth")
+    with pytest.raises(ValueError, match=r"for torchvision's, take timm:NAME"):
+        vit.load_bundle(tmp_path / "model.pth")
     fresh = build_torchvision()
     opened = vit.load_bundle(tmp_path / "model.pth", model=fresh)
     assert opened.model is fresh
