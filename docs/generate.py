@@ -24,7 +24,6 @@ from pydantic.json_schema import JsonSchemaMode
 from vit import config
 from vit.cli.main import app
 from vit.evaluation import result
-from vit.explanation import writer
 from vit.explanation.capture.reader import ModelReader
 
 FOLDER = Path(__file__).parent
@@ -246,10 +245,9 @@ def render_schemas() -> dict[str, str]:
     # without what an older file may lack
     written: dict[str, tuple[Any, JsonSchemaMode]] = {
         "evaluation": (result.Evaluation, "serialization"),
-        "manifest": (writer.Manifest, "serialization"),
     }
     comments: dict[tuple[str, str], str] = {}
-    for module in (result, writer):
+    for module in (result,):
         comments |= _read_comments(module)
     texts = {}
     for name, (kind, mode) in written.items():

@@ -110,7 +110,6 @@ def make_map() -> None:
             methods="libra-removal",
             output=folder,
             formats="png",
-            max_side=360,
         )
         save(Image.open(Path(folder) / "church.libra-removal.png").convert("RGB"), "map")
 

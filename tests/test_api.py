@@ -310,10 +310,10 @@ def test_images_of_any_kind_have_the_same_maps(
 
 
 def test_without_images_the_models_own_test_split_is_explained(tiny_run: Path) -> None:
-    found = vit.explain(tiny_run, num_images=3, methods="legrad")
-    assert found.maps["legrad"].shape == (3, 4, 4)
+    found = vit.explain(tiny_run, num_images=3, methods="gae")
+    assert found.maps["gae"].shape == (3, 4, 4)
     assert all(of_image.item.name.startswith("digits-") for of_image in found.images)
-    assert all(len(checks) == 1 for checks in found.checks["legrad"])
+    assert all(len(checks) == 1 for checks in found.checks["gae"])
 
 
 @pytest.mark.extended

@@ -76,7 +76,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Image.Image]:
 
 
 def show_gallery(bundle: Bundle, photo: Path, output: Path) -> None:
-    vit.explain(bundle, photo, methods="raw", output=output, formats="html")
+    vit.explain(bundle, photo, methods="rollout", output=output, formats="html")
 
 
 def report(bundle: Bundle, photo: Path, output: Path) -> None:
@@ -106,8 +106,8 @@ def test_pictures_of_training_photos_are_shown_if_their_pixels_are_recorded(
 
 USES: dict[str, Callable[[Bundle, Path], Any]] = {
     "evaluate": lambda bundle, _: vit.evaluate(bundle),
-    "explain": lambda bundle, _: vit.explain(bundle, methods="raw", checks=False),
-    "faithfulness": lambda bundle, _: vit.measure_faithfulness(bundle, methods="raw"),
+    "explain": lambda bundle, _: vit.explain(bundle, methods="rollout", checks=False),
+    "faithfulness": lambda bundle, _: vit.measure_faithfulness(bundle, methods="rollout"),
 }
 
 

@@ -209,8 +209,10 @@ _REASONS = {
     "is hierarchical|attends within windows|attends between": (
         "attends within windows or branches, or merges patches"
     ),
-    "no attention layer of a known kind": "has no attention between all of its tokens",
-    "isn't of batches and heads|isn't part of a module": "arranges its tokens or heads differently",
+    "has no attention between all": "has no attention between all of its tokens",
+    "isn't of batches and heads|isn't part of a module|isn't added to": (
+        "arranges its tokens or heads differently"
+    ),
     "mixes tokens elsewhere": "mixes tokens outside its attention",
     "computes something else than softmax": "computes something other than a softmax times values",
 }

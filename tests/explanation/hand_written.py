@@ -488,7 +488,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sums beside the heads": (lambda: Classifier(blocks(own("chunk", with_sums))), MIXED),
     "weights that are changed": (
         lambda: Classifier(blocks(own("chunk", renormalised))),
-        "no attention layer of a known kind",
+        "has no attention between all of its tokens",
     ),
     "two encoders": (lambda: Both(one(), one()), "doesn't read what"),
     "test-time augmentation": (
@@ -497,11 +497,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "talking heads after the softmax": (
         lambda: Classifier(blocks(own("chunk", mixed_after))),
-        "no attention layer of a known kind",
+        "has no attention between all of its tokens",
     ),
     "exponentials by hand": (
         lambda: Classifier(blocks(own("chunk", by_hand))),
-        "no attention layer of a known kind",
+        "has no attention between all of its tokens",
     ),
     "a layer by hand": (
         lambda: Classifier(
@@ -511,7 +511,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
                 PreNormBlock(own("chunk", tensor_softmax)()),
             )
         ),
-        "mixes tokens elsewhere|no attention layer of a known kind",
+        "mixes tokens elsewhere|has no attention between all of its tokens",
     ),
 }
 

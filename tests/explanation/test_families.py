@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.explanation.family_zoo import FAMILIES, Family, describe_family, name_family
 from vit.explanation.capture.forward import run_forward, settle_source
 from vit.explanation.capture.reader import ModelReader
-from vit.explanation.methods.gradients import compute_grad_cam, compute_input_x_gradient
+from vit.explanation.methods.gradients import compute_difference_x_gradient, compute_grad_cam
 from vit.model.logits import compute_logits
 
 CLASS = 3
@@ -61,7 +61,7 @@ def test_maps_are_those_worked_out_by_hand(family: Family) -> None:
         assert reader.source == ("feature map" if family.layer else "pixels")
     forward = run_forward(reader, image, gradients=True)
     classes = torch.tensor([CLASS])
-    (found,) = compute_input_x_gradient(forward, classes)
+    (found,) = compute_difference_x_gradient(forward, classes)
 
     # by plain autograd
     outputs = []
@@ -72,7 +72,8 @@ def test_maps_are_those_worked_out_by_hand(family: Family) -> None:
     logit = compute_logits(model, pixels)[0, CLASS]
     (gradient,) = torch.autograd.grad(logit, pixels, retain_graph=True)
     rows, columns = forward.grid
-    product = (gradient * image).sum(dim=(0, 1))
+    even = image - image.mean(dim=(-2, -1), keepdim=True)
+    product = (gradient * even).sum(dim=(0, 1))
     parts = product.reshape(rows, family.size // rows, columns, family.size // columns)
     found = found[forward.num_prefix_tokens :]
     assert_close(found, parts.sum(dim=(1, 3)).flatten(), size=parts.abs().sum(dim=(1, 3)))

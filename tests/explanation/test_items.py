@@ -12,9 +12,9 @@ import vit
 from tests.explanation.model_zoo import build
 from vit.api import explain
 from vit.bundle import Bundle
-from vit.data.open import RecordedImages, open_dataset
+from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
-from vit.explanation.items import find_items, items_from_dataset, items_from_images, name_images
+from vit.explanation.items import items_from_dataset, items_from_images, name_images
 from vit.explanation.targets import build_target
 from vit.runtime.files import clean_name
 
@@ -49,19 +49,6 @@ def test_files_of_a_data_set_that_differ_in_their_suffix_have_maps_of_their_own(
 def test_a_name_made_of_folders_does_not_collide_with_a_stem() -> None:
     names = name_images(["d/a/b.jpg", "d/c/b.jpg", "d/c/a-b.jpg"])
     assert len(set(names)) == 3
-
-
-def test_taken_names_are_avoided() -> None:
-    assert name_images(["b/x.jpg"], taken={"x"}) != ["x"]
-
-
-def test_what_a_resumed_export_leaves_out_keeps_its_number() -> None:
-    """A target for each image is found by it."""
-    recorded = RecordedImages()
-    items = find_items(
-        ["a.png", "b.png", "c.png"], recorded=recorded, count=0, written={"b.png": "b"}
-    )
-    assert [(item.name, item.number) for item in items] == [("a", 0), ("c", 2)]
 
 
 @pytest.mark.parametrize(

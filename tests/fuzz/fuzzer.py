@@ -114,15 +114,6 @@ class Corpus:
         self.evaluations = [
             write_evaluation(directory, name, np.zeros(8, dtype=np.int64)) for name in ("a", "b")
         ]
-        command = [
-            "attention",
-            self.model,
-            directory / "image.png",
-            "--no-checks",
-            "--device",
-            "cpu",
-        ]
-        Launcher().succeed(*command, "--output", directory / "maps")
 
 
 def build_cases(corpus: Corpus) -> dict[str, Case]:
@@ -241,12 +232,6 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         shutil.copytree(corpus.evaluations[1], folder / "b")
         damage_text(folder / "b" / rng.choice(("evaluation.json", "predictions.csv")), rng)
         run_command("compare", corpus.evaluations[0], folder / "b")
-
-    def maps(rng: random.Random, folder: Path) -> None:
-        shutil.copytree(corpus.directory / "maps", folder / "maps")
-        damage_text(folder / "maps" / rng.choice(("maps.npz", "manifest.json")), rng)
-        command = ["explain", corpus.model, corpus.images[4], "--no-checks", "--device", "cpu"]
-        run_command(*command, "--resume", "--output", folder / "maps")
 
     def table(rng: random.Random, folder: Path) -> None:
         for name in ("a.png", "b.png"):
@@ -449,7 +434,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         drawn_configuration,
         archive,
     )
-    second = (cache, evaluation, maps, table, parquet, class_names, pattern, run)
+    second = (cache, evaluation, table, parquet, class_names, pattern, run)
     cases = (*first, *second, serve, layout, export, comparison)
     return {case.__name__: case for case in cases} | build_data_cases(corpus)
 

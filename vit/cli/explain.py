@@ -31,13 +31,10 @@ def explain(
         find.refuse(["num_images"], "has no effect on images that are named")
         check_images(images)
         paths = sorted({str(path) for path in list_images(list_names(images))})
-    formats = find.keywords["formats"]
-    if not {"pdf", "svg"} & set(formats):
-        find.refuse(["dpi"], "has an effect on --format pdf and svg alone")
     find(images=paths, output=output)
 
     _show(output)
-    if "html" in formats:
+    if "html" in find.keywords["formats"]:
         echo(f"open {output / 'gallery.html'} in a browser")
 
 
@@ -49,7 +46,6 @@ COMMAND = Command(
         "target": "--class",
         "formats": "--format",
         "checks": "--checks/--no-checks",
-        "captions": "--caption/--no-caption",
     },
     python_only=("class_names", "preprocess", "map_options"),
 )
@@ -58,19 +54,14 @@ COMMAND = Command(
 def _show(output: Path) -> None:
     # torch takes seconds to import, and `vit --help` does without
     from vit.explanation.checks.sanity_checks import count_confirmed
-    from vit.explanation.methods.sinks import count_sinks
     from vit.explanation.writer import SHEET_FILE
 
-    # the manifest also has the images of an earlier command
     manifest = json.loads((output / "manifest.json").read_text(encoding="utf-8"))
     verdicts: dict[str, list[str]] = {}
-    sink_fractions: dict[str, list[float]] = {}
     for entry in (entry for image in manifest["images"] for entry in image["maps"]):
-        method = entry["method"]
         if check := entry["sanity_check"]:
-            verdicts.setdefault(method, []).append(check["verdict"])
-        sink_fractions.setdefault(method, []).append(entry["sink_fraction"])
-    for line in count_confirmed(verdicts) + count_sinks(sink_fractions):
+            verdicts.setdefault(entry["method"], []).append(check["verdict"])
+    for line in count_confirmed(verdicts):
         echo(line)
 
     unreadable = manifest["unreadable"]

@@ -20,7 +20,7 @@ from vit.explanation.targets import (
     find_output_kind,
 )
 from vit.model.logits import compute_logits
-from vit.model.model_info import find_class_names, keep_mode
+from vit.model.model_info import count_classes, find_class_names, keep_mode
 from vit.runtime.arguments import check_arguments
 from vit.runtime.device import run_in_memory
 from vit.runtime.tensors import Images
@@ -107,13 +107,15 @@ def attribute(
 
 
 def _name_outputs(model: nn.Module, images: Images) -> tuple[str, ...]:
-    """Return the names of a model's classes, by default "class 0" and so on."""
-    try:
-        return find_class_names(model)
-    except ValueError:  # it doesn't tell their number
-        with keep_mode(model), torch.no_grad():
-            logits = compute_logits(model.eval(), images[:1])
-        return tuple(f"class {index}" for index in range(logits.shape[1]))
+    """Return the names of a model's classes, by default "class 0" and so on; none without a
+    classifier."""
+    names = find_class_names(model)
+    if names or count_classes(model) is not None:
+        return names
+    # it doesn't tell their number
+    with keep_mode(model), torch.no_grad():
+        logits = compute_logits(model.eval(), images[:1])
+    return tuple(f"class {index}" for index in range(logits.shape[1]))
 
 
 def _check_images(images: Images, model: nn.Module) -> None:

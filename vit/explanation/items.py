@@ -4,7 +4,7 @@ import hashlib
 import io
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
@@ -57,7 +57,6 @@ def find_items(
     *,
     recorded: RecordedImages,
     count: int,
-    written: Mapping[str, str] | None = None,
     passed_images: DatasetSplits | None = None,
 ) -> list[ImageItem]:
     """Find the images to explain.
@@ -67,37 +66,23 @@ def find_items(
             which `count` images are taken. None: `count` images of the model's test split.
         recorded: Record of that split in the model file.
         count: Number of images from the test split.
-        written: Names of the images that are left out, by their paths.
         passed_images: Images that were passed to `vit.train` from Python.
     """
-    written = written or {}
     address = None
     if images is not None and len(images) == 1 and isinstance(images[0], str):
         address = images[0] if is_remote(images[0]) else None
-    if images is None or address is not None:
-        if images is None and passed_images is not None:
-            source = passed_images.split()
-        else:
-            source = open_for_model(address, recorded=recorded).split()
-        items = items_from_dataset(source, count=count)
-        return [item for item in items if item.path not in written]
-    # images in memory have no path to identify them, so all are explained again
-    remaining = [
-        (number, image)
-        for number, image in enumerate(images)
-        if not (isinstance(image, str) and image in written)
-    ]
-    items = items_from_images([image for _, image in remaining], taken=written.values())
-    return [
-        replace(item, number=number) for item, (number, _) in zip(items, remaining, strict=True)
-    ]
+    if images is not None and address is None:
+        return items_from_images(images)
+    if images is None and passed_images is not None:
+        source = passed_images.split()
+    else:
+        source = open_for_model(address, recorded=recorded).split()
+    return items_from_dataset(source, count=count)
 
 
-def items_from_images(
-    images: Iterable[str | Image.Image], *, taken: Collection[str] = ()
-) -> list[ImageItem]:
+def items_from_images(images: Iterable[str | Image.Image]) -> list[ImageItem]:
     """Build items for images from `list_images`, in this order. Images in memory are called
-    image-00000 and so on. No name is one of `taken`."""
+    image-00000 and so on."""
     paths = []
     readers: list[Callable[[], tuple[Image.Image, str]]] = []
     for number, image in enumerate(images):
@@ -107,7 +92,7 @@ def items_from_images(
         else:
             paths.append(f"image-{number:05d}")
             readers.append(partial(_hash_pixels, image))
-    return list(map(ImageItem, paths, name_images(paths, taken=taken), readers, count()))
+    return list(map(ImageItem, paths, name_images(paths), readers, count()))
 
 
 def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
@@ -123,7 +108,7 @@ def items_from_dataset(dataset: ImageDataset, *, count: int) -> list[ImageItem]:
     return list(map(ImageItem, ids, names, readers, range(len(ids))))
 
 
-def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[str]:
+def name_images(paths: Sequence[str]) -> list[str]:
     """Return a unique name for each path: its stem, the stem with its folders, or the stem with a
     hash of the path."""
     parts = [Path(path).parts for path in paths]
@@ -137,7 +122,7 @@ def name_images(paths: Sequence[str], *, taken: Collection[str] = ()) -> list[st
         clean_name("-".join((*path[num_shared:-1], Path(path[-1]).stem))) for path in parts
     ]
     with_hashes = list(map(_name_by_hash, stems, paths))
-    names = _unique_or(stems, _unique_or(with_folders, with_hashes, taken), taken)
+    names = _unique_or(stems, _unique_or(with_folders, with_hashes))
     # a name with folders may be another's stem
     are_unique = len({name.casefold() for name in names}) == len(names)
     return names if are_unique else with_hashes
@@ -149,12 +134,10 @@ def _name_by_hash(stem: str, path: str) -> str:
     return f"{stem}-{digest[:12]}"
 
 
-def _unique_or(
-    names: Sequence[str], alternatives: Sequence[str], taken: Collection[str] = ()
-) -> list[str]:
+def _unique_or(names: Sequence[str], alternatives: Sequence[str]) -> list[str]:
     """Return each name, or its alternative if another name is equal on a file system that ignores
     case."""
-    counts = Counter(name.casefold() for name in (*names, *taken))
+    counts = Counter(name.casefold() for name in names)
     return [
         name if counts[name.casefold()] == 1 else alternative
         for name, alternative in zip(names, alternatives, strict=True)

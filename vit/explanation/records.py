@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,16 +21,15 @@ from vit.data.preprocess import Geometry
 from vit.explanation.checks.sanity_checks import SanityCheck
 from vit.explanation.items import ImageItem
 from vit.explanation.methods.registry import Method
-from vit.explanation.render.contact_sheet import MAX_SHEET_IMAGES, Tile, draw_contact_sheet
 from vit.explanation.render.overlay import blend, panel_size
-from vit.explanation.render.scale import ColourScale, PatchMap, relative_to_uniform
-from vit.explanation.render.token_details import TokenDetails
-from vit.prediction.conformal import is_unusual
+from vit.explanation.render.scale import ColourScale, PatchMap, fit_scale, relative_to_uniform
 from vit.runtime.arguments import shorten
+
+if TYPE_CHECKING:
+    from vit.explanation.render.figure import Tile
 
 # index, name and probability; for a prediction of several labels also these
 ClassValues = Mapping[str, Any]
-_MAX_NAMED_SINKS = 3  # below a picture
 
 
 def describe_prediction(predicted: ClassValues) -> str:
@@ -50,44 +49,6 @@ def _describe_probability(described: ClassValues) -> str:
     return f"{described['name']}  {100 * described['probability']:.1f} %"
 
 
-def build_row(
-    entry: Mapping[str, Any], photo: Image.Image, pictures: Sequence[Image.Image]
-) -> list[Tile]:
-    """Build the tiles of an image on the contact sheet.
-
-    Args:
-        entry: The image as the manifest describes it, see `ImageResult.describe`.
-        photo: The photo.
-        pictures: A picture for each map.
-    """
-    lines = [entry["title"]]
-    p_value = entry.get("p_value")
-    if is_unusual(p_value):
-        lines.append(f"unlike the training photos (p = {p_value:.3f})")
-    predicted = describe_prediction(entry["predicted"])
-    row = [Tile(photo, predicted, entry.get("note") or None, lines)]
-    for picture, result in zip(pictures, entry["maps"], strict=True):
-        lines = [result["caption"]]
-        if result["sink_fraction"]:
-            lines.append(f"{100 * result['sink_fraction']:.0f} % on attention sinks")
-        check = result["sanity_check"]
-        row.append(Tile(picture, "", check and check["verdict"], lines))
-    return row
-
-
-@dataclass(frozen=True)
-class Sink:
-    """A patch that draws attention although little is read from it, and the layers in which it
-    does."""
-
-    row: int
-    column: int
-    layers: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"row {self.row}, column {self.column} (layer {', '.join(map(str, self.layers))})"
-
-
 @dataclass(repr=False)
 class MapResult:
     """One map of one image.
@@ -96,36 +57,24 @@ class MapResult:
         method: The method.
         key: Name in maps.npz, and of the overlay without the suffix.
         values: The map, float32.
-        prefix_mass: Fraction of the relevance in prefix tokens.
-        entropy: Entropy in nats, 0 to log(patches).
         target: The class that is explained; None if the method doesn't depend on the class, or if
             the target isn't about a class.
         target_name: Name of that class or target.
         score: The class's logit, or the value of the target; some methods' maps grow with it.
         sanity_check: The patch-removal test; None if it wasn't asked for.
-        sinks: Attention sinks, if the method has any; those with most of the map first.
-        completeness_error: Difference of the number explained from the sum of input times gradient,
-            by LibraGrad's rules, as a fraction of the number: measured on one image of the model;
-            None if it is at most 1 %.
         is_label: The model predicts several labels an image.
         is_predicted: False for a label that the model doesn't predict.
-        scale: Scale of the colours; set when all images of the batch are explained.
     """
 
     method: Method
     key: str
     values: PatchMap
-    prefix_mass: float
-    entropy: float
     target: int | None = None
     target_name: str | None = None
     score: float | None = None
     sanity_check: SanityCheck | None = None
-    sinks: tuple[Sink, ...] = ()
-    completeness_error: float | None = None
     is_label: bool = False
     is_predicted: bool = True
-    scale: ColourScale | None = None
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -139,34 +88,14 @@ class MapResult:
         return f"MapResult({text})"
 
     @property
+    def scale(self) -> ColourScale:
+        """Scale of the colours, up to the largest value."""
+        return fit_scale([self.shown_values], signed=self.method.signed)
+
+    @property
     def shown_values(self) -> PatchMap:
         """The values in multiples of the average patch."""
         return relative_to_uniform(self.values)
-
-    @property
-    def sink_fraction(self) -> float:
-        """Fraction of the map on attention sinks, 0 to 1."""
-        if not self.sinks:
-            return 0.0
-        # in absolute values, because signed maps have negative patches
-        held = sum(float(abs(self.values[sink.row, sink.column])) for sink in self.sinks)
-        return held / float(np.abs(self.values).sum())
-
-    def describe_sinks(self) -> str:
-        """Describe the attention sinks in words; empty without any."""
-        if not self.sinks:
-            return ""
-        subject, verb = f"{len(self.sinks)} patches draw", "hold"
-        if len(self.sinks) == 1:
-            subject, verb = "one patch draws", "holds"
-        places = "; ".join(map(str, self.sinks[:_MAX_NAMED_SINKS]))
-        more = len(self.sinks) - _MAX_NAMED_SINKS
-        if more > 0:
-            places += f"; and {more} more"
-        return (
-            f"attention sinks: {subject} the attention of nearly all others in any image and"
-            f" {verb} {100 * self.sink_fraction:.0f} % of the map: {places}"
-        )
 
     def describe(self) -> str:
         """Describe in words what the map shows."""
@@ -186,7 +115,7 @@ class MapResult:
             noun = "label" if self.is_label else "class"
             text = f"{self.method.title} (the same for every {noun})"
         # differences that are not drawn have to be named
-        if self.scale is not None and self.scale.is_flat:
+        if self.scale.is_flat:
             text += "; nearly even"
         return text
 
@@ -209,9 +138,8 @@ class ImageResult:
         targets: Classes that are explained; empty if the target isn't about a class.
         labels: Labels that are predicted, the most probable first; None for one class an image.
         output: Name and value of such a target.
-        p_value: See `vit.predict`; None if the model file can't tell or nothing is tested.
-        note: "unusual" or "unsure" as in `vit.predict`; empty without a doubt.
-        tokens: Details of each token, if they were asked for.
+        attention: What heads and patches attend to, if it was asked for; see
+            `measure_attention`.
     """
 
     item: ImageItem
@@ -225,9 +153,7 @@ class ImageResult:
     targets: tuple[int, ...] = ()
     labels: list[int] | None = None
     output: str = ""
-    p_value: float | None = None
-    note: str = ""
-    tokens: TokenDetails | None = None
+    attention: Mapping[str, Float[np.ndarray, "down across rows columns"]] | None = None
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -264,15 +190,8 @@ class ImageResult:
             return {"index": None, "name": result.target_name, "probability": None}
         return None
 
-    def describe(
-        self, class_names: Sequence[str], *, picture_format: str | None = None
-    ) -> dict[str, Any]:
-        """Describe the image for the manifest. `map_key` and `overlay` are those of its first map.
-
-        Args:
-            class_names: Names of the classes.
-            picture_format: Suffix of the overlays' files; None if there are none.
-        """
+    def describe(self, class_names: Sequence[str], *, has_overlays: bool) -> dict[str, Any]:
+        """Describe the image for the manifest."""
         maps = [
             {
                 "method": result.method.name,
@@ -281,13 +200,8 @@ class ImageResult:
                 "caption": result.describe(),
                 "score": result.score,
                 "map_key": result.key,
-                "overlay": picture_format and f"{result.key}.{picture_format}",
-                "prefix_mass": result.prefix_mass,
-                "entropy": result.entropy,
+                "overlay": f"{result.key}.png" if has_overlays else None,
                 "sanity_check": result.sanity_check and asdict(result.sanity_check),
-                "sinks": [asdict(sink) for sink in result.sinks],
-                "sink_fraction": result.sink_fraction,
-                "completeness_error": result.completeness_error,
             }
             for result in self.maps
         ]
@@ -299,11 +213,7 @@ class ImageResult:
             "size": list(self.geometry.original_size),
             "box": list(self.geometry.box),
             "predicted": self.describe_predicted(class_names),
-            "p_value": self.p_value,
-            "note": self.note,
             "grid": list(self.grid),
-            "map_key": maps[0]["map_key"],
-            "overlay": maps[0]["overlay"],
             "maps": maps,
         }
 
@@ -312,8 +222,22 @@ class ImageResult:
         return describe_prediction(self.describe_predicted(class_names))
 
     def read_image(self) -> Image.Image:
-        """The upright RGB image."""
+        """Return the upright RGB image."""
         return self.image or self.item.read()[0]
+
+    def draw_row(self, class_names: Sequence[str]) -> list["Tile"]:
+        """Draw the row of the contact sheet: the photo and its maps."""
+        from vit.explanation.render.figure import Tile  # matplotlib takes half a second
+
+        photo = self.read_image()
+        # reduced once, and every map is drawn over the same small photo
+        photo = photo.resize(panel_size(photo.size), Image.Resampling.LANCZOS)
+        row = [Tile(photo, self.describe_prediction(class_names), None, [self.item.title])]
+        for result in self.maps:
+            picture = blend(photo, result.shown_values, self.geometry, scale=result.scale)
+            check = result.sanity_check
+            row.append(Tile(picture, "", check and check.verdict, [result.describe()]))
+        return row
 
 
 @dataclass(repr=False)
@@ -326,14 +250,12 @@ class Explanations:
         methods: Names of the methods.
         images: Images that could be read, without their pixels.
         unreadable: Path and reason for each image that could not be read.
-        smooth: Interpolate between patches in pictures.
     """
 
     bundle: Bundle
     methods: Sequence[str]
     images: list[ImageResult]
     unreadable: list[tuple[str, str]]
-    smooth: bool = True
     class_names: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -377,25 +299,10 @@ class Explanations:
 
     def draw_sheet(self) -> Image.Image:
         """Draw the first images with their maps; without images, an empty picture."""
-        rows = []
-        for image in self.images[:MAX_SHEET_IMAGES]:
-            photo = image.read_image()
-            # reduced once, and every map is drawn over the same small photo
-            photo = photo.resize(panel_size(photo.size), Image.Resampling.LANCZOS)
-            pictures = []
-            for result in image.maps:
-                assert result.scale is not None
-                pictures.append(
-                    blend(
-                        photo,
-                        result.shown_values,
-                        image.geometry,
-                        scale=result.scale,
-                        smooth=self.smooth,
-                    )
-                )
-            rows.append(build_row(image.describe(self.class_names), photo, pictures))
-        return draw_contact_sheet(rows) if rows else Image.new("RGB", (1, 1), "white")
+        from vit.explanation.render.figure import MAX_SHEET_IMAGES, draw_sheet
+
+        rows = [image.draw_row(self.class_names) for image in self.images[:MAX_SHEET_IMAGES]]
+        return draw_sheet(rows) if rows else Image.new("RGB", (1, 1), "white")
 
     @property
     def paths(self) -> list[str]:

@@ -39,7 +39,6 @@ OutputKind = Literal["classes", "labels", "numbers", "features"]
 _MAX_CLASSES = 100  # number of classes whose maps are drawn for one image
 _MINUS = " - "
 _DIVIDED = "batches are divided, so pass a target for each image, as target=[3, 5] does"
-_SIGMOID = "sigmoid:"
 
 
 def choose_predicted(logits: Logits) -> Int[Tensor, "B 1"]:
@@ -181,8 +180,8 @@ def build_target(
     Args:
         target: "auto" (the predicted class, or the most probable label), a class's name or index,
             "all", or "top3" (any number), the most probable first; "A - B", the difference of two
-            classes' logits; "sigmoid:A", one label of a multi-label model; a function from outputs
-            [B, C] to numbers [B]; or a class, a difference or a label for each image.
+            classes' logits; a function from outputs [B, C] to numbers [B]; or a class or a
+            difference for each image.
         class_names: Name of each output.
         kind: Kind of the outputs.
 
@@ -209,12 +208,8 @@ def build_target(
             index = _find_class(target, class_names)
         return Target(_logit, _logit, class_names.__getitem__, _choose_one(index))
 
-    # a class may be called "A - B" or "sigmoid:A" itself
-    is_named = text in class_names
-    if text.startswith(_SIGMOID) and not is_named:
-        name = text.removeprefix(_SIGMOID)
-        return replace(LABEL, choose=_choose_one(_find_class(name, class_names)))
-    if _MINUS in text and not is_named:
+    # a class may be called "A - B" itself
+    if _MINUS in text and text not in class_names:
         pair = _find_difference(text, class_names)
         if pair is not None:
             return build_difference(class_names, *map(torch.tensor, pair))
@@ -311,10 +306,7 @@ def _build_for_each(
 
 
 def _build_function(function: Callable[[Tensor], Tensor]) -> Target:
-    is_checked = False
-
     def compute(logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
-        nonlocal is_checked
         try:
             values = function(logits)
         except (IndexError, RuntimeError) as error:
@@ -328,29 +320,9 @@ def _build_function(function: Callable[[Tensor], Tensor]) -> Target:
                 f"{list(logits.shape)} and gives a number for each image, "
                 "as lambda logits: logits[:, 0] does"
             )
-        # a batch may be divided
-        if not is_checked and not _is_same_at_any_place(function, logits.detach(), values.detach()):
-            raise ValueError(
-                f"the target depends on the place of an image in its batch; {_DIVIDED}"
-            )
-        is_checked = True
         return values
 
     return Target(compute, compute, lambda _: _name_function(function), _choose_one(0))
-
-
-@torch.no_grad()
-def _is_same_at_any_place(
-    function: Callable[[Tensor], Tensor], logits: Logits, values: Float[Tensor, " B"]
-) -> bool:
-    """Return whether a function gives the same values with another image in front."""
-    try:
-        moved = function(torch.cat([logits[-1:], logits]))[1:]
-    except (IndexError, RuntimeError):  # a function of another number of images
-        return False
-    # a matrix product of more rows may round in another way
-    tolerance = 1e-2 * float(values.abs().max())
-    return torch.allclose(moved, values, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def _name_function(function: Callable[[Tensor], Tensor]) -> str:

@@ -311,27 +311,23 @@ def test_hierarchical_models_are_refused_with_a_sentence(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "cait_xxs24_224", "vit_small_patch16_18x2_224"])
 def test_models_with_other_attention_are_refused_with_a_sentence(name: str) -> None:
-    with torch.device("meta"):
-        model = timm.create_model(name)
     with (
-        pytest.raises(ValueError, match="no attention layer of a known kind"),
-        capture_attention(model),
+        pytest.raises(ValueError, match="attention"),
+        capture_attention(timm.create_model(name)),
     ):
         pass
 
 
-def test_attention_that_cannot_be_recomputed_is_refused(from_timm: Build) -> None:
+def test_a_mask_is_part_of_the_attention(from_timm: Build) -> None:
     model, images = from_timm()
     bias = torch.zeros(1, 1, 25, 25)
     bias[..., 3] = 5.0
     for block in model.blocks:
         block.attn.forward = lambda x, f=block.attn.forward, **kwargs: f(x, attn_mask=bias)
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match="computes something else"),
-        capture_attention(model),
-    ):
+    with torch.no_grad(), capture_attention(model) as record:
         model(images)
+    for attention in record.attentions:
+        assert (attention[..., 3] > attention[..., 4]).float().mean() > 0.9
     assert count_hooks(model) == 0
 
 

@@ -7,12 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vit.explanation.capture import layers
 from vit.explanation.capture.forward import (
-    capture_attention,
-    compute_entropy,
     run_forward,
-    split_prefix,
 )
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
@@ -80,8 +76,8 @@ def test_prefix_tokens_are_dropped_and_their_share_reported(
     model, images = ours(**arguments)
     _, _, (maps,) = compute_maps(model, images)
     assert maps.values.shape == (2, 1, 4, 6)
-    assert (maps.values.sum(dim=(-1, -2)) + maps.prefix_mass - 1).abs().max() < 1e-5
-    assert bool((maps.prefix_mass > 0).all()) == (prefix > 0)
+    total = maps.values.sum(dim=(-1, -2))
+    assert bool((total < 1 - 1e-5).all()) == (prefix > 0)
 
 
 def test_the_grid_follows_an_input_of_another_size(from_timm: Build) -> None:
@@ -97,29 +93,8 @@ def test_every_method_explains_every_family(build: Build, method: str, family: s
     forward, targets, (maps,) = compute_maps(model, images, methods=[method])
     assert maps.values.dtype == torch.float32
     assert torch.isfinite(maps.values).all()
-    if method != "attn-gradcam":  # whose positive part can be nothing
-        assert maps.values.std() > 0
+    assert maps.values.std() > 0
     assert torch.equal(targets[:, 0], forward.logits.argmax(dim=1))
-
-
-@pytest.mark.parametrize(
-    "family",
-    ["ours", "ours-registers-norms", "timm-eva", "timm-rotary", "torchvision", "hugging-face"],
-)
-@pytest.mark.parametrize("gradients", [False, True])
-def test_queries_and_keys_computed_again_give_the_same_attention(
-    build: Build, family: str, gradients: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, images = build(family)
-    with torch.set_grad_enabled(gradients):
-        with capture_attention(model, gradients=gradients) as kept:
-            model(images)
-        monkeypatch.setattr(layers, "_MAX_TOKEN_BYTES", 0)
-        with capture_attention(model, gradients=gradients) as recomputed:
-            model(images)
-    assert all(layer.query is None for layer in recomputed.layers)
-    for expected, found in zip(kept.attentions, recomputed.attentions, strict=True):
-        assert (expected - found).abs().max() < 1e-6
 
 
 def test_chosen_classes_give_different_maps_and_agnostic_methods_one(ours: Build) -> None:
@@ -136,26 +111,9 @@ def test_chosen_classes_give_different_maps_and_agnostic_methods_one(ours: Build
     assert (specific.values[:, 0] - specific.values[:, 1]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("head", [2, "mean"])
-def test_raw_is_the_class_tokens_attention_and_sums_to_one_with_the_prefix(
-    ours: Build, head: int | str
-) -> None:
-    model, images = ours()
-    with torch.no_grad(), capture_attention(model) as record:
-        model(images)
-    options = {"layer": 1, "head": head}
-    _, _, (maps,) = compute_maps(model, images, methods=["raw"], options=options)
-    rows = record.attentions[1][:, :, 0, 1:]
-    expected = rows.mean(dim=1) if head == "mean" else rows[:, 2]
-    assert (maps.values[:, 0].flatten(1) - expected).abs().max() < 1e-6
-    assert (maps.values.sum(dim=(-1, -2)) + maps.prefix_mass - 1).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("raw", {"layer": 3}, "layer 3 is outside -3 to 2"),
-        ("raw", {"head": 3}, "head 3 is outside 0 to 2"),
         ("gae", {"start_layer": 3}, "start_layer 3 is outside 0 to 2"),
         ("gae", {"head": 3}, "head is no option of the methods gae; they have start_layer"),
         ("gae", {"start_layer": "x"}, "start_layer 'x': input should be a valid integer"),
@@ -168,18 +126,3 @@ def test_what_a_method_cannot_do_is_said(
     model, images = ours()
     with pytest.raises(ValueError, match=message):
         compute_maps(model, images, methods=[method], options=options)
-
-
-def test_entropy_runs_from_zero_to_log_of_the_patches() -> None:
-    one_hot = torch.zeros(1, 4, 6)
-    one_hot[0, 1, 2] = 3.0
-    assert compute_entropy(one_hot) == 0
-    assert torch.allclose(compute_entropy(torch.ones(1, 4, 6)), torch.tensor(24.0).log())
-    assert compute_entropy(torch.zeros(1, 4, 6)) == 0
-
-
-def test_a_planted_sink_shows_in_the_prefix_mass() -> None:
-    mass = torch.full((1, 1, 10), 0.01)
-    mass[..., 0] = 0.91
-    _, prefix = split_prefix(mass, num_prefix_tokens=1, grid=(3, 3))
-    assert abs(float(prefix) - 0.91) < 1e-6

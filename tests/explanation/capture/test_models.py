@@ -15,7 +15,7 @@ import vit
 from tests.explanation.keep_tokens import keep_tokens
 from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
 from vit.bundle import Bundle
-from vit.explanation.capture.forward import capture_attention, classify_token, run_forward
+from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.verification import check_places
 from vit.explanation.methods.maps import compute_maps
@@ -130,19 +130,6 @@ def test_tokens_are_left_out_where_the_attention_knows_no_positions(name: str) -
     torch.testing.assert_close(logits[0], forward.logits)
     torch.testing.assert_close(logits[1], logits[2])  # positions stay with their patches
     assert (logits[1] - logits[0]).abs().max() > 1e-4
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_token_alone_is_classified_by_the_models_own_classifier(name: str) -> None:
-    model, images = build(name)
-    forward = run_forward(model, images, gradients=True)
-    token = torch.randn(2, forward.tokens.shape[-1])
-    handle = forward.record.blocks[-1].register_forward_hook(
-        lambda module, args, output: token[:, None].expand_as(output)
-    )
-    expected = compute_logits(model, images)
-    handle.remove()
-    torch.testing.assert_close(classify_token(forward, token), expected, rtol=1e-4, atol=1e-4)
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {

@@ -133,21 +133,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "unknown attention": (
         lambda: change_block(1, lambda block: setattr(block, "attn", MyAttention())),
-        r"blocks\.1 has no attention of a known kind",
+        "mixes tokens elsewhere",
     ),
     "unknown attention in the first block": (
         lambda: change_block(0, lambda block: setattr(block, "attn", MyAttention())),
-        r"blocks\.0 has no attention of a known kind",
+        "mixed before the first attention layer",
     ),
     "unknown attention between": (
         lambda: insert(MyAttention()),
-        "mixes tokens elsewhere .* in or after the block of blocks.0",
+        "mixes tokens elsewhere",
     ),
     "permutation": (lambda: insert(Permute()), "mixes tokens elsewhere"),
     "convolution": (lambda: insert(Convolve()), "mixes tokens elsewhere"),
     "mixed before": (
         lambda: nn.Sequential(set_module("norm_pre", Convolve())),
-        "mixed before its first known attention layer",
+        "mixed before the first attention layer",
     ),
     "mixed after": (
         lambda: nn.Sequential(set_module("norm", Convolve())),
@@ -159,11 +159,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "second branch": (
         lambda: set_attention(lambda heads, tokens: heads + tokens.cumsum(1)),
-        r"blocks\.1\.attn gives something else than the projection of its heads",
+        "mixes tokens elsewhere",
     ),
     "gate": (
         lambda: set_attention(lambda heads, tokens: heads * tokens.mean(1, True).sigmoid()),
-        r"blocks\.1\.attn gives something else than the projection of its heads",
+        "mixes tokens elsewhere",
     ),
     "shared layer": (share_a_layer, r"runs 2 times in one forward pass"),
     "crop": (lambda: Wrapper(crop, build_timm()), "no token of Wrapper changes|doesn't have"),

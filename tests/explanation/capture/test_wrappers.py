@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from vit.explanation.render.token_details import measure_tokens
 
 from tests.explanation.model_zoo import NUM_CLASSES, build
 from vit.bundle import Bundle
@@ -17,7 +18,6 @@ from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.checks.token_ablation import build_probability, build_removal
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.rollout import attention_rollout
-from vit.explanation.render.token_details import measure_tokens
 from vit.model.logits import compute_logits
 
 METHODS = ("rollout", "legrad", "libra-removal")

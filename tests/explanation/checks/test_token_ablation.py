@@ -5,15 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
 from tests.explanation.keep_tokens import keep_tokens
 from vit.explanation.capture.forward import capture_attention
 from vit.explanation.checks.token_ablation import (
     FRACTIONS,
-    _blur,
-    _paint_over,
     area_under,
     build_probability,
     build_removal,
@@ -154,17 +151,3 @@ def test_tiles_cover_the_grid_and_differ_by_one_where_sides_are_no_multiples() -
     assert numbers.tolist() == [[0, 0, 1, 1, 2], [0, 0, 1, 1, 2], [3, 3, 4, 4, 5]]
     sizes = tile_patches((14, 14), 4).sum(dim=1)
     assert (len(sizes), sorted(set(sizes.tolist())), sizes.sum()) == (16, [9, 12, 16], 196)
-
-
-def test_the_blur_is_a_gaussian_as_wide_as_a_patch() -> None:
-    """Against scipy, σ a patch's side, where every patch is blurred."""
-    images = torch.rand(1, 3, 24, 40, generator=torch.Generator().manual_seed(0))
-    blurred = _blur(images, (6, 10))
-    # scipy's mirror doesn't repeat the edge, as torch's reflect
-    expected = gaussian_filter(images[0].numpy(), (0, 4, 4), mode="mirror", truncate=2.0)
-    assert np.abs(blurred[0].numpy() - expected).max() < 1e-5
-    # a patch that is kept is as it was, another is blurred
-    kept = torch.tensor([[0]])
-    painted = _paint_over(images, blurred, kept, (6, 10))
-    assert torch.equal(painted[..., :4, :4], images[..., :4, :4])
-    assert torch.equal(painted[..., 4:, :], blurred[..., 4:, :])

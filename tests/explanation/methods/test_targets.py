@@ -47,10 +47,10 @@ CASES: dict[str, tuple[int, str, Any, Number, Number]] = {
         lambda logits: logits[:, 2] - logits[:, 0],
         lambda logits: logits[:, 2] - logits[:, 0],
     ),
-    "sigmoid": (
+    "label": (
         5,
-        "classes",
-        "sigmoid:dog",
+        "labels",
+        "dog",
         lambda logits: logits[:, 1],
         lambda logits: 1 / (1 + (-logits[:, 1]).exp()),
     ),
@@ -76,31 +76,23 @@ def explain(
 ) -> tuple[Any, Tensor, Any]:
     count, kind, target, _, _ = CASES[case]
     record = build_target(target, NAMES[:count], kind)  # type: ignore[arg-type]
-    return compute_maps(model, images, methods=methods, target=record, keep="gradients")
+    return compute_maps(model, images, methods=methods, target=record)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_maps_are_derivatives_of_the_target(case: str) -> None:
     model, images = make(CASES[case][0])
-    score, value = CASES[case][3:]
-    _, _, maps = explain(model, images, case, ["input-x-gradient", "removal-gradient"])
-    pixels, removal = (found.values[:, 0].double() for found in maps)
+    value = CASES[case][4]
+    _, _, (maps,) = explain(model, images, case, ["removal-gradient"])
+    removal = maps.values[:, 0].double()
     for row, column in ((0, 0), (2, 3), (3, 5)):
-        patch = torch.zeros_like(images)
-        place = (..., slice(16 * row, 16 * row + 16), slice(16 * column, 16 * column + 16))
-        patch[place] = images[place]
         gates = torch.zeros(len(images), 25, dtype=torch.float64)
         gates[:, 1 + 6 * row + column] = STEP
         with torch.no_grad():
-            scores = [
-                score(compute_logits(model, images + sign * STEP * patch)) for sign in (1, -1)
-            ]
             values = []
             for sign in (1, -1):
                 with Gates(1 + sign * gates):
                     values.append(value(compute_logits(model, images)))
-        expected = (scores[0] - scores[1]) / (2 * STEP)
-        assert (pixels[:, row, column] - expected).abs().max() < 1e-5 * pixels.abs().max()
         expected = (values[0] - values[1]) / (2 * STEP)
         assert (removal[:, row, column] - expected).abs().max() < 1e-5 * removal.abs().max()
 
@@ -238,7 +230,7 @@ def test_each_image_has_its_target_however_the_batch_is_divided(tmp_path: Path) 
     # a difference for each image is the difference of two labels' maps where these are linear
     others = (labels + 2) % 5
     pairs = [f"{int(one)} - {int(other)}" for one, other in zip(labels, others, strict=True)]
-    options = {"method": "input-x-gradient", "batch_size": 7}
+    options = {"method": "libra-input-x-gradient", "batch_size": 7}
     difference = vit.attribute(model, images, target=pairs, **options)
     minuend = vit.attribute(model, images, target=labels, **options)
     subtrahend = vit.attribute(model, images, target=others, **options)
@@ -297,14 +289,14 @@ def make_labels(**metadata: Any) -> tuple[Bundle, np.ndarray]:
 
 def test_each_label_that_is_present_has_its_map_and_its_test(tmp_path: Path) -> None:
     bundle, photos = make_labels()
-    options: dict[str, Any] = {"methods": "input-x-gradient", "checks": True}
+    options: dict[str, Any] = {"methods": "libra-input-x-gradient", "checks": True}
     result = vit.explain(bundle, list(photos), **options, output=tmp_path / "maps")
     # the logits are 16/4 - 2 = 2, 16/5 - 2 = 1.2 and -2; 16 · 0.6/16 - 2 = -1.4 is no label
     assert result.targets.tolist() == [[0, 1], [2, -1]]
     assert [image.labels for image in result.images] == [[0, 1], []]
     expected = torch.tensor([[2, 1.2, -2], [-2, -2, -1.4]]).sigmoid()
     torch.testing.assert_close(result.probabilities, expected, atol=1e-6, rtol=0)
-    maps = result.maps["input-x-gradient"]
+    maps = result.maps["libra-input-x-gradient"]
     assert maps[1, 1].isnan().all()
     quarters = [(slice(2), slice(2)), (slice(2, 4), slice(2, 4))]
     for label, (rows, columns) in enumerate(quarters):
@@ -338,28 +330,31 @@ def test_each_label_that_is_present_has_its_map_and_its_test(tmp_path: Path) -> 
             drops.append(float(logits[0].sigmoid() - logits[1].sigmoid()))
             values.append(float(maps[0, label].flatten()[patch]))
         roots = np.sign(values) * np.sqrt(np.abs(np.array(values) - np.median(values)))
-        check = result.checks["input-x-gradient"][0][label]
+        check = result.checks["libra-input-x-gradient"][0][label]
         assert check.agreement == pytest.approx(np.corrcoef(roots, drops)[0, 1], abs=1e-5)
 
 
 def test_thresholds_decide_which_labels_are_explained() -> None:
     thresholds = {"red": 0.9, "green": 0.5, "blue": 0.19}
     bundle, photos = make_labels(operating_point={"rule": "f1", "thresholds": thresholds})
-    options: dict[str, Any] = {"methods": "input-x-gradient", "checks": False}
+    options: dict[str, Any] = {"methods": "libra-input-x-gradient", "checks": False}
     result = vit.explain(bundle, list(photos), **options)
     assert result.targets.tolist() == [1, 2]
     names = ["red", "green"]
     named = vit.explain(bundle, list(photos), target=names, **options)
     assert [image.maps[0].is_predicted for image in named.images] == [False, False]
     # alone and in a batch, and as tensors
-    both = vit.explain(bundle, list(photos), target="all", **options).maps["input-x-gradient"]
+    both = vit.explain(bundle, list(photos), target="all", **options).maps["libra-input-x-gradient"]
     images = bundle.preprocess.normalize(torch.from_numpy(photos))
-    alone = vit.attribute(bundle, images[:1], method="input-x-gradient", target="green")
-    assert torch.equal(alone[0], result.maps["input-x-gradient"][0])
+    alone = vit.attribute(bundle, images[:1], method="libra-input-x-gradient", target="green")
+    assert torch.equal(alone[0], result.maps["libra-input-x-gradient"][0])
     assert torch.equal(both[0, 1], alone[0])
-    difference = vit.attribute(bundle, images, method="input-x-gradient", target="red - green")
+    difference = vit.attribute(
+        bundle, images, method="libra-input-x-gradient", target="red - green"
+    )
     parts = [
-        vit.attribute(bundle, images, method="input-x-gradient", target=name) for name in names
+        vit.attribute(bundle, images, method="libra-input-x-gradient", target=name)
+        for name in names
     ]
     torch.testing.assert_close(difference, parts[0] - parts[1])
     # a difference isn't about one class
@@ -381,16 +376,16 @@ def test_faithfulness_takes_a_right_label_of_each_image() -> None:
     bundle, photos = make_labels()
     data = (np.stack([photos[0]] * 10), np.array([[0, 1, 1]] * 10))
     result = vit.measure_faithfulness(
-        bundle, dataset=data, class_names=bundle.class_names, methods="input-x-gradient",
+        bundle, dataset=data, class_names=bundle.class_names, methods="libra-input-x-gradient",
         num_images=8,
     )  # fmt: skip
-    assert result.summary["metrics"]["srg"]["maps"]["input-x-gradient"]["mean"] > 0.3
+    assert result.summary["metrics"]["srg"]["maps"]["libra-input-x-gradient"]["mean"] > 0.3
     # red isn't a label of the image, and blue isn't predicted
     logits = np.array([[2, 1.2, -2]] * 2, dtype=np.float32)
     labels = np.array([[False, True, True], [False, False, True]])
     assert find_right(bundle, logits, labels).tolist() == [1, -1]
     with pytest.raises(ValueError, match="0 of 10 images are predicted correctly"):
         vit.measure_faithfulness(
-            bundle, dataset=(data[0], np.array([[0, 0, 1]] * 10)), methods="input-x-gradient",
+            bundle, dataset=(data[0], np.array([[0, 0, 1]] * 10)), methods="libra-input-x-gradient",
             class_names=bundle.class_names,
         )  # fmt: skip

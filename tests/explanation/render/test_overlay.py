@@ -9,6 +9,7 @@ from PIL import Image
 
 import vit
 from vit.data.preprocess import Geometry, Preprocess
+from vit.explanation.render.figure import save_figure
 from vit.explanation.render.outline import find_half, trace_outline
 from vit.explanation.render.overlay import blend, draw_overlay, place_map
 from vit.explanation.render.scale import (
@@ -18,9 +19,8 @@ from vit.explanation.render.scale import (
     palette,
     relative_to_uniform,
 )
-from vit.explanation.render.text import MARGIN, wrap
 
-SCALE = ColourScale(0.0, 1.0, signed=False, label="")
+SCALE = ColourScale(0.0, 1.0, signed=False)
 
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (224, 224), (97, 411)])
@@ -70,14 +70,6 @@ def test_smooth_placing_goes_through_the_patches_centres() -> None:
     assert values.min() <= placed.min() <= placed.max() <= values.max()
 
 
-def test_opacity_zero_leaves_the_photos_pixels_as_they_are() -> None:
-    photo = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    geometry = Geometry(original_size=(60, 40), box=(10, 0, 50, 40))
-    values = np.ones((4, 4), dtype=np.float32)
-    blended = np.asarray(blend(Image.fromarray(photo), values, geometry, scale=SCALE, opacity=0.0))
-    assert np.array_equal(blended[:, 10:50], photo[:, 10:50])
-
-
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_constant_map_draws_without_warning(signed: bool) -> None:
     values = np.zeros((4, 4), dtype=np.float32)
@@ -109,21 +101,24 @@ def test_pictures_of_any_size_are_drawn(size: tuple[int, int]) -> None:
         values,
         geometry,
         scale=SCALE,
-        caption=["predicted: a name that is far too long for such a picture " * 5],
     )
-    assert max(picture.size) < 1500
+    assert max(picture.size) <= 2 * 512 + 8
 
 
-@pytest.mark.parametrize(
-    ("options", "side"), [({}, 512), ({"max_side": 300}, 300), ({"max_side": 0}, 900)]
-)
-def test_photos_are_drawn_at_512_pixels_unless_told_otherwise(
-    options: dict[str, int], side: int
-) -> None:
-    geometry = Preprocess(image_size=(16, 16)).geometry((900, 600))
-    values, photo = np.ones((4, 4), dtype=np.float32), Image.new("RGB", (900, 600))
-    picture = draw_overlay(photo, values, geometry, scale=SCALE, caption=[], **options)
-    assert picture.width == 2 * side + 3 * 8
+def test_the_photo_can_be_read_below_any_map() -> None:
+    """Where nothing is relevant its brightness is kept, and less of it the higher the value."""
+    photo = np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8)
+    geometry = Geometry(original_size=(60, 60), box=(0, 0, 60, 60))
+    scale = ColourScale(0.0, 4.0, signed=False)
+    before = np.asarray(Image.fromarray(photo).convert("L")).astype(float).ravel()
+    slopes = []
+    for value in (0, 2, 4):
+        values = np.full((3, 3), value, dtype=np.float32)
+        drawn = blend(Image.fromarray(photo), values, geometry, scale=scale, lines=False)
+        after = np.asarray(drawn.convert("L")).astype(float).ravel()
+        slopes.append(np.polyfit(before, after, 1)[0])
+    # at half of the highest value 1 - 0.8 · 0.5^0.7
+    assert slopes == pytest.approx([1, 0.51, 0.2], abs=0.03)
 
 
 def test_a_nearly_even_map_is_drawn_flat() -> None:
@@ -140,29 +135,6 @@ def test_a_nearly_even_map_is_drawn_flat() -> None:
         assert (len(np.unique(drawn, axis=0)) == 1) == scale.is_flat
 
 
-def test_the_photo_can_be_read_below_any_map() -> None:
-    """Where nothing is relevant its brightness is kept, and less of it the higher the value."""
-    photo = np.random.default_rng(0).integers(0, 256, (60, 60, 3), dtype=np.uint8)
-    geometry = Geometry(original_size=(60, 60), box=(0, 0, 60, 60))
-    values = np.array([[0, 2, 4]] * 3, dtype=np.float32)
-    scale = ColourScale(0.0, 4.0, signed=False)
-    drawn = blend(Image.fromarray(photo), values, geometry, scale=scale, smooth=False)
-    before = np.asarray(Image.fromarray(photo).convert("L")).astype(float)
-    after = np.asarray(drawn.convert("L")).astype(float)
-    inside = [slice(2 + 20 * column, 18 + 20 * column) for column in range(3)]
-    rows = slice(2, 18)
-    slopes = [np.polyfit(before[rows, x].ravel(), after[rows, x].ravel(), 1)[0] for x in inside]
-    # at half of the highest value 1 - 0.8 · 0.5^0.7
-    assert slopes == pytest.approx([1, 0.51, 0.2], abs=0.03)
-    # each patch has one colour and visible edges
-    assert (after[25:35, 20] > after[25:35, 22] - 200).all()
-    edges = np.asarray(
-        blend(Image.new("RGB", (60, 60)), values, geometry, scale=scale, smooth=False)
-    )
-    assert (edges[10, 20] > edges[10, 15]).all()
-    assert (edges[5, 25] == edges[15, 35]).all()
-
-
 @pytest.mark.parametrize("preprocess", [None, Preprocess(image_size=(16, 16))])
 def test_a_saved_overlay_is_the_drawn_one(preprocess: Preprocess | None, tmp_path: Path) -> None:
     """Without `preprocess` the map lies on the whole image; one with negative values is centred on
@@ -171,14 +143,19 @@ def test_a_saved_overlay_is_the_drawn_one(preprocess: Preprocess | None, tmp_pat
     values = torch.tensor([[-1.0, 0.5], [0.0, 3.0]])
     box = (0.0, 0.0, 60.0, 40.0) if preprocess is None else (10.0, 0.0, 50.0, 40.0)
     vit.save_overlay(tmp_path / "overlay.png", pixels, values, preprocess=preprocess, caption="gae")
-    expected = draw_overlay(
+    save_figure(
+        tmp_path / "expected.png",
         Image.fromarray(pixels),
         relative_to_uniform(values.numpy()),
         Geometry(original_size=(60, 40), box=box),
-        scale=ColourScale(-3.0 / 1.125, 3.0 / 1.125, signed=True, label=""),
+        kind="png",
+        scale=ColourScale(-3.0 / 1.125, 3.0 / 1.125, signed=True),
         caption=["gae"],
     )
-    with Image.open(tmp_path / "overlay.png") as found:
+    with (
+        Image.open(tmp_path / "overlay.png") as found,
+        Image.open(tmp_path / "expected.png") as expected,
+    ):
         assert np.array_equal(np.asarray(found), np.asarray(expected))
 
 
@@ -201,68 +178,32 @@ def test_a_saved_overlays_map_without_negative_values_starts_at_its_lowest(tmp_p
     assert pictures["default"] == pictures["unsigned"] != pictures["signed"]
 
 
-def find_columns(size: tuple[int, int], caption: str) -> np.ndarray:
-    """The caption's ink below the picture, [rows of pixels, columns]."""
-    geometry = Preprocess(image_size=(16, 16)).geometry(size)
-    values = np.ones((4, 4), dtype=np.float32)
-    page = draw_overlay(Image.new("RGB", size), values, geometry, scale=SCALE, caption=[caption])
-    return np.asarray(page.convert("L"))[max(size) + 16 : -27] < 100
-
-
-def test_captions_of_portrait_photos_keep_their_percentage() -> None:
-    """What did not fit was cut off, and the percentage stands at the end."""
-    caption = "predicted: great white shark, white shark, man-eater, Carcharodon  97.1 %"
-    lines = wrap(caption, 2 * 150 + MARGIN)
-    assert len(lines) > 1
-    assert lines[-1].endswith(" 97.1 %")
-    drawn = find_columns((150, 300), caption)
-    last = find_columns((150, 300), lines[-1])
-    assert last.any()
-    assert np.array_equal(drawn[-len(last) :], last)
-
-
-def test_text_is_broken_between_words_and_never_before_a_percent_sign() -> None:
-    from vit.explanation.render.text import font, wrap
-
-    for width in range(60, 400, 7):
-        lines = wrap("predicted: Welsh springer spaniel-and-a-very-long-word  97.1 %", width)
-        assert all(font().getlength(line) <= width for line in lines)
-        assert (
-            "".join(lines).replace(" ", "")
-            == "predicted:Welshspringerspaniel-and-a-very-long-word97.1%"
-        )
-        assert not any(line.startswith("%") for line in lines)
-    assert wrap("cat  3 %", 200) == ["cat  3 %"]
-
-
 def test_the_photo_is_visible_where_a_signed_map_is_zero() -> None:
     photo = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
     geometry = Geometry(original_size=(40, 40), box=(0, 0, 40, 40))
     values = np.zeros((4, 4), dtype=np.float32)
     values[0, 0], values[3, 3] = 2.0, -2.0
-    scale = ColourScale(-2.0, 2.0, signed=True, label="")
+    scale = ColourScale(-2.0, 2.0, signed=True)
     photo_picture = Image.fromarray(photo)
-    blended = np.asarray(
-        blend(photo_picture, values, geometry, scale=scale, opacity=1.0, lines=False)
-    ).astype(int)
+    blended = np.asarray(blend(photo_picture, values, geometry, scale=scale, lines=False)).astype(
+        int
+    )
     # with most of its colour gone, but as bright as it was
     brightness = (blended[:10, 30:].mean(axis=-1), photo[:10, 30:].mean(axis=-1))
     assert np.corrcoef(*(values.ravel() for values in brightness))[0, 1] > 0.9
-    assert blended[0, 0].tolist() == palette(signed=True)[230].tolist()
-    assert blended[-1, -1].tolist() == palette(signed=True)[25].tolist()
+    assert blended[0, 0, 0] > blended[0, 0, 2] + 50  # red
+    assert blended[-1, -1, 2] > blended[-1, -1, 0] + 50  # blue
 
 
 def test_palettes_are_matplotlibs() -> None:
-    """The file of colours, and the place of the font, are read without importing matplotlib."""
-    from matplotlib import colormaps, get_data_path
+    """The file of colours is read without importing matplotlib."""
+    from matplotlib import colormaps
 
     from vit.explanation.render.scale import palette
-    from vit.explanation.render.text import font
 
     for name, signed in (("inferno", False), ("RdYlBu_r", True)):
         expected = (colormaps[name](np.arange(256))[:, :3] * 255).round()
         assert np.array_equal(palette(signed=signed), expected)
-    assert font().path == f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf"
 
 
 def test_the_outline_is_around_the_fewest_patches_that_hold_half_of_the_evidence() -> None:

@@ -113,10 +113,8 @@ def explain_on_ray(
     """Write the maps of `vit.explain`, whose parameters are the options; see `_run`."""
     parameters = signature(explain).parameters.values()
     options = {**{each.name: each.default for each in parameters}, **options}
-    if options["scale"] == "batch":
-        raise ValueError("--engine ray has no batches to scale by; choose another scale")
-    bundle = open_model(options["model"], device="cpu", random_weights=options["random_weights"])
-    names = ("target", "map_options", "batch_size", "precision")
+    bundle = open_model(options["model"], device="cpu")
+    names = ("target", "map_options", "batch_size")
     chosen = {name: options[name] for name in names}
     images = files, packed = list_files(places)
     # Images in packed files are not counted.
@@ -125,29 +123,17 @@ def explain_on_ray(
     chosen["sanity_checks"] = num_images <= MAX_CHECKED_IMAGES if checks is None else checks
     chosen["methods"] = choose_methods(options["methods"], bundle, num_images=num_images)
     # a wrong option is reported now
-    facts = describe_parameters(
-        Explainer(bundle, **chosen),
-        options["target"],
-        options["scale"],
-        options["interpolation"],
-    )
+    facts = describe_parameters(Explainer(bundle, **chosen), options["target"])
     parts = Parts(output, {"model": bundle.sha256, **facts})
-    build = partial(_build_explainer, options, chosen)
-    _run(images, build, bundle, parts, workers, resume=options["resume"])
+    build = partial(_build_explainer, chosen)
+    _run(images, build, bundle, parts, workers, resume=False)
 
 
-def _build_explainer(options: Values, chosen: Values, bundle: Bundle, device: str) -> Compute:
+def _build_explainer(chosen: Values, bundle: Bundle, device: str) -> Compute:
     explainer = Explainer(open_model(bundle, device=device), **chosen)
 
     def describe(image: ImageResult, result: MapResult) -> Values:
-        picture = draw_map(
-            image,
-            result,
-            bundle.class_names,
-            smooth=options["interpolation"] == "smooth",
-            max_side=options["max_side"],
-            caption=options["captions"],
-        )
+        picture = draw_map(image, result)
         overlay = io.BytesIO()
         picture.save(overlay, "PNG")
         shown = (result.method.name, result.target_name, list(result.values), overlay.getvalue())
@@ -169,7 +155,7 @@ def _build_explainer(options: Values, chosen: Values, bundle: Bundle, device: st
             ImageItem(path, clean_name(Path(path).stem), partial(read_file, path, image.load))
             for path, image in open_contents(rows)
         ]
-        explained = explainer.explain(items, add, scale=options["scale"])
+        explained = explainer.explain(items, add)
         found |= {path: {"error": reason} for path, reason in explained.unreadable}
         listed = [{"path": item.path, **found[item.path]} for item in items]
         return pa.Table.from_pylist(listed, pa.schema(list(_MAPS.items())))

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vit.explanation.capture.layers import (
-    SUPPORTED,
     LayerPlace,
-    WatchedLayer,
     run_as_written,
     without_fast_path,
 )
 from vit.explanation.capture.watch import AttentionCall, AttentionWatch, UnreadableError
 from vit.model.logits import compute_logits
 from vit.model.model_info import keep_mode
+from vit.model.vision_transformer import VisionTransformer
 
 _BATCH = 2
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
@@ -110,7 +109,8 @@ class _Discovery(AttentionWatch):
         if call.weights is not None:  # the softmax may be computed in another module
             begin, time = self._begin
             path = path[: sum(one is other for one, other in zip(path, begin, strict=False))]
-        if call.num_queries == call.value.shape[2]:
+        # another batch is that of texts
+        if call.num_queries == call.value.shape[2] and len(call.value) == _BATCH:
             self.seen.append(_Seen(path, call.value.shape[1], call.num_queries, time))
 
 
@@ -154,19 +154,19 @@ def discover_layers(
         model.eval()
         try:
             with watch:
-                compute_logits(model, images)
+                run_whole(model, images)
         except UnreadableError as error:
             raise ValueError(f"no attention of {family} can be read: {error}") from error
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             raise ValueError(
-                f"no attention layer of a known kind in {family}, and it doesn't run on images of "
+                f"no attention can be read in {family}, because it doesn't run on images of "
                 f"{image_size[0]}×{image_size[1]} pixels: {error}"
             ) from error
 
     if not watch.seen:
         raise ValueError(
-            f"no attention layer of a known kind in {family}, and none between all of its tokens that "
-            f"torch's functions or a softmax compute; known: {SUPPORTED}"
+            f"{family} has no attention between all of its tokens that torch's functions or a "
+            "softmax compute"
         )
     counts = Counter(module for seen in watch.seen for module in set(seen.path))
     places = []
@@ -183,7 +183,6 @@ def discover_layers(
             )
         block = blocks[0]
         place = LayerPlace(
-            WatchedLayer,
             names[seen.path[-1]],
             seen.path[-1],
             block,
@@ -202,6 +201,15 @@ def discover_layers(
             "attention with its addition into a module"
         )
     return places, _find_stream(family, watch)
+
+
+def run_whole(model: nn.Module, images: Tensor) -> None:
+    """Run a model so that each layer computes all of its tokens; the last block of this project's
+    model can leave some out."""
+    if isinstance(model, VisionTransformer):
+        model.forward_head(model.forward_features(images))
+    else:
+        compute_logits(model, images)
 
 
 def _find_stream(family: str, watch: _Discovery) -> Stream:

@@ -39,7 +39,6 @@ from vit.explanation.capture.layers import (
     Attention,
     AttentionLayer,
     check_calls,
-    replace_blocks,
     run_as_written,
     without_fast_path,
 )
@@ -578,59 +577,8 @@ def differentiate(score: Float[Tensor, " B"], tensor: Tensor) -> Tensor:
     return at_least_float32(gradient)
 
 
-def classify_token(forward: Forward, token: Float[Tensor, "K D"]) -> Float[Tensor, "K C"]:
-    """Compute the logits if every output token of the encoder were `token`: the classifier without
-    its pooling.
-
-    Args:
-        forward: A forward pass of the model.
-        token: K tokens, one for each row of logits.
-
-    Returns:
-        Logits [K, C].
-
-    Raises:
-        ValueError: The model can't classify a single patch.
-    """
-    # any pooling of equal tokens returns this token
-    alike = token[:, None].expand(-1, forward.num_prefix_tokens + 1, -1)
-    if has_known_pooling(forward.model):
-        known_model = cast("Any", forward.model)
-        logits: Tensor = known_model.forward_head(known_model.norm(alike))
-        return logits
-
-    # other models don't show their classifier: one image runs with `token` as output of the blocks
-    reader = forward.reader
-    if reader.stream is None and not reader.places[-1].tokens_first:
-        replaced = replace_blocks(forward.record.blocks, lambda *args, **options: alike)
-    else:
-        replaced = reader.change_last_tokens(lambda tokens: alike)
-    with evaluation_mode(forward.model), replaced:
-        try:
-            return compute_logits(forward.model, forward.images[:1].detach())
-        except (RuntimeError, IndexError) as error:  # a shape
-            name = type(forward.model).__name__
-            raise ValueError(
-                f"{name} can't classify a single patch, which LeGrad asks for: {error}"
-            ) from error
-
-
 def split_prefix(
     mass: Float[Tensor, "*batch N"], *, num_prefix_tokens: int, grid: Grid
-) -> tuple[Float[Tensor, "*batch rows columns"], Float[Tensor, "*batch"]]:
-    """Return the patches' mass on their grid, and the fraction (0 to 1, of absolute values) in
-    prefix tokens."""
-    patches = torch.unflatten(mass[..., num_prefix_tokens:], -1, grid)
-    total = mass.abs().sum(dim=-1)
-    prefix = mass[..., :num_prefix_tokens].abs().sum(dim=-1)
-    tiny = torch.finfo(mass.dtype).tiny
-    return patches, torch.where(total > 0, prefix / total.clamp_min(tiny), 0.0)
-
-
-def compute_entropy(maps: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch"]:
-    """Compute the entropy in nats of the maps' absolute values as a distribution, 0 (one patch) to
-    log(patches)."""
-    mass = maps.flatten(-2).abs()
-    distribution = mass / mass.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
-    entropy: Tensor = torch.special.entr(distribution).sum(dim=-1)
-    return entropy
+) -> Float[Tensor, "*batch rows columns"]:
+    """Return the patches' mass on their grid."""
+    return torch.unflatten(mass[..., num_prefix_tokens:], -1, grid)

@@ -1,6 +1,5 @@
 """The parts of a model that maps are read from, found once and kept."""
 
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +15,6 @@ from vit.explanation.capture.discovery import Stream, StreamChanges, discover_la
 from vit.explanation.capture.layers import (
     AttentionLayer,
     LayerPlace,
-    find_attention_layers,
     first_output,
 )
 from vit.model.logits import compute_logits
@@ -26,8 +24,6 @@ from vit.runtime.tensors import Images
 
 # Sources of maps, the best first. Pixels need nothing but gradients.
 Source = Literal["attention", "feature map", "pixels"]
-# parts of the names of modules and parameters that give positions within the attention
-_POSITIONS = re.compile("rope|rel_pos|relative_position")
 
 
 class ModelReader:
@@ -39,8 +35,6 @@ class ModelReader:
     Attributes:
         model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
         image_size: Height and width of its images, once they are known.
-        completeness_error: The last score that `measure_completeness_error` measured, and its
-            error.
         refused: Sources that a check has refused for this model, with the reason.
         is_recalled: True if an earlier reader of the same module has settled the source.
         feature_map: Number of the output that is its feature map, see `find_feature_map`. None:
@@ -49,7 +43,6 @@ class ModelReader:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap_model(model)
-        self.completeness_error: tuple[Callable[..., Any], float | None] | None = None
         self.refused: dict[Source, str] = {}
         self.is_recalled = False
         # versions of the weights with which the source has passed its checks
@@ -57,8 +50,6 @@ class ModelReader:
         self.feature_map: int | None = None
         self.image_size: tuple[int, int] | None = None
         self._found: list[LayerPlace] | ValueError | None = None
-        # the layers of other models are found when the model runs
-        self._is_discovered = False
         self._stream: Stream | None = None
 
     @property
@@ -111,7 +102,7 @@ class ModelReader:
     def _places(self) -> list[LayerPlace] | ValueError:
         if self._found is None:
             try:
-                self._found = find_attention_layers(self.model) or self._discover()
+                self._found = self._discover()
             except ValueError as error:
                 if not self.has_known_size:  # the size may be known later
                     return error
@@ -132,17 +123,16 @@ class ModelReader:
     def _discover(self) -> list[LayerPlace]:
         if not self.has_known_size:
             raise ValueError(
-                f"no attention layer of a known kind in {type(self.model).__name__}, and no size of "
-                "images to run it with; give preprocess=vit.Preprocess(image_size=…)"
+                f"the size of the images of {type(self.model).__name__} is unknown, and its "
+                "attention is found by running it; give preprocess=vit.Preprocess(image_size=…)"
             )
         assert self.image_size is not None
         places, self._stream = discover_layers(self.model, self.image_size)
-        self._is_discovered = True
         return places
 
     @property
     def has_attention(self) -> bool:
-        """True if there are attention layers of a known kind, and no check has refused them."""
+        """True if there are attention layers, and no check has refused them."""
         return "attention" not in self.refused and not isinstance(self._places, ValueError)
 
     @property
@@ -158,8 +148,7 @@ class ModelReader:
 
     @property
     def places(self) -> list[LayerPlace]:
-        """The attention layers, in order. Raises ValueError if there are none of a known kind, or
-        not in all blocks."""
+        """The attention layers, in order. Raises ValueError if there are none that can be read."""
         if isinstance(self._places, ValueError):
             raise ValueError(str(self._places))
         return self._places
@@ -203,7 +192,7 @@ class ModelReader:
 
     def build_layers(self) -> list[AttentionLayer]:
         """Build an object for each attention layer, in order, that records one forward pass."""
-        return [place.kind(place) for place in self.places]
+        return list(map(AttentionLayer, self.places))
 
     @property
     def stream(self) -> Stream | None:
@@ -224,10 +213,7 @@ class ModelReader:
 
     @cached_property
     def _has_positions(self) -> bool:
-        names = [name for name, _ in (*self.model.named_modules(), *self.model.named_parameters())]
-        if any(map(_POSITIONS.search, names)):
-            return True
-        return self._is_discovered and not self._try_to_drop()
+        return not (self.is_ours or self._try_to_drop())
 
     def _try_to_drop(self) -> bool:
         """Leave some tokens out, and return whether the order of the others doesn't matter."""

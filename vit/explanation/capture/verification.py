@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import SUPPORTED, AttentionLayer, first_output
+from vit.explanation.capture.layers import AttentionLayer, first_output
 from vit.explanation.capture.pooling import has_known_pooling
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.tokens import Grid
@@ -105,8 +105,8 @@ def check_places(
             )
         if token_change[:num_prefix].any():
             raise ValueError(
-                f"the tokens of {name} are mixed before its first known attention layer, so no "
-                f"map is exact; known: {SUPPORTED}"
+                f"the tokens of {name} are mixed before the first attention layer that can be read, "
+                "so no map is exact"
             )
         most = int(token_change.argmax()) - num_prefix
         # a convolutional stem spreads a change to the neighbours, which may change more; of two
@@ -189,7 +189,7 @@ def check_chain(
             raise ValueError(
                 f"{type(model).__name__} mixes tokens elsewhere than in the attention layers that "
                 f"are known, in or after the block of {after}: a convolution, another order, an "
-                f"attention of another kind? So no map is exact; known: {SUPPORTED}"
+                "attention of another kind? So no map is exact"
             )
 
 

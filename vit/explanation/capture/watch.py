@@ -47,7 +47,6 @@ class AttentionCall:
         query, key: Queries, multiplied by the scale, and keys.
         bias: Number that is added to each score.
         projection: Weight and bias of a projection that is part of the same function.
-        output_weight: Weight [D, H·K] of the linear layer that reads O, if there is one.
     """
 
     output: Tensor
@@ -58,7 +57,6 @@ class AttentionCall:
     key: Heads | None = None
     bias: Tensor | None = None
     projection: tuple[Tensor, Tensor | None] | None = None
-    output_weight: Tensor | None = None
 
     @property
     def num_queries(self) -> int:
@@ -113,6 +111,7 @@ class AttentionWatch(TorchFunctionMode):
         keep: Called with each attention.
         own_weight: Weight with which each token attends to itself alone, 1 or 0. None: attention as
             the model computes it.
+        num_keys: Number of tokens, of which a layer may compute some alone. None: all of them.
     """
 
     def __init__(
@@ -121,13 +120,14 @@ class AttentionWatch(TorchFunctionMode):
         keep: Callable[[AttentionCall], object],
         *,
         own_weight: float | None = None,
+        num_keys: int | None = None,
     ) -> None:
         super().__init__()
         self.batch = batch
         self.keep = keep
         self.own_weight = own_weight
+        self.num_keys = num_keys
         self._weights: list[Tensor] = []  # the result of the last softmax, in all its shapes
-        self._last: AttentionCall | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,16 +143,18 @@ class AttentionWatch(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             call = self._read_fused(result, _bind(_FUSED, args, kwargs))
             if self.own_weight is not None:
-                return self.own_weight * call.value
+                return self.own_weight * call.value[:, :, : call.num_queries]
             self._keep(call)
         elif func is F.multi_head_attention_forward:
             if self.own_weight is not None:
                 return (self.own_weight * args[2], *result[1:])
             self._keep(self._read_projected(result[0], _bind(_PROJECTED, args, kwargs)))
         elif func in _SOFTMAX:
-            if _is_attention(result, *args, **kwargs):
+            if self._is_attention(result, *args, **kwargs):
                 if self.own_weight is not None:
-                    identity = torch.eye(result.shape[-1], dtype=result.dtype, device=result.device)
+                    identity = torch.eye(
+                        *result.shape[-2:], dtype=result.dtype, device=result.device
+                    )
                     result = (self.own_weight * identity).expand_as(result)
                 self._weights = [result]
         elif func in _UNCHANGED and self._is_weights(args[0]):
@@ -163,18 +165,25 @@ class AttentionWatch(TorchFunctionMode):
             operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
             if any(map(self._is_weights, operands)):
                 self._keep(self._read_einsum(result, args[0], *operands))
-        elif func is F.linear and self._last is not None:
-            # the first one after the heads
-            last, self._last = self._last, None
-            if args[1].shape[1] == last.value.shape[1] * last.value.shape[3]:
-                last.output_weight = args[1].detach()
         return result
 
     def _keep(self, call: AttentionCall | None) -> None:
-        if call is None:
-            return
-        self._last = call
-        self.keep(call)
+        if call is not None:
+            self.keep(call)
+
+    def _is_attention(
+        self,
+        result: Tensor,
+        input: Tensor,
+        dim: int | None = None,
+        *others: Any,
+        **options: Any,
+    ) -> bool:
+        """Return whether a softmax is over the keys of a matrix of attention."""
+        if dim not in (-1, input.ndim - 1) or input.ndim <= 2:
+            return False
+        num_queries, num_keys = result.shape[-2:]
+        return num_queries == num_keys > 1 or num_keys == self.num_keys
 
     def _is_weights(self, tensor: object) -> bool:
         return any(tensor is weights for weights in self._weights)
@@ -246,7 +255,6 @@ class AttentionWatch(TorchFunctionMode):
             key=key,
             bias=self._split(bias) if bias is not None and bias.ndim == 3 else bias,
             projection=(out_weight.detach(), None if out_bias is None else out_bias.detach()),
-            output_weight=out_weight.detach(),
         )
 
     def _read_product(self, output: Tensor, weights: Tensor, value: Tensor) -> AttentionCall:
@@ -295,14 +303,6 @@ class AttentionWatch(TorchFunctionMode):
 def _bind(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name."""
     return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _is_attention(
-    result: Tensor, input: Tensor, dim: int | None = None, *others: Any, **options: Any
-) -> bool:
-    """Return whether a softmax is over the keys of a square matrix."""
-    is_last = dim in (-1, input.ndim - 1)
-    return is_last and input.ndim > 2 and result.shape[-1] == result.shape[-2] > 1
 
 
 def _as_bias(mask: Tensor, like: Tensor) -> Tensor:

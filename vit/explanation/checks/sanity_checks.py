@@ -14,7 +14,6 @@ research/sanity_checks.py measures how often maps of other images, smooth noise 
 confirmed.
 """
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from vit.explanation.capture.forward import Forward, PatchMaps
 from vit.explanation.capture.tokens import Grid
@@ -347,39 +346,3 @@ def _quadratic(
     y, x = (values.flatten() for values in torch.meshgrid(down, across, indexing="ij"))
     trend = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
     return trend.to(device), torch.linalg.pinv(trend).to(device)
-
-
-def randomise_weights(model: nn.Module, *, seed: int = 0) -> nn.Module:
-    """Return a copy with the numbers of each parameter shuffled, which keeps every scale and
-    nothing that was learned.
-
-    The check is from Adebayo et al. (2018). Shuffled weights make it harder than new ones, whose
-    small numbers make attention uniform and any map different.
-    """
-    # the caller keeps the trained model
-    randomised = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in randomised.parameters():
-            order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
-            parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
-    return randomised
-
-
-def rank_correlation(first: PatchMaps, second: PatchMaps) -> Float[Tensor, " B"]:
-    """Compute Spearman's correlation of each pair of maps, with mean ranks for ties; 0 if one of
-    them is constant."""
-    left = _centred_ranks(first.flatten(1))
-    right = _centred_ranks(second.flatten(1))
-    norms = left.norm(dim=1) * right.norm(dim=1)
-    return torch.where(norms > 0, (left * right).sum(dim=1) / norms.clamp_min(1e-30), 0.0)
-
-
-def _centred_ranks(values: Float[Tensor, "B P"]) -> Float[Tensor, "B P"]:
-    values = values.contiguous()
-    ordered = values.sort(dim=1).values
-    # tied values get the mean of the first and the last of their ranks
-    lowest = torch.searchsorted(ordered, values)
-    highest = torch.searchsorted(ordered, values, right=True) - 1
-    ranks = (lowest + highest) / 2
-    return ranks - ranks.mean(dim=1, keepdim=True)

@@ -3,8 +3,7 @@
 A vision transformer takes any number of tokens, so a patch is removed by dropping its token after
 the position embedding. No image has to be painted over, which would look unlike the training images
 (Jain et al. 2022, "Missingness bias in model debugging"). Painting patches with the mean colour is
-for comparison and for models that need all of their tokens; so is blurring them (Petsiuk et al.
-2018, RISE), which keeps colours and removes shapes.
+for comparison and for models that need all of their tokens.
 """
 
 import math
@@ -26,8 +25,8 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
 from vit.runtime.tensors import Images, Tokens
 
-# drop tokens if the model allows it, otherwise paint; always paint; or blur
-Fill = Literal["auto", "mean", "blur"]
+# drop tokens if the model allows it, otherwise paint; or always paint
+Fill = Literal["auto", "mean"]
 # fractions of the patches that deletion curves remove: 0 to 0.9
 FRACTIONS = tuple(step / 10 for step in range(10))
 
@@ -82,8 +81,7 @@ def build_removal(
         images: Normalised images [B, 3, H, W], on the model's device.
         grid: Rows and columns of patches.
         fill: "auto" drops the tokens of the other patches if the model allows it; "mean" paints
-            their pixels with the image's mean colour, "blur" with the image blurred by a Gaussian
-            whose σ is a patch's side.
+            their pixels with the image's mean colour.
         precision: Precision of the forward passes.
         batch_size: Whole images at a time; with fewer tokens, more images in proportion.
         on_forward: Called with the work done, 1 for each whole image.
@@ -118,8 +116,6 @@ def build_removal(
         )
     else:
         background = images.mean(dim=(-1, -2), keepdim=True)
-        if fill == "blur":
-            background = _blur(images, grid)
         compute_rows = partial(_classify_painted, reader.model, images, background, grid=grid)
 
     @torch.no_grad()
@@ -275,29 +271,6 @@ def _patches_outside(
         torch.tensor([patch for patch in every_patch if patch not in group], device=device)
         for group in groups
     ]
-
-
-def _blur(images: Images, grid: Grid) -> Images:
-    """Blur the images by a Gaussian whose σ is a patch's side, cut off at two σ."""
-    channels, height, width = images.shape[1:]
-    blurred = images
-    for axis, (side, num_patches) in enumerate(zip((height, width), grid, strict=True)):
-        sigma = side / num_patches
-        # reflection can add at most the image's own pixels
-        radius = min(round(2 * sigma), side - 1)
-        offsets = torch.arange(-radius, radius + 1, device=images.device, dtype=images.dtype)
-        kernel = torch.exp(-((offsets / sigma) ** 2) / 2)
-        kernel = kernel / kernel.sum()
-
-        if axis == 0:
-            weights = kernel[:, None]
-            padding = (0, 0, radius, radius)
-        else:
-            weights = kernel[None, :]
-            padding = (radius, radius, 0, 0)
-        padded = F.pad(blurred, padding, mode="reflect")
-        blurred = F.conv2d(padded, weights.expand(channels, 1, -1, -1), groups=channels)
-    return blurred
 
 
 def _paint_over(

@@ -6,7 +6,6 @@ import torch
 
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import open_reader
-from vit.explanation.capture.reader import read_bundle
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
 
@@ -32,20 +31,23 @@ def _choose_auto(bundle: Bundle, num_images: int) -> list[str]:
     reader = open_reader(bundle)
     if not reader.has_attention:
         return list_methods(reader)[:2]
-    if num_images <= MAX_CHECKED_IMAGES and _has_removal_maps(bundle):
+    # a model without a classifier has no evidence for a class
+    if num_images <= MAX_CHECKED_IMAGES and bundle.class_names and _has_removal_maps(bundle):
         return ["libra-removal", "rollout"]
     return ["rollout"]
 
 
 def _has_removal_maps(bundle: Bundle) -> bool:
-    """Return whether the pooling of the model has gates. This project's has; other models are tried
-    with a black image."""
-    reader = read_bundle(bundle)
+    """Return whether the pooling of the model has gates. This project's has; other models are
+    tried."""
+    reader = open_reader(bundle)
     if reader.is_ours:
         return True
-    image = torch.zeros(1, 3, *bundle.preprocess.image_size, device=bundle.device)
+    # noise, because all tokens of an even image may count alike in any pooling
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(1, 3, *bundle.preprocess.image_size, generator=generator)
     try:
-        compute_maps(reader, image, methods=["removal-gradient"])
+        compute_maps(reader, noise.to(bundle.device), methods=["removal-gradient"])
     except ValueError:
         return False
     return True

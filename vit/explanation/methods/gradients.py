@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit.explanation.capture.feature_maps import order_channels
-from vit.explanation.capture.forward import Forward, classify_token, differentiate
+from vit.explanation.capture.forward import Forward, differentiate
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights
-from vit.explanation.methods.rollout import normalise_rows
 from vit.explanation.targets import Classes
 from vit.model.logits import at_least_float32
-from vit.runtime.tensors import Images, Tokens
+from vit.runtime.tensors import Tokens
 
 
 def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> TokenWeights:
@@ -64,85 +63,12 @@ def _multiply_gae(
     return total
 
 
-def compute_gradient_rollout(
-    forward: Forward, classes: Classes, *, residual: float = 0.5, start_layer: int = 0
-) -> TokenWeights:
-    """Rollout of (mean_h G⊙A)⁺ with rows that sum to one: the idea of vit-explain (2020), with
-    corrected pairs of gradients and layers, normalised axis and residual weight."""
-    layers = forward.record.differentiate(forward.score(classes))[start_layer:]
-
-    def roll_up(images: slice) -> TokenWeights:
-        row = at_least_float32(forward.pool_weights)[images, None]
-        for layer, gradient in reversed(layers):
-            weighted = layer.attention(images) * layer.attention_gradient(gradient, images)
-            # after the mean, so that evidence for and against the class cancels between heads
-            mixing = normalise_rows(weighted.mean(dim=1).clamp_min(0))
-            row = residual * row + (1 - residual) * (row @ mixing)
-        return row[:, 0]
-
-    return forward.record.layers[0].in_chunks(roll_up)
-
-
-def compute_attention_gradcam(forward: Forward, classes: Classes) -> TokenWeights:
-    """Grad-CAM on the last layer's attention (Chefer et al. 2021, baseline): each head's row uᵀA
-    weighted by the mean of uᵀG over the patches, averaged over heads, positive part."""
-    layer, heads_gradient = forward.record.differentiate(forward.score(classes))[-1]
-
-    def weigh(images: slice) -> Tensor:
-        attention = layer.attend(forward.pool_weights, images)  # [b, H, N]
-        pool_weights = at_least_float32(forward.pool_weights[images])[:, None, None]  # [b, 1, 1, N]
-        gradient = (pool_weights @ layer.attention_gradient(heads_gradient, images))[:, :, 0]
-        head_weight = gradient[..., forward.num_prefix_tokens :].mean(dim=-1, keepdim=True)
-        return (attention * head_weight).mean(dim=1).clamp_min(0)
-
-    return layer.in_chunks(weigh)
-
-
-def compute_legrad(forward: Forward, classes: Classes, *, start_layer: int = 0) -> TokenWeights:
-    """LeGrad (Bousselham et al. 2024, eq. 4 to 8): the score s of a layer is the classifier on the
-    mean of its output tokens; the map is (∂s/∂A)⁺ averaged over heads, queries and layers."""
-
-    def explain_layer(layer: AttentionLayer) -> TokenWeights:
-        assert layer.block_tokens is not None
-        assert layer.heads is not None
-        # the prediction as if this layer were the last
-        logits = classify_token(forward, layer.block_tokens.mean(dim=1))
-        score = forward.target.score(logits, classes).sum()
-        (gradient,) = torch.autograd.grad(score, layer.heads, retain_graph=True)
-        return layer.in_chunks(
-            lambda images: layer.attention_gradient(gradient, images).clamp_min(0).mean(dim=(1, 2))
-        )
-
-    layers = forward.record.layers[start_layer:]
-    total = torch.zeros_like(at_least_float32(forward.pool_weights))
-    for layer in layers:
-        total += explain_layer(layer)
-    return total / len(layers)
-
-
-def compute_cdam(forward: Forward, classes: Classes) -> TokenWeights:
-    """Class-discriminative attention map (Brocki, Binda & Chung 2023): Σ_d T ∂f/∂T for the tokens T
-    before the last attention. Signed."""
-    tokens = forward.record.layers[-1].tokens
-    assert tokens is not None
-    return _sum_over_channels(tokens, differentiate(forward.score(classes), tokens))
-
-
-def compute_input_x_gradient(forward: Forward, classes: Classes) -> TokenWeights:
-    """x·∂f/∂x of the normalised pixels (Shrikumar et al. 2016), summed over each patch. Signed; 0
-    for prefix tokens."""
-    return _multiply_pixels(forward, classes, forward.images.detach())
-
-
 def compute_difference_x_gradient(forward: Forward, classes: Classes) -> TokenWeights:
-    """`compute_input_x_gradient` for the difference of each pixel from the image's mean colour,
-    which painting a patch over removes."""
+    """Input times gradient (Shrikumar et al. 2016), summed over each patch, where the input is the
+    difference of each pixel from the image's mean colour, which painting a patch over removes.
+    Signed; 0 for prefix tokens."""
     pixels = forward.images.detach()
-    return _multiply_pixels(forward, classes, pixels - pixels.mean(dim=(-2, -1), keepdim=True))
-
-
-def _multiply_pixels(forward: Forward, classes: Classes, pixels: Images) -> TokenWeights:
-    """Compute pixels times gradient, summed over each patch."""
+    pixels = pixels - pixels.mean(dim=(-2, -1), keepdim=True)
     gradient = differentiate(forward.score(classes), forward.images)
     product = (pixels * gradient).sum(dim=1, keepdim=True)  # [B, 1, height, width]
 

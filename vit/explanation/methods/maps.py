@@ -3,33 +3,28 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import (
     Forward,
-    compute_entropy,
     evaluation_mode,
     run_forward,
     settle_source,
     split_prefix,
 )
 from vit.explanation.capture.reader import ModelReader, read_model
-from vit.explanation.methods.completeness import measure_completeness_error
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.registry import METHODS, Method, check_options, find_methods
-from vit.explanation.methods.rollout import check_range, check_rollout_options
-from vit.explanation.methods.sinks import find_sinks
+from vit.explanation.methods.rollout import check_rollout_options
 from vit.explanation.targets import CLASS, Classes, Target
 from vit.runtime.tensors import Images, Logits
 
 Relevance = Float[Tensor, "B _ N"]  # for one class of each image, or for each class asked for
-# what a caller needs of the forward pass besides the maps
-Keep = Literal["nothing", "block tokens", "gradients"]
-ROLLOUT_OPTIONS = ("head_fusion", "discard_ratio", "residual", "start_layer")
+_ROLLOUT_OPTIONS = ("head_fusion", "discard_ratio", "residual", "start_layer")
 
 
 class Maps(NamedTuple):
@@ -38,18 +33,10 @@ class Maps(NamedTuple):
     Attributes:
         method: The method.
         values: The maps, float32.
-        prefix_mass: Fraction of the relevance in prefix tokens, 0 to 1.
-        entropy: Entropy in nats, 0 to log(patches).
-        sinks: Attention sinks of each layer from `start_layer` on, if the method has any.
-        start_layer: The first layer that the method uses.
     """
 
     method: Method
     values: Float[Tensor, "B T rows columns"]
-    prefix_mass: Float[Tensor, "B T"]
-    entropy: Float[Tensor, "B T"]
-    sinks: Bool[Tensor, "B layers rows columns"] | None = None
-    start_layer: int = 0
 
 
 @torch.inference_mode(False)
@@ -60,7 +47,6 @@ def compute_maps(
     methods: Sequence[str] = ("rollout",),
     target: Target = CLASS,
     options: Mapping[str, object] | None = None,
-    keep: Keep = "nothing",
     verify: bool = True,
 ) -> tuple[Forward, Int[Tensor, "B T"], list[Maps]]:
     """Compute the maps of several methods from one recorded forward pass.
@@ -71,10 +57,7 @@ def compute_maps(
         methods: Names of registered methods.
         target: The number that is explained, and the classes.
         options: Options of the methods by name. None: their defaults.
-        keep: "gradients" keeps the graph of the model's own gradients, and with it the output of
-            each block, which "block tokens" keeps alone.
-        verify: Check that the recorded attention is the model's, see `run_forward`, and that
-            LibraGrad's gradients are complete, see `measure_completeness_error`.
+        verify: Check that the recorded attention is the model's, see `run_forward`.
 
     Returns:
         The forward pass, the classes [B, T], and the maps in the order of `methods`.
@@ -98,25 +81,27 @@ def compute_maps(
 
     # layers and heads are evaluated again after the pass, in the same mode
     with evaluation_mode(reader.model):
-        run = partial(
-            run_forward, reader, images, block_tokens=keep == "block tokens", verify=verify_pass
-        )
+        run = partial(run_forward, reader, images, verify=verify_pass)
         relevance: dict[str, Relevance] = {}
         forward = None
         if libra_methods:
-            if verify:
-                measure_completeness_error(reader, images, target)
             with LibraGradients():
                 forward = run(gradients=True)
+            if not forward.logits.requires_grad:
+                raise ValueError(
+                    f"{type(reader.model).__name__} ends in a softmax or another function that "
+                    "LibraGrad takes as a constant; explain the model without it, or take a method "
+                    "without libra, such as gae"
+                )
             forward.target = replace(target, score=partial(_score_by_libra, target))
             targets = target.choose(forward.logits.detach())
             relevance |= _compute_relevance(forward, libra_methods, targets, values)
-        if own_methods or keep == "gradients":
+        if own_methods:
             # frees the first graph before there is another of the same size; the logits are the
             # same
             forward = None
             needs_graph = any(method.class_specific for method in own_methods)
-            forward = run(gradients=keep == "gradients" or needs_graph)
+            forward = run(gradients=needs_graph)
             forward.target = target
             targets = target.choose(forward.logits.detach())
             relevance |= _compute_relevance(forward, own_methods, targets, values)
@@ -126,7 +111,7 @@ def compute_maps(
             if method.parts:
                 parts = [relevance[part] for part in method.parts]
                 relevance[method.name] = _combine(parts, forward.num_prefix_tokens)
-        maps = [_make_maps(method, relevance[method.name], forward, values) for method in chosen]
+        maps = [_make_maps(method, relevance[method.name], forward) for method in chosen]
         return forward, targets, maps
 
 
@@ -147,14 +132,8 @@ def check_ranges(values: Mapping[str, Any], reader: ModelReader) -> None:
     """
     if not reader.has_attention:
         return
-    layers = reader.build_layers()
-    num_layers = len(layers)
-    rollout = {name: values[name] for name in ROLLOUT_OPTIONS if name in values}
-    check_rollout_options(num_layers, **rollout)
-    if "layer" in values:
-        check_range("layer", values["layer"], -num_layers, num_layers - 1)
-    if isinstance(values.get("head"), int):
-        check_range("head", values["head"], 0, layers[0].num_heads - 1)
+    rollout = {name: values[name] for name in _ROLLOUT_OPTIONS if name in values}
+    check_rollout_options(len(reader.places), **rollout)
 
 
 def _compute_relevance(
@@ -186,15 +165,6 @@ def _combine(parts: Sequence[Relevance], num_prefix_tokens: int) -> Relevance:
     return torch.nn.functional.pad(combined, (num_prefix_tokens, 0))
 
 
-def _make_maps(
-    method: Method, relevance: Relevance, forward: Forward, values: Mapping[str, Any]
-) -> Maps:
-    maps, prefix_mass = split_prefix(
-        relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
-    )
-    entropy = compute_entropy(maps)
-    sinks = None
-    start_layer = values.get("start_layer", 0)
-    if method.has_sinks:
-        sinks = find_sinks(forward, start_layer=start_layer)
-    return Maps(method, maps.float(), prefix_mass.float(), entropy.float(), sinks, start_layer)
+def _make_maps(method: Method, relevance: Relevance, forward: Forward) -> Maps:
+    maps = split_prefix(relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid)
+    return Maps(method, maps.float())

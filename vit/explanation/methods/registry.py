@@ -1,24 +1,21 @@
-"""The map methods by name: those of this project, and those that other packages register.
+"""The map methods by name.
 
-This file imports no torch, so that `vit explain --help` can list the methods. A method's function
-is imported when it first makes a map.
+A method's function is imported when it first makes a map.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from vit.runtime.arguments import check_kind, check_value
-from vit.runtime.plugins import load_plugins
-from vit.runtime.signatures import read_signature
 
 if TYPE_CHECKING:
     from vit.explanation.capture.reader import ModelReader
 
-_GROUP = "vit.register_method"  # the group of entry points
+_MODULES = "vit.explanation.methods"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +35,11 @@ class Method:
         models: Models that have such maps: those with "attention" that can be
             read, others with a "feature map", or "all".
         libra: True if gradients follow the rules of LibraGrad.
-        has_sinks: True if attention sinks are visible in its maps.
         parts: Names of methods. The map is the mean of theirs, each divided by
             its standard deviation over the patches.
 
     Example:
-        >>> vit.register_method(vit.Method(name="norms", title="norms", compute=last_norms))
+        >>> vit.register_method(vit.Method(name="last", title="last layer", compute=last_layer))
     """
 
     name: str
@@ -53,7 +49,6 @@ class Method:
     signed: bool = False
     models: Literal["attention", "feature map", "all"] = "attention"
     libra: bool = False
-    has_sinks: bool = False
     parts: tuple[str, ...] = ()
 
     @cached_property
@@ -65,11 +60,6 @@ class Method:
         module, _, name = self.compute.partition(":")
         found: Callable[..., Any] = getattr(import_module(module), name)
         return found
-
-    @property
-    def uses_libra(self) -> bool:
-        """True if LibraGrad's gradients are in the maps."""
-        return self.libra or any(METHODS[name].libra for name in self.parts)
 
     @cached_property
     def options(self) -> Mapping[str, inspect.Parameter]:
@@ -84,61 +74,68 @@ class Method:
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         }
 
-    def describe_options(self) -> dict[str, str]:
-        """Return the text of each option. Those of this project's functions are read from `Args:`
-        without importing them."""
-        if self.parts:
-            parts = [METHODS[name] for name in self.parts]
-            return {name: text for part in parts for name, text in part.describe_options().items()}
-        if not isinstance(self.compute, str):
-            return dict.fromkeys(self.options, "")
-        module, _, name = self.compute.partition(":")
-        return {
-            parameter.name: f"{parameter.help} Default: {parameter.default}."
-            for parameter in read_signature(module, name).values()
-            if parameter.is_keyword
-        }
 
-
-class _Methods(Mapping[str, Method]):
-    """The registered methods by name. Entry points are loaded when a method is first looked up."""
-
-    def __init__(self) -> None:
-        self._methods: dict[str, Method] = {}
-        self._has_plugins = False
-
-    def add(self, method: Method) -> None:
-        # the same method again, from a module that is imported twice, is no mistake
-        known = self._methods.setdefault(method.name, method)
-        if known != method:
-            raise ValueError(f"a map method is called {method.name!r} already; give another name")
-
-    def _load(self) -> dict[str, Method]:
-        if not self._has_plugins:
-            # set first, because a plug-in may look up methods while it is loaded
-            self._has_plugins = True
-            load_plugins(_GROUP, register_method)
-        return self._methods
-
-    def __getitem__(self, name: str) -> Method:
-        return self._load()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._load())
-
-    def __len__(self) -> int:
-        return len(self._load())
-
-
-METHODS = _Methods()
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        # the attention alone
+        Method(
+            name="rollout",
+            title="attention rollout",
+            compute=f"{_MODULES}.rollout:compute_rollout",
+            class_specific=False,
+        ),
+        # attention weighted by gradients
+        Method(
+            name="gae",
+            title="generic attention explanation",
+            compute=f"{_MODULES}.gradients:compute_gae",
+        ),
+        # the first choice for models without readable attention
+        Method(
+            name="grad-cam",
+            title="Grad-CAM of the last feature map",
+            compute=f"{_MODULES}.gradients:compute_grad_cam",
+            models="feature map",
+        ),
+        # tokens or pixels times LibraGrad's gradients
+        Method(
+            name="libra-fullgrad",
+            title="Libra FullGrad+",
+            compute=f"{_MODULES}.gradients:compute_fullgrad_plus",
+            signed=True,
+            libra=True,
+        ),
+        Method(
+            name="libra-input-x-gradient",
+            title="Libra input times gradient",
+            compute=f"{_MODULES}.gradients:compute_difference_x_gradient",
+            signed=True,
+            models="all",
+            libra=True,
+        ),
+        # the effect of leaving a token out
+        Method(
+            name="removal-gradient",
+            title="removal gradient",
+            compute=f"{_MODULES}.removal:compute_removal_map",
+            signed=True,
+        ),
+        # one part each for patches that are left out, patches that are painted over, and single
+        # patches
+        Method(
+            name="libra-removal",
+            title="Libra FullGrad+, pixels and removal gradient",
+            parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
+            signed=True,
+        ),
+    )
+}
 
 
 def register_method(method: Method) -> None:
     """Add a map method, which `vit.explain`, `vit explain`, the gallery and
     `vit.measure_faithfulness` then know by its name.
-
-    An installed package can do the same without a call: its entry point of the
-    group "vit.register_method" is the `vit.Method`.
 
     Args:
         method: The method.
@@ -147,15 +144,17 @@ def register_method(method: Method) -> None:
         ValueError: Another method has this name.
 
     Example:
-        >>> def last_norms(forward, classes):  # relevance of each token [B, N]
-        ...     return forward.record.layers[-1].value_norms().sum(dim=1)
+        >>> def last_layer(forward, classes):  # relevance of each token [B, N]
+        ...     return forward.record.layers[-1].attend(forward.pool_weights).mean(dim=1)
         >>> vit.register_method(
-        ...     vit.Method(name="norms", title="norms", compute=last_norms)
+        ...     vit.Method(name="last", title="last layer", compute=last_layer)
         ... )
-        >>> vit.explain("runs/digits", "photo.png", methods="norms")
+        >>> vit.explain("runs/digits", "photo.png", methods="last")
     """
     check_kind(method, Method, name="method", expected="a vit.Method")
-    METHODS.add(method)
+    # the same method again, from a module that is imported twice, is no mistake
+    if METHODS.setdefault(method.name, method) != method:
+        raise ValueError(f"a map method is called {method.name!r} already; give another name")
 
 
 def list_methods(reader: "ModelReader | None" = None) -> list[str]:
@@ -213,113 +212,3 @@ def check_options(methods: Sequence[Method], options: Mapping[str, object]) -> d
             raise ValueError(f"{name} is no option of the methods {chosen}; {known}")
         values[name] = check_value(name, value, declared[name].annotation)
     return values
-
-
-def describe_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of all methods of this project for a manifest, with `values` instead of
-    their defaults."""
-    return {**check_options(_OWN_METHODS, {}), **values}
-
-
-_MODULES = "vit.explanation.methods"
-_OWN_METHODS = (
-    # the attention alone
-    Method(
-        name="rollout",
-        title="attention rollout",
-        compute=f"{_MODULES}.rollout:compute_rollout",
-        class_specific=False,
-        has_sinks=True,
-    ),
-    Method(
-        name="raw",
-        title="attention of a layer",
-        compute=f"{_MODULES}.rollout:compute_raw",
-        class_specific=False,
-    ),
-    # attention weighted by gradients
-    Method(
-        name="gae",
-        title="generic attention explanation",
-        compute=f"{_MODULES}.gradients:compute_gae",
-    ),
-    Method(
-        name="gradient-rollout",
-        title="gradient-weighted rollout",
-        compute=f"{_MODULES}.gradients:compute_gradient_rollout",
-    ),
-    Method(
-        name="attn-gradcam",
-        title="Grad-CAM of the last attention",
-        compute=f"{_MODULES}.gradients:compute_attention_gradcam",
-    ),
-    Method(name="legrad", title="LeGrad", compute=f"{_MODULES}.gradients:compute_legrad"),
-    # the first choice for models without readable attention
-    Method(
-        name="grad-cam",
-        title="Grad-CAM of the last feature map",
-        compute=f"{_MODULES}.gradients:compute_grad_cam",
-        models="feature map",
-    ),
-    # input or tokens times gradient, signed
-    Method(
-        name="cdam",
-        title="class-discriminative attention map",
-        compute=f"{_MODULES}.gradients:compute_cdam",
-        signed=True,
-    ),
-    Method(
-        name="input-x-gradient",
-        title="input times gradient",
-        compute=f"{_MODULES}.gradients:compute_input_x_gradient",
-        signed=True,
-        models="all",
-    ),
-    # the same with LibraGrad's gradients
-    Method(
-        name="libra-fullgrad",
-        title="Libra FullGrad+",
-        compute=f"{_MODULES}.gradients:compute_fullgrad_plus",
-        signed=True,
-        libra=True,
-    ),
-    Method(
-        name="libra-gae",
-        title="Libra generic attention explanation",
-        compute=f"{_MODULES}.gradients:compute_gae",
-        libra=True,
-    ),
-    Method(
-        name="libra-input-x-gradient",
-        title="Libra input times gradient",
-        compute=f"{_MODULES}.gradients:compute_difference_x_gradient",
-        signed=True,
-        models="all",
-        libra=True,
-    ),
-    # from one pass: one part each for patches that are left out and for patches that are painted
-    # over
-    Method(
-        name="libra-fullgrad-pixels",
-        title="Libra FullGrad+ and pixels",
-        parts=("libra-fullgrad", "libra-input-x-gradient"),
-        signed=True,
-        libra=True,
-    ),
-    # the effect of leaving a token out
-    Method(
-        name="removal-gradient",
-        title="removal gradient",
-        compute=f"{_MODULES}.removal:compute_removal_map",
-        signed=True,
-    ),
-    # one part each for patches that are left out, patches that are painted over, and single patches
-    Method(
-        name="libra-removal",
-        title="Libra FullGrad+, pixels and removal gradient",
-        parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
-        signed=True,
-    ),
-)
-for _method in _OWN_METHODS:
-    register_method(_method)

@@ -17,9 +17,9 @@ here.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from vit.explanation.capture.forward import Forward, split_prefix
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights, compute_pool_weights
-from vit.explanation.methods.sinks import note_drawn
 from vit.model.logits import at_least_float32
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_choice
 from vit.runtime.tensors import Images
 
+# more tokens than those of 512 px in patches of 16 px would make a page too large
+_MAX_FLOW_TOKENS = 1100
 HEAD_FUSIONS: dict[str, Callable[..., Tensor]] = {
     "mean": Tensor.mean,
     "max": Tensor.amax,
@@ -41,7 +42,7 @@ HEAD_FUSIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def attention_rollout(
-    attentions: Sequence[Float[Tensor, "B H N N"]],
+    attentions: Sequence[Float[Tensor, "B _ N N"]],
     *,
     head_fusion: str = "mean",
     discard_ratio: float = 0.0,
@@ -175,7 +176,7 @@ def compute_rollout(
 
     def roll_up(images: slice) -> TokenWeights:
         return attention_rollout(
-            _LayerAttentions(layers, images, forward.num_prefix_tokens),
+            _LayerAttentions(layers, images),
             head_fusion=head_fusion,
             discard_ratio=discard_ratio,
             residual=residual,
@@ -186,37 +187,46 @@ def compute_rollout(
     return layers[0].in_chunks(roll_up)
 
 
-def compute_raw(
-    forward: Forward, classes: Tensor, *, layer: int = -1, head: int | Literal["mean"] = "mean"
-) -> TokenWeights:
-    """Compute the map method `raw`: what the pooled feature attends to in one layer, uᵀA.
-
-    Args:
-        forward: A forward pass.
-        classes: Not used.
-        layer: A layer; -1 is the last.
-        head: A head, or mean.
-    """
-    chosen = forward.record.layers[layer]
-    rows = chosen.in_chunks(partial(chosen.attend, forward.pool_weights))  # [B, H, N]
-    return rows.mean(dim=1) if head == "mean" else rows[:, head]
-
-
 @dataclass(frozen=True)
 class _LayerAttentions(Sequence[Tensor]):
     """The attention of some images in each layer, computed on demand."""
 
     layers: Sequence[AttentionLayer]
     images: slice
-    num_prefix_tokens: int
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __getitem__(self, index: Any) -> Any:
-        attention = self.layers[index].attention(self.images)
-        note_drawn(self.layers[index], attention, self.num_prefix_tokens)
-        return attention
+        return self.layers[index].attention(self.images)
+
+
+@torch.no_grad()
+def measure_attention(forward: Forward, image: int) -> dict[str, np.ndarray]:
+    """Measure what heads and patches of one image attend to, for pictures.
+
+    Args:
+        forward: A forward pass.
+        image: Place of the image in the batch.
+
+    Returns:
+        "heads" [layers, heads, rows, columns], what the pooled feature attends to; and "flow" [rows,
+        columns, rows, columns], what each patch attends to by the rollout. A part that would be too
+        large is left out, and "heads" of layers with different numbers of heads.
+    """
+    layers = forward.record.layers
+    one = slice(image, image + 1)
+    prefix = forward.num_prefix_tokens
+    parts = {}
+    if len({layer.num_heads for layer in layers}) == 1:
+        heads = [layer.attend(forward.pool_weights, one)[0, :, prefix:] for layer in layers]
+        parts["heads"] = torch.stack(heads).unflatten(-1, forward.grid)
+    if layers[0].num_tokens <= _MAX_FLOW_TOKENS:
+        # fused layer by layer, so that the heads of one layer are in memory
+        fused = [layer.attention(one).mean(dim=1, keepdim=True) for layer in layers]
+        flow = attention_rollout(fused)[0, prefix:, prefix:]
+        parts["flow"] = flow.unflatten(0, forward.grid).unflatten(-1, forward.grid)
+    return {name: part.float().cpu().numpy() for name, part in parts.items()}
 
 
 class LogitsAndRollout(nn.Module):
@@ -238,7 +248,7 @@ class LogitsAndRollout(nn.Module):
         # the poolings of this project need no captured tensors
         pool_weights = compute_pool_weights(model, tokens, {})
         relevance = attention_rollout(attentions, pool_weights=pool_weights)
-        maps, _ = split_prefix(
+        maps = split_prefix(
             relevance, num_prefix_tokens=model.num_prefix_tokens, grid=model.grid_size
         )
         return model.forward_head(tokens), maps, model.pool(tokens, model.global_pool)
@@ -258,7 +268,7 @@ def _mixing_matrix(
     if discard_ratio > 0:
         fused = _discard_lowest(fused, discard_ratio)
     identity = torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
-    return normalise_rows(residual * identity + (1 - residual) * fused)
+    return _normalise_rows(residual * identity + (1 - residual) * fused)
 
 
 def _discard_lowest(fused: Float[Tensor, "B N N"], discard_ratio: float) -> Float[Tensor, "B N N"]:
@@ -272,7 +282,7 @@ def _discard_lowest(fused: Float[Tensor, "B N N"], discard_ratio: float) -> Floa
     return kept.reshape(fused.shape)
 
 
-def normalise_rows(matrix: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N"]:
+def _normalise_rows(matrix: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N"]:
     """Divide rows by their sums. A row of zeros (everything discarded) becomes the identity's
     row."""
     sums = matrix.sum(dim=-1, keepdim=True)

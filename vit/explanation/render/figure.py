@@ -1,9 +1,14 @@
-"""A map as a figure for a paper: text, lines and colour bar can be edited, the photo is a raster."""
+"""Pictures with text, drawn by matplotlib: a map as a figure for a paper, whose text, lines and colour
+bar can be edited, and the contact sheet of many maps."""
 
-from collections.abc import Sequence
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import wrap
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -15,14 +20,30 @@ from PIL import Image
 
 from vit.data.preprocess import Geometry
 from vit.explanation.render.outline import trace_outline
-from vit.explanation.render.overlay import MAX_SIDE, UNIT, blend, draw_colours, panel_size
+from vit.explanation.render.overlay import UNIT, blend, draw_colours, panel_size
+from vit.explanation.render.page import BADGES
 from vit.explanation.render.scale import ColourScale, PatchMap
 
+MAX_SHEET_IMAGES = 24
 _FONT_POINTS = 6
 _ONE_AT_A_TIME = Lock()  # matplotlib's settings hold for all threads
 _GAP_INCHES = 0.05
 _BAR_INCHES = 0.1  # width of the colour bar
 _CHARACTER_INCHES = 0.048  # mean width of a character
+_DPI = 300
+_TILE_INCHES = 2.3  # width of a picture on the sheet
+_TEXT_INCHES = 1.0  # height of the text below it
+_MAX_TILES_ACROSS = 6
+_SHEET_DPI = 100
+
+
+class Tile(NamedTuple):
+    """A picture and what stands below it: a title in bold, the word of a badge, and lines."""
+
+    picture: Image.Image
+    title: str
+    badge: str | None
+    lines: Sequence[str]
 
 
 def save_figure(
@@ -34,9 +55,6 @@ def save_figure(
     kind: str,
     scale: ColourScale,
     caption: Sequence[str],
-    smooth: bool = True,
-    max_side: int = MAX_SIDE,
-    dpi: int = 300,
 ) -> None:
     """Write the photo, its map with lines, a colour bar and the lines of the caption.
 
@@ -47,34 +65,20 @@ def save_figure(
         image: The whole upright original.
         values: The map, in multiples of the average patch.
         geometry: Box of the model's input in the original.
-        kind: "svg" or "pdf".
+        kind: Format, such as "svg", "pdf" or "png".
         scale: Scale of the colours.
-        caption: Lines below the pictures; none for pictures and colour bar alone.
-        smooth: Interpolate between patches.
-        max_side: Largest side of the photo in pixels; 0 for no limit.
-        dpi: Pixels of the photo per inch.
+        caption: Lines below the pictures.
     """
-    width, height = (side / dpi for side in panel_size(image.size, max_side))
+    photo = image.resize(panel_size(image.size), Image.Resampling.LANCZOS)
+    width, height = (side / _DPI for side in photo.size)
     total = (2 * width + 2 * _GAP_INCHES + _BAR_INCHES, height)
-    characters = max(int(total[0] / _CHARACTER_INCHES), 10)
-    lines = [line for text in caption for line in wrap(text, characters)]
-    # texts stay text in the file; the salt makes its ids the same each time
-    settings = rc_context(
-        {
-            "svg.fonttype": "none",
-            "pdf.fonttype": 42,
-            "svg.hashsalt": "vit",
-            "font.size": _FONT_POINTS,
-        }
-    )
-    with _ONE_AT_A_TIME, settings:
-        figure = Figure(figsize=total, dpi=dpi)
+    with _settings():
+        figure = Figure(figsize=total, dpi=_DPI)
 
         def add_axes(left: float, right: float) -> Axes:
             return figure.add_axes((left / total[0], 0, (right - left) / total[0], 1))
 
-        photo = image.resize(panel_size(image.size, max_side), Image.Resampling.LANCZOS)
-        heat = blend(photo, values, geometry, scale=scale, smooth=smooth, lines=False)
+        heat = blend(photo, values, geometry, scale=scale, lines=False)
         for picture, left in ((photo, 0.0), (heat, width + _GAP_INCHES)):
             axes = add_axes(left, left + width)
             axes.set_axis_off()
@@ -83,16 +87,80 @@ def save_figure(
         if not scale.is_flat:
             left = 2 * (width + _GAP_INCHES)
             _draw_bar(add_axes(left, left + _BAR_INCHES), scale)
-        figure.text(0, -_GAP_INCHES / height, "\n".join(lines), va="top", linespacing=1.3)
-        dates = {"svg": "Date", "pdf": "CreationDate"}
+        lines = _wrap(caption, total[0])
+        text = figure.text(0, -_GAP_INCHES / height, lines, va="top", linespacing=1.3)
+        text.set_parse_math(False)  # names may have dollar signs
         # the page grows to hold caption and numbers
         figure.savefig(
             path,
             format=kind,
             bbox_inches="tight",
             pad_inches=0.02,
-            metadata={dates[kind]: None},
+            metadata={"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind),
         )
+
+
+def draw_sheet(rows: Sequence[Sequence[Tile]]) -> Image.Image:
+    """Draw rows of a photo and its maps; rows of few pictures are side by side."""
+    tiles = max(map(len, rows))
+    columns = min(max(_MAX_TILES_ACROSS // tiles, 1), len(rows))
+    num_lines = -(-len(rows) // columns)
+    # as high as the highest picture
+    shapes = [tile.picture.height / tile.picture.width for row in rows for tile in row]
+    size = (
+        columns * tiles * _TILE_INCHES,
+        num_lines * (min(max(shapes), 2) * _TILE_INCHES + _TEXT_INCHES),
+    )
+    with _settings():
+        figure = Figure(figsize=size, dpi=_SHEET_DPI, layout="constrained")
+        grid = figure.subplots(num_lines, columns * tiles, squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for number, row in enumerate(rows):
+            first = number % columns * tiles
+            for place, tile in enumerate(row, start=first):
+                _draw_tile(grid[number // columns, place], tile)
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+    return Image.open(file).convert("RGB")
+
+
+def _draw_tile(axes: Axes, tile: Tile) -> None:
+    axes.imshow(tile.picture)
+    y = -4
+    parts = [(_wrap([tile.title], _TILE_INCHES), {"weight": "bold"})]
+    if tile.badge is not None:
+        text, colour = BADGES[tile.badge]
+        parts.append((text, {"color": "white", "backgroundcolor": colour}))
+    parts.append((_wrap(tile.lines, _TILE_INCHES), {}))
+    for text, style in parts:
+        if not text:
+            continue
+        drawn = axes.annotate(
+            text, (0, 0), (0, y), xycoords="axes fraction", textcoords="offset points", va="top"
+        )
+        drawn.set(parse_math=False, **style)
+        y -= (_FONT_POINTS * 1.3) * (text.count("\n") + 1) + 4
+
+
+def _wrap(lines: Sequence[str], inches: float) -> str:
+    width = max(int(inches / _CHARACTER_INCHES), 10)
+    return "\n".join(part for line in lines for part in wrap(line, width))
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Keep texts as text in the file. The salt makes its ids the same each time."""
+    settings = {
+        "svg.fonttype": "none",
+        "pdf.fonttype": 42,
+        "svg.hashsalt": "vit",
+        "font.size": _FONT_POINTS,
+    }
+    with _ONE_AT_A_TIME, rc_context(settings), warnings.catch_warnings():
+        # a name may have characters that the font lacks
+        warnings.filterwarnings("ignore", "Glyph")
+        yield
 
 
 def _draw_lines(axes: Axes, values: PatchMap, geometry: Geometry, scale: ColourScale) -> None:
@@ -118,6 +186,6 @@ def _draw_bar(axes: Axes, scale: ColourScale) -> None:
     axes.tick_params(length=2, width=0.5, pad=1)
     axes.yaxis.tick_right()
     axes.yaxis.set_label_position("right")
-    axes.set_ylabel(f"{UNIT}, {scale.label}" if scale.label else UNIT, labelpad=1)
+    axes.set_ylabel(UNIT, labelpad=1)
     for spine in axes.spines.values():
         spine.set_linewidth(0.5)

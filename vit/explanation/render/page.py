@@ -16,6 +16,15 @@ from vit.data.preprocess import Geometry
 from vit.explanation.render.overlay import blend, fit_size
 from vit.explanation.render.scale import ColourScale, fit_scale, relative_to_uniform
 
+# text of each badge, and its colour, which is dark enough for white text
+BADGES = {
+    "confirmed": ("✓ map confirmed", "#15703a"),
+    "partly confirmed": ("~ map partly confirmed", "#8a5a00"),
+    "not confirmed": ("✗ map not confirmed", "#a02020"),
+    "not tested": ("– map not tested", "#555555"),
+    "unusual": ("! unusual", "#6a3fb5"),
+    "unsure": ("? unsure", "#8a5a00"),
+}
 # the base of all pages, and scripts that several include
 _SHARED_TEMPLATES = Path(__file__).parent
 

@@ -13,8 +13,6 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 
 PatchMap = Float[np.ndarray, "rows columns"]
-SCALES = ("image", "batch", "fixed")
-FIXED_END = 4.0  # highest value of the fixed scale
 # a map whose maximum is lower is drawn flat: stretched to the whole range of the colours,
 # differences of a few percent would look like an object
 FLAT_BELOW = 1.2
@@ -31,13 +29,11 @@ class ColourScale:
         low: Lowest value, in multiples of the average patch; for a signed map, minus the highest.
         high: Highest value.
         signed: True if zero is the middle of the colours.
-        label: More words for the legend.
     """
 
     low: float
     high: float
     signed: bool
-    label: str = ""
 
     @property
     def is_flat(self) -> bool:
@@ -45,9 +41,7 @@ class ColourScale:
         return not self.signed and self.high < FLAT_BELOW
 
 
-def fit_scale(
-    maps: Sequence[Float[np.ndarray, "..."]], *, signed: bool, label: str = ""
-) -> ColourScale:
+def fit_scale(maps: Sequence[Float[np.ndarray, "..."]], *, signed: bool) -> ColourScale:
     """Return a scale from the lowest to the highest value of the maps, symmetric about zero if
     signed."""
     low = min(float(values.min()) for values in maps)
@@ -55,7 +49,7 @@ def fit_scale(
     if signed:
         high = max(abs(low), abs(high))
         low = -high
-    return ColourScale(low, high, signed, label)
+    return ColourScale(low, high, signed)
 
 
 def relative_to_uniform(values: PatchMap) -> PatchMap:

@@ -2,16 +2,14 @@
 gradient over the pixels and everything that is added on the way (biases, position embeddings, class
 tokens)."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.explanation.capture.forward import evaluation_mode
-from vit.explanation.capture.reader import ModelReader
 from vit.explanation.methods.libra import LibraGradients, list_tensors, map_tensors
 from vit.explanation.targets import Target
 from vit.model.logits import compute_logits
@@ -24,56 +22,16 @@ _LEAST_FRACTION = 0.01
 _LOST = "_libra_lost"  # attribute of tensors that depend on the image without a gradient
 
 
-def measure_completeness_error(reader: ModelReader, images: Images, target: Target) -> float | None:
-    """Measure how far the sum of input times gradient is from the number explained, and warn once
-    for a model and a target if it is off.
-
-    It takes a forward and a backward pass of the first image in float32.
-
-    Args:
-        reader: The model.
-        images: Normalised images.
-        target: The number that is explained.
-
-    Returns:
-        The error as a fraction of the number explained; None if it is at most 1 %.
-
-    Raises:
-        ValueError: The outputs have no gradient by LibraGrad's rules.
-    """
-    known = reader.completeness_error
-    if known is None or known[0] is not target.score:
-        error = _measure(reader, images[:1], target)
-        reader.completeness_error = known = (target.score, error)
-        if error is not None:
-            warnings.warn(
-                f"LibraGrad explains {type(reader.model).__name__} incompletely: input times "
-                f"gradient adds up to the number explained but for {round(100 * error, 1):g} % of it, "
-                "because the model computes something that has no rule; methods without libra "
-                "aren't affected",
-                stacklevel=2,
-            )
-    return known[1]
-
-
-def _measure(reader: ModelReader, images: Images, target: Target) -> float | None:
-    # in half precision, rounding would be larger than the tolerance
-    if torch.finfo(images.dtype).eps > torch.finfo(torch.float32).eps:
-        return None
+def measure_completeness_error(model: nn.Module, images: Images, target: Target) -> float | None:
+    """The error of the sum as a fraction of the number explained; None if it is at most 1 %."""
     images = images.detach().clone().requires_grad_()
     with (
-        evaluation_mode(reader.model),
+        evaluation_mode(model),
         torch.enable_grad(),
         torch.autocast(images.device.type, enabled=False),
     ):
         with _ConstantsMeter() as meter:
-            logits = compute_logits(reader.model, images)
-            if not logits.requires_grad:
-                raise ValueError(
-                    f"{type(reader.model).__name__} ends in a softmax or another function that "
-                    "LibraGrad takes as a constant; explain the model without it, or take a method "
-                    "without libra, such as gae"
-                )
+            logits = compute_logits(model, images)
             classes = target.select([0]).choose(logits.detach())[:, 0]
             score = target.score(logits, classes)
         if not score.requires_grad:
