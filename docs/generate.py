@@ -206,7 +206,9 @@ def render_supported_models() -> str:
     models: Groups = {}
     with torch.random.fork_rng():  # building a model draws random weights
         for model in MODELS.values():
-            mark = "" if ModelReader(model.build()).can_drop_tokens else "†"
+            reader = ModelReader(model.build())
+            reader.image_size = model.size
+            mark = "" if reader.can_drop_tokens else "†"
             names = models.setdefault(model.reads, {}).setdefault(model.library, [])
             names.append(f"{model.title.replace('ForImageClassification', '')}{mark}")
     return _fill(_MODELS, _render_groups("its classifier reads", models))

@@ -94,8 +94,6 @@ def test_an_output_is_kept_unless_told_otherwise(
     explain(*arguments, "--overwrite")
 
 
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,8 +133,6 @@ def test_nothing_but_broken_images_is_an_error(
     outcome = cli.run("explain", model_file, photos / "broken.jpg", "--output", tmp_path / "out")
     assert outcome.code == 2
     assert "none of the 1 images could be read" in outcome.err
-
-
 
 
 def test_paths_are_read_from_standard_input(

@@ -16,7 +16,7 @@ from tests.explanation.keep_tokens import keep_tokens
 from tests.explanation.model_zoo import _HUGGING_FACE, MODELS, build
 from vit.bundle import Bundle
 from vit.explanation.capture.forward import capture_attention, run_forward
-from vit.explanation.capture.reader import ModelReader
+from vit.explanation.capture.reader import read_model
 from vit.explanation.capture.verification import check_places
 from vit.explanation.methods.maps import compute_maps
 from vit.model.logits import compute_logits
@@ -76,7 +76,7 @@ def test_the_pool_weights_are_what_the_classifier_reads(name: str) -> None:
     forward = run_forward(model, images)
     torch.testing.assert_close(forward.logits, compute_logits(model, images).detach())
     check_places(
-        ModelReader(model),
+        read_model(model, images),
         images[:1],
         num_prefix=forward.num_prefix_tokens,
         grid=forward.grid,
@@ -119,9 +119,9 @@ def test_tokens_are_left_out_where_the_attention_knows_no_positions(name: str) -
     forward = run_forward(model, images)
     patches = forward.grid[0] * forward.grid[1]
     if name in POSITIONS_IN_ATTENTION:
-        assert not ModelReader(model).can_drop_tokens
+        assert not read_model(model, images).can_drop_tokens
         return
-    assert ModelReader(model).can_drop_tokens
+    assert read_model(model, images).can_drop_tokens
     kept = torch.tensor([[5, 1, 7, 2], [0, 11, 3, 9]])
     logits = []
     for subset in (torch.arange(patches).expand(2, -1), kept, kept.flip(1)):
