@@ -125,7 +125,7 @@ def test_tokens_are_left_out_where_the_attention_knows_no_positions(name: str) -
     kept = torch.tensor([[5, 1, 7, 2], [0, 11, 3, 9]])
     logits = []
     for subset in (torch.arange(patches).expand(2, -1), kept, kept.flip(1)):
-        with torch.no_grad(), keep_tokens(model, subset):
+        with torch.no_grad(), keep_tokens(model, subset, images):
             logits.append(compute_logits(model, images))
     torch.testing.assert_close(logits[0], forward.logits)
     torch.testing.assert_close(logits[1], logits[2])  # positions stay with their patches
