@@ -182,7 +182,7 @@ def test_they_come_through_the_common_loop(build: Build, tmp_path) -> None:
     assert list(result.maps) == ["grad-cam", "libra-input-x-gradient"]
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "image-00000.grad-cam.d.png",
-        "image-00000.input-x-gradient.d.png",
+        "image-00000.libra-input-x-gradient.d.png",
         "index.png",
     ]
     assert (tmp_path / "gallery.html").is_file()
@@ -231,7 +231,7 @@ def test_methods_of_attention_are_refused_with_those_that_work() -> None:
     bundle = make_bundle(build_timm_resnet)
     with pytest.raises(
         ValueError,
-        match=r"rollout needs attention: .* ResNet has grad-cam, input-x-gradient, libra-i",
+        match=r"rollout needs attention: .* ResNet has grad-cam, libra-i",
     ):
         vit.explain(bundle, make_photo(), methods=("grad-cam", "rollout"))
     with pytest.raises(

@@ -102,7 +102,7 @@ class MapWriter:
             self._wait(0)
         if not self._entries:
             reason = unreadable[0][1] if unreadable else "there are no images"
-            raise ValueError(f"none of {len(unreadable)} images could be read; {reason}")
+            raise ValueError(f"none of the {len(unreadable)} images could be read; {reason}")
         if "npz" in self._formats:
             write_arrays(self.output / ARRAYS_FILE, dict(sorted(self._arrays.items())))
         if self._rows:
