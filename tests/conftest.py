@@ -52,7 +52,6 @@ jaxtyping.install_import_hook(
     [
         "vit.model",
         "vit.explanation",
-        "vit.data.color",
         "vit.data.crop",
         "vit.data.loader",
         "vit.data.augment",

@@ -9,9 +9,7 @@ from vit.analysis.faithfulness.measure import measure_faithfulness as measure_fa
 from vit.analysis.robustness.measure import measure_robustness as measure_robustness
 from vit.bundle import Bundle as Bundle
 from vit.bundle import load_bundle as load_bundle
-from vit.data.dataset import Source as Source
 from vit.data.preprocess import Preprocess as Preprocess
-from vit.data.sources.registry import register_source as register_source
 from vit.deploy.export.export_model import export_model as export_model
 from vit.evaluation.evaluate import evaluate as evaluate
 from vit.explanation.attribute import attribute as attribute

@@ -216,6 +216,7 @@ class Bundle:
             listing=self.data.get("listing"),
             preprocess=self.preprocess,
             task=self.data.get("task"),
+            held_out=self.data.get("held_out"),
         )
 
     @property

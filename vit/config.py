@@ -83,6 +83,10 @@ class DataConfig(_Section):
     path_column: str | None = None
     # see --label-column
     label_column: str | None = None
+    # column of a table that names the splits; null takes "split"
+    split_column: str | None = None
+    # column of a table that names the groups; null takes "group"
+    group_column: str | None = None
     # classes: one class an image; multilabel: any number of labels; null: as the labels look
     task: Literal["classes", "multilabel"] | None = None
     # subset of the classes, by name or wnid
@@ -166,11 +170,7 @@ class AugmentConfig(_Section):
     flip: Literal["none", "random", "alternating"] = "none"
     # side of the square, pixels
     cutout: int = Field(0, ge=0)
-    # probability of random erasing
-    re_prob: float = Field(0.0, ge=0, le=1)
     color_jitter: float = Field(0.0, ge=0)
-    # number of operations, magnitude from 0 to 10
-    rand_augment: tuple[int, float] | None = None
     # alpha of the Beta distribution
     mixup: float = Field(0.0, ge=0)
     # alpha of the Beta distribution

@@ -20,15 +20,13 @@ AUGMENTS = {
     "crop and flip": Augmentation(crop=Crop(padding=2, flip="random")),
     "cutout": Augmentation(crop=Crop(flip="alternating"), cutout=4),
     "resized crop": Augmentation(crop=Crop(scale=(0.3, 1.0), flip="random")),
-    "jitter and erasing": Augmentation(color_jitter=0.3, re_prob=0.4),
-    "RandAugment": Augmentation(rand_augment=(2, 9.0)),
+    "jitter": Augmentation(color_jitter=0.3),
     "mixup": Augmentation(mixing=Mixing(mixup=0.8)),
     "cutmix": Augmentation(mixing=Mixing(cutmix=1.0)),
     "all": Augmentation(
         crop=Crop(padding=2, flip="random"),
         cutout=4,
         color_jitter=0.2,
-        re_prob=0.3,
         mixing=Mixing(mixup=0.8, cutmix=1.0),
     ),
 }

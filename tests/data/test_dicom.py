@@ -8,10 +8,7 @@ import pytest
 
 from vit.data import dicom, images
 from vit.data.images import DeepImage, is_image_name, read_image
-from vit.data.open import RecordedImages, open_dataset, open_for_model
 from vit.data.preprocess import Preprocess
-from vit.data.splits import SplitRule
-from vit.data.statistics import measure_value_range
 
 pydicom = pytest.importorskip("pydicom")
 
@@ -95,31 +92,6 @@ def test_colours_of_eight_bits(tmp_path: Path) -> None:
     image = read_image(write(tmp_path / "a.dcm", colours))
     np.testing.assert_array_equal(np.asarray(image), colours)
     assert not isinstance(image, DeepImage)
-
-
-def test_images_of_a_patient_stay_together(tmp_path: Path) -> None:
-    for number in range(40):
-        patient = {} if number == 39 else {"PatientID": f"P{number // 4}"}
-        folder = tmp_path / ("ant" if number % 4 < 2 else "bee")
-        write(folder / f"{number:02d}.dcm", STORED[:8, :8], **patient)
-    rule = SplitRule(validation_fraction=0.2, test_fraction=0.2)
-    splits = open_dataset("folder", root=tmp_path, rule=rule)
-    patients: dict[str, set[str]] = {}
-    for name in ("train", "validation", "test"):
-        dataset = splits.split(name)
-        assert dataset.groups is not None
-        for image_id in dataset.ids:
-            patients.setdefault(str(int(Path(image_id).stem) // 4), set()).add(name)
-    assert len(patients) == 10
-    # the image without a patient may be elsewhere
-    del patients["9"]
-    assert all(len(names) == 1 for names in patients.values())
-    assert any("groups stay whole" in text for text in splits.describe_splits())
-    assert measure_value_range(splits.split("train")) == (0, 4095)
-    # also where a model is evaluated, and in an audit; another grouping comes before it
-    for group_by, count in ((None, 11), ("([0-3])[0-9][.]", 4)):
-        opened = open_for_model(tmp_path, recorded=RecordedImages(), group_by=group_by)
-        assert len(set(opened.split().groups or ())) == count
 
 
 def test_without_the_package_the_way_to_read_them_is_named(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import functional as reference
 
-from vit.data import color, crop
+from vit.data import augment, crop
 
 
 def pictures(count: int = 6, height: int = 20, width: int = 28) -> Tensor:
@@ -44,7 +44,7 @@ def test_colour_operations_equal_torchvisions_within_a_level(
     factors[place] = FACTORS
     expected = each(theirs, images, FACTORS).float()
     # torchvision cuts fractions off at every step, we keep them
-    assert (color.jitter_colors(images.float(), factors) - expected).abs().max() <= 2
+    assert (augment.jitter_colors(images.float(), factors) - expected).abs().max() <= 2
 
 
 @pytest.mark.parametrize("size", [(8, 8), (20, 28), (31, 17)])

@@ -14,7 +14,7 @@ from tests.conftest import Launcher, SaveModel
 from tests.schemas import check_document
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
-from vit.data.sources.python_objects import read_map_style
+from vit.data.sources.python_objects import find_python_objects
 from vit.evaluation.clusters import (
     compute_clustered_interval,
     compute_proportion_interval,
@@ -139,7 +139,7 @@ def test_a_column_of_parquet_files_and_the_folder_of_an_image_are_read(tmp_path:
         ValueError, match="has no column 'camera'; they are 'image', 'label', 'site"
     ):
         read_values(dataset, "camera")
-    passed = read_map_style(table, "test", ("b", "c"))
+    passed = find_python_objects(table, ("b", "c"), split="test", numbered_classes=("b", "c")).load("test")
     assert [read_values(passed, "site")[name] for name in passed.ids[:2]] == ["north", "south"]
     for name in ("a", "b"):
         (tmp_path / "folders" / name).mkdir(parents=True)

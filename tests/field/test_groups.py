@@ -10,10 +10,8 @@ from threadpoolctl import threadpool_limits
 
 from vit.analysis.audit.suspects import Audit, audit_images
 from vit.analysis.learning_curve.curve import measure_learning_curve
-from vit.data.dataset import ImageDataset, join_datasets
 from vit.data.groups import choose_whole_groups, find_groups
 from vit.data.open import open_dataset
-from vit.data.sources.base import ArrayReader
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.evaluation.clusters import compute_clustered_interval
 from vit.prediction.features import Features
@@ -212,19 +210,6 @@ def audit_arrays(
         reader=ArrayReader(np.zeros((len(labels), 4, 4, 3), np.uint8)),
     )  # fmt: skip
     return audit_images(dataset, features, data="x", model="", model_sha256="")
-
-
-def test_joined_splits_keep_their_groups() -> None:
-    reader = ArrayReader(np.zeros((2, 4, 4, 3), np.uint8))
-    first = ImageDataset(
-        name="x", class_names=("a", "b"), labels=np.array([0, 1]), ids=["0", "1"],
-        reader=reader, groups=["s1", "s2"],
-    )  # fmt: skip
-    second = ImageDataset(
-        name="x", class_names=("a", "b"), labels=np.array([0, 1]), ids=["2", "3"], reader=reader
-    )
-    assert join_datasets([first, second]).groups == ["s1", "s2", "2", "3"]
-    assert join_datasets([second, second]).groups is None
 
 
 # --- splits

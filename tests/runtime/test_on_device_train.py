@@ -49,9 +49,7 @@ RECIPES = {
     ],
     "resident, muon in bfloat16": [
         *(
-            "augment.rand_augment=[2,9]",
             "augment.color_jitter=0.3",
-            "augment.re_prob=0.3",
             "augment.cutmix=1.0",
         ),
         *(
@@ -68,7 +66,6 @@ RECIPES = {
     "resident, adamw, several sizes, unequal classes": [
         *(
             "augment.resized_crop_scale=[0.5,1]",
-            "augment.rand_augment=[2, 9]",
             "train.class_balance=weights",
         ),
         *(

@@ -5,7 +5,7 @@ indices. So the host knows which operation falls on which sample, and nothing wa
 """
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit.data.color import Operation, apply_operations, jitter_colors, sample_operations
-from vit.data.crop import Boxes, Crop, CropParams, outside_boxes, sample_boxes, sample_centred_boxes
+from vit.data.crop import Boxes, Crop, CropParams, outside_boxes, sample_centred_boxes
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.runtime.tensors import Images
@@ -117,15 +116,13 @@ def _beta_quantiles(alpha: float) -> Float[Tensor, " q"]:
 
 
 class AugmentParams(NamedTuple):
-    """Sampled parameters of each sample of a batch; None and () where an augmentation is off."""
+    """Sampled parameters of each sample of a batch; None where an augmentation is off."""
 
     crop: CropParams
     # brightness, contrast, saturation
     color_factors: Float[Tensor, "3 B"] | None
-    # operations of RandAugment, in this order
-    operations: tuple[Operation, ...]
-    # boxes of cutout and random erasing
-    erased_boxes: tuple[Boxes, ...]
+    # boxes of cutout
+    erased_boxes: Boxes | None
     mix: MixParams | None
 
 
@@ -136,17 +133,13 @@ class Augmentation:
     Args:
         crop: Crop and flip.
         color_jitter: Largest relative change of brightness, contrast and saturation.
-        rand_augment: RandAugment's operations for each sample, and their magnitude of 10.
         cutout: Side in pixels of the square that cutout (DeVries & Taylor 2017) erases.
-        re_prob: Probability of random erasing (Zhong et al. 2020).
         mixing: Mixup and cutmix.
     """
 
     crop: Crop = field(default_factory=Crop)
     color_jitter: float = 0.0
-    rand_augment: tuple[int, float] | None = None
     cutout: int = 0
-    re_prob: float = 0.0
     mixing: Mixing = field(default_factory=Mixing)
 
     def sample(
@@ -175,29 +168,17 @@ class Augmentation:
             deviations = [2 * rng.uniform(stream) - 1 for stream in streams]
             color_factors = (1 + self.color_jitter * torch.stack(deviations)).clamp(min=0)
 
-        operations: list[Operation] = []
-        if self.rand_augment is not None:
-            count, magnitude = self.rand_augment
-            for number in range(count):
-                operations += sample_operations(rng, f"rand augment {number}", magnitude)
-
         # the side is for full-size images; a schedule may train on smaller ones
-        erased_boxes = []
+        erased_boxes = None
         if self.cutout:
             side = round(self.cutout * size[0] / full_height)
             sides = torch.full_like(rng.sample_ids, side)
-            erased_boxes.append(sample_centred_boxes(rng, "cutout", size, sides, sides))
-        if self.re_prob:
-            boxes = sample_boxes(rng, "erasing", size, scale=(0.02, 0.33), aspect=(0.3, 3.3))
-            # samples that are not chosen get an empty box
-            is_chosen = rng.uniform("erasing") < self.re_prob
-            erased_boxes.append(boxes.long() * is_chosen[:, None])
+            erased_boxes = sample_centred_boxes(rng, "cutout", size, sides, sides)
 
         return AugmentParams(
             crop=self.crop.sample(rng, stored_size, full_sizes),
             color_factors=color_factors,
-            operations=tuple(operations),
-            erased_boxes=tuple(erased_boxes),
+            erased_boxes=erased_boxes,
             mix=self.mixing.sample(rng, size) if mix and self.mixing else None,
         )
 
@@ -213,13 +194,35 @@ def color_and_normalize(
 
     if params.color_factors is not None:
         pixels = jitter_colors(pixels, params.color_factors)
-    if params.operations:
-        pixels = apply_operations(pixels.round().to(torch.uint8), params.operations).float()
 
     # in place: the pixels are a copy of the stored ones by now
     scale, shift = preprocess.scale_and_shift(pixels.device)
     images = pixels.mul_(scale).add_(shift)
     # 0 is the mean colour once pixels are normalised
-    for boxes in params.erased_boxes:
-        images *= outside_boxes(boxes, size)
+    if params.erased_boxes is not None:
+        images *= outside_boxes(params.erased_boxes, size)
     return images
+
+
+def jitter_colors(images: Images, factors: Float[Tensor, "3 B"]) -> Images:
+    """Change brightness, contrast and saturation, in this order, as torchvision's ColorJitter does.
+
+    At a factor of 0 the image is black, its mean luma, or grey; at 1 it stays as it is.
+    """
+    brightness, contrast, saturation = factors[:, :, None, None, None].unbind()
+    images = (images * brightness).clamp(0, 255)
+    mean = to_grey(images).mean(dim=(2, 3), keepdim=True)
+    images = (mean + contrast * (images - mean)).clamp(0, 255)
+    grey = to_grey(images)
+    return (grey + saturation * (images - grey)).clamp(0, 255)
+
+
+def to_grey(images: Images) -> Float[Tensor, "B 1 H W"]:
+    """Compute luma by ITU-R 601-2, as torchvision does."""
+    return torch.einsum("bchw,c->bhw", images, _luma_weights(images.device, images.dtype))[:, None]
+
+
+# cached, because each call would copy them to the device
+@lru_cache
+def _luma_weights(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor((0.2989, 0.587, 0.114), device=device, dtype=dtype)

@@ -80,11 +80,6 @@ def check_labels(
             raise ValueError(f"{origin}: {text} and none in the train split; {hint}")
 
 
-def is_label(value: Any) -> bool:
-    """Return true for a value that may name a class: a text or a whole number."""
-    return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
-
-
 def choose_classes(
     class_names: Sequence[str], classes: ClassChoice, *, aliases: Aliases | None = None
 ) -> tuple[str, ...]:

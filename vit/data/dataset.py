@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from vit.data.class_names import ClassChoice, choose_classes
 from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.sources.base import ImageReader, Root
-from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
 
 # unreadable images that an error names
@@ -222,115 +220,6 @@ class SourceSplits(NamedTuple):
         return self._replace(origins=origins, load=load)
 
 
-def join_datasets(datasets: Sequence[ImageDataset]) -> ImageDataset:
-    """Join datasets as the split "all". Raises ValueError if they don't have the same classes."""
-    first = datasets[0]
-    for other in datasets:
-        if other.class_names != first.class_names:
-            texts = (shorten(", ".join(dataset.class_names)) for dataset in (first, other))
-            names = " and ".join(texts)
-            raise ValueError(f"the splits of {first.name} have other classes: {names}")
-    if len(datasets) == 1:
-        return replace(first, split="all")
-
-    places = [
-        np.stack([np.full(len(dataset), number), np.arange(len(dataset))], axis=1)
-        for number, dataset in enumerate(datasets)
-    ]
-    readers = [dataset.reader for dataset in datasets]
-    notes = [note for dataset in datasets for note in dataset.notes]
-    groups = None
-    if any(dataset.groups is not None for dataset in datasets):
-        groups = [group for dataset in datasets for group in dataset.groups or dataset.ids]
-    return replace(
-        first,
-        split="all",
-        labels=np.concatenate([dataset.labels for dataset in datasets]),
-        ids=[name for dataset in datasets for name in dataset.ids],
-        reader=_JoinedReader(readers, np.concatenate(places)),
-        groups=groups,
-        notes=tuple(dict.fromkeys(notes)),
-        read_column=partial(_read_joined_column, datasets) if first.read_column else None,
-    )
-
-
-def _read_joined_column(datasets: Sequence[ImageDataset], column: str) -> dict[str, Any]:
-    """Read a column of datasets with different ids."""
-    values: dict[str, Any] = {}
-    for read in {dataset.read_column for dataset in datasets if dataset.read_column}:
-        values |= read(column)
-    return values
-
-
-@dataclass(frozen=True, eq=False)
-class _JoinedReader(ImageReader):
-    readers: Sequence[ImageReader]
-    # int64 [n, 2], the number of each image's reader and its index there
-    places: np.ndarray
-
-    def image(self, index: int) -> Image.Image:
-        reader, place = self._find(index)
-        return reader.image(place)
-
-    def decode(self, index: int) -> Image.Image | np.ndarray:
-        reader, place = self._find(index)
-        return reader.decode(place)
-
-    def thumbnail(self, index: int, *, side: int) -> Image.Image:
-        reader, place = self._find(index)
-        return reader.thumbnail(place, side=side)
-
-    def path(self, index: int) -> str | None:
-        reader, place = self._find(index)
-        return reader.path(place)
-
-    def _find(self, index: int) -> tuple[ImageReader, int]:
-        number, place = self.places[index].tolist()
-        return self.readers[number], place
-
-    def fetch(self, indices: Iterable[int]) -> None:
-        places = self.places[list(indices)]
-        for number, reader in enumerate(self.readers):
-            reader.fetch(places[places[:, 0] == number, 1].tolist())
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @property
-    def place(self) -> str:
-        places = {reader.place for reader in self.readers}
-        return places.pop() if len(places) == 1 else ""
-
-    def stats(self) -> np.ndarray | None:
-        parts = [reader.stats() for reader in self.readers]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            return None
-        stats = np.zeros((len(self), 4), dtype=np.int64)
-        for number, part in enumerate(known):
-            is_own = self.places[:, 0] == number
-            stats[is_own] = part[self.places[is_own, 1]]
-        return stats
-
-    def digest(self, index: int) -> int:
-        reader, place = self._find(index)
-        return reader.digest(place)
-
-    def cache_key(self) -> bytes:
-        keys = [reader.cache_key() for reader in self.readers]
-        return b"".join(keys) + self.places.tobytes()
-
-    def subset(self, indices: np.ndarray) -> _JoinedReader:
-        # each reader is cut to its own images, which are then counted from 0
-        places = self.places[indices]
-        readers = []
-        for number, reader in enumerate(self.readers):
-            chosen = places[:, 0] == number
-            readers.append(reader.subset(places[chosen, 1]))
-            places[chosen, 1] = np.arange(chosen.sum())
-        return _JoinedReader(readers, places)
-
-
 def choose_evenly(count: int, num_chosen: int) -> list[int]:
     """Return at most `num_chosen` evenly spaced indices of `count`."""
     num_chosen = min(num_chosen, count)
@@ -372,15 +261,20 @@ class LabelRule(NamedTuple):
         label_by: Regular expression with one group, which is searched in the path of an image: the
             class is the group's text.
         path_column: Column of a table that names the image files.
-        label_column: Column of a table that names the classes.
-        task: "classes" for one class an image, "multilabel" for any number of labels; None: as the
-            labels look.
+        label_column: Column of a table that names the classes; or the columns of the classes, with
+            commas between them, in which 1 marks the class.
+        task: "classes" for one class an image, "multilabel" for any number of labels; None: several
+            where the labels are lists.
+        split_column: Column of a table that names the splits; None: "split", if there is one.
+        group_column: Column of a table that names the groups; None: "group", if there is one.
     """
 
     label_by: str | None = None
     path_column: str | None = None
     label_column: str | None = None
     task: str | None = None
+    split_column: str | None = None
+    group_column: str | None = None
 
 
 class Request(NamedTuple):
@@ -407,39 +301,3 @@ class Request(NamedTuple):
         """The root of a source that needs one."""
         assert self.root is not None
         return expand_home(self.root)
-
-
-@dataclass(frozen=True)
-class Source:
-    """A kind of data set, for `vit.register_source`.
-
-    Args:
-        name: The `data.name` of the data set.
-        find: Function that finds the splits of a request: `request.root` is the
-            place of the images, `request.classes` are the classes to keep, and
-            it returns a `vit.data.dataset.SourceSplits`.
-        recognizes: Function that is true for a path, pattern or address of such
-            images: users then name their images by it. None for a data set that
-            is known only by its name.
-        needs_root: The data set can't be found without `data.root`.
-        is_here: Function that is true if the images at a root can be read
-            without a download.
-        unit: Word for the images in messages, "files" or "rows"; empty for a
-            published data set, whose images aren't counted.
-
-    Example:
-        >>> source = vit.Source("colours", find_colours, needs_root=True)
-        >>> vit.register_source(source)
-    """
-
-    name: str
-    find: Callable[[Request], SourceSplits]
-    recognizes: Callable[[str], bool] | None = None
-    needs_root: bool = False
-    is_here: Callable[[Root], bool] = lambda root: False
-    unit: str = ""
-
-
-def root_exists(root: Root) -> bool:
-    """Return true if there is something at a root on this machine."""
-    return root is not None and Path(root).exists()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from vit.runtime.drive import is_drive_error
-from vit.runtime.files import open_regular
 
 DICOM_SUFFIX = ".dcm"
 DICOM_HINT = "pip install '.[dicom]' in the clone of vit reads .dcm"
@@ -101,24 +99,3 @@ def _first(value: Any) -> float | None:
     if value is None or value == "":
         return None
     return float(value[0] if isinstance(value, Sequence) and not isinstance(value, str) else value)
-
-
-def read_patients(paths: Sequence[Path]) -> list[str | None]:
-    """Read the patient's id of each DICOM file; None for other files and where it is missing."""
-    import pydicom
-
-    patients = []
-    for path in paths:
-        patient = None
-        if path.suffix.lower() == DICOM_SUFFIX:
-            try:
-                with open_regular(path) as file:
-                    header = pydicom.dcmread(
-                        file, stop_before_pixels=True, specific_tags=["PatientID"]
-                    )
-                patient = str(header.get("PatientID") or "") or None
-            except Exception:
-                # reading its pixels names the fault
-                patient = None
-        patients.append(patient)
-    return patients

@@ -15,10 +15,9 @@ import numpy as np
 
 from vit.data.cache import Contents, read_contents
 from vit.data.dataset import ImageDataset
-from vit.data.dicom import DICOM_SUFFIX, read_patients
 from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 from vit.data.images import DeepImage
-from vit.data.sources.base import FileReader, hash_bytes
+from vit.data.sources.base import hash_bytes
 from vit.runtime.arguments import shorten
 from vit.runtime.files import open_cached, read_arrays, write_arrays
 from vit.runtime.patterns import search_group
@@ -75,24 +74,6 @@ def find_groups(
             " one"
         )
     return tuple(groups)
-
-
-def find_patients(dataset: ImageDataset) -> tuple[str, ...] | None:
-    """Find the patient of each DICOM file, by the id in it. An image without one is a group of its
-    own; None if no image has one."""
-    reader = dataset.reader
-    if not isinstance(reader, FileReader) or not any(
-        name.lower().endswith(DICOM_SUFFIX) for name in dataset.ids
-    ):
-        return None
-    patients = read_patients([reader.root / path for path in reader.paths])
-    if not any(patients):
-        return None
-    # apart from the names of images
-    return tuple(
-        image_id if patient is None else f"patient {patient}"
-        for patient, image_id in zip(patients, dataset.ids, strict=True)
-    )
 
 
 def hash_quickly(dataset: ImageDataset, cache_dir: Path, *, title: str = "") -> np.ndarray:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from vit.data.images import ImageInputs, is_image_name, list_images
-from vit.data.python_images import iterate_images, open_loader
+from vit.data.python_images import iterate_images
 from vit.runtime.arguments import first_line, hide_tokens, shorten
-from vit.runtime.files import expand_home
+from vit.runtime.files import default_cache_dir, expand_home, open_regular
 
 # columns of Parquet that hold images, and those that name their files
 IMAGE_COLUMNS = ("image", "img", "bytes")
@@ -57,7 +57,7 @@ def list_inputs(images: ImageInputs) -> Iterator[tuple[str, Input]]:
         yield from ((f"image {number}", each) for number, each in enumerate(list_images(images)))
         return
     number = 0
-    for image in iterate_images(open_loader(images)):
+    for image in iterate_images(images):
         places = [image] if isinstance(image, str | Path) else list_images(image)
         for place in places:
             if isinstance(place, Image.Image):
@@ -224,7 +224,7 @@ def open_parquet(file: str) -> Iterator[tuple[Any, str | None, str | None]]:
         ValueError: There is neither, or pyarrow isn't installed.
         OSError: It can't be read, also while it is open.
     """
-    from vit.data.sources.remote import find_file
+    from vit.data.sources.remote import fetch_files, is_remote
 
     try:
         # from the extra "datasets"
@@ -235,7 +235,10 @@ def open_parquet(file: str) -> Iterator[tuple[Any, str | None, str | None]]:
 
     shown = hide_tokens(file)
     try:
-        with find_file(file).open() as stream:
+        path = file
+        if is_remote(file):
+            (path,) = fetch_files([file], default_cache_dir() / "remote")
+        with open_regular(Path(path)) as stream:
             table = ParquetFile(stream)
             names = table.schema_arrow.names
             column = next((name for name in IMAGE_COLUMNS if name in names), None)

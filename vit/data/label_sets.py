@@ -1,17 +1,12 @@
 """Several labels an image: their sets, and how splits are stratified over them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from vit.data.class_names import check_classes
 from vit.runtime.arguments import shorten
 
-# Images with several labels, or none, from which a set isn't one of classes with a few mistakes: a
-# fraction of all, and a number.
-_MIN_SEVERAL = 0.1
-_MIN_IMAGES = 3
 # images below which a set of labels is put together with others that have its rarest label
 _FEW = 10
 
@@ -110,82 +105,3 @@ def mark_splits(
                 text = f"{text} {shorten(', '.join(names))}"
                 notes.append(f"{text}; add others, or leave it out with data.classes")
     return marks, notes
-
-
-def are_several(num_others: int, count: int) -> bool:
-    """Decide whether images have several labels, or one class with a few mistakes.
-
-    Args:
-        num_others: Images that have several labels, or none where a class would be marked.
-        count: All images.
-    """
-    return num_others >= max(_MIN_SEVERAL * count, _MIN_IMAGES)
-
-
-def read_label_sets(
-    values: Sequence[Any], *, class_names: Sequence[str] | None, task: str | None
-) -> tuple[np.ndarray, tuple[str, ...]] | None:
-    """Read labels from Python where an image may have several.
-
-    Args:
-        values: For each image a row of 0 and 1 with a number for each label, or a list of names or
-            of whole numbers from 0.
-        class_names: Names of the labels; None for "class 0" and so on, or the names in the lists.
-        task: See `vit.data.dataset.LabelRule`.
-
-    Returns:
-        Which labels each image has, bool [n, C], and their names; None if each image has one class.
-
-    Raises:
-        ValueError: `task` is "multilabel", and the labels are neither; or a label has no name.
-    """
-    if task == "classes":
-        return None
-    lists = [list(value) for value in values if isinstance(value, Collection | np.ndarray)]
-    are_names = all(isinstance(value, str) for each in lists for value in each)
-    if len(lists) < len(values) or any(isinstance(value, str | bytes) for value in values):
-        lists = []
-    lengths = {len(each) for each in lists}
-    is_row = lists and len(lengths) == 1 and not are_names
-    is_row = is_row and all(value in (0, 1) for each in lists for value in each)
-    if is_row and lengths != {1}:
-        num_others = sum(sum(each) != 1 for each in lists)
-        names = tuple(class_names or (f"class {place}" for place in range(*lengths)))
-        if len(names) != lengths.pop():
-            return None
-        if task is None and not are_several(num_others, len(lists)):
-            return None
-        return np.array(lists, dtype=bool), names
-    are_indices = all(_are_indices(each) for each in lists)
-    is_list = lists and (are_names or are_indices)
-    if not is_list or (task is None and lengths == {1}):
-        if task == "multilabel":
-            raise ValueError(
-                "the labels of dataset are not several an image: pass rows of 0 and 1, or lists of"
-                f" names, instead of {shorten(repr(values[0]))}"
-            )
-        return None
-    if not are_names:
-        num_classes = 1 + max((int(value) for each in lists for value in each), default=0)
-        known = tuple(class_names or (f"class {place}" for place in range(num_classes)))
-        if num_classes > len(known):
-            text = f"the label {num_classes - 1} of dataset is not one of {len(known)} names"
-            raise ValueError(f"{text}; name each label")
-        lists = [[known[int(value)] for value in each] for each in lists]
-        return mark_labels(lists, known), known
-    used = {name for each in lists for name in each}
-    # the model's order, if it knows all labels
-    names = tuple(class_names or sorted(used))
-    if unknown := used - set(names):
-        text = f"the label {min(unknown)!r} of dataset is not one of {shorten(', '.join(names))}"
-        raise ValueError(f"{text}; name each label")
-    return mark_labels(lists, names), names
-
-
-def _are_indices(values: Sequence[Any]) -> bool:
-    """Return true for whole numbers from 0, each once."""
-    is_right = all(
-        isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 0
-        for value in values
-    )
-    return is_right and len(set(values)) == len(values)

@@ -16,17 +16,10 @@ from vit.data.duplicates import hash_pixels
 from vit.data.images import list_files
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import Root
-from vit.data.sources.folders import check_not_packed, has_classes
-from vit.data.sources.idx import list_idx
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
-from vit.data.sources.registry import (
-    find_source,
-    known_sources,
-    list_named_sets,
-    require_kind,
-)
+from vit.data.sources.registry import SOURCES, find_source, list_named_sets, require_kind
 from vit.data.sources.remote import is_remote
-from vit.data.sources.tables import list_other_tables, list_tables
+from vit.data.sources.tables import list_tables
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir, expand_home
@@ -75,7 +68,7 @@ def open_dataset(
         raise ValueError(f"data.name={name} needs data.root, where the images are")
 
     if labels._replace(task=None) != LabelRule() and name != "folder":
-        text = "label_by, path_column and label_column are for folders and tables"
+        text = "label_by and the names of columns are for folders and tables"
         raise ValueError(f"{text}, not for data.name={name}; leave them out")
 
     if class_names is not None and classes is not None:
@@ -108,7 +101,7 @@ def name_data(name: str, root: str | Path | None) -> str:
         name: Name of the data source, "folder" for a folder.
         root: Where the images are.
     """
-    kind = known_sources().get(name)
+    kind = SOURCES.get(name)
     if not root or kind is None or kind.recognizes is None:
         return name
     # an address is shown without its parameters
@@ -125,11 +118,8 @@ def check_place(place: str, *, with_classes: bool = False) -> None:
     """
     kind = require_kind(place)
     path = expand_home(place)
-    if kind != "folder" or list_tables(path) or list_idx(path):
-        return
-    check_not_packed(path)
     # a table would be read twice
-    if with_classes and not list_other_tables(path):
+    if kind == "folder" and with_classes and not list_tables(path):
         splits = open_dataset(kind, root=path)
         # many would be listed twice
         if len(list(islice(list_files(path, left_out=[]), _MANY))) < _MANY:
@@ -149,6 +139,8 @@ class RecordedImages(NamedTuple):
         listing: Fingerprint of the list of all images, if a table names some outside its folder.
         preprocess: Preprocessing of the model, which scales images of more than 8 bits.
         task: "multilabel" if an image may have several labels.
+        held_out: Split → ids of the images that were held out of training; None: not recorded, they
+            are drawn by the rule in `config`.
     """
 
     config: Mapping[str, Any] = MappingProxyType({})
@@ -157,6 +149,7 @@ class RecordedImages(NamedTuple):
     listing: str | None = None
     preprocess: Preprocess = Preprocess((1, 1))
     task: str | None = None
+    held_out: Mapping[str, Sequence[str]] | None = None
 
 
 def open_for_model(
@@ -210,7 +203,7 @@ def open_for_model(
         # an address is saved without its token
         if data is not None and HIDDEN in str(config.get("root")):
             root = root or data
-        is_named_by_user = root is not None or (data is not None and data not in known_sources())
+        is_named_by_user = root is not None or (data is not None and data not in SOURCES)
         root = root or config.get("root")
         if not is_named_by_user:
             _check_is_local(root)
@@ -225,6 +218,7 @@ def open_for_model(
             allow_outside=allow_outside,
             download=data is not None,
         )
+        splits = replace(splits, written=recorded.held_out)
         corrections = config.get("corrections")
         if isinstance(corrections, Mapping):
             splits = replace(splits, corrections=corrections)
@@ -246,11 +240,11 @@ def open_for_model(
     # own images are named by their place, and their classes are found as those of the training were
     place = expand_home(str(data))
     if kind == "folder" and labels == LabelRule():
-        has_table = bool(list_tables(place))
-        if has_table or not has_classes(place):
-            labels = read_label_rule(config)
-        if has_table:
+        labels = read_label_rule(config)
+        if list_tables(place):
             labels = labels._replace(label_by=None)
+        elif labels.label_by is None:
+            labels = LabelRule()
     labels = labels._replace(task=recorded.task)
     splits = open_named(kind, root=data, rule=rule, labels=labels)
     default_split = "test" if "test" in splits.source.origins else "all"
@@ -330,7 +324,7 @@ def open_passed(
 
 def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:
     """Return true if a model was trained on the images that `data` names."""
-    if data in known_sources():
+    if data in SOURCES:
         return data == trained_on.get("name")
     root = trained_on.get("root")
     if root is None:

@@ -87,16 +87,16 @@ def convert_pixels(pixels: Any, *, name: str = "") -> np.ndarray:
 
 
 def list_items(dataset: Any) -> Any:
-    """Return a set of items that has a length and is read by index.
-
-    Args:
-        dataset: A map-style set, as it is; a DataLoader, whose set is taken; or anything that can
-            be iterated over, which is read once.
+    """Return a set of items that has a length and is read by index: a map-style set as it is, and
+    anything else that can be iterated over as a list.
 
     Raises:
-        ValueError: It is something else, or a loader that chooses among its images.
+        ValueError: It is something else, or a DataLoader.
     """
-    dataset = open_loader(dataset)
+    if is_loader(dataset):
+        raise ValueError(
+            "dataset is a DataLoader; pass its .dataset, without Normalize: vit batches by itself"
+        )
     # the keys of pandas' DataFrame are its columns
     is_text = isinstance(dataset, str | bytes | Path | Mapping) or hasattr(dataset, "iloc")
     if not is_text and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -104,37 +104,16 @@ def list_items(dataset: Any) -> Any:
     if is_text or not isinstance(dataset, Iterable):
         text = f"dataset is {describe_kind(dataset)}"
         raise ValueError(
-            f"{text}, not (images, labels) nor a data set or loader of torch; a table of paths and"
-            " labels is read from its file (data.root=TABLE.csv)"
+            f"{text}, not (images, labels) nor a data set of torch; a table of paths and labels is"
+            " read from its file (data.root=TABLE.csv)"
         )
     return list(dataset)
 
 
-def open_loader(dataset: Any) -> Any:
-    """Return the set of a DataLoader, without what its sampler leaves out; others as they are.
-
-    Raises:
-        ValueError: The loader's sampler draws images in another way.
-    """
+def is_loader(dataset: Any) -> bool:
+    """Return true for a DataLoader of torch."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(dataset, torch.utils.data.DataLoader):
-        return dataset
-    data = torch.utils.data
-    sampler = dataset.sampler
-    batches = dataset.batch_sampler
-    is_own = batches is not None and type(batches) is not data.BatchSampler
-    if isinstance(dataset.dataset, data.IterableDataset):
-        return dataset.dataset
-    if isinstance(sampler, data.SubsetRandomSampler) and not is_own:
-        return data.Subset(dataset.dataset, sorted(sampler.indices))
-    known = (data.SequentialSampler, data.RandomSampler, data.DistributedSampler)
-    if is_own or type(sampler) not in known:
-        drawn = batches if is_own else sampler
-        raise ValueError(
-            f"dataset is a DataLoader with {describe_kind(drawn)}, which vit doesn't draw by; pass"
-            " its .dataset, and train.class_balance=weights to balance classes"
-        )
-    return dataset.dataset
+    return torch is not None and isinstance(dataset, torch.utils.data.DataLoader)
 
 
 def split_item(item: Any, *, name: str) -> tuple[Any, Any]:
@@ -180,68 +159,17 @@ def find_feature_names(feature: Any) -> tuple[str, ...] | None:
     return None if names is None else tuple(map(str, names))
 
 
-def read_labels(labels: Sequence[Any]) -> tuple[list[str] | list[int], int | None]:
-    """Return labels as texts or as whole numbers.
-
-    Args:
-        labels: Texts, whole numbers (also as booleans, floating-point numbers, or arrays of one
-            number), or one-hot rows.
-
-    Returns:
-        The labels, and the number of classes of one-hot rows.
-
-    Raises:
-        ValueError: They are something else, or of several kinds.
-    """
-    values = [_simplify(label) for label in labels]
-    if all(isinstance(value, str) for value in values):
-        return [str(value) for value in values], None
-    if all(isinstance(value, np.ndarray) for value in values):
-        return _read_one_hot(values)
-    numbers = []
-    for value in values:
-        is_number = isinstance(value, int | float) and value == value // 1
-        if not is_number:
-            text = "the labels of dataset are not integers from 0, nor all of them class names"
-            raise ValueError(f"{text}; one is {shorten(repr(value))}")
-        numbers.append(int(value))
-    return numbers, None
-
-
-def as_list(label: Any) -> Any:
-    """Return a label that is a tensor, an array, a tuple or a set as a list; others as they are."""
+def as_plain(label: Any) -> Any:
+    """Return a label as a text, a whole number or a list; others as they are."""
     if is_tensor(label):
         label = label.detach().cpu().numpy()
-    if isinstance(label, np.ndarray) and label.ndim <= 1:
-        return label.tolist()
-    return list(label) if isinstance(label, list | tuple | set | frozenset) else label
-
-
-def _simplify(label: Any) -> Any:
-    """Return a label as a text, a number of Python, or an array [C]; others as they are."""
-    if is_tensor(label):
-        label = label.detach().cpu().numpy()
-    if isinstance(label, np.ndarray | np.generic | list | tuple):
-        array = np.asarray(label)
-        if array.dtype.kind in "biufU" and array.size == 1:
-            return array.item()
-        if array.dtype.kind in "biuf" and array.ndim == 1:
-            return array
+    if isinstance(label, np.ndarray | np.generic):
+        label = label.tolist()
+    if isinstance(label, list | tuple | set | frozenset):
+        return [as_plain(each) for each in label]
+    if isinstance(label, bool | float) and label == label // 1:
+        return int(label)
     return label
-
-
-def _read_one_hot(rows: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    if len({len(row) for row in rows}) > 1:
-        raise ValueError("the labels of dataset are rows of several lengths; pass class indices")
-    table = np.stack(rows)
-    is_right = np.isin(table, (0, 1)).all(axis=1) & ((table == 1).sum(axis=1) == 1)
-    if not is_right.all():
-        row = table[~is_right][0]
-        raise ValueError(
-            f"the labels of dataset are rows such as {shorten(str(row.tolist()))}, not one 1 among"
-            " zeros; pass one class for each image"
-        )
-    return table.argmax(axis=1).tolist(), table.shape[1]
 
 
 def iterate_images(images: Any) -> Iterator[Any]:
@@ -251,7 +179,8 @@ def iterate_images(images: Any) -> Iterator[Any]:
     Raises:
         ValueError: It is neither.
     """
-    images = open_loader(images)
+    if is_loader(images):
+        images = images.dataset
     if isinstance(images, Mapping):
         yield _take_image(images)
     elif isinstance(images, tuple) and len(images) == 2 and _are_labels(images[1], images[0]):

@@ -6,7 +6,9 @@ splits. A validation folder without a test folder (as in ImageNet) is the *test*
 validation is held out of the training images.
 """
 
+import csv
 import hashlib
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,18 +18,18 @@ import numpy as np
 
 from vit.data.class_names import find_wordnet_names, resolve_class_names
 from vit.data.corrections import SEPARATOR, correct_labels
-from vit.data.dataset import ImageDataset, SourceSplits, join_datasets
+from vit.data.dataset import ImageDataset, SourceSplits, printable
 from vit.data.groups import (
     MAX_COMPARED,
     choose_whole_groups,
     count_contradictions,
     find_groups,
-    find_patients,
     hash_quickly,
     join_duplicates,
 )
 from vit.data.sources.base import describe_counts
 from vit.runtime.arguments import check_choice, shorten
+from vit.runtime.files import write_text
 from vit.runtime.patterns import check_pattern
 
 SPLITS = ("train", "validation", "test", "all")
@@ -45,7 +47,7 @@ class SplitRule:
         test_fraction: Fraction of all images for the test.
         split_seed: Seed of the choice of images.
         group_by: Property that images of one group share, see `vit.data.groups.find_groups`; None
-            keeps the groups that a table has, and the patients of DICOM files.
+            keeps the groups that a table has.
         group_duplicates: Keep copies of an image, and images nearly the same, on one side.
 
     Raises:
@@ -78,6 +80,8 @@ class DatasetSplits:
         class_names: Other names of the classes, see `data.class_names` in docs/guides/data.md.
         corrections: Id of an image → its right class or labels, see `read_corrections`. Splits stay
             as they were drawn.
+        written: Split → ids of its images, as they were held out in a training; None: they are
+            drawn. See `RecordedImages`.
         unit: Word for what is counted in `describe_files`; empty for a published set.
         renamed_classes: Class → its other name, in the splits that were listed.
     """
@@ -90,10 +94,10 @@ class DatasetSplits:
     title: str = ""
     class_names: Path | Mapping[str, str] | None = None
     corrections: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, Sequence[str]] | None = None
     unit: str = ""
     renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
-    _patients: dict[str, Sequence[str] | None] = field(default_factory=dict, init=False)
     # a sentence about each reason to keep images together
     _kept_together: list[str] = field(default_factory=list, init=False)
 
@@ -125,9 +129,7 @@ class DatasetSplits:
             return self._listed[split]
 
         # a split that is held out is listed together with the rest of the training images
-        if split == "all":
-            self._listed[split] = join_datasets([self._load(part) for part in source_splits])
-        elif split in source_splits and split != "train":
+        if split == "all" or (split in source_splits and split != "train"):
             self._listed[split] = replace(self._load(split), split=split)
         elif "train" not in source_splits:
             have = ", ".join(source_splits)
@@ -236,11 +238,6 @@ class DatasetSplits:
         if self.rule.group_by is not None:
             groups = find_groups(dataset, self.rule.group_by, is_divided=split == "train")
             dataset = replace(dataset, groups=groups)
-        elif dataset.groups is None:
-            # every file is opened for it
-            if split not in self._patients:
-                self._patients[split] = find_patients(dataset)
-            dataset = replace(dataset, groups=self._patients[split])
         source = self.class_names
         if source is None:
             source = find_wordnet_names(dataset.class_names)
@@ -250,7 +247,38 @@ class DatasetSplits:
         self.renamed_classes.update(zip(dataset.class_names, names, strict=True))
         return replace(dataset, class_names=names)
 
+    def list_held_out(self) -> dict[str, list[str]]:
+        """List the ids of the images of each split that isn't the data set's own: split → ids."""
+        held_out = [split for split, fraction in self._held_out.items() if fraction]
+        return {split: list(self._find_split(split).ids) for split in held_out}
+
+    def _take_written(self, written: Mapping[str, Sequence[str]]) -> None:
+        """Divide the images as they were divided in a training. Images that are new or missing are
+        counted in a note. Raises ValueError if none of a split is there."""
+        rest = self._load("train")
+        places = {image_id: index for index, image_id in enumerate(rest.ids)}
+        is_taken = np.zeros(len(rest), dtype=bool)
+        for split, ids in written.items():
+            found = [places[image_id] for image_id in ids if image_id in places]
+            if not found and ids:
+                raise ValueError(
+                    f"none of the {len(ids):,} {split} images of the training is among those of"
+                    f" {self.title or self.name}, such as {shorten(ids[0])}; name other images with"
+                    " --data"
+                )
+            notes = rest.notes
+            if len(found) < len(ids):
+                text = f"{len(ids) - len(found):,} of {len(ids):,} {split} images of the training"
+                notes = (*notes, f"{text} are missing")
+            dataset = replace(rest.subset(found), split=split, notes=notes)
+            self._listed[split] = dataset
+            is_taken[found] = True
+        self._listed["train"] = replace(rest.subset(np.flatnonzero(~is_taken)), split="train")
+
     def _hold_out(self) -> None:
+        if self.written is not None:
+            self._take_written(self.written)
+            return
         # the test split first: it doesn't depend on the fraction for validation
         rest = self._load("train")
         num_splits = 1 + sum(fraction > 0 for fraction in self._held_out.values())
@@ -319,6 +347,15 @@ class DatasetSplits:
             f"{joined.num_copies:,} images have a copy or a near-copy, which is on the same side"
         )
         return joined.groups
+
+
+def write_splits(path: Path, held_out: Mapping[str, Sequence[str]]) -> None:
+    """Write the ids of the images that are held out of training as a table (path, split)."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["path", "split"])
+    table.writerows([printable(name), split] for split, ids in held_out.items() for name in ids)
+    write_text(path, text.getvalue())
 
 
 def _describe_missing(everything: ImageDataset, drawn: ImageDataset, split: str) -> str:

@@ -113,7 +113,14 @@ def build_dataset(
                 group_duplicates=data.group_duplicates,
             ),
             allow_outside=data.allow_outside,
-            labels=LabelRule(data.label_by, data.path_column, data.label_column, data.task),
+            labels=LabelRule(
+                data.label_by,
+                data.path_column,
+                data.label_column,
+                data.task,
+                data.split_column,
+                data.group_column,
+            ),
             cache_dir=data.cache_dir,
         )
         corrections = read_corrections(data.corrections)
@@ -320,9 +327,7 @@ def build_train_loader(
         augmentation=Augmentation(
             crop=_build_crop(config),
             color_jitter=augment.color_jitter,
-            rand_augment=augment.rand_augment,
             cutout=augment.cutout,
-            re_prob=augment.re_prob,
             mixing=Mixing(augment.mixup, augment.cutmix),
         ),
         decoding=Decoding(

@@ -26,6 +26,8 @@ _COUNTED = {
         "label_by",
         "path_column",
         "label_column",
+        "split_column",
+        "group_column",
         "task",
         "classes",
         "corrections",

@@ -10,6 +10,7 @@ from torch import nn
 
 from vit.bundle import MODEL_FILE, MULTILABEL, Bundle
 from vit.config import Config, values_to_save
+from vit.data.splits import write_splits
 from vit.model.model_file import ModelFile, read_model_file, write_model_file
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import copy_to_host
@@ -86,6 +87,11 @@ class BundleWriter:
         datasets = {"train": data.train}
         if data.validation is not None:
             datasets["validation"] = data.decoded_validation
+        # so that no later command draws a split again
+        held_out = data.splits.list_held_out()
+        table = self.directory / "splits.csv"
+        if held_out and not table.exists():
+            write_splits(table, held_out)
         hashes = None
         if data.train.hashes is not None:
             # safetensors takes contiguous arrays only
@@ -107,6 +113,7 @@ class BundleWriter:
                 },
                 "unreadable": sum(len(dataset.unreadable) for dataset in datasets.values()),
                 "notes": list(data.train.notes),
+                "held_out": held_out,
                 **listing,
             },
             metadata={"run_id": self.run_id, "step": step},

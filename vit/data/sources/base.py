@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,11 +34,6 @@ SPLIT_NAMES = {
     "test": ("test", "testing"),
 }
 SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
-
-# names that a folder of images of a split may have besides: test1, train_images, val-set
-_SPLIT_LIKE = re.compile(
-    rf"({'|'.join(SPLIT_OF)}|dev|eval)(?:[-_ ]*(?:\d+|set|data|images?|imgs?|photos|unlabell?ed))*"
-)
 
 Root = Path | str | None
 
@@ -220,11 +214,6 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
             inode = stat.st_ino & (2**63 - 1)
             stats[index] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode
     return stats
-
-
-def looks_like_split(name: str) -> bool:
-    """Return true for the name of a folder that hardly is a class: train, test1, val_images."""
-    return _SPLIT_LIKE.fullmatch(name.lower()) is not None
 
 
 def relative_path(path: str | Path, root: Path) -> str:

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import check_labels, is_label
-from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
+from vit.data.dataset import Request, SourceSplits
 from vit.data.images import read_image, read_pixels
 from vit.data.python_images import find_feature_names
 from vit.data.sources.base import SPLIT_OF, ImageReader, hash_bytes, read_stats
+from vit.data.sources.listing import Listing, build_splits
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
-from vit.data.sources.table_labels import find_label_column, number_splits
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import default_cache_dir, expand_home
 from vit.runtime.hub import offline_if_unreachable
@@ -32,14 +31,16 @@ from vit.runtime.hub import offline_if_unreachable
 
 @dataclass(frozen=True, eq=False)
 class RowReader(ImageReader):
-    """Images in rows of a table that is mapped from disk: the bytes of an image file, or its
-    path."""
+    """Images in rows of tables that are mapped from disk: the bytes of an image file, or its path."""
 
-    # datasets.Dataset of one column, not decoded
-    rows: Any
+    # datasets.Dataset of one column each, not decoded
+    tables: Sequence[Any]
     ids: Sequence[str]
-    # int64 [n], numbers of the rows
-    indices: np.ndarray
+    # int64 [n, 2], numbers of the table and of the row
+    places: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.places)
 
     def image(self, index: int) -> Image.Image:
         image: Image.Image = self._read(index, read_image)
@@ -49,60 +50,68 @@ class RowReader(ImageReader):
         decoded: Image.Image | np.ndarray = self._read(index, read_pixels)
         return decoded
 
+    def _get(self, index: int) -> Mapping[str, Any]:
+        """Return the bytes and the path of an image."""
+        number, row = self.places[index].tolist()
+        # one column
+        (stored,) = self.tables[number][row].values()
+        return stored or {"bytes": None, "path": None}
+
     def _read(self, index: int, read: Callable[..., Any]) -> Any:
-        # one column, of {bytes, path}
-        (stored,) = self.rows[int(self.indices[index])].values()
-        if stored is not None and stored["bytes"] is not None:
+        stored = self._get(index)
+        if stored["bytes"] is not None:
             return read(io.BytesIO(stored["bytes"]), name=self.ids[index])
-        if stored is not None and stored["path"] is not None:
+        if stored["path"] is not None:
             return read(Path(stored["path"]))
         raise ValueError(f"{self.ids[index]} has no image")
 
-    def sizes(self) -> np.ndarray:
-        import pyarrow.compute as pc  # type: ignore[import-untyped]  # of the extra "datasets"
-
-        lengths = pc.binary_length(self._read_field("bytes"))
-        sizes: np.ndarray = pc.fill_null(lengths, -1).to_numpy()[self.indices]
-        return sizes
-
-    def cache_key(self) -> bytes:
-        stats = read_stats([file["filename"] for file in self.rows.cache_files])
-        # rows that hold a path change with the file
-        return stats.tobytes() + self.indices.tobytes() + read_stats(self.list_paths()).tobytes()
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
     @property
     def place(self) -> str:
-        files = self.rows.cache_files
+        files = self.tables[0].cache_files
         return os.path.realpath(files[0]["filename"]) if files else ""
 
+    def stats(self) -> np.ndarray | None:
+        # rows that hold a path change with the file
+        if self.list_paths():
+            return None
+        files = [table.cache_files for table in self.tables]
+        if not all(files):
+            return None
+        stats = read_stats([each[0]["filename"] for each in files])[self.places[:, 0]]
+        stats[:, 0] = self.places[:, 1]
+        return stats
+
     def digest(self, index: int) -> int:
-        (stored,) = self.rows[int(self.indices[index])].values()
-        content = (stored or {}).get("bytes")
-        if content is None:
-            path = (stored or {}).get("path")
-            content = b"" if path is None else read_stats([path]).tobytes() + os.fsencode(path)
-        return hash_bytes(content)
+        stored = self._get(index)
+        if stored["bytes"] is not None:
+            return hash_bytes(stored["bytes"])
+        path = stored["path"] or ""
+        return hash_bytes(read_stats([path]).tobytes() + os.fsencode(path))
+
+    def cache_key(self) -> bytes:
+        files = [file["filename"] for table in self.tables for file in table.cache_files]
+        return (
+            read_stats(files).tobytes()
+            + self.places.tobytes()
+            + read_stats(self.list_paths()).tobytes()
+        )
 
     def list_paths(self) -> list[str]:
         """List the files of the rows that hold a path alone."""
-        is_path_alone = self._read_field("bytes").is_null().take(self.indices)
-        paths = self._read_field("path").take(self.indices)
-        listed: list[str] = paths.filter(is_path_alone).drop_null().to_pylist()
-        return listed
+        import pyarrow.compute as pc  # type: ignore[import-untyped]  # of the extra "datasets"
 
-    def _read_field(self, name: str) -> Any:
-        """Read the bytes or the paths of all rows, as an array of Arrow."""
-        import pyarrow.compute as pc
-
-        (column,) = self.rows.with_format("arrow")[:].columns
-        return pc.struct_field(column, name)
+        paths: list[str] = []
+        for number, table in enumerate(self.tables):
+            rows = self.places[self.places[:, 0] == number, 1]
+            (column,) = table.with_format("arrow")[:].columns
+            is_path_alone = pc.struct_field(column, "bytes").is_null().take(rows)
+            own = pc.struct_field(column, "path").take(rows)
+            paths += own.filter(is_path_alone).drop_null().to_pylist()
+        return paths
 
     def subset(self, indices: np.ndarray) -> RowReader:
         ids = [self.ids[index] for index in indices]
-        return replace(self, ids=ids, indices=self.indices[indices])
+        return replace(self, ids=ids, places=self.places[indices])
 
 
 def is_dataset(path: Path) -> bool:
@@ -111,12 +120,18 @@ def is_dataset(path: Path) -> bool:
     return is_saved or bool(list_parquet(path))
 
 
+def is_place(place: str) -> bool:
+    """Return true for a name on the Hub, Parquet files or a saved data set."""
+    # object storage can't be asked for Parquet files
+    return not is_remote(place) and (place.startswith("hf:") or is_dataset(expand_home(place)))
+
+
 def find_huggingface(request: Request) -> SourceSplits:
     """Find the splits of a data set that the library `datasets` reads.
 
-    An image is in the column image or img; its class is in label, labels or class, as a number, a
-    name, or a number that the file's features name; several labels are a list of these, or a number
-    0 or 1 for each. Splits without labels are left out.
+    An image is in the column image or img; its class is in label, labels or class, as a text, a whole
+    number, or a number that the file's features name; several labels are a list of these. Splits
+    without labels are left out.
 
     Args:
         request: Its root is "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, a directory that
@@ -132,42 +147,104 @@ def find_huggingface(request: Request) -> SourceSplits:
     features = next(iter(tables.values())).features
     image_column = _find_column(features, ("image", "img"), origin)
     label_column = _find_column(features, ("label", "labels", "class"), origin)
-
-    name_of, labels = _find_splits(tables, label_column, origin)
-    class_names, numbers, notes, guesses = _number_labels(
-        labels, find_feature_names(features[label_column]), request, name_of, origin
-    )
+    names = find_feature_names(features[label_column])
+    splits: list[str] = []
+    labels: list[Any] = []
+    ids: list[str] = []
+    columns: list[Any] = []
+    places: list[tuple[int, int]] = []
+    name_of: dict[str, str] = {}
+    for name, table in tables.items():
+        split = SPLIT_OF.get(name.lower())
+        values = list(table[label_column])
+        # test splits of the Hub have -1
+        if split is None or all(value in (None, -1, [], [-1]) for value in values):
+            continue
+        if split in name_of:
+            raise ValueError(
+                f"{origin} has the splits {name_of[split]!r} and {name!r}"
+                f", both names of the {split} split; rename one"
+            )
+        name_of[split] = name
+        read = partial(_read_label, names=names, task=request.labels.task)
+        for row, value in enumerate(values):
+            try:
+                labels.append(read(value))
+            except ValueError as error:
+                raise ValueError(f"{origin} {name} row {row}: {error}") from error
+        own = [f"{name}/{row:05d}" for row in range(len(values))]
+        places += [(len(columns), row) for row in range(len(own))]
+        columns.append(_select_images(table, image_column, origin))
+        ids += own
+        splits += [split] * len(own)
+    if not name_of:
+        known = ", ".join(SPLIT_OF)
+        have = ", ".join(tables)
+        raise ValueError(f"{origin} has no labels in a split of {known}, only {have}; name one so")
+    reader = RowReader(columns, ids, np.array(places))
+    if not request.allow_outside:
+        _check_inside(reader, request, origin)
     # the user is told, because a split may have been spelled in another way
     left_out = [name for name in tables if name not in name_of.values()]
-    notes += [f"the split {name!r} was left out" for name in left_out]
+    listing = Listing(
+        name="huggingface",
+        origin=origin,
+        ids=ids,
+        labels=labels,
+        reader=reader,
+        splits=splits,
+        origins={split: f"the split {name!r}" for split, name in name_of.items()},
+        class_names=names,
+        columns=RowColumns([tables[name] for name in name_of.values()]),
+        notes=[f"the split {name!r} was left out" for name in left_out],
+        unused={f"rows of {name!r}": len(tables[name]) for name in left_out},
+    )
+    return build_splits(listing, request.classes).with_test_split()
 
-    def load(split: str) -> ImageDataset:
-        name = name_of[split]
-        own = numbers[split]
-        # -1 among other labels, or a number beyond the names
-        for wrong in own[(own < 0) | (own >= len(class_names))]:
-            text = f"label {wrong} is not one of the {len(class_names)} classes"
-            raise ValueError(f"{origin} {name}: {text}; correct it, or remove the row")
 
-        ids = [f"{name}/{row:05d}" for row in range(len(own))]
-        rows = _select_images(tables[name], image_column, origin)
-        reader = RowReader(rows, ids, np.arange(len(ids)))
-        if not request.allow_outside:
-            _check_inside(reader, request, f"{origin} {name}")
-        dataset = ImageDataset(
-            name="huggingface",
-            class_names=class_names,
-            labels=own,
-            ids=ids,
-            reader=reader,
-            notes=tuple(notes),
-            read_column=partial(read_rows_column, {name: tables[name]}, origin=origin),
+def _read_label(
+    value: Any, *, names: Sequence[str] | None, task: str | None
+) -> str | tuple[str, ...]:
+    """Return the class of a row, or the labels in a list. Raises ValueError for anything else."""
+    if isinstance(value, list):
+        return tuple(
+            dict.fromkeys(str(_read_label(each, names=names, task=None)) for each in value)
         )
-        return dataset.keep_classes(request.classes)
+    if task == "multilabel":
+        parts = str("" if value is None else value).split("|")
+        return tuple(filter(None, (part.strip() for part in parts)))
+    if isinstance(value, int) and not isinstance(value, bool) and names is not None:
+        if not 0 <= value < len(names):
+            text = f"label {value} is not one of the {len(names)} classes"
+            raise ValueError(f"{text}; correct it, or remove the row")
+        return names[value]
+    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+        text = f"label {shorten(repr(value))} is neither a text nor a whole number"
+        raise ValueError(f"{text}; give each image one class")
+    return str(value)
 
-    origins = {split: f"the split {name!r}" for split, name in name_of.items()}
-    unused = {f"rows of {name!r}": len(tables[name]) for name in left_out}
-    return SourceSplits(origins, load, unused, guesses).with_test_split()
+
+class RowColumns(Mapping[str, Sequence[Any]]):
+    """The columns of tables of the library `datasets`, one after the other, read when needed."""
+
+    def __init__(self, tables: Sequence[Any]) -> None:
+        self._tables = tables
+
+    def __getitem__(self, column: str) -> list[Any]:
+        values: list[Any] = []
+        for table in self._tables:
+            # numbers whose names the features have
+            names: Sequence[str] = getattr(table.features[column], "names", None) or ()
+            for value in table.select_columns([column])[column]:
+                is_named = isinstance(value, int) and 0 <= value < len(names)
+                values.append(names[value] if is_named else value)
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables[0].column_names)
+
+    def __len__(self) -> int:
+        return len(self._tables[0].column_names)
 
 
 def open_rows(place: str) -> Iterator[RowReader]:
@@ -176,107 +253,7 @@ def open_rows(place: str) -> Iterator[RowReader]:
         column = _find_column(table.features, ("image", "img"), place)
         rows = _select_images(table, column, place)
         ids = [f"{split}/{row:05d}" for row in range(len(table))]
-        yield RowReader(rows, ids, np.arange(len(ids)))
-
-
-def read_rows_column(
-    tables: Mapping[str, Any], column: str, *, origin: str, id_format: str = "05d"
-) -> dict[str, Any]:
-    """Read a column of tables of the library `datasets`: id of an image → its value.
-
-    Args:
-        tables: Name in the ids → table.
-        column: The column.
-        origin: Name of the tables in messages.
-        id_format: How the number of a row is written in an id.
-
-    Raises:
-        ValueError: There is no such column.
-    """
-    values: dict[str, Any] = {}
-    for name, table in tables.items():
-        if column not in table.column_names:
-            known = shorten(", ".join(map(repr, table.column_names)), 600)
-            raise ValueError(f"{origin} has no column {shorten(column)!r}; they are {known}")
-        cells = list(table.select_columns([column])[column])
-        # numbers whose names the features have
-        names: Sequence[str] = getattr(table.features[column], "names", None) or ()
-        for row, value in enumerate(cells):
-            is_named = isinstance(value, int) and 0 <= value < len(names)
-            values[f"{name}/{row:{id_format}}"] = names[value] if is_named else value
-    return values
-
-
-def _recognizes(place: str) -> bool:
-    # object storage can't be asked for Parquet files
-    return not is_remote(place) and (place.startswith("hf:") or is_dataset(expand_home(place)))
-
-
-SOURCE = Source(
-    "huggingface", find_huggingface, recognizes=_recognizes, needs_root=True, unit="rows"
-)
-
-
-def _find_splits(
-    tables: Mapping[str, Any], label_column: str, origin: str
-) -> tuple[dict[str, str], dict[str, list[Any]]]:
-    """Return the library's name of each split that has labels, and its labels."""
-    name_of: dict[str, str] = {}
-    labels: dict[str, list[Any]] = {}
-    for name, table in tables.items():
-        split = SPLIT_OF.get(name.lower())
-        values = _read_labels(table, label_column) if split else []
-        if split is None or not values:
-            continue
-        if split in name_of:
-            raise ValueError(
-                f"{origin} has the splits {name_of[split]!r} and {name!r}"
-                f", both names of the {split} split; rename one"
-            )
-        name_of[split] = name
-        labels[split] = values
-    if not name_of:
-        known = ", ".join(SPLIT_OF)
-        names = ", ".join(tables)
-        raise ValueError(f"{origin} has no labels in a split of {known}, only {names}; name one so")
-    return name_of, labels
-
-
-def _number_labels(
-    labels: Mapping[str, Sequence[Any]],
-    class_names: tuple[str, ...] | None,
-    request: Request,
-    name_of: Mapping[str, str],
-    origin: str,
-) -> tuple[tuple[str, ...], Mapping[str, np.ndarray], list[str], Sequence[str]]:
-    """Return the class names; the labels of each split, int64 [n] or bool [n, C], in which numbers
-    that the features don't name are left as they are; warnings; and how labels were read."""
-    column = find_label_column(labels, class_names, task=request.labels.task, origin=origin)
-    if not column.several:
-        for split, values in column.labels.items():
-            for row, value in enumerate(values):
-                if not is_label(value):
-                    text = f"label {shorten(repr(value))} is neither a text nor a whole number"
-                    raise ValueError(
-                        f"{origin} {name_of[split]} row {row}: {text}; give each image one class"
-                    )
-    # labels are the names themselves, or numbers whose names the features have
-    if column.several or class_names is None:
-        names, marks, notes = number_splits(
-            column.labels, request.classes, class_names=class_names, origin=origin
-        )
-        return names, marks, [*notes, *column.notes], column.guesses
-    places = {name: place for place, name in enumerate(class_names)}
-    numbers = {
-        split: np.array([places.get(value, value) for value in values], dtype=np.int64)
-        for split, values in column.labels.items()
-    }
-    named = {
-        split: [class_names[place] for place in each if 0 <= place < len(class_names)]
-        for split, each in numbers.items()
-    }
-    check_labels(named, class_names, request.classes, origin=origin)
-    return class_names, numbers, [], column.guesses
+        yield RowReader([rows], ids, np.array([(0, row) for row in range(len(ids))]))
 
 
 def _select_images(table: Any, column: str, origin: str) -> Any:
@@ -383,10 +360,3 @@ def _find_column(features: Mapping[str, Any], names: Sequence[str], origin: str)
     only = shorten(", ".join(features))
     wanted = " or ".join(names)
     raise ValueError(f"{origin} has no column {wanted}, only {only}; rename the right one")
-
-
-def _read_labels(table: Any, column: str) -> list[Any]:
-    """Read the label of each row, or its list of labels; none if no row has one (-1, as in test
-    splits of the Hub, null, or an empty list)."""
-    values = list(table[column])
-    return [] if all(value in (None, -1, [], [-1]) for value in values) else values

@@ -1,40 +1,36 @@
 """Sets known by name: scikit-learn's digits, those of torchvision, Imagenette, an ImageNet folder."""
 
+import gzip
 import inspect
+import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vit.data.class_names import deduplicate, read_words
-from vit.data.dataset import ImageDataset, Request, Source, SourceSplits, root_exists
-from vit.data.sources.base import ArrayReader, FileReader, Root, find_split_folders, relative_path
-from vit.data.sources.folders import check_root, find_class_folders, list_classes
-from vit.data.sources.idx import find_idx, list_idx
-from vit.data.sources.python_objects import read_map_style
+from vit.data.dataset import Request, SourceSplits
+from vit.data.sources.base import (
+    ArrayReader,
+    FileReader,
+    Root,
+    find_split_folders,
+    relative_path,
+)
+from vit.data.sources.folders import check_root, find_class_folders
+from vit.data.sources.listing import Listing, build_splits
 from vit.runtime.arguments import first_line, shorten
-from vit.runtime.files import default_cache_dir
+from vit.runtime.files import default_cache_dir, open_regular
 
 # 320 pixels of the shorter side are enough to train at 224, in a quarter of the full download
 _IMAGENETTE = "imagenette2-320"
 _IMAGENETTE_URL = f"https://s3.amazonaws.com/fast-ai-imageclas/{_IMAGENETTE}.tgz"
-_IMAGENETTE_CLASSES = {
-    "n01440764": "tench",
-    "n02102040": "English springer",
-    "n02979186": "cassette player",
-    "n03000684": "chain saw",
-    "n03028079": "church",
-    "n03394916": "French horn",
-    "n03417042": "garbage truck",
-    "n03425413": "gas pump",
-    "n03445777": "golf ball",
-    "n03888257": "parachute",
-}
+# largest idx file when it is unpacked; Extended MNIST has 547 million bytes
+_MAX_UNPACKED = 2**30
 
 # split → the arguments with which torchvision opens it
 _Splits = Mapping[str, Mapping[str, Any]]
@@ -68,6 +64,8 @@ _SPLITS: Mapping[str, _Splits] = {
     "USPS": _BY_TRAIN,
 }
 _SHORT_NAMES = {
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
     "dtd": "DTD",
     "eurosat": "EuroSAT",
     "fashion_mnist": "FashionMNIST",
@@ -80,7 +78,7 @@ _SHORT_NAMES = {
     "svhn": "SVHN",
 }
 # Files and labels of sets that give only opened images: without these private attributes each image
-# would be decoded to list them. tests/data/sources/test_torchvision_sets.py tests them.
+# would be decoded to list them. A later torchvision may call them otherwise.
 _SAMPLES: Mapping[str, Callable[[Any], Iterable[tuple[Any, int]]]] = {
     "GTSRB": lambda dataset: dataset._samples,
     "OxfordIIITPet": lambda dataset: zip(dataset._images, dataset._labels, strict=True),
@@ -89,46 +87,19 @@ _SAMPLES: Mapping[str, Callable[[Any], Iterable[tuple[Any, int]]]] = {
 
 def find_digits(request: Request) -> SourceSplits:
     """Find scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, in the installed package."""
+    # takes a second to import
+    from sklearn.datasets import load_digits
 
-    def load(split: str) -> ImageDataset:
-        # takes a second to import
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        pixels = np.round(digits.images[..., None] * (255 / 16)).astype(np.uint8).repeat(3, axis=-1)
-        dataset = _make_dataset("digits", "digits", pixels, digits.target, "0123456789")
-        return dataset.keep_classes(request.classes)
-
-    return SourceSplits({"train": "scikit-learn's digits"}, load)
-
-
-def find_cifar(name: str, request: Request) -> SourceSplits:
-    """Find CIFAR-10 or CIFAR-100 (Krizhevsky 2009), verified by torchvision's checksums."""
-    # takes seconds to import
-    from torchvision import datasets
-
-    dataset_class = getattr(datasets, name.upper())
-    folder = choose_folder(name, request.root)
-    # a folder of images would be taken for a download that broke off
-    if request.root is not None and "train" in find_split_folders(folder):
-        raise ValueError(
-            f"data.root {folder} is an image folder (train/<class>/…), not the published {name}"
-            "; read it with data.name=folder"
-        )
-
-    def load(split: str) -> ImageDataset:
-        open_published = partial(dataset_class, folder, train=split == "train")
-        archive = f"{dataset_class.filename} (from {dataset_class.url})"
-        published = open_or_download(
-            open_published, name, folder, archive, download=request.download
-        )
-        labels = np.array(published.targets)
-        dataset = _make_dataset(name, split, published.data, labels, published.classes)
-        return dataset.keep_classes(request.classes)
-
-    return SourceSplits(
-        {"train": "the published training set", "test": "the published test set"}, load
+    digits = load_digits()
+    pixels = np.round(digits.images[..., None] * (255 / 16)).astype(np.uint8).repeat(3, axis=-1)
+    listing = Listing(
+        name="digits",
+        origin="scikit-learn's digits",
+        ids=[f"digits/{index:05d}" for index in range(len(pixels))],
+        labels=list(map(str, digits.target.tolist())),
+        reader=ArrayReader(pixels),
     )
+    return build_splits(listing, request.classes)
 
 
 def find_imagenette(request: Request) -> SourceSplits:
@@ -137,7 +108,7 @@ def find_imagenette(request: Request) -> SourceSplits:
     folder = choose_folder("imagenette", request.root)
     # the folder itself, or the place where the download was unpacked
     for copy in (folder, *sorted(folder.glob("imagenette2*"))):
-        if _is_imagenette(copy):
+        if is_imagenette(copy):
             break
     else:
         # takes seconds to import
@@ -151,50 +122,24 @@ def find_imagenette(request: Request) -> SourceSplits:
             download=request.download,
         )
         copy = folder / _IMAGENETTE
-    return find_class_folders("imagenette", copy, request.classes, aliases=_IMAGENETTE_CLASSES)
+    return find_class_folders("imagenette", copy, request.classes, in_words=True)
 
 
-def _is_imagenette(folder: Path) -> bool:
+def is_imagenette(folder: Path) -> bool:
+    """Return true for a folder with the splits of Imagenette."""
     return folder.is_dir() and {"train", "validation"} <= find_split_folders(folder).keys()
 
 
 def find_imagenet(request: Request) -> SourceSplits:
-    """Find an ImageNet folder, train/<wnid> and val/<wnid>, with the classes named by wnid or name.
-
-    Names come from LOC_synset_mapping.txt beside the folders, or from torchvision if all 1,000
-    wnids are there.
-    """
+    """Find an ImageNet folder, train/<wnid> and val/<wnid>, with the classes named by wnid or name."""
     folder = check_root(request.place)
-    splits = find_split_folders(folder)
-    if "train" not in splits:
+    # as Kaggle packs it
+    inner = folder / "ILSVRC" / "Data" / "CLS-LOC"
+    folder = inner if inner.is_dir() else folder
+    if "train" not in find_split_folders(folder):
         hint = "ImageNet is read as train/<wnid> and val/<wnid>"
         raise ValueError(f"data.root {folder} has no train/ folder; {hint}")
-
-    words = {}
-    # it is beside the folders, or above Kaggle's ILSVRC/Data/CLS-LOC
-    places = (folder, *folder.absolute().parents[:3])
-    mappings = [place / "LOC_synset_mapping.txt" for place in places]
-    mapping = next((path for path in mappings if path.is_file()), None)
-    if mapping is not None:
-        words = read_words(mapping)
-    elif len(wnids := list_classes(splits["train"])) == 1000:
-        # takes seconds to import
-        from torchvision.models import ResNet18_Weights
-
-        words = dict(zip(wnids, ResNet18_Weights.IMAGENET1K_V1.meta["categories"], strict=True))
-    return find_class_folders("imagenet", folder, request.classes, aliases=deduplicate(words))
-
-
-def _make_dataset(
-    name: str, prefix: str, pixels: np.ndarray, labels: np.ndarray, class_names: Sequence[str]
-) -> ImageDataset:
-    return ImageDataset(
-        name=name,
-        class_names=tuple(class_names),
-        labels=labels,
-        ids=[f"{prefix}/{index:05d}" for index in range(len(pixels))],
-        reader=ArrayReader(pixels),
-    )
+    return find_class_folders("imagenet", folder, request.classes, in_words=True)
 
 
 def choose_folder(name: str, root: Root) -> Path:
@@ -246,14 +191,15 @@ def _explain_damage(name: str, folder: Path, error: Exception) -> ValueError:
     return ValueError(f"the files of {name} in {folder} are damaged ({reason}); copy them again")
 
 
-def find_torchvision(set_name: str, request: Request) -> SourceSplits:
+def find_torchvision(name: str, request: Request, *, set_name: str) -> SourceSplits:
     """Find a set of torchvision; missing files are downloaded with torchvision's checksums.
 
     Splits are the published ones. Classes have torchvision's names, or numbers if it has none.
 
     Args:
-        set_name: Name of torchvision's class.
+        name: The data.name.
         request: Its root is torchvision's `root`, or a folder of idx files; None is the cache.
+        set_name: Name of torchvision's class.
 
     Raises:
         OSError: The download failed; the message says how to do it by hand.
@@ -262,95 +208,146 @@ def find_torchvision(set_name: str, request: Request) -> SourceSplits:
     from torchvision import datasets
 
     dataset_class = getattr(datasets, set_name)
+    is_cifar = set_name.startswith("CIFAR")
     folder = choose_folder(set_name.lower(), request.root)
-    # Debian's packages and hand-made copies have idx files in the folder itself
-    if issubclass(dataset_class, datasets.MNIST) and folder.is_dir():
-        files, num_digits = list_idx(folder), 5
-        raw = folder / set_name / "raw"
-        # torchvision would download the packed files again, whose checksums may be others
-        if not files and raw.is_dir():
-            packed = list_idx(raw)
-            are_packed = all(path.suffix == ".gz" for path in packed.values())
-            # images have the names that they have when they are unpacked
-            files, num_digits = packed if len(packed) == 2 and are_packed else {}, 6
-        if files:
-            names = dataset_class.classes
-            return find_idx(
-                set_name, files, request.classes, class_names=names, num_digits=num_digits
-            )
-
-    splits = _SPLITS[set_name]
-
-    def load(split: str) -> ImageDataset:
-        # the default of SEMEION is True
-        open_published = partial(dataset_class, folder, download=False, **splits[split])
-        # a `loader` of torchvision opens an image; this one returns its path
-        if "loader" in inspect.signature(dataset_class).parameters:
-            open_published = partial(open_published, loader=os.fspath)
-        archive = f"the files of torchvision's {set_name}"
-        dataset = open_or_download(
-            open_published, set_name, folder, archive, download=request.download
+    # a folder of images would be taken for a download that broke off
+    if is_cifar and request.root is not None and "train" in find_split_folders(folder):
+        raise ValueError(
+            f"data.root {folder} is an image folder (train/<class>/…), not the published {name}"
+            "; read it with data.name=folder"
         )
-        try:
-            images = _list_images(dataset, set_name, split, folder)
-        except Exception as error:
-            raise _explain_damage(set_name, folder, error) from error
-        return images.keep_classes(request.classes)
+    # Debian's packages and hand-made copies have idx files in the folder itself
+    if issubclass(dataset_class, datasets.MNIST) and list(folder.glob("train-images?idx3*")):
+        pairs = {split: _read_idx_pair(folder, split) for split in ("train", "test")}
+        found = [(split, *pair, dataset_class.classes) for split, pair in pairs.items()]
+        return _build_published(set_name, folder, found, request, num_digits=5)
 
-    titles = {"train": "training", "validation": "validation", "test": "test"}
-    return SourceSplits({split: f"the published {titles[split]} set" for split in splits}, load)
+    open_set = partial(dataset_class, folder, download=False)
+    # a `loader` of torchvision opens an image; this one returns its path
+    if "loader" in inspect.signature(dataset_class).parameters:
+        open_set = partial(open_set, loader=os.fspath)
+    archive = f"the files of torchvision's {set_name}"
+    if is_cifar:
+        archive = f"{dataset_class.filename} (from {dataset_class.url})"
+    opened = {
+        split: open_or_download(
+            partial(open_set, **arguments), name, folder, archive, download=request.download
+        )
+        for split, arguments in _SPLITS[set_name].items()
+    }
+    try:
+        found = [(split, *_read_published(each, set_name)) for split, each in opened.items()]
+        return _build_published(
+            name if is_cifar else set_name, folder, found, request, num_digits=5 if is_cifar else 6
+        )
+    except Exception as error:
+        raise _explain_damage(set_name, folder, error) from error
 
 
-def _list_images(dataset: Any, set_name: str, split: str, folder: Path) -> ImageDataset:
+def _read_published(dataset: Any, set_name: str) -> tuple[Any, np.ndarray, Sequence[str] | None]:
+    """Return the images of a split (paths, or pixels), their labels and the names of the classes."""
     # Caltech's sets call them categories
-    class_names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
+    names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
+    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    samples: Sequence[tuple[Any, int]] = []
+    if set_name in _SAMPLES:
+        with suppress(AttributeError, TypeError):
+            samples = list(_SAMPLES[set_name](dataset))
+    elif not hasattr(dataset, "loader") and hasattr(dataset, "data") and labels is not None:
+        pixels = np.asarray(dataset.data)
+        # SVHN and STL-10 have the channels first
+        if pixels.ndim == 4 and pixels.shape[1] == 3:
+            pixels = pixels.transpose(0, 2, 3, 1)
+        return pixels, np.asarray(labels, dtype=np.int64), names
+    samples = samples or [dataset[index] for index in range(len(dataset))]
+    items = [each for each, _ in samples]
+    if not isinstance(items[0], str | os.PathLike):
+        items = [np.asarray(each.convert("RGB")) for each in items]
+    return items, np.array([label for _, label in samples], dtype=np.int64), names
 
-    samples = _read_samples(dataset, set_name)
-    if samples is not None:
-        pass
-    elif hasattr(dataset, "loader"):
-        samples = [dataset[index] for index in range(len(dataset))]
-    else:
-        # SVHN, USPS and SEMEION have digits and no names
-        pixels = read_map_style(dataset, split, class_names or tuple("0123456789"))
-        return replace(pixels, name=set_name, split="all")
 
-    labels = np.array([label for _, label in samples], dtype=np.int64)
-    paths = [relative_path(path, folder) for path, _ in samples]
+def _build_published(
+    name: str,
+    folder: Path,
+    found: Sequence[tuple[str, Any, np.ndarray, Sequence[str] | None]],
+    request: Request,
+    *,
+    num_digits: int,
+) -> SourceSplits:
+    """Build the splits of a published set: (split, images, labels, names of the classes) each."""
+    splits = [split for split, images, _, _ in found for _ in images]
+    numbers = np.concatenate([labels for _, _, labels, _ in found])
     # without names, there are at most as many classes as images
-    limit = len(class_names or samples)
-    if labels.min() < 0 or labels.max() >= limit:
-        raise ValueError(f"labels from {labels.min()} to {labels.max()} for {limit} classes")
-    names = class_names or [str(number) for number in range(labels.max() + 1)]
-    return ImageDataset(
-        name=set_name,
-        class_names=tuple(names),
-        labels=labels,
-        ids=paths,
-        reader=FileReader(folder, paths),
+    limit = len(found[0][3] or numbers)
+    if numbers.min() < 0 or numbers.max() >= limit:
+        raise ValueError(f"labels from {numbers.min()} to {numbers.max()} for {limit} classes")
+    names = found[0][3] or [str(number) for number in range(int(numbers.max()) + 1)]
+    first = found[0][1]
+    reader: ArrayReader | FileReader
+    if isinstance(first[0], str | os.PathLike):
+        ids = [relative_path(path, folder) for _, images, _, _ in found for path in images]
+        reader = FileReader(folder, ids)
+    else:
+        ids = [
+            f"{split}/{index:0{num_digits}d}"
+            for split, images, _, _ in found
+            for index in range(len(images))
+        ]
+        is_stacked = all(isinstance(images, np.ndarray) for _, images, _, _ in found)
+        pixels = [image for _, images, _, _ in found for image in images]
+        stacked = [images for _, images, _, _ in found]
+        reader = ArrayReader(np.concatenate(stacked) if is_stacked else pixels)
+    titles = {"train": "training", "validation": "validation", "test": "test"}
+    listing = Listing(
+        name=name,
+        origin=name,
+        ids=ids,
+        labels=[str(names[number]) for number in numbers.tolist()],
+        reader=reader,
+        splits=splits,
+        origins={split: f"the published {titles[split]} set" for split in set(splits)},
+        class_names=tuple(map(str, names)),
     )
+    return build_splits(listing, request.classes)
 
 
-def _read_samples(dataset: Any, set_name: str) -> list[tuple[Any, int]] | None:
-    """List the files and labels of a set by its private attributes; None if it has others."""
-    if set_name not in _SAMPLES:
-        return None
-    # a later torchvision may call them otherwise: then its images are opened
-    with suppress(AttributeError, TypeError):
-        return list(_SAMPLES[set_name](dataset))
-    return None
+def _read_idx_pair(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the images and labels of a split in idx files, plain or .gz."""
+    prefix = "train" if split == "train" else "t10k"
+    images, labels = (
+        _read_idx(folder, f"{prefix}-{kind}?idx{dimensions}-ubyte*", dimensions)
+        for kind, dimensions in (("images", 3), ("labels", 1))
+    )
+    if len(images) != len(labels):
+        raise ValueError(f"{folder} holds {len(images)} images and {len(labels)} labels of {split}")
+    return images, labels.astype(np.int64)
+
+
+def _read_idx(folder: Path, pattern: str, dimensions: int) -> np.ndarray:
+    path = next(iter(sorted(folder.glob(pattern))), folder / pattern.replace("?", "-"))
+    try:
+        with open_regular(path) as stored:
+            file = gzip.GzipFile(fileobj=stored) if path.suffix == ".gz" else stored
+            header = file.read(4 + 4 * dimensions)
+            shape = np.frombuffer(header, ">u4", offset=4).tolist()
+            # two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension
+            num_bytes = math.prod(shape)
+            if header[:4] != bytes([0, 0, 8, dimensions]) or num_bytes > _MAX_UNPACKED:
+                raise ValueError("it has another header")
+            content = file.read(num_bytes + 1)
+        return np.frombuffer(content, np.uint8).reshape(shape)
+    except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is not a complete idx file: {error}; download it again"
+        ) from error
 
 
 _TORCHVISION = {**_SHORT_NAMES, **{f"torchvision:{set_name}": set_name for set_name in _SPLITS}}
-SOURCES = (
-    Source("cifar10", partial(find_cifar, "cifar10")),
-    Source("cifar100", partial(find_cifar, "cifar100")),
-    Source("digits", find_digits, is_here=lambda root: True),
-    Source("imagenet", find_imagenet, needs_root=True, is_here=root_exists, unit="files"),
-    Source(
-        "imagenette",
-        find_imagenette,
-        is_here=lambda root: root is not None and _is_imagenette(Path(root)),
-    ),
-    *(Source(name, partial(find_torchvision, set_name)) for name, set_name in _TORCHVISION.items()),
-)
+NAMED: Mapping[str, Callable[[Request], SourceSplits]] = {
+    "digits": find_digits,
+    "imagenette": find_imagenette,
+    **{
+        name: partial(find_torchvision, name, set_name=set_name)
+        for name, set_name in _TORCHVISION.items()
+    },
+}

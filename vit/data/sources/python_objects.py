@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import check_classes, number_labels, sort_class_names
-from vit.data.dataset import ImageDataset, SourceSplits
+from vit.data.class_names import check_classes, sort_class_names
+from vit.data.dataset import SourceSplits
 from vit.data.duplicates import hash_pixels
-from vit.data.images import DeepImage, list_images
-from vit.data.label_sets import read_label_sets
+from vit.data.images import list_images
 from vit.data.python_images import (
-    as_list,
+    as_plain,
     convert_pixels,
     find_class_names,
     is_pixels,
     list_items,
-    read_labels,
     split_item,
 )
 from vit.data.sources.base import SPLIT_OF, ImageReader
-from vit.data.sources.huggingface import read_rows_column
+from vit.data.sources.huggingface import RowColumns
+from vit.data.sources.listing import Listing, build_splits
 from vit.runtime.arguments import as_tuple, describe_kind, shorten
 
 # data.name of such a run
@@ -34,30 +31,31 @@ FROM_PYTHON = "from-python"
 
 
 @dataclass(frozen=True, eq=False)
-class DatasetReader(ImageReader):
-    """The images of a data set whose items are (image, label)."""
+class ItemReader(ImageReader):
+    """The images of sets whose items are (image, label)."""
 
-    dataset: Any
-    indices: np.ndarray
-    # uint64, hash of every image, by which the cache knows it
+    sets: Sequence[Any]
+    # int64 [n, 2]: set, and place in it
+    places: np.ndarray
+    # uint64 [n], hash of every image, by which the cache knows it
     digests: np.ndarray
     in_process = True
 
-    def image(self, index: int) -> Image.Image:
-        image, _ = _read_item(self.dataset, int(self.indices[index]))
-        return image
-
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.places)
+
+    def image(self, index: int) -> Image.Image:
+        number, place = self.places[index].tolist()
+        return _read_item(self.sets[number], place)[0]
 
     def digest(self, index: int) -> int:
-        return int(self.digests[self.indices[index]])
+        return int(self.digests[index])
 
     def cache_key(self) -> bytes:
-        return bytes(self.digests[self.indices].data)
+        return self.digests.tobytes()
 
-    def subset(self, indices: np.ndarray) -> DatasetReader:
-        return DatasetReader(self.dataset, self.indices[indices], self.digests)
+    def subset(self, indices: np.ndarray) -> ItemReader:
+        return ItemReader(self.sets, self.places[indices], self.digests[indices])
 
 
 def find_python_objects(
@@ -71,11 +69,12 @@ def find_python_objects(
     """Find the splits of images passed from Python.
 
     Args:
-        dataset: A set of items, see `split_item`, or a loader of one, see `list_items`; images and
-            labels [n]; a pair of such sets (train, validation), or a dictionary of them by split.
-            For an image see `convert_pixels`, or a PIL image; for a label `read_labels`.
+        dataset: A set of items, see `split_item`; images and labels [n]; a pair of such sets
+            (train, validation), or a dictionary of them by split. For an image see
+            `convert_pixels`, or a PIL image. A label is a text or a whole number; with
+            `task="multilabel"` a list of names, or a row of 0 and 1.
         class_names: Names of the classes; None takes those that the set has, see
-            `find_class_names`, or the labels that are names, in their alphabetical order.
+            `find_class_names`, or the labels that are names, in their order.
         split: Name of the split of a data set that isn't a pair.
         numbered_classes: Names for integer labels if there are no other names; None for "class 0"
             and so on.
@@ -85,8 +84,6 @@ def find_python_objects(
         ValueError: The images or labels are of another type, or the validation images have other
             classes.
     """
-    if class_names is not None:
-        class_names = as_tuple(class_names)
     parts = {split: dataset}
     if isinstance(dataset, Mapping):
         parts = {SPLIT_OF.get(name, ""): part for name, part in dataset.items()}
@@ -96,151 +93,150 @@ def find_python_objects(
     elif isinstance(dataset, tuple) and len(dataset) == 2 and not _is_images_and_labels(dataset):
         parts = {"train": dataset[0], "validation": dataset[1]}
 
-    datasets: dict[str, ImageDataset] = {}
-    for name, part in parts.items():
-        names = class_names or find_class_names(part)
-        if "train" in datasets:
-            names = names or datasets["train"].class_names
-        datasets[name] = read_map_style(
-            part, name, names, numbered_classes=numbered_classes, task=task
-        )
-        if "train" in datasets and task is None:
-            task = "multilabel" if datasets["train"].is_multilabel else "classes"
-        # a model that is evaluated knows its classes already
-        if name == "train" and numbered_classes is None:
-            datasets[name] = _check_training_images(datasets[name])
-
-    first, *others = datasets.values()
-    for other in others:
-        if other.class_names != first.class_names:
-            theirs = ", ".join(other.class_names)
-            ours = ", ".join(first.class_names)
+    names = None if class_names is None else as_tuple(class_names)
+    own_names = [find_class_names(part) for part in parts.values()]
+    if names is None:
+        names = own_names[0]
+        if any(each not in (None, names) for each in own_names[1:]):
+            theirs = next(each for each in own_names[1:] if each not in (None, names)) or ()
             raise ValueError(
-                f"the validation images have classes {theirs}, the training images {ours}"
-                "; pass class_names"
+                f"the validation images have classes {', '.join(theirs)}, the training images"
+                f" {', '.join(names or ())}; pass class_names"
             )
-    return SourceSplits(
-        dict.fromkeys(datasets, "the images passed from Python"), datasets.__getitem__
+    sets = [_list_set(part) for part in parts.values()]
+    splits: list[str] = []
+    labels: list[Any] = []
+    digests: list[int] = []
+    for name, items in zip(parts, sets, strict=True):
+        if not len(items):
+            raise ValueError("dataset holds no images; pass at least one")
+        # every item is read now, for its label and for the hash by which the image is known
+        for index in range(len(items)):
+            image, label = _read_item(items, index)
+            digests.append(hash_pixels(image))
+            labels.append(as_plain(label))
+            splits.append(name)
+    named, names = _name_labels(labels, names or None, numbered_classes, task=task)
+    places = [(number, index) for number, items in enumerate(sets) for index in range(len(items))]
+    tables = [part for part in parts.values() if hasattr(part, "select_columns")]
+    listing = Listing(
+        name=FROM_PYTHON,
+        origin="dataset",
+        ids=[f"{name}/{index:06d}" for name, (_, index) in zip(splits, places, strict=True)],
+        labels=named,
+        reader=ItemReader(sets, np.array(places), np.array(digests, dtype=np.uint64)),
+        splits=splits,
+        origins=dict.fromkeys(parts, "the images passed from Python"),
+        class_names=names,
+        columns=RowColumns(tables) if len(tables) == len(parts) else None,
+        # a model that is evaluated knows its classes already
+        notes=[] if numbered_classes is not None else _note_unused(named, splits, names),
     )
+    return build_splits(listing, None)
 
 
-def read_map_style(
-    dataset: Any,
-    split: str,
-    class_names: Sequence[str] | None,
-    *,
-    numbered_classes: Sequence[str] | None = None,
-    task: str | None = None,
-) -> ImageDataset:
-    """Read each image and label of one split once, see `find_python_objects`."""
-    if isinstance(dataset, tuple) and len(dataset) == 2:
-        images, labels = dataset
+def _list_set(part: Any) -> Any:
+    if isinstance(part, tuple) and len(part) == 2 and _is_images_and_labels(part):
+        images, labels = part
         if len(images) != len(labels):
             raise ValueError(
                 f"dataset holds {len(images)} images and {len(labels)} labels"
                 "; pass a label for each image"
             )
-        dataset = list(zip(images, labels, strict=True))
-    read_column = None
-    # a table of the library `datasets`
-    if hasattr(dataset, "select_columns"):
-        read_column = partial(read_rows_column, {split: dataset}, origin="dataset", id_format="06d")
-    dataset = list_items(dataset)
-
-    # every item is read now, for its label and for the hash by which the image is known
-    digests = np.zeros(len(dataset), dtype=np.uint64)
-    labels = []
-    has_deep_floats = False
-    for index in range(len(dataset)):
-        image, label = _read_item(dataset, index)
-        digests[index] = hash_pixels(image)
-        labels.append(label)
-        has_deep_floats |= isinstance(image, DeepImage) and not image.has_integers
-    if has_deep_floats:
-        _check_scale(dataset)
-    if not labels:
-        raise ValueError("dataset holds no images; pass at least one")
-    several = read_label_sets(
-        [as_list(label) for label in labels],
-        class_names=class_names or numbered_classes,
-        task=task,
-    )
-    if several is not None:
-        numbers, names = several
-    else:
-        numbers, names = _read_classes(labels, class_names, numbered_classes)
-    return ImageDataset(
-        name=FROM_PYTHON,
-        split=split,
-        class_names=names,
-        labels=numbers,
-        ids=[f"{split}/{index:06d}" for index in range(len(labels))],
-        reader=DatasetReader(dataset, np.arange(len(labels)), digests),
-        read_column=read_column,
-    )
+        return list(zip(images, labels, strict=True))
+    return list_items(part)
 
 
-def _read_classes(
+def _name_labels(
     labels: Sequence[Any],
     class_names: Sequence[str] | None,
     numbered_classes: Sequence[str] | None,
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return the class of each image, int64 [n], and the class names, see `find_python_objects`."""
-    plain_labels, num_classes = read_labels(labels)
+    *,
+    task: str | None,
+) -> tuple[list[Any], tuple[str, ...]]:
+    """Return the class of each image by its name, or its labels, a tuple; and the names of all."""
     known = class_names or numbered_classes
-    if all(isinstance(label, str) for label in plain_labels):
-        own_names = sort_class_names(map(str, plain_labels))
+    if task == "multilabel":
+        return _name_sets(labels, known)
+    if all(isinstance(label, str) for label in labels):
+        names = sort_class_names(map(str, labels))
         # the model's order, if it knows all labels, so that evaluations can be compared
-        if numbered_classes is not None and set(own_names) <= set(numbered_classes):
-            own_names = tuple(numbered_classes)
-        names = tuple(class_names or own_names)
-        if unknown := set(plain_labels) - set(names):
-            wrong = next(label for label in plain_labels if label in unknown)
-            shown = shorten(", ".join(map(str, names)))
+        if known is not None and (class_names is not None or set(names) <= set(known)):
+            names = tuple(known)
+        if unknown := set(labels) - set(names):
+            wrong = next(label for label in labels if label in unknown)
+            shown = shorten(", ".join(names))
             raise ValueError(f"the label {wrong!r} of dataset is not one of its classes {shown}")
-        return number_labels(map(str, plain_labels), names), names
-
-    numbers = np.array(plain_labels, dtype=np.int64)
-    if num_classes is not None:
-        known = known or [f"class {number}" for number in range(num_classes)]
-        if len(known) != num_classes:
+        return list(labels), names
+    for label in labels:
+        if not isinstance(label, int):
+            text = "the labels of dataset are not integers from 0, nor all of them class names"
+            hint = "; rows of 0 and 1 or lists are several labels, data.task=multilabel"
             raise ValueError(
-                f"the labels of dataset are one-hot rows of {num_classes} classes, and there are"
-                f" {len(known)} class names; name each class"
+                f"{text}; one is {shorten(repr(label))}{hint * isinstance(label, list)}"
             )
-    elif not known:
+    used = sorted(set(labels))
+    if known is None:
         # without names, the labels count the classes
-        used = np.unique(numbers)
-        if not np.array_equal(used, np.arange(len(used))):
+        if used != list(range(len(used))):
             text = f"the labels of dataset are {shorten(', '.join(map(str, used)))}"
             raise ValueError(
                 f"{text}, not 0 to {len(used) - 1} without gaps; number them so, as "
                 "numpy.unique(labels, return_inverse=True)[1] does, or pass class_names"
             )
         known = [f"class {label}" for label in used]
-    if numbers.min() < 0 or numbers.max() >= len(known):
-        text = f"labels from {numbers.min()} to {numbers.max()}, and {len(known)} class names"
+    if used[0] < 0 or used[-1] >= len(known):
+        text = f"labels from {used[0]} to {used[-1]}, and {len(known)} class names"
         raise ValueError(f"dataset has {text}; name each class")
-    return numbers, tuple(known)
+    return [known[label] for label in labels], tuple(known)
 
 
-def _check_training_images(images: ImageDataset) -> ImageDataset:
+def _name_sets(
+    labels: Sequence[Any], known: Sequence[str] | None
+) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """Return the names of the labels of each image, and of all labels."""
+    if not all(isinstance(label, list) for label in labels):
+        wrong = next(label for label in labels if not isinstance(label, list))
+        raise ValueError(
+            "the labels of dataset are not several an image: pass rows of 0 and 1, or lists of"
+            f" names, instead of {shorten(repr(wrong))}"
+        )
+    if all(isinstance(each, str) for label in labels for each in label):
+        used = sorted({each for label in labels for each in label})
+        names = tuple(known or used)
+        if unknown := set(used) - set(names):
+            text = f"the label {min(unknown)!r} of dataset is not one of"
+            raise ValueError(f"{text} {shorten(', '.join(names))}; name each label")
+        return [tuple(dict.fromkeys(label)) for label in labels], names
+    lengths = {len(label) for label in labels}
+    is_row = len(lengths) == 1 and all(each in (0, 1) for label in labels for each in label)
+    names = tuple(known or (f"class {place}" for place in range(max(lengths))))
+    if not is_row or len(names) != max(lengths):
+        raise ValueError(
+            f"the labels of dataset are {shorten(repr(labels[0]))}, not rows of 0 and 1 with a number"
+            f" for each of {len(names)} labels, nor lists of names"
+        )
+    rows = [tuple(names[place] for place, mark in enumerate(label) if mark) for label in labels]
+    return rows, names
+
+
+def _note_unused(labels: Sequence[Any], splits: Sequence[str], names: Sequence[str]) -> list[str]:
     """Note the classes without a training image. Raises ValueError for fewer than two classes."""
-    counts = images.class_counts.tolist()
-    used = [name for name, count in zip(images.class_names, counts, strict=True) if count]
-    check_classes(used, origin="dataset")
-    unused = [name for name in images.class_names if name not in used]
-    if not unused:
-        return images
-    word = "label" if images.is_multilabel else "class"
-    note = f"no training image has the {word} {shorten(', '.join(unused))}; leave it out"
-    return replace(images, notes=(*images.notes, f"{note} of class_names"))
+    pairs = zip(labels, splits, strict=True)
+    used = {each for label, split in pairs if split == "train" for each in as_tuple(label)}
+    if "train" not in splits:
+        return []
+    check_classes([name for name in names if name in used], origin="dataset")
+    unused = [name for name in names if name not in used]
+    word = "label" if any(isinstance(label, tuple) for label in labels) else "class"
+    text = f"no training image has the {word} {shorten(', '.join(unused))}"
+    return [f"{text}; leave it out of class_names"] if unused else []
 
 
 def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:
     name = f"item {index} of dataset"
     image, label = split_item(dataset[index], name=name)
-    if isinstance(image, str | Path):
+    if isinstance(image, str):
         raise ValueError(
             f"{name} holds {image!r}, not a PIL image, an array or a tensor"
             "; open it (PIL.Image.open), or train on a table of the paths"
@@ -253,21 +249,6 @@ def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:
     rgb = next(list_images(image))
     assert not isinstance(rgb, str)
     return rgb, label
-
-
-def _check_scale(dataset: Any) -> None:
-    """Raise ValueError if floating-point images of a set have values from 0 to 1, although those of
-    others go beyond: one scale is meant for all."""
-    for index in range(len(dataset)):
-        image, _ = split_item(dataset[index], name="")
-        # "float32" of numpy, "torch.float32" of torch
-        is_float = "float" in str(getattr(image, "dtype", ""))
-        pixels = convert_pixels(image) if is_float else np.zeros(0)
-        if pixels.dtype == np.uint8 and pixels.any():
-            raise ValueError(
-                f"item {index} of dataset has values from 0 to 1, and other items have values beyond"
-                " these; give all the same scale, as uint8 or uint16"
-            )
 
 
 def _is_images_and_labels(pair: tuple[Any, Any]) -> bool:

@@ -1,86 +1,69 @@
-"""The kinds of data sets: those of this project and those of other packages, registered alike."""
+"""The kinds of data sets by name, and the kind of a place."""
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
 
-from vit.data.dataset import Source
-from vit.data.sources import folders, huggingface, named, published, shards
+from vit.data.dataset import Request, SourceSplits
+from vit.data.sources import folders, huggingface, named, shards
 from vit.data.sources.base import Root
-from vit.runtime.arguments import check_kind, shorten
+from vit.runtime.arguments import shorten
 from vit.runtime.places import explain_file, suggest
-from vit.runtime.plugins import load_plugins
-
-_sources: dict[str, Source] = {}
 
 
-def register_source(source: Source) -> None:
-    """Add a kind of data set, which `data.name` and `vit train` then know.
+class Source(NamedTuple):
+    """A kind of data set.
 
-    Another package registers its source without this call, by an entry
-    point of the group "vit.register_source" whose object is the source.
-
-    Args:
-        source: Name of the data set, and the function that finds its images.
-
-    Raises:
-        ValueError: The object is not a `vit.Source`, or its name is taken.
-
-    Example:
-        >>> vit.register_source(vit.Source("my_scans", find_my_scans))
-        >>> vit.train("my_scans", output="runs/scans")
+    Attributes:
+        find: Function that finds the splits of a request.
+        recognizes: Function that is true for a place of such images; None for a data set that is
+            known by its name.
+        needs_root: The data set can't be found without `data.root`.
+        unit: Word for the images in messages; empty for a published data set, whose images aren't
+            counted.
     """
-    check_kind(source, Source, name="source", expected="a vit.Source")
-    if _sources.get(source.name, source) is not source:
-        raise ValueError(f"there is a source {source.name!r} already; choose another name")
-    _sources[source.name] = source
+
+    find: Callable[[Request], SourceSplits]
+    recognizes: Callable[[str], bool] | None = None
+    needs_root: bool = False
+    unit: str = ""
 
 
-# if several recognise the same folder, the last one is taken
-for _source in (
-    *named.SOURCES,
-    folders.SOURCE,
-    *published.SOURCES,
-    shards.SOURCE,
-    huggingface.SOURCE,
-):
-    register_source(_source)
-
-
-@cache
-def _load_plugins() -> None:
-    load_plugins("vit.register_source", register_source)
-
-
-def known_sources() -> dict[str, Source]:
-    """All kinds of data sets by name."""
-    _load_plugins()
-    return _sources
+# if several recognise the same place, the last one is taken
+SOURCES = {
+    **{name: Source(find) for name, find in named.NAMED.items()},
+    "imagenet": Source(named.find_imagenet, needs_root=True, unit="files"),
+    "folder": Source(folders.find_folder, folders.is_folder, needs_root=True, unit="files"),
+    "webdataset": Source(shards.find_shards, shards.is_place, needs_root=True, unit="files"),
+    "huggingface": Source(
+        huggingface.find_huggingface, huggingface.is_place, needs_root=True, unit="rows"
+    ),
+}
 
 
 def find_source(name: str) -> Source:
     """The source of a `data.name`. Raises ValueError for an unknown one."""
-    sources = known_sources()
-    if name not in sources:
-        prefix = name.partition(":")[0] + ":"
-        alike = [each.removeprefix(prefix) for each in sources if each.startswith(prefix)]
-        if ":" in name and alike:
-            raise ValueError(
-                f"data.name {shorten(repr(name))} is not read; {prefix}NAME is one of"
-                f" {', '.join(sorted(alike))}"
-            )
-        raise ValueError(f"unknown data.name {shorten(name)!r}; known: {describe_names(sources)}")
-    return sources[name]
+    if name in SOURCES:
+        return SOURCES[name]
+    prefix = f"{name.partition(':')[0]}:"
+    alike = [each.removeprefix(prefix) for each in SOURCES if each.startswith(prefix)]
+    if ":" in name and alike:
+        raise ValueError(
+            f"data.name {shorten(repr(name))} is not read; {prefix}NAME is one of"
+            f" {', '.join(sorted(alike))}"
+        )
+    raise ValueError(f"unknown data.name {shorten(name)!r}; known: {describe_names(SOURCES)}")
 
 
-def describe_names(sources: Mapping[str, Source]) -> str:
+def describe_names(names: Iterable[str]) -> str:
     """The names of sources for a message, those of one prefix as one: "torchvision:NAME"."""
-    parts = [name.partition(":") for name in sources]
+    parts = [name.partition(":") for name in names]
     return ", ".join(sorted({f"{prefix}:NAME" if colon else prefix for prefix, colon, _ in parts}))
 
 
-def list_named_sets() -> dict[str, Source]:
+def list_named_sets() -> list[str]:
     """The data sets that are known by their name alone."""
-    return {name: source for name, source in known_sources().items() if source.recognizes is None}
+    return [name for name, source in SOURCES.items() if source.recognizes is None]
 
 
 def find_kind(data: object) -> str | None:
@@ -93,16 +76,14 @@ def find_kind(data: object) -> str | None:
         The name; None if no source knows it.
     """
     text = str(data)
-    prefix, colon, _ = text.partition(":")
-    named_sets = list_named_sets()
     # an unknown set of a known prefix is refused when it is opened, which names the known ones
-    if text in named_sets or (
-        colon and any(name.startswith(prefix + colon) for name in named_sets)
-    ):
+    if text in list_named_sets() or text.startswith("torchvision:"):
         return text
-    for source in reversed(known_sources().values()):
-        if source.recognizes is not None and source.recognizes(text):
-            return source.name
+    known = [name for name, source in SOURCES.items() if source.recognizes is not None]
+    for name in reversed(known):
+        recognizes = SOURCES[name].recognizes
+        if recognizes is not None and recognizes(text):
+            return name
     return None
 
 
@@ -124,5 +105,10 @@ def require_kind(data: object) -> str:
 
 def is_here(name: str | None, root: Root) -> bool:
     """Return true if the images of a data set can be read without a download."""
-    sources = known_sources()
-    return name in sources and sources[name].is_here(root)
+    if name == "digits":
+        return True
+    if root is None or not Path(root).exists():
+        return False
+    return name in ("folder", "imagenet") or (
+        name == "imagenette" and named.is_imagenette(Path(root))
+    )

@@ -1,9 +1,8 @@
-"""WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` (or .json, .txt) side by side in tar
-files.
+"""WebDataset tar shards: `<key>.<image suffix>` and `<key>.cls` (or `.json` with a "label") side by
+side in tar files.
 
 A shard is indexed once, and an image is then read by its offset: samples are reached at random, as
-with files. For the index of a shard in object storage only the headers are downloaded; then the
-bytes of each image that is needed. Both are kept in the cache.
+with files. Shards in object storage are copied into the cache.
 """
 
 from __future__ import annotations
@@ -11,73 +10,64 @@ from __future__ import annotations
 import glob
 import io
 import json
+import math
 import os
 import re
-import secrets
-import shutil
 import tarfile
-import zlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from braceexpand import braceexpand
 from PIL import Image
 
-from vit.data.dataset import ImageDataset, Request, Source, SourceSplits
+from vit.data.dataset import Request, SourceSplits
 from vit.data.images import is_image_name, read_image, read_pixels
-from vit.data.sources import remote
 from vit.data.sources.base import (
     SPLIT_NAMES,
     ImageReader,
     count_suffixes,
-    describe_counts,
     hash_bytes,
+    read_stats,
 )
-from vit.data.sources.remote import StoredFile
-from vit.data.sources.table_labels import check_several, find_label_column, number_splits
+from vit.data.sources.listing import Listing, as_labels, build_splits
+from vit.data.sources.remote import fetch_files, is_remote, list_addresses
 from vit.runtime.arguments import hide_tokens, shorten
-from vit.runtime.files import default_cache_dir, expand_home, open_cached, read_arrays, write_arrays
+from vit.runtime.drive import wait_for_drive
+from vit.runtime.files import default_cache_dir, expand_home, open_regular
 
 _MAX_SHARDS = 1_000_000
-# suffixes of files with labels, the first that is there counts
-_LABEL_SUFFIXES = ("cls", "json", "txt")
-# keys of labels in a .json file
-_LABEL_KEYS = ("labels", "label", "classes", "class", "cls")
-# bytes of such a file that are read
+# bytes of a label's file that are read
 _LABEL_BYTES = 2**16
-# bytes of images from object storage that are kept in the cache
-_CACHE_BYTES = 32_000_000_000
-# a CRC-32 behind the bytes of each of them
-_CHECKSUM_BYTES = 4
 
 
 class _Sample(NamedTuple):
     key: str
-    # the text of its file
-    label: str
+    # text of its label's file; None if there is none
+    label: str | None
     # place of the image, in bytes
     offset: int
     size: int
-    # suffix of the label's file; empty if there is none
-    suffix: str = "cls"
 
 
 @dataclass(frozen=True, eq=False)
 class ShardReader(ImageReader):
     """Images inside tar files on this disk."""
 
-    shards: Sequence[StoredFile]
+    shards: Sequence[str]
     names: Sequence[str]
     # int64 [n, 3]: shard, offset, size in bytes
     places: np.ndarray
     has_small_subsets: ClassVar[bool] = True
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def place(self) -> str:
+        return os.path.realpath(self.shards[0]) if self.shards else ""
 
     def image(self, index: int) -> Image.Image:
         return read_image(io.BytesIO(self.load(index)), name=self.names[index])
@@ -87,88 +77,33 @@ class ShardReader(ImageReader):
 
     def load(self, index: int) -> bytes:
         """Read the file of an image."""
-        shard, start, end = self._find(index)
-        return shard.read(start, end)
-
-    def _find(self, index: int) -> tuple[StoredFile, int, int]:
-        """Find the shard of an image, and where its bytes start and end there."""
         shard, offset, size = self.places[index].tolist()
-        return self.shards[shard], offset, offset + size
 
-    def __len__(self) -> int:
-        return len(self.places)
+        def read() -> bytes:
+            with open_regular(Path(self.shards[shard])) as file:
+                file.seek(offset)
+                return bytes(file.read(size))
 
-    @property
-    def place(self) -> str:
-        path = self.shards[0].path if self.shards else ""
-        return "" if remote.is_remote(path) else os.path.realpath(path)
+        return wait_for_drive(read, self.shards[shard])
+
+    def stats(self) -> np.ndarray:
+        # the shard's facts and the place in it
+        stats = read_stats(self.shards)[self.places[:, 0]]
+        stats[:, 0] = self.places[:, 1]
+        return stats
 
     def digest(self, index: int) -> int:
-        shard, start, end = self._find(index)
-        return hash_bytes(f"{shard.digest} {start} {end}".encode())
+        return hash_bytes(self.load(index))
 
     def sizes(self) -> np.ndarray:
         return self.places[:, 2]
 
     def cache_key(self) -> bytes:
-        versions = [(shard.size, shard.version) for shard in self.shards]
-        return repr(versions).encode() + self.places.tobytes()
+        return self.stats().tobytes()
 
-    def subset(self, indices: np.ndarray) -> Self:
+    def subset(self, indices: np.ndarray) -> ShardReader:
         names = [self.names[index] for index in indices]
         return replace(self, names=names, places=self.places[indices])
-
-
-@dataclass(frozen=True, eq=False)
-class RemoteShardReader(ShardReader):
-    """Images inside tar files in object storage. The bytes of each image are kept in a file in a
-    folder, until there are too many."""
-
-    folder: Path
-    is_remote: ClassVar[bool] = True
-
-    def fetch(self, indices: Iterable[int]) -> None:
-        missing = [index for index in indices if not self._path(index).is_file()]
-        num_bytes = sum(map(len, remote.map_parallel(self.load, missing)))
-        # all processes together check the folder about each time that it has grown by a twentieth
-        if secrets.randbelow(_CACHE_BYTES // 20 + 1) < num_bytes:
-            self._delete_oldest()
-
-    def load(self, index: int) -> bytes:
-        path = self._path(index)
-        # not fetched yet, or deleted again
-        with suppress(FileNotFoundError):
-            stored = path.read_bytes()
-            os.utime(path)
-            content = stored[:-_CHECKSUM_BYTES]
-            if stored == content + _checksum(content):
-                return content
-
-        # moved to its place when complete: another process may read it meanwhile
-        content = super().load(index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-        temporary.write_bytes(content + _checksum(content))
-        temporary.replace(path)
-        return content
-
-    def _path(self, index: int) -> Path:
-        shard, start, end = self._find(index)
-        return self.folder / shard.digest / f"{start}-{end}"
-
-    def _delete_oldest(self) -> None:
-        """Delete the images that were used longest ago, if there are too many bytes for the cache
-        or for the disk."""
-        # another process may delete them at the same time
-        with suppress(FileNotFoundError):
-            files = [(path.stat(), path) for path in self.folder.glob("*/*-*")]
-            total = sum(stat.st_size for stat, _ in files)
-            limit = min(_CACHE_BYTES, (total + shutil.disk_usage(self.folder).free) / 2)
-            for stat, path in sorted(files, key=lambda file: file[0].st_mtime_ns):
-                if total <= 0.8 * limit:
-                    break
-                path.unlink()
-                total -= stat.st_size
 
 
 def find_shards(request: Request) -> SourceSplits:
@@ -180,8 +115,7 @@ def find_shards(request: Request) -> SourceSplits:
         request: Its root is a folder of shards, or a pattern. A folder holds <split>/*.tar or
             <split>-*.tar (train, val, test), or *.tar as one set. A pattern is one set, of globs
             and braces ("shards-{000..009}.tar"). Both may be addresses
-            ("s3://bucket/{000..009}.tar"). Its cache holds the index and the images of object
-            storage.
+            ("s3://bucket/{000..009}.tar").
 
     Raises:
         ValueError: A shard is damaged, a label is wrong, or a class has no training images.
@@ -190,111 +124,83 @@ def find_shards(request: Request) -> SourceSplits:
     """
     assert request.root is not None
     path = os.path.expanduser(request.root).rstrip("/")
-    splits, unused = _find_splits(path)
-    if not splits:
+    by_split = _find_splits(path)
+    if not by_split:
         raise FileNotFoundError(f"data.root {request.root} holds no .tar shards; check the path")
-
-    origins = dict.fromkeys(splits, path)
-    if len(splits) > 1:
-        origins = {split: f"{SPLIT_NAMES[split][0]}*" for split in splits}
-
-    # all splits are indexed together, because they have the same classes
-    paths = [path for shards in splits.values() for path in shards]
-    index = partial(_index_cached, request.cache_dir / "shards")
-    shard_at = dict(zip(paths, remote.map_parallel(index, paths), strict=True))
-    for file, samples, unused_files in shard_at.values():
-        for sample in samples:
-            if not sample.suffix:
-                raise _ask_for_label(file, sample, unused_files)
-        unused.update(unused_files)
-    labels = {
-        split: [sample.label for path in splits[split] for sample in shard_at[path][1]]
-        for split in splits
-    }
-    samples = [sample for _, each, _ in shard_at.values() for sample in each]
-    _check_texts(samples, path)
-    column = find_label_column(labels, None, task=request.labels.task, origin=path)
-    if not column.several:
-        for file, each, _ in shard_at.values():
-            if empty := next((sample for sample in each if not sample.label), None):
-                raise _ask_for_label(file, empty, {})
-    class_names, numbers, notes = number_splits(column.labels, request.classes, origin=path)
-    notes += column.notes
-    if not column.several and request.labels.task is None:
-        notes += check_several(list(map(str, chain(*column.labels.values()))), origin=path)
-
-    def load(split: str) -> ImageDataset:
-        shards = [shard_at[path] for path in splits[split]]
-        files = [file for file, _, _ in shards]
-        samples = [(n, sample) for n, (_, each, _) in enumerate(shards) for sample in each]
-        names = [f"{files[n].name}/{sample.key}" for n, sample in samples]
-        places = np.array([(n, sample.offset, sample.size) for n, sample in samples])
-
-        reader = ShardReader(files, names, places)
-        # in object storage, images are kept when they were read
-        if remote.is_remote(paths[0]):
-            reader = RemoteShardReader(files, names, places, request.cache_dir / "remote")
-        dataset = ImageDataset(
-            name="webdataset",
-            class_names=class_names,
-            labels=numbers[split],
-            ids=names,
-            reader=reader,
-            notes=tuple(notes),
-        )
-        return dataset.keep_classes(request.classes)
-
-    return SourceSplits(origins, load, unused, column.guesses).with_test_split()
+    named = [(split, shard) for split, shards in by_split.items() for shard in shards]
+    shards = [shard for _, shard in named]
+    files = fetch_files(shards, request.cache_dir / "remote") if is_remote(path) else shards
+    splits: list[str] = []
+    labels: list[str | tuple[str, ...]] = []
+    names: list[str] = []
+    places: list[tuple[int, int, int]] = []
+    several = request.labels.task == "multilabel"
+    for number, ((split, shard), file) in enumerate(zip(named, files, strict=True)):
+        for sample in _index(file, name=hide_tokens(shard)):
+            splits.append(split)
+            labels.append(_read_label(sample, shard, several=several))
+            names.append(f"{_get_name(shard)}/{sample.key}")
+            places.append((number, sample.offset, sample.size))
+    is_list = any(isinstance(label, tuple) for label in labels)
+    listing = Listing(
+        name="webdataset",
+        origin=path,
+        ids=names,
+        labels=[_as_set(label) if is_list else label for label in labels],  # type: ignore[misc]
+        reader=ShardReader(files, names, np.array(places, dtype=np.int64).reshape(-1, 3)),
+        splits=splits,
+        origins={
+            split: f"{SPLIT_NAMES[split][0]}*" if len(by_split) > 1 else path for split in by_split
+        },
+    )
+    return build_splits(listing, request.classes).with_test_split()
 
 
 def open_shard(path: str) -> ShardReader:
     """Open the images of a shard, whether they have labels or not. See `find_shards`."""
-    file, samples, _ = _index_cached(default_cache_dir() / "shards", path)
+    name = _get_name(path)
+    if is_remote(path):
+        (path,) = fetch_files([path], default_cache_dir() / "remote")
+    samples = _index(path, name=name)
     places = np.array([(0, sample.offset, sample.size) for sample in samples])
-    return ShardReader([file], [f"{file.name}/{sample.key}" for sample in samples], places)
+    return ShardReader([path], [f"{name}/{sample.key}" for sample in samples], places)
 
 
-def _ask_for_label(file: StoredFile, sample: _Sample, unused: Mapping[str, int]) -> ValueError:
-    others = f", only {describe_counts(unused)}" if unused else ""
-    key = sample.key
-    text = f"{hide_tokens(file.path)} has no label {key}.cls for the image {key}{others}"
-    return ValueError(f"{text}; write its class, a name or a number, into {key}.cls")
+def _get_name(path: str) -> str:
+    return path.partition("?")[0].rpartition("/")[2]
 
 
-def _check_texts(samples: Sequence[_Sample], origin: str) -> None:
-    """Raise ValueError if .txt files hold captions instead of labels."""
-    texts = [sample.label for sample in samples if sample.suffix == "txt"]
-    words = {word.strip() for text in texts for word in re.split(r"[|;,\n]", text)}
-    if len(words) > max(len(texts) / 2, 2):
-        raise ValueError(
-            f"{origin}: the .txt files of {len(texts):,} images hold {len(words):,} different texts,"
-            f" such as {shorten(texts[0], 60)!r}, no labels; write the class of each image into a"
-            " <key>.cls"
-        )
-
-
-def _recognizes(place: str) -> bool:
+def is_place(place: str) -> bool:
+    """Return true for a shard, a folder of shards, a pattern or an address."""
     path = expand_home(place)
-    return (
-        remote.is_remote(place)
-        or ".tar" in place
-        or (path.is_dir() and bool(list_shards(str(path))))
-    )
+    return is_remote(place) or ".tar" in place or (path.is_dir() and bool(list_shards(str(path))))
 
 
-SOURCE = Source("webdataset", find_shards, recognizes=_recognizes, needs_root=True, unit="files")
+def _read_label(sample: _Sample, shard: str, *, several: bool) -> str | tuple[str, ...]:
+    text = sample.label
+    if text is not None and text.startswith("["):
+        values = json.loads(text)
+        return as_labels([str(value) for value in values])
+    if several:
+        return tuple(filter(None, map(str.strip, re.split(r"[|\n]", text or ""))))
+    if not text:
+        raise ValueError(
+            f"{hide_tokens(shard)} has no label {sample.key}.cls for the image {sample.key}; write its"
+            f" class, a name or a number, into {sample.key}.cls"
+        )
+    return text
 
 
-def _find_splits(path: str) -> tuple[dict[str, list[str]], Counter[str]]:
-    """Find the shards of each split at a path, pattern or address, and count those that belong to
-    no split."""
+def _as_set(label: str | tuple[str, ...]) -> tuple[str, ...]:
+    return label if isinstance(label, tuple) else (label,)
+
+
+def _find_splits(path: str) -> dict[str, list[str]]:
+    """Find the shards of each split at a path, pattern or address."""
     # object storage can't be asked whether an address is a folder
-    if not os.path.isdir(path) and (not remote.is_remote(path) or ".tar" in path):
-        return {"train": expand_pattern(path)}, Counter()
-    splits = list_shards(path)
-    used = {shard for shards in splits.values() for shard in shards}
-    others = set(_glob_shards(path, "*.tar") + _glob_shards(path, "*/*.tar")) - used
-    return splits, Counter(f"shard {other[len(path) :].lstrip('/')}" for other in others)
+    if not os.path.isdir(path) and (not is_remote(path) or ".tar" in path):
+        return {"train": expand_pattern(path)}
+    return list_shards(path)
 
 
 def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
@@ -309,16 +215,15 @@ def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
     """
     # split → its name there ("val/" or "val-") → shards
     named: dict[str, dict[str, list[str]]] = {split: {} for split in SPLIT_NAMES}
-    top = _glob_shards(folder, f"*{suffix}")
+    top = _glob(folder, f"*{suffix}")
     for split, names in SPLIT_NAMES.items():
         # other folders are not read: they may hold very many images
-        for path in _glob_shards(folder, f"{names[0]}*/*{suffix}") + top:
+        for path in _glob(folder, f"{names[0]}*/*{suffix}") + top:
             relative = path[len(folder) :].lstrip("/")
             # "valuable-0.tar" is not "val"
             name, mark = re.match(r"([A-Za-z]*)(/?)", relative).groups()  # type: ignore[union-attr]
             if name.lower() in names:
                 named[split].setdefault(name + mark, []).append(path)
-
     splits = {}
     for split, shards in named.items():
         if len(shards) > 1:
@@ -333,139 +238,89 @@ def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:
     return splits
 
 
-def _glob_shards(folder: str, pattern: str) -> list[str]:
-    prefix = folder if remote.is_remote(folder) else glob.escape(folder)
-    return remote.match_files(f"{prefix}/{pattern}")
+def _glob(folder: str, pattern: str) -> list[str]:
+    if is_remote(folder):
+        return list_addresses(f"{folder}/{pattern}")
+    return sorted(
+        path.replace(os.sep, "/") for path in glob.glob(f"{glob.escape(folder)}/{pattern}")
+    )
 
 
 def expand_pattern(pattern: str) -> list[str]:
     """List the shards of a pattern, in its order."""
-    if _count_names(pattern) > _MAX_SHARDS:
-        name = shorten(hide_tokens(pattern))
-        raise ValueError(
-            f"data.root {name} names more than {_MAX_SHARDS:,} shards; check its braces"
-        )
-
     shards: list[str] = []
-    for name in braceexpand(pattern):
-        files = remote.match_files(name)
+    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern)
+    # before the names are written out
+    if math.prod(abs(int(end) - int(start)) + 1 for start, end in ranges) > _MAX_SHARDS:
+        text = f"names more than {_MAX_SHARDS:,} shards; check its braces"
+        raise ValueError(f"data.root {shorten(hide_tokens(pattern))} {text}")
+    # "{000..009}" in a name that exists is no pattern
+    names = [pattern] if os.path.isfile(pattern) else braceexpand(pattern)
+    for name in names:
+        files = [name]
+        if is_remote(name):
+            files = list_addresses(name) if "*" in name else [name]
+        elif not os.path.isfile(name):
+            files = sorted(path.replace(os.sep, "/") for path in glob.glob(name))
         if not files:
             raise FileNotFoundError(f"data.root {hide_tokens(pattern)}: no file matches {name}")
         shards += files
     return shards
 
 
-def _checksum(content: bytes) -> bytes:
-    return zlib.crc32(content).to_bytes(_CHECKSUM_BYTES)
-
-
-def _count_names(pattern: str) -> int:
-    """Count at least the names that braces make, before they are written out: 20 for
-    "{0..9}-{a,b}"."""
-    count = 1
-    # from the inside out: a group inside another one counts as if it were next to it
-    while group := re.search(r"\{([^{}]*)\}", pattern):
-        numbers = re.match(r"(-?\d+)\.\.(-?\d+)", group[1])
-        if numbers:
-            count *= abs(int(numbers[2]) - int(numbers[1])) + 1
-        elif ".." in group[1]:
-            # letters, at most
-            count *= 52
-        else:
-            count *= group[1].count(",") + 1
-        pattern = pattern.replace(group[0], "", 1)
-    return count
-
-
-def _index_cached(
-    cache_folder: Path, path: str
-) -> tuple[StoredFile, list[_Sample], dict[str, int]]:
-    """Find a shard, its samples and the number of its other files by suffix; keep the two for the
-    next time."""
-    file = remote.find_file(path)
-    cached = cache_folder / f"{file.digest}.npz"
-    index = open_cached(cached, lambda: json.loads(read_arrays(cached)["index"].tobytes()))
-    if index is None:
-        index = _index(file)
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        # text of any length, in a file with a checksum
-        write_arrays(cached, {"index": np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)})
-    samples, unused = index
-    return file, [_Sample(*sample) for sample in samples], unused
-
-
-def _index(file: StoredFile) -> tuple[list[_Sample], dict[str, int]]:
-    """Read the samples of a tar file, in its order, and count its other files by suffix.
+def _index(file: str, *, name: str) -> list[_Sample]:
+    """Read the samples of a tar file, in its order.
 
     Raises:
-        ValueError: It is not a complete tar file, an image has no label, or a key has two images or
-            labels.
+        ValueError: It is not a complete tar file, or a key has two images or labels.
     """
-    name = hide_tokens(file.path)
     # key → offset, size
     images: dict[str, tuple[int, int]] = {}
-    # suffix → key → text
-    texts: dict[str, dict[str, str]] = {suffix: {} for suffix in _LABEL_SUFFIXES}
-    unused: Counter[str] = Counter()
-    repeated: set[str] = set()
+    labels: dict[str, str] = {}
+    others: list[str] = []
     try:
-        with file.open() as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+        total = os.path.getsize(file)
+        with tarfile.open(file, mode="r:") as tar:
             for member in tar:
                 if not member.isreg():
                     continue
                 # tarfile notices a cut only when it reads the contents
-                if not 0 <= member.size <= file.size - member.offset_data:
+                if not 0 <= member.size <= total - member.offset_data:
                     raise ValueError("it is cut short")
-
                 # a key ends at the first dot of the file name
                 folder, slash, file_name = member.name.rpartition("/")
                 stem, _, suffix = file_name.partition(".")
                 key = folder + slash + stem
-                if is_image_name(f"x.{suffix}") and "." not in suffix:
-                    repeated |= {key} & images.keys()
+                found: dict[str, object] = labels if suffix in ("cls", "json") else images  # type: ignore[assignment]
+                is_image = is_image_name(f"x.{suffix}") and "." not in suffix
+                if key in found and (is_image or suffix == "cls"):
+                    raise ValueError(f"two images or labels have the key {key}")
+                if is_image:
                     images[key] = (member.offset_data, member.size)
-                elif suffix in texts:
-                    repeated |= {key} & texts[suffix].keys()
+                elif suffix in ("cls", "json"):
                     content = tar.extractfile(member)
                     # true for a regular file
                     assert content is not None
                     text = content.read(_LABEL_BYTES).decode().strip()
-                    texts[suffix][key] = _read_json(text) if suffix == "json" else text
+                    label = _read_json(text) if suffix == "json" else text
+                    if label is not None:
+                        labels.setdefault(key, label)
                 else:
-                    unused += count_suffixes([member.name])
+                    others.append(member.name)
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
-        raise ValueError(f"{name} is not a complete tar file: {error}") from error
-
-    chosen = next((suffix for suffix in texts if any(texts[suffix].values())), "cls")
-    labels = texts.pop(chosen)
-    unused.update({f".{suffix}": len(other) for suffix, other in texts.items() if other})
-    others = f", only {describe_counts(unused)}" if unused else ""
+        raise ValueError(f"{name} is not a complete tar file of samples: {error}") from error
     if not images:
+        held = ", ".join(count_suffixes(others)) or "nothing"
         raise ValueError(
-            f"{name} holds no images <key>.jpg{others}; a sample is <key>.jpg and <key>.cls"
+            f"{name} holds no images <key>.jpg, only {held}; a sample is <key>.jpg and <key>.cls"
         )
-    if repeated:
-        raise ValueError(
-            f"{name} has two images or labels of the key {min(repeated)}"
-            "; a sample is <key>.jpg and <key>.cls"
-        )
-    if without_image := len(labels.keys() - images.keys()):
-        unused["labels without an image"] = without_image
-    samples = [
-        _Sample(key, labels.get(key, ""), offset, size, chosen if key in labels else "")
-        for key, (offset, size) in images.items()
-    ]
-    return samples, dict(unused)
+    return [_Sample(key, labels.get(key), *place) for key, place in images.items()]
 
 
-def _read_json(text: str) -> str:
-    """Return the label or the list of labels in a .json file as text; empty if there is none."""
-    with suppress(ValueError, RecursionError):
-        content = json.loads(text)
-        if isinstance(content, dict):
-            content = next((content[key] for key in _LABEL_KEYS if key in content), "")
-        if isinstance(content, list):
-            return json.dumps(content, ensure_ascii=False)
-        if isinstance(content, str | int) and not isinstance(content, bool):
-            return str(content).strip()
-    return ""
+def _read_json(text: str) -> str | None:
+    """Return the "label" of a .json file, a list of labels as JSON; None if there is none."""
+    content = json.loads(text)
+    label = content.get("label") if isinstance(content, dict) else None
+    if isinstance(label, list):
+        return json.dumps(label, ensure_ascii=False)
+    return str(label) if isinstance(label, str | int) and not isinstance(label, bool) else None

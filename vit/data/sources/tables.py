@@ -1,473 +1,428 @@
-"""Tables of image files and their classes: labels.csv, any CSV or JSON Lines file, Hugging Face's
-metadata files, Kaggle's train.csv, Roboflow's _classes.csv."""
+"""Tables of image files and their classes: CSV with a header, or JSON Lines.
 
-from __future__ import annotations
+A table is read as it is written. A column with another name than the known ones is named by the
+user, and an image is found by its path, its file name, or its name without the suffix.
+"""
 
+import csv
+import io
+import json
 import os
+import posixpath
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.class_names import is_label
 from vit.data.dataset import LabelRule, Request, SourceSplits
 from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import (
     SPLIT_NAMES,
     SPLIT_OF,
-    describe_counts,
+    FileReader,
+    count_suffixes,
     find_split_folders,
-    looks_like_split,
     relative_path,
 )
-from vit.data.sources.listed import ListedImage, count_unlisted, find_listed
-from vit.data.sources.table_columns import choose_columns, choose_path_column, find_column, is_true
-from vit.data.sources.table_labels import (
-    check_several,
-    find_oddities,
-    finds_several,
-    name_flags,
-    split_labels,
-    take_class,
-    tidy_numbers,
-)
-from vit.data.sources.table_paths import FileFinder, find_table_split
-from vit.data.sources.table_text import (
-    TEXT_SUFFIXES,
-    WORKBOOK_SUFFIXES,
-    count_known,
-    read_table_file,
-)
-from vit.runtime.arguments import as_tuple, shorten
+from vit.data.sources.listing import Listing, as_labels, build_splits, count_other_files
+from vit.runtime.arguments import shorten
+from vit.runtime.files import read_bytes
 
+_SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 # files that are the table of their folder, whatever else is there
-_METADATA = ("metadata.csv", "metadata.jsonl", "_classes.csv")
-# problems of one kind that a message lists
+_NAMES = ("labels.csv", "metadata.csv", "metadata.jsonl")
+# names that columns may have, in small letters
+_PATHS = ("path", "filename", "file_name", "file", "image", "image_path", "img")
+_LABELS = ("label", "labels", "class", "category", "species", "target", "class_name")
+_DELIMITERS = ",;\t|"
+# between several labels in one value
+_SEPARATOR = "|"
+# wrong rows that a message names
 _MAX_LISTED = 10
 
 
 def is_table(path: Path) -> bool:
     """Return true for a file that may be a table, by its name."""
-    return path.suffix.lower() in (*TEXT_SUFFIXES, *WORKBOOK_SUFFIXES) and path.is_file()
+    return path.suffix.lower() in _SUFFIXES and path.is_file()
 
 
 def list_tables(root: Path) -> list[Path]:
-    """List the table that `root` is or holds, or the metadata files of its split folders.
-
-    Raises:
-        ValueError: Some split folders have a metadata file, and others don't.
-    """
+    """List the table that `root` is or holds, or the metadata files of its split folders."""
     if root.is_file():
         return [root]
-    for name in ("labels.csv", *_METADATA):
+    for name in _NAMES:
         if (root / name).is_file():
             return [root / name]
-
-    # Hugging Face's layout: a metadata file in the folder of each split
     folders = find_split_folders(root).values()
-    tables = [path for folder in folders for name in _METADATA if (path := folder / name).is_file()]
-    without = [folder for folder in folders if folder not in {table.parent for table in tables}]
-    if tables and without:
-        raise ValueError(
-            f"{without[0]} has no metadata.csv or metadata.jsonl"
-            f", which other splits of {root} have; add it, or remove theirs"
-        )
-    return tables
+    return [path for folder in folders for name in _NAMES if (path := folder / name).is_file()]
 
 
-def list_other_tables(root: Path) -> list[Path]:
-    """List the files in a folder that may be tables of its images, other than `list_tables`."""
-    # Lists of other kinds, notes and licences are texts, too. A form for answers has labels that
-    # are made up.
-    return [
-        path
-        for path in sorted(root.iterdir())
-        if is_table(path)
-        and path.suffix.lower() != ".txt"
-        and path.name[0] != "."
-        and "submission" not in path.name.lower()
-    ]
+class Table(NamedTuple):
+    """A table as it is written.
 
-
-def guess_tables(root: Path, rule: LabelRule) -> tuple[list[Path], list[str]]:
-    """Find the table of a folder whose images are in no folder of a class, as on Kaggle.
-
-    Args:
-        root: The folder.
-        rule: Columns that the user names.
-
-    Returns:
-        The table, or one each for training, validation and test; and a sentence for each table
-        that can't be used.
+    Attributes:
+        columns: Names of its columns.
+        rows: Number of the line of each row, and its values.
+        notes: Warnings for the user.
     """
-    found: list[Path] = []
-    reasons: list[str] = []
-    for path in list_other_tables(root):
-        try:
-            reader = _TableReader(path, rule)
-            paths = reader.list_paths()
-            if not reader.finder.count_files(paths[:_MAX_LISTED]):
+
+    path: Path
+    columns: Sequence[str]
+    rows: Sequence[tuple[int, Mapping[str, Any]]]
+    notes: Sequence[str]
+
+    def find(self, given: str | None, known: Sequence[str], option: str) -> str | None:
+        """Find the column that the user names, or the one with a known name.
+
+        Raises:
+            ValueError: There is no column of the name that is given, or several have known names.
+        """
+        if given is not None:
+            if given not in self.columns:
+                raise ValueError(f"{self.path} has no column {given!r}; {self.describe(option)}")
+            return given
+        found = [name for name in self.columns if name.strip().lower() in known]
+        if len(found) > 1:
+            names = " and ".join(map(repr, found))
+            raise ValueError(f"{self.path} has {names}; name the right one with {option}")
+        return found[0] if found else None
+
+    def describe(self, option: str) -> str:
+        """Say which columns there are."""
+        columns = shorten(", ".join(map(repr, self.columns)), 300)
+        return f"its columns are {columns}; name the right one with {option}"
+
+
+def read_table(path: Path) -> Table:
+    """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and the
+    sign that is most frequent in it divides the columns.
+
+    Raises:
+        ValueError: It is empty or damaged.
+    """
+    text, notes = _decode(path, read_bytes(path))
+    if path.suffix.lower() == ".jsonl":
+        rows = list(_read_json_lines(path, text))
+        columns = list(dict.fromkeys(name for _, row in rows for name in row))
+        return Table(path, columns, rows, notes)
+    header = text.lstrip("\r\n").partition("\n")[0]
+    delimiter = max(_DELIMITERS, key=header.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        # spaces around values count nowhere
+        columns = [name.strip() for name in next(filter(None, reader), [])]
+        wrong = Counter(columns).most_common(1)
+        if wrong and wrong[0][1] > 1:
+            raise ValueError(f"{path} has two columns {wrong[0][0]!r}; rename one")
+        rows = []
+        for fields in reader:
+            if len(fields) > len(columns):
                 raise ValueError(
-                    f"{path} names no images below {root}, such as {shorten(paths[0], 60)!r}"
-                    "; correct its paths"
+                    f"{path} line {reader.line_num} has {len(fields)} values and the header"
+                    f" {len(columns)} ({shorten(header.strip(), 100)}); quote values that hold"
+                    f" {delimiter!r}"
                 )
-        except (ValueError, OSError, IndexError) as error:
-            reasons.append(str(error))
-        else:
-            found.append(path)
-    splits = [find_table_split(path) for path in found]
-    if len(found) > 1 and not ("train" in splits and all(splits)):
-        names = shorten(", ".join(path.name for path in found))
-        raise ValueError(f"{root} holds several tables of images: {names}; name the right one")
-    return found, reasons
+            if any(fields):
+                padded = [*map(str.strip, fields), *[""] * (len(columns) - len(fields))]
+                rows.append((reader.line_num, dict(zip(columns, padded, strict=True))))
+    except csv.Error as error:
+        raise ValueError(f"{path} line {reader.line_num} is not a row: {error}") from error
+    return Table(path, columns, rows, notes)
 
 
-def find_tables(
-    root: Path, tables: Sequence[Path], request: Request, *, guesses: Sequence[str] = ()
-) -> SourceSplits:
+def _decode(path: Path, content: bytes) -> tuple[str, list[str]]:
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return content.decode("utf-16", "replace"), []
+    if b"\0" in content:
+        raise ValueError(f"{path} holds zero bytes, no text; save it as CSV (UTF-8)")
+    try:
+        return content.decode("utf-8-sig"), []
+    except UnicodeDecodeError:
+        text = f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"
+        return content.decode("cp1252", "replace"), [text]
+
+
+def _read_json_lines(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f'{path} line {number} is not an object such as {{"path": "a.jpg"}}')
+        yield number, row
+
+
+class _Row(NamedTuple):
+    """A row that is right."""
+
+    file: str
+    label: str | tuple[str, ...]
+    split: str | None
+    group: str | None
+    values: Mapping[str, Any]
+
+
+def find_tables(root: Path, tables: Sequence[Path], request: Request) -> SourceSplits:
     """Find the splits of tables.
 
-    Columns, delimiter and encoding are recognised, and what was recognised is in the guesses of the
-    result. Without a column of splits, the images of a metadata file belong to the split whose
-    folder they are in, and those of train.csv to its split where there is a val.csv, too.
+    Without a column of splits, the images of a table in a folder train, val or test are those of
+    this split.
 
     Args:
         root: Folder of the table, or of the folders with one table each.
-        tables: Text files.
+        tables: The tables.
         request: Its `classes`, `labels` and `allow_outside` count.
-        guesses: How the tables were found, for the user.
 
     Raises:
         ValueError: Rows are wrong (the message has the numbers of their lines), there are fewer
             than two classes, or a class has no training images.
     """
-    problems = _Problems()
-    readers = [_TableReader(path, request.labels, problems) for path in tables]
-    if len(tables) > 1:
-        for reader in readers:
-            reader.find_split()
-    for reader in readers:
-        reader.read_cells()
-    paths = [path for reader in readers for path in reader.list_paths()]
-    values = [value for reader in readers for value in reader.values]
-    several = finds_several(paths, values, request.labels.task, readers[0].table.guesses)
-    rows = [
-        row
-        for reader in readers
-        for row in reader.read_rows(root, request.allow_outside, several=several)
-    ]
-    images, num_doubled = _join_doubles(rows, problems)
-    origin = str(tables[0])
-    ways = [
-        f"{os.path.relpath(reader.table.path, root)}: {', '.join(reader.table.guesses)}"
-        for reader in readers
-        if reader.table.guesses
-    ]
-    problems.report(ways)
-
-    notes = [note for reader in readers for note in reader.table.notes]
-    labels = [name for image in images for name in as_tuple(image.label)]
-    if not several and request.labels.task is None:
-        notes += check_several(labels, origin=origin)
-    notes += find_oddities(labels, several=several)
-    if num_doubled and not several:
-        ways.append(f"{num_doubled:,} rows listed an image again, with the same label")
-    unused = count_unlisted(root, (image.path for image in images), lists=tables)
-    others = _count_other_splits(root, images)
-    if others:
-        text = shorten(describe_counts(others))
-        notes.append(f"{origin} names no image in folders that look like splits: {text}")
-    source = find_listed(
-        images,
-        root,
-        request,
-        origin=origin,
-        origins={row.image.split: row.place for row in reversed(rows)},
-        unused=unused + others,
+    problems: list[str] = []
+    rows: dict[str, _Row] = {}
+    notes: list[str] = []
+    ways: list[str] = []
+    files = FileFinder(root)
+    num_doubled = 0
+    for path in tables:
+        reader = _TableReader(read_table(path), request, files, root)
+        notes += reader.table.notes
+        ways.append(reader.describe())
+        for line, row in reader.read_rows(problems):
+            first = rows.setdefault(row.file, row)
+            if first is row:
+                continue
+            num_doubled += 1
+            if isinstance(row.label, tuple) and isinstance(first.label, tuple):
+                labels = tuple(dict.fromkeys((*first.label, *row.label)))
+                rows[row.file] = first._replace(label=labels)
+            if first.split != row.split or (
+                isinstance(row.label, str) and first.label != row.label
+            ):
+                text = f"{shorten(row.file, 60)} is listed a second time, with another"
+                problems.append(f"{path.name} line {line}: {text} class or split")
+    if problems:
+        more = len(problems) - _MAX_LISTED
+        rest = f"; {more:,} rows more" if more > 0 else ""
+        raise ValueError(
+            f"{root}: {'; '.join(problems[:_MAX_LISTED])}{rest}. Correct or remove these rows."
+            f" Read: {'; '.join(ways)}"
+        )
+    if num_doubled:
+        ways.append(f"{num_doubled:,} rows list an image again")
+    listed = list(rows.values())
+    groups = None
+    if any(row.group for row in listed):
+        groups = [row.group or row.file for row in listed]
+    columns = dict.fromkeys(name for row in listed for name in row.values)
+    splits = [row.split or "train" for row in listed]
+    others = [file for file in files.all_files if not is_image_name(file)]
+    unused = count_suffixes(file for file in others if root / file not in tables)
+    listing = Listing(
+        name="folder",
+        origin=str(tables[0]),
+        ids=[row.file for row in listed],
+        labels=[row.label for row in listed],  # type: ignore[arg-type]  # all of one kind
+        reader=FileReader(root, [row.file for row in listed]),
+        splits=splits,
+        origins={split: f"{split} in {tables[0].name}" for split in set(splits)},
+        groups=groups,
+        columns={name: [row.values.get(name) for row in listed] for name in columns},
+        read=ways,
         notes=notes,
-        guesses=[*guesses, *ways],
-        read_column=partial(_read_column, root, tables, request.labels, several),
+        unused=unused + count_other_files(files.images, list(rows)),
     )
+    source = build_splits(listing, request.classes)
     # the splits that a table names stay as they are
-    return source if any(reader.names_splits for reader in readers) else source.with_test_split()
+    has_splits = any(row.split for row in listed)
+    return source if has_splits else source.with_test_split()
 
 
-def list_table_images(path: Path) -> Iterator[str]:
+class FileFinder:
+    """Finds the image file that a value names: by its path below a folder, its name, or its name
+    without the suffix."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        left_out: list[str] = []
+        self.all_files = [relative_path(file, root) for file in list_files(root, left_out=left_out)]
+        self.images = [file for file in self.all_files if is_image_name(file)]
+        self._by_name: dict[str, list[str]] = {}
+        for file in self.images:
+            name = posixpath.basename(file)
+            for key in {name, posixpath.splitext(name)[0]}:
+                self._by_name.setdefault(key, []).append(file)
+        self._known = set(self.images)
+
+    def find(self, written: str, *, folder: str = "") -> list[str]:
+        """Find the files that a value may mean: none, the one that is meant, or several.
+
+        Args:
+            written: The value; a path is relative to `folder`.
+            folder: Folder of the table, relative to the root.
+        """
+        if not written or "\0" in written:
+            return []
+        path = posixpath.normpath(posixpath.join(folder, written.replace("\\", "/")))
+        if path in self._known:
+            return [path]
+        if os.path.isfile(self.root / path):
+            return [relative_path(self.root / path, self.root)]
+        return [] if "/" in written else self._by_name.get(written, [])
+
+
+class _TableReader:
+    """Reads the rows of one table.
+
+    Args:
+        table: The table.
+        request: Columns that the user names.
+        files: Finds the images.
+        root: Folder of the images.
+
+    Raises:
+        ValueError: It has no such column, or none of paths or labels.
+    """
+
+    def __init__(self, table: Table, request: Request, files: FileFinder, root: Path) -> None:
+        self.table = table
+        self._files = files
+        self._allow_outside = request.allow_outside
+        self._folder = relative_path(table.path.parent, root)
+        rule = request.labels
+        self._path = table.find(rule.path_column, _PATHS, "--path-column")
+        if self._path is None:
+            raise ValueError(
+                f"{table.path} has no column that names the images ({', '.join(_PATHS)});"
+                f" {table.describe('--path-column')}"
+            )
+        self._several = rule.task == "multilabel"
+        self._split = table.find(rule.split_column, ("split",), "--split-column")
+        self._group = table.find(rule.group_column, ("group",), "--group-column")
+        self._own_split = (
+            SPLIT_OF.get(table.path.parent.name.lower()) if self._folder != "." else None
+        )
+        names = [rule.label_column]
+        if rule.label_column is not None and rule.label_column not in table.columns:
+            names = [name.strip() for name in rule.label_column.split(",")]
+        found = [table.find(name, _LABELS, "--label-column") for name in names]
+        self._labels = [name for name in found if name is not None]
+        if not self._labels:
+            raise ValueError(
+                f"{table.path} has no column of classes ({', '.join(_LABELS)});"
+                f" {table.describe('--label-column')}, or several with commas between them, each a"
+                " class of 0 and 1"
+            )
+
+    def describe(self) -> str:
+        """Say how the table is read."""
+        used = {"images": self._path, "split": self._split, "group": self._group}
+        parts = [f"{what} in {name!r}" for what, name in used.items() if name is not None]
+        parts.insert(1, f"classes in {', '.join(map(repr, self._labels))}")
+        text = f"{self.table.path.name}: {', '.join(parts)}"
+        others = [
+            name for name in self.table.columns if name not in (*used.values(), *self._labels)
+        ]
+        return f"{text}; columns not read: {shorten(', '.join(others))}" if others else text
+
+    def read_rows(self, problems: list[str]) -> Iterator[tuple[int, _Row]]:
+        """Yield the line and the content of each row; describe wrong ones in `problems`."""
+        # lists of labels in one row say that all rows have several
+        if any(isinstance(row.get(self._labels[0]), list) for _, row in self.table.rows):
+            self._several = True
+        for line, values in self.table.rows:
+            try:
+                yield line, self._read_row(values)
+            except ValueError as error:
+                problems.append(f"{self.table.path.name} line {line}: {error}")
+
+    def _read_row(self, values: Mapping[str, Any]) -> _Row:
+        written = str(values.get(self._path or "") or "")
+        files = self._files.find(written, folder=self._folder)
+        shown = shorten(written, 60) or "nothing"
+        if not files:
+            raise ValueError(f"{shown} is not a file or the name of one below {self._files.root}")
+        if len(files) > 1:
+            raise ValueError(f"{shown} may be {files[0]} or {files[1]}; write the path")
+        if files[0].startswith("..") and not self._allow_outside:
+            raise ValueError(
+                f"{shown} is outside {self._files.root}; put a link to it below the folder, or use"
+                " vit train with data.allow_outside=true"
+            )
+        group = values.get(self._group) if self._group is not None else None
+        return _Row(
+            files[0],
+            self._read_set(values) if self._several else self._read_class(values),
+            self._read_split(values),
+            None if group in (None, "") else str(group),
+            values,
+        )
+
+    def _read_split(self, values: Mapping[str, Any]) -> str | None:
+        if self._split is None:
+            return self._own_split
+        value = str(values.get(self._split) or "")
+        if value.strip().lower() not in SPLIT_OF:
+            known = ", ".join(SPLIT_NAMES)
+            raise ValueError(f"unknown split {shorten(value, 30)!r}; known: {known}")
+        return SPLIT_OF[value.strip().lower()]
+
+    def _read_class(self, values: Mapping[str, Any]) -> str:
+        if len(self._labels) > 1:
+            marked = self._read_marks(values)
+            if len(marked) != 1:
+                found = " and ".join(marked) or "no class"
+                raise ValueError(f"{found} is 1; keep one class, or set data.task=multilabel")
+            return marked[0]
+        value = values.get(self._labels[0])
+        if (
+            isinstance(value, bool | float)
+            or value in (None, "")
+            or not isinstance(value, str | int)
+        ):
+            raise ValueError(f"label {shorten(repr(value), 60)} is no text or whole number")
+        return str(value)
+
+    def _read_set(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        if len(self._labels) > 1:
+            return tuple(self._read_marks(values))
+        value = values.get(self._labels[0])
+        parts = value if isinstance(value, list) else str(value or "").split(_SEPARATOR)
+        if not all(isinstance(part, str | int) for part in parts):
+            raise ValueError(f"{shorten(repr(value), 60)} is not a list of labels")
+        return as_labels([part for part in (str(part).strip() for part in parts) if part])
+
+    def _read_marks(self, values: Mapping[str, Any]) -> list[str]:
+        marked = []
+        for name in self._labels:
+            value = str(values.get(name)).strip().lower()
+            if value not in ("0", "1", "0.0", "1.0", "false", "true"):
+                raise ValueError(f"{name} is {shorten(value, 30)!r}, not 0 or 1")
+            if value in ("1", "1.0", "true"):
+                marked.append(name)
+        return marked
+
+
+def list_table_images(path: Path, rule: LabelRule = LabelRule()) -> Iterator[str]:  # noqa: B008
     """Yield the image file that each row of a table names, whether it has labels or not; what is
     written where there is no such file.
 
     Raises:
         ValueError: It is no table, or no column names images.
     """
-    finder = FileFinder(path)
-    table = read_table_file(path)
+    table = read_table(path)
+    column = table.find(rule.path_column, _PATHS, "--path-column")
+    if column is None:
+        raise ValueError(
+            f"{path} has no column that names the images ({', '.join(_PATHS)});"
+            f" {table.describe('--path-column')}"
+        )
     if not table.rows:
         raise ValueError(f"{path} holds no rows; write an image into each")
-    place = choose_path_column(table, finder)
-    # the first row may be an image
-    if table.columns and not count_known(table.columns) and finder.find(table.columns[place]):
-        table = read_table_file(path, has_header=False)
-    written = list(map(str, table.values(place)))
-    finder.learn(written)
-    for value in written:
-        files = [] if "://" in value else finder.find(value)
-        yield value if "://" in value else os.path.join(path.parent, (*files, value)[0])
-
-
-def _read_column(
-    root: Path, tables: Sequence[Path], rule: LabelRule, several: bool, column: str
-) -> dict[str, Any]:
-    """Read a column of tables again: id of an image → its value in the first row that has one.
-
-    Raises:
-        ValueError: There is no such column.
-    """
-    values: dict[str, Any] = {}
-    for path in tables:
-        reader = _TableReader(path, rule)
-        place = find_column(reader.table, column)
-        reader.read_cells()
-        fields_of = dict(reader.table.rows)
-        for row in reader.read_rows(root, allow_outside=True, several=several):
-            value = fields_of[row.line][place]
-            if value not in (None, ""):
-                values.setdefault(row.image.path, value)
-    return values
-
-
-def _count_other_splits(root: Path, images: Sequence[ListedImage]) -> Counter[str]:
-    """Count the images in folders that are named like splits and hold no listed image, such as the
-    unlabelled test/ of Kaggle."""
-    counts: Counter[str] = Counter()
-    used = {image.path.partition("/")[0] for image in images}
-    for entry in sorted(root.iterdir()):
-        if looks_like_split(entry.name) and entry.name not in used and entry.is_dir():
-            num_images = sum(map(is_image_name, list_files(entry, left_out=[])))
-            counts[f"images in {entry.name}/"] = num_images
-    return +counts
-
-
-class _Row(NamedTuple):
-    """A row that lists an image.
-
-    Attributes:
-        place: Place that names its split.
-    """
-
-    image: ListedImage
-    table: Path
-    line: int
-    place: str
-
-
-def _join_doubles(rows: Sequence[_Row], problems: _Problems) -> tuple[list[ListedImage], int]:
-    """Leave out rows that list an image again. Several labels of an image may be in several rows.
-
-    Returns:
-        The images, and the number of rows that were left out.
-    """
-    # path → the row that listed it first
-    seen: dict[str, _Row] = {}
-    for row in rows:
-        image = row.image
-        first, table, line, _ = known = seen.setdefault(image.path, row)
-        name = f"{shorten(image.path, 60)} was already listed in {table.name} line {line}"
-        if first.split != image.split:
-            text = f"{name} ({image.split} here, {first.split} there)"
-            problems.add(row.table, row.line, text, "keep each image in one split")
-        elif isinstance(first.label, tuple):
-            names = tuple(dict.fromkeys((*first.label, *image.label)))
-            seen[image.path] = known._replace(image=first._replace(label=names))
-        elif first.label != image.label:
-            labels = f"{_quote(image.label)} here, {_quote(first.label)} there"
-            remedy = "keep one label for each image, or set data.task=multilabel"
-            problems.add(row.table, row.line, f"{name} ({labels})", remedy)
-    return [row.image for row in seen.values()], len(rows) - len(seen)
-
-
-def _quote(label: object) -> str:
-    return repr(shorten(str(label), 30))
-
-
-class _Problems:
-    """Problems of rows, which are reported together."""
-
-    def __init__(self) -> None:
-        # remedy → the rows with that problem
-        self._rows: dict[str, list[str]] = {}
-
-    def add(self, table: Path, line: int, text: str, remedy: str) -> None:
-        """Add the problem of a row."""
-        rows = self._rows.setdefault(remedy, [])
-        rows.append(f"line {line}: {text}" if rows else f"{table} line {line}: {text}")
-
-    def report(self, guesses: Sequence[str]) -> None:
-        """Raise ValueError with the problems and how the tables were read, if there are any."""
-        sentences = []
-        for remedy, rows in self._rows.items():
-            more = len(rows) - _MAX_LISTED
-            rest = f", and {more:,} rows more" if more > 0 else ""
-            sentences.append(f"{', '.join(rows[:_MAX_LISTED])}{rest}; {remedy}")
-        if sentences and guesses:
-            sentences.append(f"It was read so: {'; '.join(guesses)}")
-        if sentences:
-            raise ValueError(shorten(". ".join(sentences), 1800))
-
-
-class _TableReader:
-    """Reads the images that a table lists.
-
-    Args:
-        path: The table.
-        rule: Columns that the user names.
-        problems: Gets the problems of its rows.
-
-    Raises:
-        ValueError: It is no table, or its columns can't be told apart.
-    """
-
-    def __init__(self, path: Path, rule: LabelRule, problems: _Problems | None = None) -> None:
-        self._path = path
-        self._problems = problems or _Problems()
-        self.finder = FileFinder(path)
-        self.table = read_table_file(path)
-        self._columns = choose_columns(self.table, rule, self.finder)
-        # the first row may be an image without a suffix
-        names = self.table.columns
-        if names and not count_known(names) and self.finder.find(names[self._columns.path]):
-            self.table = read_table_file(path, has_header=False)
-            self._columns = choose_columns(self.table, rule, self.finder)
-        # true if the table says which split an image is in
-        self.names_splits = self._columns.split is not None
-        self._split = "train"
-        # labels of each row as they are written, see `finds_several`; empty before `read_cells`
-        self.values: Sequence[Any] = ()
-
-    def list_paths(self) -> list[str]:
-        """List the values of the column of paths."""
-        return list(map(str, self.table.values(self._columns.path)))
-
-    def find_split(self) -> None:
-        """Find the split of train.csv beside val.csv or test.csv."""
-        split = find_table_split(self._path)
-        if split is not None and self._path.name not in _METADATA:
-            self.names_splits = True
-            self._split = split
-
-    def read_rows(self, root: Path, allow_outside: bool, *, several: bool) -> list[_Row]:
-        """Read the rows, each with one class or `several` labels. Wrong ones are left out and added
-        to the problems."""
-        table, columns = self.table, self._columns
-        self.finder.learn(self.list_paths())
-        self.finder.guesses.clear()
-        for line, fields in table.short:
-            text = f"{len(fields)} instead of {table.width} values"
-            header = shorten(",".join(table.columns), 100) or "the values that other rows have"
-            self._add(line, f"{text} ({shorten(','.join(fields), 60)})", f"write {header}")
-
-        rows = []
-        labels = self._read_sets() if several else self._read_classes()
-        for (line, fields), label in zip(table.rows, labels, strict=True):
-            own_split = self._read_split(line, fields)
-            value = fields[columns.path]
-            written = "" if value is None else str(value)
-            file = self._find_file(line, written, own_split)
-            if file is None or label is None or own_split == "":
-                continue
-            split = own_split or self._split
-            # each file has one name: "./a.png" is a.png
-            file = relative_path(os.path.join(self._path.parent, file), root)
-            folder = file.partition("/")[0]
-            if folder == ".." and not allow_outside:
-                text = f"{shorten(written, 60)} is outside {root}"
-                remedy = "put a link to it below the folder, or use vit train with data.allow_outside=true"
-                self._add(line, text, remedy)
-                continue
-            place = f"{split} in {self._path.name}"
-            if own_split is None and self._path.name in _METADATA and folder.lower() in SPLIT_OF:
-                split, place = SPLIT_OF[folder.lower()], f"{folder}/"
-            group = None if columns.group is None else str(fields[columns.group] or "")
-            rows.append(_Row(ListedImage(file, label, split, group), self._path, line, place))
-        guesses = self.finder.guesses.items()
-        table.guesses += [f"{reason} {count:,} times" for reason, count in guesses]
-        return rows
-
-    def _add(self, line: int, text: str, remedy: str) -> None:
-        self._problems.add(self._path, line, text, remedy)
-
-    def _read_split(self, line: int, fields: Sequence[Any]) -> str | None:
-        """Read the split of a row: "" if it is wrong; None if there is no such column."""
-        columns = self._columns
-        if columns.split is None:
-            return None
-        value = fields[columns.split]
-        if value is None or value == "":
-            self._add(line, "no split", "give every row a split, or none")
-            return ""
-        if str(value).casefold() not in columns.splits:
-            text = f"unknown split {shorten(str(value), 30)!r}"
-            self._add(line, text, f"known: {', '.join(SPLIT_NAMES)}")
-        return columns.splits.get(str(value).casefold(), "")
-
-    def _find_file(self, line: int, written: str, split: str | None) -> str | None:
-        """Find the image file of a row, relative to the table's folder."""
-        files = self.finder.find(written, split=split)
-        if len(files) == 1:
-            return files[0]
-        folder = self._path.parent
-        text = f"{shorten(written, 60) or 'nothing'} is not a file"
-        remedy = f"correct the path (none is below {folder}), or remove the row"
-        if files:
-            first, second = (shorten(file, 60) for file in files[:2])
-            text = f"{shorten(written, 60)} may be {first} or {second}"
-            remedy = "write the folder and the suffix, too"
-        elif written and os.path.isfile(os.path.join(folder, "..", written)):
-            remedy = f"move the table to {folder.parent}, where its paths begin"
-        self._add(line, text, remedy)
-        return None
-
-    def read_cells(self) -> None:
-        """Read the labels as they are written into `values`."""
-        table, places = self.table, self._columns.classes
-        if len(places) == 1:
-            self.values, phrase = tidy_numbers(name_flags(table.values(places[0])))
-            table.guesses += phrase
-        else:
-            self.values = [
-                tuple(table.columns[place] for place in places if is_true(fields[place]))
-                for _, fields in table.rows
-            ]
-
-    def _read_sets(self) -> list[tuple[str, ...] | None]:
-        """Read the labels of each row, None for a wrong one."""
-        labels = split_labels(self.values)
-        for (line, _), value, found in zip(self.table.rows, self.values, labels, strict=True):
-            if found is None:
-                text = f"{shorten(repr(value), 60)} is not a list of labels"
-                self._add(line, text, "write names, with | between them")
-        return labels
-
-    def _read_classes(self) -> list[str | None]:
-        """Read the class of each row, None for a wrong one."""
-        labels: list[str | None] = []
-        for (line, _), value in zip(self.table.rows, self.values, strict=True):
-            if isinstance(value, list | tuple) and len(value) != 1:
-                named = shorten(" and ".join(map(str, value)), 60)
-                text = f"{named} are labels"
-                if isinstance(value, tuple):
-                    text = f"{named} are 1"
-                if not value:
-                    text = "no class is 1"
-                remedy = "an image has one class: keep one, leave the image out, or set"
-                self._add(line, text, f"{remedy} data.task=multilabel")
-                labels.append(None)
-                continue
-            label = take_class(value)
-            if is_label(label):
-                labels.append(str(label))
-                continue
-            text = f"label {shorten(repr(label), 60)} is neither a text nor a whole number"
-            self._add(line, text, "give each image one class")
-            labels.append(None)
-        return labels
+    files = FileFinder(path.parent)
+    for _, values in table.rows:
+        written = str(values.get(column) or "")
+        found = [] if "://" in written else files.find(written)
+        yield written if "://" in written else os.path.join(path.parent, (*found, written)[0])

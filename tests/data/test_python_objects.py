@@ -1,0 +1,117 @@
+"""Images from Python get the labels that they were passed with, or one sentence says why not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vit.data.python_images import convert_pixels
+from vit.data.sources.python_objects import find_python_objects
+
+COUNT = 12
+LEVELS = np.arange(COUNT, dtype=np.uint8) * 20
+PIXELS = np.broadcast_to(LEVELS[:, None, None, None], (COUNT, 6, 5, 3)).copy()
+NAMES = [("red", "green", "blue")[number % 3] for number in range(COUNT)]
+NUMBERS = [number % 3 for number in range(COUNT)]
+
+
+class Items:
+    """A map-style set of torch."""
+
+    classes = ("red", "green", "blue")
+
+    def __init__(self, convert: Callable[[np.ndarray], Any]) -> None:
+        self.convert = convert
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= COUNT:
+            raise IndexError
+        return self.convert(PIXELS[index]), NUMBERS[index]
+
+
+FORMS: dict[str, Any] = {
+    "arrays": (PIXELS, NAMES),
+    "tensors": (torch.from_numpy(PIXELS).permute(0, 3, 1, 2) / 255, NAMES),
+    "a list of pairs": list(zip(map(Image.fromarray, PIXELS), NAMES, strict=True)),
+    "dictionaries": [
+        {"image": image, "label": name} for image, name in zip(PIXELS, NAMES, strict=True)
+    ],
+    "a set with names": Items(Image.fromarray),
+    "a set of arrays": Items(np.asarray),
+    "an iterable": iter([*zip(PIXELS, NAMES, strict=True)]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_keeps_images_and_labels_together(form: str) -> None:
+    source = find_python_objects(FORMS[form], None)
+    images = source.load("train")
+    assert [images.describe_labels(index) for index in range(COUNT)] == NAMES
+    assert [images.image(index).getpixel((0, 0))[0] for index in range(COUNT)] == LEVELS.tolist()
+    chosen = images.subset([5, 2])
+    assert chosen.image(0).getpixel((0, 0))[0] == LEVELS[5]
+
+
+def test_parts_are_splits_with_the_same_classes() -> None:
+    first, second = (PIXELS[:9], NAMES[:9]), (PIXELS[9:], NAMES[9:])
+    for parts in ((first, second), {"train": first, "val": second}):
+        source = find_python_objects(parts, None)
+        assert list(source.origins) == ["train", "validation"]
+        assert source.load("validation").class_names == source.load("train").class_names
+        assert source.load("validation").ids[0] == "validation/000000"
+    with pytest.raises(ValueError, match="name its sets train, validation"):
+        find_python_objects({"x": first}, None)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [["red", "blue"], ["green"], [], ["blue"]] * 3,
+        [[1, 0, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1]] * 3,
+        np.array([[1, 0, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1]] * 3),
+    ],
+    ids=["names", "rows", "an array"],
+)
+def test_several_labels_an_image(labels: Any) -> None:
+    names = ("red", "green", "blue")
+    images = find_python_objects((PIXELS, labels), names, task="multilabel").load("train")
+    marks = [[True, False, True], [False, True, False], [False] * 3, [False, False, True]] * 3
+    assert images.labels.tolist() == marks
+    with pytest.raises(ValueError, match=r"data\.task=multilabel"):
+        find_python_objects((PIXELS, labels), names)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "task", "sentence"),
+    [
+        ((PIXELS, NAMES[:5]), None, "12 images and 5 labels"),
+        (([], []), None, "holds no images"),
+        ((PIXELS, [0.5] * COUNT), None, "not integers from 0"),
+        ((PIXELS, [1, 2] * 6), None, "not 0 to 1 without gaps"),
+        ((PIXELS, NAMES), "multilabel", "not several an image"),
+        ((PIXELS, [[0, 2]] * COUNT), "multilabel", "not rows of 0 and 1"),
+        ([("a.png", "red")], None, "holds 'a.png', not a PIL image"),
+        (torch.utils.data.DataLoader([(PIXELS[0], 1)]), None, "pass its .dataset"),  # type: ignore[arg-type]
+        ((PIXELS.astype(np.int8), NAMES), None, "array of int8"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(dataset: Any, task: str | None, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        find_python_objects(dataset, None, task=task)
+
+
+def test_pixels_of_any_kind_are_the_same() -> None:
+    image = PIXELS[3]
+    for kind in (np.float16, np.float32, np.float64):
+        assert (convert_pixels(image.astype(kind) / kind(255)) == image).all()
+    assert (convert_pixels(torch.from_numpy(image).permute(2, 0, 1)) == image).all()
+    with pytest.raises(ValueError, match="leave out Normalize"):
+        convert_pixels(torch.full((3, 4, 5), -2.0))
+    with pytest.raises(ValueError, match="channels may be the first or the last"):
+        convert_pixels(np.zeros((3, 5, 3), dtype=np.uint8))
