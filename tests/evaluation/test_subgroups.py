@@ -139,7 +139,9 @@ def test_a_column_of_parquet_files_and_the_folder_of_an_image_are_read(tmp_path:
         ValueError, match="has no column 'camera'; they are 'image', 'label', 'site"
     ):
         read_values(dataset, "camera")
-    passed = find_python_objects(table, ("b", "c"), split="test", numbered_classes=("b", "c")).load("test")
+    passed = find_python_objects(table, ("b", "c"), split="test", numbered_classes=("b", "c")).load(
+        "test"
+    )
     assert [read_values(passed, "site")[name] for name in passed.ids[:2]] == ["north", "south"]
     for name in ("a", "b"):
         (tmp_path / "folders" / name).mkdir(parents=True)
