@@ -80,11 +80,15 @@ def test_parts_are_splits_with_the_same_classes() -> None:
 )
 def test_several_labels_an_image(labels: Any) -> None:
     names = ("red", "green", "blue")
-    images = find_python_objects((PIXELS, labels), names, task="multilabel").load("train")
+    images = find_python_objects((PIXELS, labels), names).load("train")
     marks = [[True, False, True], [False, True, False], [False] * 3, [False, False, True]] * 3
     assert images.labels.tolist() == marks
-    with pytest.raises(ValueError, match=r"data\.task=multilabel"):
-        find_python_objects((PIXELS, labels), names)
+    # one label each: a class, or a label?
+    one_hot = np.eye(3, dtype=int)[NUMBERS]
+    with pytest.raises(ValueError, match=r"pass its index or name, or set data\.task=multilabel"):
+        find_python_objects((PIXELS, one_hot), names)
+    images = find_python_objects((PIXELS, one_hot), names, task="multilabel").load("train")
+    assert images.labels.tolist() == one_hot.astype(bool).tolist()
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,7 @@ def test_pretrained_features_get_a_probe_of_each_label(run: Any, tmp_path: Path)
         rows.append(f"{index}.png,{'|'.join(names)},{groups[index]}")
     table.write_text("\n".join(["path,labels,group", *rows]))
     overrides = ["data.image_size=8", "data.crop_pct=1", "train.precision=float32"]
+    overrides.append("data.task=multilabel")
     folded = vit.train(
         table,
         init=str(weights),

@@ -71,8 +71,8 @@ def find_python_objects(
     Args:
         dataset: A set of items, see `split_item`; images and labels [n]; a pair of such sets
             (train, validation), or a dictionary of them by split. For an image see
-            `convert_pixels`, or a PIL image. A label is a text or a whole number; with
-            `task="multilabel"` a list of names, or a row of 0 and 1.
+            `convert_pixels`, or a PIL image. A label is a text or a whole number; a
+            list of names, or a row of 0 and 1, where an image may have several.
         class_names: Names of the classes; None takes those that the set has, see
             `find_class_names`, or the labels that are names, in their order.
         split: Name of the split of a data set that isn't a pair.
@@ -156,7 +156,13 @@ def _name_labels(
 ) -> tuple[list[Any], tuple[str, ...]]:
     """Return the class of each image by its name, or its labels, a tuple; and the names of all."""
     known = class_names or numbered_classes
-    if task == "multilabel":
+    are_lists = bool(labels) and all(isinstance(label, list) for label in labels)
+    if task == "multilabel" or (are_lists and task is None):
+        if task is None and all(sum(map(bool, label)) == 1 for label in labels):
+            raise ValueError(
+                f"each label of dataset is a list of one, such as {shorten(repr(labels[0]))}; pass its"
+                " index or name, or set data.task=multilabel"
+            )
         return _name_sets(labels, known)
     if all(isinstance(label, str) for label in labels):
         names = sort_class_names(map(str, labels))

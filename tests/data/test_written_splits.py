@@ -1,0 +1,67 @@
+"""A training writes down which images it held out, and no later command draws them again."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vit
+from tests.conftest import TINY_RUN
+from vit.data.open import RecordedImages, open_dataset, open_for_model
+from vit.data.splits import DatasetSplits, SplitRule
+
+
+def save(root: Path, count: int = 20) -> Path:
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        folder = root / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:02}.png")
+    return root
+
+
+def open_recorded(root: Path, held_out: dict[str, list[str]], **config: object) -> DatasetSplits:
+    trained_on = {"name": "folder", "root": str(root), **config}
+    return open_for_model(root, recorded=RecordedImages(trained_on, held_out=held_out))
+
+
+def test_written_ids_are_the_splits_whatever_the_rule_would_draw(tmp_path: Path) -> None:
+    save(tmp_path)
+    drawn = open_dataset("folder", root=tmp_path, rule=SplitRule(split_seed=3))
+    held_out = drawn.list_held_out()
+    assert set(held_out) == {"test", "validation"}
+    again = open_recorded(tmp_path, held_out, split_seed=4, test_fraction=0.5)
+    for split in ("train", "validation", "test"):
+        assert set(again.split(split).ids) == set(drawn.split(split).ids)
+        np.testing.assert_array_equal(again.split(split).labels, drawn.split(split).labels)
+
+
+def test_new_and_missing_images_change_no_other_image_s_side(tmp_path: Path) -> None:
+    save(tmp_path)
+    held_out = open_dataset("folder", root=tmp_path).list_held_out()
+    gone = held_out["test"][0]
+    (tmp_path / gone).unlink()
+    Image.new("RGB", (8, 8)).save(tmp_path / "cat" / "new.png")
+    test = open_recorded(tmp_path, held_out).split("test")
+    assert list(test.ids) == held_out["test"][1:]
+    assert "1 of 4 test images of the training are missing" in test.notes
+    for image in tmp_path.rglob("*.png"):
+        image.rename(image.with_name(f"other_{image.name}"))
+    with pytest.raises(ValueError, match="none of the 4 test images of the training is among"):
+        open_recorded(tmp_path, held_out).split("test")
+
+
+def test_a_run_and_its_model_hold_the_ids(tmp_path: Path) -> None:
+    photos = save(tmp_path / "photos", 40)
+    tiny = [text for text in TINY_RUN if not text.startswith(("data.name", "train.epochs"))]
+    overrides = [*tiny, "data.name=folder", f"data.root={photos}", "train.max_steps=1"]
+    run = vit.train("digits", output=tmp_path / "run", overrides=[*overrides, "train.batch_size=8"])
+    drawn = open_dataset("folder", root=photos).list_held_out()
+    assert run.bundle.recorded_images.held_out == drawn
+    (table,) = (tmp_path / "run").rglob("splits.csv")
+    with table.open() as file:
+        rows = [(row["split"], row["path"]) for row in csv.DictReader(file)]
+    assert rows == [(split, name) for split, ids in drawn.items() for name in ids]
