@@ -153,7 +153,7 @@ def test_a_process_that_is_killed_is_one_error_and_the_next_run_is_right(
         while not reader.mark.exists():
             time.sleep(0.01)
 
-    with pytest.raises(OSError, match="a data-loading worker was killed"):
+    with pytest.raises(OSError, match="a data-loading worker has ended"):
         build(killing, cache, workers=2, while_decoding=wait_for_kill)
     assert not [path for path in cache.iterdir() if path.is_dir()]
     assert_same(build(killing, cache, workers=2), build(source, cache / "one", workers=1))

@@ -173,11 +173,11 @@ def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFold
 @pytest.mark.parametrize(
     ("paths", "sentence"),
     [
-        ([], "images holds no images; check the path"),
+        ([], "images holds no images in folders of classes; check the path"),
         (["cat/1.png"], "<class>/<image> names fewer than two classes: 'cat'"),
         (
             ["train/cat/1.png", "train/dog/1.png", "test/cow/1.png"],
-            "holds class 'cow', which .*train does not have",
+            "class 'cow' has 1 images in the test split and none",
         ),
         (["cat/1.png", "dog/1.txt.png/x.json.png"], None),
     ],
@@ -242,10 +242,10 @@ def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("2.png", "line 3: 1 instead of 2 values .2.png.; write path,label"),
-        ("2.png,", "line 3: label '' is neither a text nor"),
+        ("2.png", "line 3: label '' is no text"),
+        ("2.png,", "line 3: label '' is no text"),
         ("9.png,elk", "line 3: 9.png is not a file"),
-        ("1.png,elk", "line 3: 1.png was already listed"),
+        ("1.png,elk", "line 3: 1.png is listed a second time"),
     ],
 )
 def test_a_wrong_line_of_a_label_file_is_named_by_its_number(
@@ -254,11 +254,6 @@ def test_a_wrong_line_of_a_label_file_is_named_by_its_number(
     root = write_labels(make_folder("1.png", "2.png"), "path,label", "1.png,owl", line)
     with pytest.raises(ValueError, match=sentence):
         open_dataset("folder", root=root).split("train")
-
-
-def test_a_label_file_without_header_is_read_by_its_values(make_folder: MakeFolder) -> None:
-    root = write_labels(make_folder("1.png", "2.png"), "1.png,owl", "2.png,elk")
-    assert list(open_dataset("folder", root=root).split("all").ids) == ["1.png", "2.png"]
 
 
 # --- published sets, from fixtures in their layout --------------------
@@ -370,24 +365,6 @@ def test_imagenette_is_found_at_its_root_or_above_it_and_has_names(make_folder: 
         for names in (["tench", "parachute"], ["n03888257", "n01440764"])
     )
     assert by_name.class_names == by_wnid.class_names == ("tench", "parachute")
-
-
-def test_imagenet_is_cut_to_classes_by_wnid_or_name(make_folder: MakeFolder) -> None:
-    root = make_folder(*grid("train", "val", classes=("n01", "n02", "n03"), count=3))
-    assert open_dataset("imagenet", root=root, classes=["n03", "n01"]).split(
-        "train"
-    ).class_names == ("n01", "n03")
-    (root / "LOC_synset_mapping.txt").write_text(
-        "n01 crane, a bird\nn02 crane, a machine\nn03 great owl\n"
-    )
-    assert open_dataset("imagenet", root=root).split("train").class_names == (
-        "crane (n01)",
-        "crane (n02)",
-        "great owl",
-    )
-    cut = open_dataset("imagenet", root=root, classes=["great owl", "n02"]).split("test")
-    assert cut.class_names == ("crane (n02)", "great owl")
-    assert Counter(cut.labels.tolist()) == {0: 3, 1: 3}
 
 
 def test_imagenet_without_train_folder_is_refused(make_folder: MakeFolder) -> None:
@@ -582,7 +559,7 @@ def test_what_is_no_data_is_said(tmp_path: Path) -> None:
     ):
         open_for_model(None, recorded=RecordedImages())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no images; check the path"):
+    with pytest.raises(ValueError, match="holds no images in folders of classes; check the path"):
         open_for_model(str(tmp_path / "empty"), recorded=RecordedImages())
 
 

@@ -21,7 +21,7 @@ from vit.data.dataset import Request, SourceSplits
 from vit.data.images import read_image, read_pixels
 from vit.data.python_images import find_feature_names
 from vit.data.sources.base import SPLIT_OF, ImageReader, hash_bytes, read_stats
-from vit.data.sources.listing import Listing, build_splits
+from vit.data.sources.listing import Listing, as_labels, build_splits
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
 from vit.runtime.arguments import first_line, shorten
@@ -88,6 +88,17 @@ class RowReader(ImageReader):
         path = stored["path"] or ""
         return hash_bytes(read_stats([path]).tobytes() + os.fsencode(path))
 
+    def sizes(self) -> np.ndarray:
+        import pyarrow.compute as pc  # type: ignore[import-untyped]  # of the extra "datasets"
+
+        sizes = np.zeros(len(self), dtype=np.int64)
+        for number, table in enumerate(self.tables):
+            is_own = self.places[:, 0] == number
+            (column,) = table.with_format("arrow")[:].columns
+            lengths = pc.fill_null(pc.binary_length(pc.struct_field(column, "bytes")), -1)
+            sizes[is_own] = lengths.to_numpy()[self.places[is_own, 1]]
+        return sizes
+
     def cache_key(self) -> bytes:
         files = [file["filename"] for table in self.tables for file in table.cache_files]
         return (
@@ -98,7 +109,7 @@ class RowReader(ImageReader):
 
     def list_paths(self) -> list[str]:
         """List the files of the rows that hold a path alone."""
-        import pyarrow.compute as pc  # type: ignore[import-untyped]  # of the extra "datasets"
+        import pyarrow.compute as pc
 
         paths: list[str] = []
         for number, table in enumerate(self.tables):
@@ -206,10 +217,10 @@ def _read_label(
     value: Any, *, names: Sequence[str] | None, task: str | None
 ) -> str | tuple[str, ...]:
     """Return the class of a row, or the labels in a list. Raises ValueError for anything else."""
+    if isinstance(value, list) and task == "classes":
+        raise ValueError(f"label {shorten(repr(value))} is a list, and data.task=classes")
     if isinstance(value, list):
-        return tuple(
-            dict.fromkeys(str(_read_label(each, names=names, task=None)) for each in value)
-        )
+        return as_labels([str(_read_label(each, names=names, task=None)) for each in value])
     if task == "multilabel":
         parts = str("" if value is None else value).split("|")
         return tuple(filter(None, (part.strip() for part in parts)))

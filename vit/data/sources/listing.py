@@ -140,6 +140,8 @@ def number_classes(
 def _read_column(listing: Listing, column: str) -> dict[str, Any]:
     """Read a column of the table: id of an image → its value, unless it is empty."""
     assert listing.columns is not None
+    # small and large letters don't count
+    column = {name.casefold(): name for name in listing.columns}.get(column.casefold(), column)
     if column not in listing.columns:
         known = shorten(", ".join(map(repr, listing.columns)), 600)
         raise ValueError(f"{listing.origin} has no column {shorten(column)!r}; they are {known}")

@@ -231,7 +231,11 @@ def find_torchvision(name: str, request: Request, *, set_name: str) -> SourceSpl
         archive = f"{dataset_class.filename} (from {dataset_class.url})"
     opened = {
         split: open_or_download(
-            partial(open_set, **arguments), name, folder, archive, download=request.download
+            partial(open_set, **arguments),
+            name if is_cifar else set_name,
+            folder,
+            archive,
+            download=request.download,
         )
         for split, arguments in _SPLITS[set_name].items()
     }
@@ -293,10 +297,14 @@ def _build_published(
             for split, images, _, _ in found
             for index in range(len(images))
         ]
-        is_stacked = all(isinstance(images, np.ndarray) for _, images, _, _ in found)
-        pixels = [image for _, images, _, _ in found for image in images]
-        stacked = [images for _, images, _, _ in found]
-        reader = ArrayReader(np.concatenate(stacked) if is_stacked else pixels)
+        if all(isinstance(images, np.ndarray) for _, images, _, _ in found):
+            pixels = np.concatenate([images for _, images, _, _ in found])
+        else:
+            # images of several sizes
+            pixels = np.empty(len(ids), dtype=object)
+            for index, image in enumerate(image for _, images, _, _ in found for image in images):
+                pixels[index] = image
+        reader = ArrayReader(pixels)
     titles = {"train": "training", "validation": "validation", "test": "test"}
     listing = Listing(
         name=name,
@@ -332,7 +340,8 @@ def _read_idx(folder: Path, pattern: str, dimensions: int) -> np.ndarray:
             shape = np.frombuffer(header, ">u4", offset=4).tolist()
             # two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension
             num_bytes = math.prod(shape)
-            if header[:4] != bytes([0, 0, 8, dimensions]) or num_bytes > _MAX_UNPACKED:
+            is_right = header[:4] == bytes([0, 0, 8, dimensions])
+            if not is_right or not 0 < num_bytes <= _MAX_UNPACKED:
                 raise ValueError("it has another header")
             content = file.read(num_bytes + 1)
         return np.frombuffer(content, np.uint8).reshape(shape)

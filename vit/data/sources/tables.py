@@ -413,7 +413,12 @@ def list_table_images(path: Path, rule: LabelRule = LabelRule()) -> Iterator[str
         ValueError: It is no table, or no column names images.
     """
     table = read_table(path)
+    files = FileFinder(path.parent)
     column = table.find(rule.path_column, _PATHS, "--path-column")
+    if len(table.columns) == 1 and files.find(table.columns[0]):
+        # a list of paths, which has no header
+        column = table.columns[0]
+        table = table._replace(rows=[(1, {column: column}), *table.rows])
     if column is None:
         raise ValueError(
             f"{path} has no column that names the images ({', '.join(_PATHS)});"
@@ -421,7 +426,6 @@ def list_table_images(path: Path, rule: LabelRule = LabelRule()) -> Iterator[str
         )
     if not table.rows:
         raise ValueError(f"{path} holds no rows; write an image into each")
-    files = FileFinder(path.parent)
     for _, values in table.rows:
         written = str(values.get(column) or "")
         found = [] if "://" in written else files.find(written)
