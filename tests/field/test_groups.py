@@ -10,8 +10,10 @@ from threadpoolctl import threadpool_limits
 
 from vit.analysis.audit.suspects import Audit, audit_images
 from vit.analysis.learning_curve.curve import measure_learning_curve
+from vit.data.dataset import ImageDataset
 from vit.data.groups import choose_whole_groups, find_groups
 from vit.data.open import open_dataset
+from vit.data.sources.base import ArrayReader
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.evaluation.clusters import compute_clustered_interval
 from vit.prediction.features import Features
