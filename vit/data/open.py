@@ -218,7 +218,8 @@ def open_for_model(
             allow_outside=allow_outside,
             download=data is not None,
         )
-        splits = replace(splits, written=recorded.held_out)
+        if isinstance(recorded.held_out, Mapping):
+            splits = replace(splits, written=recorded.held_out)
         corrections = config.get("corrections")
         if isinstance(corrections, Mapping):
             splits = replace(splits, corrections=corrections)
