@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.model.attention import (
     MultiHeadAttention,
@@ -20,7 +19,6 @@ from vit.model.attention import (
     mask_from_key_padding,
     scaled_dot_product_attention,
 )
-from vit.model.blocks import Block
 
 torch.manual_seed(0)
 PADDING = torch.tensor([[False, False, False, True, True], [False, False, False, False, False]])
@@ -224,22 +222,6 @@ class TestAgainstTorch:
             MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 3, **options))
 
 
-class BooleanTensors(TorchDispatchMode):
-    """Records every operator that runs, and those among them that return a boolean tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.operators, self.booleans = [], []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        self.operators.append(function)
-        for result in results if isinstance(results, tuple | list) else [results]:
-            if isinstance(result, torch.Tensor) and result.dtype == torch.bool:
-                self.booleans.append(function)
-        return results
-
-
 class TestLayer:
     @pytest.mark.parametrize(
         ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
@@ -271,14 +253,6 @@ class TestLayer:
         assert query.shape == (2, 3, 5, 4)
         expected = (query @ key.transpose(-2, -1) * layer.scale).softmax(-1)
         torch.testing.assert_close(weights, expected)
-
-    @pytest.mark.parametrize("backend", ["fused", "explicit"])
-    def test_encoder_builds_no_mask(self, backend):
-        block = Block(12, 3, attention_backend=backend)
-        with BooleanTensors() as recorder:
-            block(torch.randn(2, 5, 12)).sum().backward()
-        assert recorder.operators
-        assert not recorder.booleans
 
     def test_the_default_follows_the_measurements(self):
         bfloat16, float32 = torch.bfloat16, torch.float32

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 import vit
-from vit.model.model_file import check_finite
 from vit.model.presets import PRESETS
 from vit.model.timm_weights import load_pretrained, load_timm
 from vit.model.vision_transformer import VisionTransformer
@@ -119,12 +118,6 @@ class TestRefusal:
         with pytest.raises(ValueError, match=r"norm.bias is absent there and \[192\] in the model"):
             check_fit(build(), state, origin="it")
 
-    def test_surplus_tensors_are_a_difference(self):
-        with pytest.raises(
-            ValueError, match=r"blocks.2.norm1.weight is \[192\] there and absent in the model"
-        ):
-            check_fit(build(), build(depth=3).state_dict(), origin="it")
-
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_non_finite_weights_name_the_tensor(self, tmp_path, value):
         state = build().state_dict()
@@ -135,9 +128,6 @@ class TestRefusal:
             match=r"bad.safetensors: blocks.1.mlp.fc1.bias holds 2 NaN or infinite values",
         ):
             read_weights(tmp_path / "bad.safetensors")
-
-    def test_integers_are_finite(self):
-        check_finite({"count": torch.tensor([1, 2])}, origin="it")
 
     def test_a_grid_that_is_not_square_is_not_guessed(self):
         with pytest.raises(
@@ -153,11 +143,6 @@ class TestRefusal:
 
 
 class TestFiles:
-    def test_missing_file(self, tmp_path):
-        for name in ("none.pth", "none.safetensors"):
-            with pytest.raises(FileNotFoundError):
-                read_weights(tmp_path / name)
-
     @pytest.mark.parametrize(
         ("name", "message"),
         [
@@ -173,13 +158,6 @@ class TestFiles:
             save_file(build().state_dict(), path)
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         with pytest.raises(ValueError, match=f"{name} {message}"):
-            read_weights(path)
-
-    @pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02\x95"])
-    def test_something_else(self, tmp_path, content):
-        path = tmp_path / "notes.pth"
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"notes.pth holds no weights that can be read"):
             read_weights(path)
 
     def test_a_torch_file_that_would_run_code_is_refused(self, tmp_path):

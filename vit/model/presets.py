@@ -3,13 +3,7 @@
 `VisionTransformer(**PRESETS[name])` builds one.
 """
 
-import math
-
-import torch
-from torch import nn
-
-from vit.model.vision_transformer import Architecture, VisionTransformer
-from vit.runtime.arguments import as_pair
+from vit.model.vision_transformer import Architecture
 
 # The sizes are from Dosovitskiy et al. 2021 and Steiner et al. 2021.
 _LARGE_IMAGES: Architecture = {"img_size": 224, "patch_size": 16}
@@ -30,32 +24,3 @@ PRESETS: dict[str, Architecture] = {
     # It has the shape of CCT's ViT-Lite-7/4.
     "vit_mini_patch4_32": _SMALL_IMAGES | {"embed_dim": 256, "depth": 7, "num_heads": 4},
 }
-
-
-def compute_flops(architecture: Architecture) -> int:
-    """Count the floating-point operations of a forward pass of one image.
-
-    They are twice the multiply-adds of its matrix products and convolutions, computed from the
-    sizes of the weights. torch's own counter would run the model and import torch's compiler, which
-    takes 3 s.
-    """
-    with torch.device("meta"):
-        model = VisionTransformer(**architecture)
-    num_tokens = math.prod(model.grid_size) + model.num_prefix_tokens
-
-    # Attention multiplies queries by keys, and weights by values.
-    multiply_adds = 2 * len(model.blocks) * num_tokens**2 * model.embed_dim
-    # The head maps one token, the other linear layers all of them.
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear):
-            num_rows = 1 if name.startswith("head") else num_tokens
-            multiply_adds += num_rows * layer.weight.numel()
-
-    # A convolution runs once for every pixel of its output.
-    num_pixels = math.prod(model.patch_embed.img_size)
-    for layer in model.patch_embed.modules():
-        if isinstance(layer, nn.Conv2d | nn.MaxPool2d):
-            num_pixels //= math.prod(as_pair(layer.stride, name="stride"))
-        if isinstance(layer, nn.Conv2d):
-            multiply_adds += num_pixels * layer.weight.numel()
-    return 2 * multiply_adds

@@ -25,7 +25,6 @@ from vit.model.weights import (
     read_weights,
 )
 from vit.runtime.arguments import Size, check_kind, first_line
-from vit.runtime.documents import read_json
 from vit.runtime.hub import offline_if_unreachable
 
 _LOCAL = "local-dir:"
@@ -70,14 +69,6 @@ def create_timm(name: str, *, pretrained: bool) -> nn.Module:
         hint = f"; {OTHER_MODELS}" if is_local else ""
         raise ValueError(f"timm can't load {name!r} ({first_line(error)}){hint}") from error
     return module.eval()
-
-
-def is_multilabel_folder(name: str) -> bool:
-    """Tell if the config.json of a folder of timm says that an image may have several labels, as
-    `vit export` writes it."""
-    path = Path(name.removeprefix(_LOCAL)) / "config.json"
-    config = read_json(path) if path.is_file() else {}
-    return isinstance(config, dict) and config.get("problem_type") == "multi_label_classification"
 
 
 def load_timm(

@@ -99,30 +99,11 @@ class VisionTransformer(nn.Module):
             fc_norm = global_pool == "avg"
         if pos_embed == "sincos":
             no_embed_class = True
-        super().__init__()
-        self.architecture: Architecture = {
-            "img_size": img_size,
-            "patch_size": patch_size,
-            "in_chans": in_chans,
-            "num_classes": num_classes,
-            "embed_dim": embed_dim,
-            "depth": depth,
-            "num_heads": num_heads,
-            "mlp_ratio": mlp_ratio,
-            "mlp": mlp,
-            "qkv_bias": qkv_bias,
-            "qk_norm": qk_norm,
-            "init_values": init_values,
-            "global_pool": global_pool,
-            "class_token": class_token,
-            "fc_norm": fc_norm,
-            "stem": stem,
-            "pos_embed": pos_embed,
-            "no_embed_class": no_embed_class,
-            "reg_tokens": reg_tokens,
-            "drop_path_rate": drop_path_rate,
-            "attention_backend": attention_backend,
+        arguments = {
+            name: value for name, value in locals().items() if name not in ("self", "__class__")
         }
+        super().__init__()
+        self.architecture: Architecture = arguments
         _check_architecture(self.architecture)
 
         # timm's models have these attributes too.

@@ -1,5 +1,6 @@
 """Configuration → the parts of a training run, put together. Nothing else builds a run."""
 
+import math
 import os
 import shutil
 import sys
@@ -20,7 +21,6 @@ from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
 from vit.model.checkpoint import CheckpointStore
 from vit.model.model_file import MODEL_FILE, ModelFile
-from vit.model.presets import compute_flops
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.runtime.arguments import resolve_image_sizes
@@ -431,8 +431,10 @@ def choose_compile(
     decides as the interrupted one did."""
     if device.type != "cuda" or config.train.compile != "auto":
         return config.train.compile is True
-    # the backward pass costs twice the forward
-    step_flops = 3 * compute_flops(model.architecture) * plan.batch_size
+    # Each parameter is multiplied with each token, and the backward pass costs twice the forward.
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_tokens = math.prod(model.grid_size) + model.num_prefix_tokens
+    step_flops = 6 * num_parameters * num_tokens * plan.batch_size
     pays = step_flops * plan.total_steps / (len(plan.image_sizes) or 1) >= _WORTHWHILE_FLOPS
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     return pays and any(shutil.which(compiler) for compiler in compilers)
