@@ -79,8 +79,9 @@ def evaluate(
         model: A run, a model file, timm:NAME, a folder of timm or Hugging
             Face, a file of weights (.pth, .ckpt), or imagenette (a small model
             that comes with the package). From Python also a bundle or a
-            module of timm, torchvision or Hugging Face. Of several models
-            with the same classes, the probabilities are averaged.
+            module of timm, torchvision or Hugging Face. The probabilities of
+            several models are averaged, if they have the same classes and
+            preprocessing.
         data: A data set's name, a folder, a table or shards. None: the
             model's own.
         root: Folder of the data set that `data` names. None: its usual place.
@@ -228,8 +229,8 @@ def _find_out_of_fold(
         )
     if found is not None and not is_plain:
         raise ValueError(
-            "tta needs images that the model hasn't seen, and this run was cross-validated; name some"
-            " with --data"
+            "tta needs images that the model hasn't seen, and this run was cross-validated; name"
+            " some with --data"
         )
     return found
 

@@ -208,8 +208,8 @@ class TrainTestOverlap:
         near: Number of images with a similar perceptual hash: recoded, resized, mirrored or much
             alike.
         examples: Up to 20 of them, exact ones first.
-        accuracy_without: Accuracy on the other images, 0 to 1, of several labels the fraction of which
-            all are right; null if there are none.
+        accuracy_without: Accuracy on the other images, 0 to 1; of several labels the fraction of
+            images of which all are right. Null if there are none.
     """
 
     exact: int
@@ -222,8 +222,8 @@ class TrainTestOverlap:
         if not self.exact + self.near:
             return ""
         return (
-            f"{self.exact} of these images were in training, {self.near} more are near-duplicates of"
-            f" one that was: {', '.join(self.examples[:3])}"
+            f"{self.exact} of these images were in training, {self.near} more are near-duplicates"
+            f" of one that was: {', '.join(self.examples[:3])}"
         )
 
 

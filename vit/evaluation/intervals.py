@@ -20,8 +20,8 @@ _NUM_PARTS = 50
 
 
 def leave_out_parts(clusters: Ints) -> NDArray[np.float64]:
-    """Return weights that leave out parts of the images in turn, [k, n]. A part has whole groups, at
-    random; of a single group there are none."""
+    """Return weights that leave out parts of the images in turn, [k, n]. A part has whole groups,
+    chosen at random; a single group has no parts."""
     numbers = np.unique(clusters, return_inverse=True)[1].reshape(-1)
     num_clusters = int(numbers.max()) + 1
     if num_clusters == 1:

@@ -29,8 +29,8 @@ from vit.prediction.probabilities import (
 )
 
 NUM_BINS = 15
-# largest loss of an image, so that a logit of −∞ leaves the mean finite: of the least probability
-# that a float64 holds
+# Largest loss of an image, that of the least probability which a float64 holds: a logit of −∞ leaves
+# the mean finite.
 MAX_LOSS = 708.0
 # averages over classes or labels, whose intervals are the jackknife's
 _CLASS_RATES = ("macro_f1", "macro_recall")
@@ -154,6 +154,7 @@ def score_logits(
     probabilities = np.empty((count, num_classes))
     columns = {name: np.empty(count, np.int64) for name in ("predicted", "rank")}
     loss = np.empty(count)
+    # in parts, because the copies in float64 take twice the memory of the logits
     for rows in chunk_rows(logits):
         chunk = logits[rows].astype(np.float64)
         log_probabilities = compute_log_probabilities(chunk, temperature)
@@ -172,6 +173,7 @@ def score_logits(
             was_ahead = ~is_behind[at_label[0], predicted]
             rank = np.where(predicted == labels[rows], 0, rank + 1 - was_ahead)
         columns["predicted"][rows], columns["rank"][rows] = predicted, rank
+    # the most probable of two classes is the one above a half; among more, none has a threshold
     decided = np.full(num_classes, THRESHOLD if num_classes == 2 else np.nan)
     if threshold is not None:
         decided = np.full(num_classes, np.nan)
@@ -196,6 +198,7 @@ def score_labels(
     """
     decided = np.broadcast_to(np.asarray(thresholds, dtype=np.float64), probabilities.shape[1:])
     predicted = probabilities >= decided
+    # number of labels that are wrong
     rank = (predicted != labels).sum(axis=1)
     loss = np.full(len(labels), np.nan) if loss is None else loss
     return Scores(labels, predicted, probabilities, loss, rank, decided)
@@ -358,6 +361,7 @@ def compute_intervals(scores: Scores, groups: Sequence[str] | None = None) -> di
     }
     metrics = compute_rates(scores, np.ones((1, len(scores))))
     left_out = compute_rates(scores, leave_out_parts(clusters))
+    # one more group that is wrong; of a rare label, one more image weighs more
     step = compute_group_size(clusters) / len(scores)
     if scores.is_multilabel:
         step = max(find_largest_error(scores.labels.sum(axis=0), len(scores)), 1 / len(scores))
@@ -394,7 +398,7 @@ def compare_precision(
 
 def bin_confidence(scores: Scores) -> list[Bin]:
     """Compute mean confidence and accuracy of predictions in 15 bins of confidence; both are 0 for
-    an empty bin. Of several labels, probability and frequency of all pairs of image and label.
+    an empty bin. With several labels an image, all pairs of image and label are counted.
 
     Raises:
         ValueError: The logits hold NaN or infinity.
@@ -415,14 +419,14 @@ def bin_confidence(scores: Scores) -> list[Bin]:
 
 @dataclass(frozen=True)
 class ClassMetrics:
-    """Metrics of one class or label, 0 to 1, with 95 % intervals. Those that need an image of it are
-    None without one.
+    """Metrics of one class or label, 0 to 1, with 95 % intervals. Those that need an image of it
+    are None without one.
 
     Attributes:
         support: Number of images that have it.
         predicted: Number of images that are predicted to have it.
-        average_precision, roc_auc: Of a label or of one of two classes; otherwise None. The area
-            is None if every image has the label.
+        average_precision, roc_auc: Areas under both curves of a label or of one of two classes;
+            otherwise None. That of the ROC curve is None if every image has the label.
         thresholds: Rates at the threshold that decides, and at those with a given sensitivity or
             specificity, for a label or one of two classes.
     """

@@ -76,8 +76,8 @@ class OutOfFold:
         num_left = len(images) - len(self.ids)
         if num_left:
             notes.append(
-                f"{num_left:,} images are always trained on and not measured, because their class has"
-                " one group or image"
+                f"{num_left:,} images are always trained on and not measured, because their class"
+                " has one group or image"
             )
         return notes
 

@@ -27,8 +27,8 @@ def write_predictions(
 ) -> None:
     """Write predictions.csv.
 
-    The column `path` has the image's name in its data set, by which `vit compare` pairs evaluations,
-    and `file` its path from the working directory. The probability of each class has the fewest
+    The column `path` has the image's name in its data set, by which `vit compare` pairs
+    evaluations, and `file` its path from the working directory. The probability of each class has the fewest
     digits that a float32 is read back from: 14 bytes a value, 0.7 GB for 50,000 images of 1,000
     classes. Those of labels and the other numbers have the full precision of a float64.
 

@@ -1,4 +1,4 @@
-"""The result of an evaluation and its files: `evaluation.json`, `predictions.csv` and `report.html`.
+"""The result of an evaluation and its files: evaluation.json, predictions.csv and report.html.
 
 `schema_version` rises when a key is removed or changes its meaning, not when a key is added.
 Fractions are 0 to 1, not percent.
@@ -84,7 +84,7 @@ class Evaluation(BaseModel):
     intervals: dict[str, Interval]
     # every class or label of the model, in its order
     per_class: list[ClassMetrics]
-    # of the predicted class, or of all pairs of image and label
+    # confidence and accuracy of the predicted class, or of all pairs of image and label
     reliability: list[Bin]
     # divisor of the logits before the softmax or the sigmoid; 1 if none was fitted
     temperature: float = 1.0
@@ -167,6 +167,7 @@ class Evaluation(BaseModel):
         if len({row.support for row in self.per_class if row.support}) == 1:
             redundant.add("macro_recall")
         rows = [self._build_row(name) for name in self.metrics if name not in redundant]
+        # a model of two classes is quoted by its curves, too
         rest = self.one_against_rest
         if rest is not None:
             curves = (
@@ -213,8 +214,8 @@ class Evaluation(BaseModel):
 
     @property
     def _guess(self) -> float:
-        """Metric of guessing: accuracy of always predicting the most frequent class, or mean average
-        precision of a random order, which is the mean frequency of the labels."""
+        """Metric of guessing: accuracy of always predicting the most frequent class, or mean
+        average precision of a random order, which is the mean frequency of the labels."""
         supports = [row.support for row in self.per_class if row.support]
         if not self.is_multilabel:
             return max(supports) / self.num_images
@@ -238,8 +239,8 @@ class Evaluation(BaseModel):
             right = round((self.metrics["exact_match"] or 0) * count)
             shown = "–" if value is None else percent(value)
             return (
-                f"All labels are right on {right:,} of {count:,} images. The mean average precision is"
-                f" {shown} (95 % interval {interval})."
+                f"All labels are right on {right:,} of {count:,} images. The mean average precision"
+                f" is {shown} (95 % interval {interval})."
             )
         if decided := self._decided:
             row, rates = decided
@@ -341,8 +342,8 @@ class EvaluationResult(Result):
         }
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write what `vit evaluate` writes: predictions.csv, the page, the model file if an operating
-        point was chosen, and last evaluation.json.
+        """Write what `vit evaluate` writes: predictions.csv, the page, the model file if an
+        operating point was chosen, and last evaluation.json.
 
         Args:
             directory: New or empty directory.

@@ -79,8 +79,8 @@ def parse_rule(text: str, class_names: Sequence[str], *, is_multilabel: bool = F
         raise ValueError(f"--operating-point {text}: {label} is not one of the classes {known}")
     if label is None and not is_multilabel and len(class_names) > 2:
         raise ValueError(
-            f"--operating-point {text} needs the class that is predicted from a threshold on, such as"
-            f" {class_names[0]}:{text}; the classes are {known}"
+            f"--operating-point {text} needs the class that is predicted from a threshold on, such"
+            f" as {class_names[0]}:{text}; the classes are {known}"
         )
     if name == "f1" and value is None:
         return Rule(text, name, 0.0, label)
@@ -137,7 +137,8 @@ def choose_operating_point(
     split = validation.dataset.split
     if not thresholds:
         raise ValueError(
-            f"--operating-point {rule.text} on {len(validation):,} images ({split}): {failures[0][1]}"
+            f"--operating-point {rule.text} on {len(validation):,} images ({split}):"
+            f" {failures[0][1]}"
         )
     sentences = [
         f"the operating point was chosen on {len(validation):,} images ({split})",
@@ -176,6 +177,7 @@ def choose_threshold(
         raise ValueError(f"{have} {name}; choose on images with and without it")
     thresholds, missed, alarms = _count_errors(probabilities, is_positive)
     hits = num_positive - missed
+    # thresholds rise, so that the first one which keeps a promise has the best other rate
     if rule.name == "f1":
         return float(thresholds[(2 * hits / (hits + alarms + num_positive)).argmax()])
     if rule.name == "precision":
@@ -184,8 +186,8 @@ def choose_threshold(
         if not keeps.any():
             best = float((hits / (hits + alarms + new)).max())
             raise ValueError(
-                f"no threshold has a precision of {100 * rule.value:g} %; up to {100 * best:.0f} % can"
-                " be promised"
+                f"no threshold has a precision of {100 * rule.value:g} %; up to {100 * best:.0f} %"
+                " can be promised"
             )
         return float(thresholds[keeps.argmax()])
     if rule.name == "sensitivity":
@@ -234,8 +236,8 @@ def _count_allowed(is_counted: Bools, rule: Rule, clusters: Ints, what: str) -> 
         # copies count little, so that other labels may need other numbers
         of_groups = f" in groups of about {group_size:.2g}" if group_size > 1 else ""
         raise ValueError(
-            f"{count:,} {what}{of_groups} are too few for {rule.name}={rule.value:g}, {needed:,} are"
-            " needed"
+            f"{count:,} {what}{of_groups} are too few for {rule.name}={rule.value:g}, {needed:,}"
+            " are needed"
         )
     return allowed
 

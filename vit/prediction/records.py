@@ -235,7 +235,8 @@ def write_output(
         resume: Go on after the lines that FILE.jsonl has; a torn last line is cut.
 
     Raises:
-        ValueError: The file has another name, it is there already, or its lines are of other images.
+        ValueError: The file has another name, it is there already, or its lines are of other
+            images.
     """
     path = expand_home(path)
     if path.suffix not in (".jsonl", ".csv"):

@@ -204,7 +204,8 @@ def _thin(x: Floats, y: Floats) -> Points:
 
 
 def choose_classes(scores: Scores) -> Ints:
-    """Return all classes, or if there are many, those with the most errors as label or prediction."""
+    """Return all classes, or if there are many, those with the most errors as label or as
+    prediction."""
     if scores.num_classes <= _MAX_CLASSES:
         return np.arange(scores.num_classes)
     is_wrong = scores.labels != scores.predicted
@@ -231,9 +232,11 @@ def plot_confusion(scores: Scores, *, class_names: Sequence[str]) -> Figure:
     support = np.bincount(scores.labels, minlength=scores.num_classes)[chosen]
     fractions = counts / np.maximum(support, 1)[:, None]
     side = min(2.5 + 0.3 * len(chosen), 11)
+    # outside of pyplot, whose figures stay in memory
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axes = figure.subplots()
     axes.imshow(fractions, vmin=0, vmax=1, cmap="Blues")
+    # matplotlib reads formulas between dollars
     names = [class_names[place].replace("$", r"\$") for place in chosen]
     axes.set(xlabel="predicted", ylabel="true")
     axes.set_xticks(range(len(chosen)), names, rotation=60, ha="right", rotation_mode="anchor")

@@ -70,8 +70,8 @@ class Contrast:
 
 @dataclass(frozen=True)
 class DrawnContrast:
-    """A `Contrast` as data addresses: the map over the photo, and the photo with the removed patches
-    in white, None if there are none."""
+    """A `Contrast` as data addresses: the map over the photo, and the photo with the removed
+    patches in white, None if there are none."""
 
     map: str
     removed: str | None
@@ -101,6 +101,7 @@ def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
                 (rank, Mistake(index, place, place, is_missed))
                 for rank, index in enumerate(indices[:count].tolist())
             ]
+    # the clearest of each label before the second of any
     ranked.sort(key=lambda pair: pair[0])
     return [mistake for _, mistake in ranked[:count]]
 
@@ -159,7 +160,7 @@ def explain_mistakes(
         )
         values = maps.values[:, 0].cpu()  # [B, rows, columns]
         if bundle.is_multilabel:
-            # of a missed label, what spoke against it was wrong
+            # where a label is missed, the evidence against it was wrong
             values = (
                 values
                 * torch.tensor([-1.0 if each.is_missed else 1.0 for each in part])[:, None, None]

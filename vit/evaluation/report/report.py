@@ -65,7 +65,7 @@ class ShownMistake(NamedTuple):
 
     Attributes:
         path: Name of the image.
-        text: What is wrong.
+        text: The label and the prediction.
         picture: The image as a data address.
         contrast: Why it is wrong; None for a model without maps.
         neighbours: Nearest training photos.
@@ -152,6 +152,7 @@ def _show_mistakes(
         except ValueError as error:
             problem = str(error)
     shown = []
+    # a mistake is shown also without an explanation
     rows = zip(mistakes, pixels, contrasts, neighbours, strict=True)
     for mistake, photo, contrast, nearest in rows:
         index, percent = mistake.index, partial(format_percent, count=len(scores))
@@ -235,9 +236,8 @@ def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
     sentences = []
     if rows:
         recall, support, name = min(rows, key=lambda row: row[0])
-        sentences.append(
-            f"It fails most on {name}: {round(recall * support)} of {support} images are recognised."
-        )
+        hits = round(recall * support)
+        sentences.append(f"It fails most on {name}: {hits} of {support} images are recognised.")
     most = confusions[0]
     if most.count > 1:
         names = [row.name for row in evaluation.per_class]
@@ -252,14 +252,15 @@ def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
 def _describe_labels(evaluation: "Evaluation", scores: Scores) -> str:
     missed = int((scores.labels & ~scores.predicted).sum())
     false = int((scores.predicted & ~scores.labels).sum())
-    text = f"{missed:,} of {int(scores.labels.sum()):,} labels are missed; {false:,} are falsely found."
+    total = int(scores.labels.sum())
+    text = f"{missed:,} of {total:,} labels are missed; {false:,} are falsely found."
     known = [row for row in evaluation.per_class if row.average_precision is not None]
     if len(known) > 1:
         worst = min(known, key=lambda row: row.average_precision or 0.0)
         hits = round((worst.recall or 0) * worst.support)
         text += (
-            f" It is worst on {worst.name}: {hits} of {worst.support} images that have it are found,"
-            f" and {worst.predicted - hits} others."
+            f" It is worst on {worst.name}: {hits} of {worst.support} images that have it are"
+            f" found, and {worst.predicted - hits} others."
         )
     return text
 
@@ -277,10 +278,10 @@ def _describe_trust(evaluation: "Evaluation") -> str:
         )
     percent = partial(format_percent, count=evaluation.num_images)
     return (
-        f"It can decide {percent(row.single)} of the images alone, {percent(row.single_correct)} of"
-        " them correctly. For the others it names several classes or none, and a person should check"
-        f" them. (Its prediction sets should include the right class for {100 * row.coverage:.0f} % of"
-        f" the images, and do for {percent(row.measured)}.)"
+        f"It can decide {percent(row.single)} of the images alone, {percent(row.single_correct)}"
+        " of them correctly. For the others it names several classes or none, and a person should"
+        " check them. (Its prediction sets should include the right class for"
+        f" {100 * row.coverage:.0f} % of the images, and do for {percent(row.measured)}.)"
     )
 
 
