@@ -44,10 +44,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def make_settings(arguments: list[str], command: str = "train") -> dict[str, Any]:
-    """The options of `vit COMMAND ARGUMENTS`; raises for one that it does not have."""
+def make_settings(arguments: list[str]) -> dict[str, Any]:
+    """The options of `vit train ARGUMENTS`; raises for one that it does not have."""
     group: Any = typer.main.get_command(app)
-    return group.commands[command].make_context(command, list(arguments)).params  # type: ignore[no-any-return]
+    return group.commands["train"].make_context("train", list(arguments)).params  # type: ignore[no-any-return]
 
 
 def test_the_slurm_script_has_no_syntax_error_and_asks_for_nodes() -> None:
@@ -129,19 +129,3 @@ def test_the_kubernetes_job_has_what_the_operator_reads() -> None:
         mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"
     )
     assert str(settings["output"]).startswith(shared)
-
-
-def test_the_ray_job_has_what_the_operator_reads() -> None:
-    job = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    cluster = job["spec"]["rayClusterSpec"]
-    (workers,) = cluster["workerGroupSpecs"]
-    for group in (cluster["headGroupSpec"], workers):
-        (container,) = group["template"]["spec"]["containers"]
-        assert isinstance(group["rayStartParams"], dict)
-        assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
-    program, command, *arguments = job["spec"]["entrypoint"].split()
-    assert (program, command) == ("vit", "predict")
-    settings = make_settings(arguments, command)
-    assert (settings["engine"], settings["resume"]) == ("ray", True)

@@ -25,7 +25,7 @@ EXTRAS = {
     "data/inputs.py": ["datasets"],
     "data/sources/huggingface.py": ["datasets"],
     "data/sources/remote.py": ["remote"],
-    "deploy/batch": ["ray"],
+    "deploy/many_machines.py": ["ray"],
     "deploy/export": ["export"],
     "deploy/serve": ["serve"],
     "evaluation/written.py": ["datasets"],

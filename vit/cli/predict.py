@@ -16,7 +16,7 @@ from vit.runtime.console import echo
 from vit.runtime.places import explain_file, suggest
 
 # imported on use, because Ray is an extra
-_ENGINE = "vit.deploy.batch.engine"
+_ENGINE = "vit.deploy.many_machines"
 
 
 def predict(
@@ -42,7 +42,8 @@ def predict(
             of data sets, or - for a list of them on standard input. Models before them (runs, model
             files, timm:NAME) are averaged with MODEL.
         output_format: Format of standard output; auto is table in a terminal, otherwise jsonl.
-        engine: local, or ray: a cluster, with `output` a folder or an address for Parquet files.
+        engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and writes Parquet
+            into `output`.
         workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
     """
     # The garbage collector would look through torch's modules again and again, which never are
@@ -80,14 +81,15 @@ def predict(
     check_images(images)
     keywords = {**keywords, "model": models if len(models) > 1 else models[0]}
     if engine == "ray":
-        unused = ("sort_into", "similar", "sort")
+        # its rows have the probability of every class
+        unused = ("sort_into", "similar", "sort", "top_k")
         call.refuse(unused, "has no effect with --engine ray")
         if output is None:
             raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
         ray = import_engine()
         options = {name: each for name, each in keywords.items() if name not in unused}
         output, resume = options.pop("output"), options.pop("resume")
-        places = list_names(images)
+        places = list(list_names(images))
         ray.predict_on_ray(places, options, output=output, workers=workers, resume=resume)
         return
     # a folder that is named alone is an error if it holds no images

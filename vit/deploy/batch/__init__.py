@@ -1,1 +1,0 @@
-"""Predictions and maps of any number of images on many machines."""
