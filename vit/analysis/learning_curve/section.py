@@ -4,7 +4,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from vit.analysis.learning_curve.curve import LearningCurve, load_learning_curve
@@ -32,7 +31,7 @@ def build_section(result: EvaluationResult) -> Section | None:
     return Section("learning-curve", "More photos", html, curve.describe())
 
 
-def build_chart(curve: LearningCurve) -> Markup:
+def build_chart(curve: LearningCurve) -> str:
     """Draw accuracy against the number of training images, with intervals and the forecast."""
     series = [(curve.points, "o-", "measured, with 95 % interval")]
     if curve.forecast:

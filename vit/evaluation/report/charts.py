@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import matplotlib as mpl
 import numpy as np
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -27,8 +26,8 @@ _MAX_CLASSES = 40
 _MAX_NUMBERS = 20
 
 
-def render_figure(figure: Figure, title: str) -> Markup:
-    """Return a figure as SVG for a page, whose text has the page's colour.
+def render_figure(figure: Figure, title: str) -> str:
+    """Return a figure as SVG for a page, whose text has the page's colour. Names are escaped.
 
     Args:
         figure: A figure that was made within `mpl.rc_context`, see `draw_chart`.
@@ -45,7 +44,7 @@ def render_figure(figure: Figure, title: str) -> Markup:
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     label = html.escape(title)
     text = text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-    return Markup(text.replace(_TEXT, "currentColor"))
+    return text.replace(_TEXT, "currentColor")
 
 
 def draw_chart(
@@ -56,7 +55,7 @@ def draw_chart(
     *,
     is_unit: bool = True,
     size: tuple[float, float] = (4.2, 2.9),
-) -> Markup:
+) -> str:
     """Draw one chart.
 
     Args:
@@ -89,7 +88,7 @@ def draw_lines(axes: Axes, series: Mapping[str, Points]) -> None:
 
 def build_history_chart(
     title: str, series: Mapping[str, Points], *, y_label: str, y_range: Sequence[float] = (0,)
-) -> Markup:
+) -> str:
     """Draw one or two series of (epoch, value). The vertical axis includes the values of
     `y_range`."""
 
@@ -104,7 +103,7 @@ def build_history_chart(
 
 def build_reliability_chart(
     bins: Sequence[Bin], *, x_label: str = "confidence", y_label: str = "accuracy"
-) -> Markup:
+) -> str:
     """Draw the accuracy, or the frequency of labels, against the confidence."""
 
     def draw(axes: Axes) -> None:
@@ -120,7 +119,7 @@ def build_reliability_chart(
     return draw_chart("Reliability", x_label, y_label, draw)
 
 
-def build_selective_chart(confidence: Floats, correct: Bools) -> Markup:
+def build_selective_chart(confidence: Floats, correct: Bools) -> str:
     """Draw the accuracy of the most confident images against their share of all images: the
     risk-coverage curve of El-Yaniv & Wiener 2010, upside down."""
     order = np.argsort(-confidence, kind="stable")
@@ -142,7 +141,7 @@ def build_selective_chart(confidence: Floats, correct: Bools) -> Markup:
 
 def build_curve_charts(
     probabilities: Floats, is_positive: Bools, decided: ThresholdRates | None = None
-) -> list[Markup]:
+) -> list[str]:
     """Draw the ROC and the precision-recall curve of one label; nothing unless some images have it
     and others don't.
 
@@ -255,7 +254,7 @@ def plot_confusion(scores: Scores, *, class_names: Sequence[str]) -> Figure:
     return figure
 
 
-def draw_confusion(scores: Scores, class_names: Sequence[str]) -> Markup:
+def draw_confusion(scores: Scores, class_names: Sequence[str]) -> str:
     """Draw the confusion matrix for a page."""
     colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with mpl.rc_context(dict.fromkeys(colours, _TEXT)):

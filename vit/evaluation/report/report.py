@@ -9,7 +9,6 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from markupsafe import Markup
 from PIL import Image
 
 from vit.bundle import Bundle
@@ -83,7 +82,7 @@ class ShownClass(NamedTuple):
 
     place: int
     metrics: ClassMetrics
-    charts: list[Markup]
+    charts: list[str]
     mistakes: list[ShownMistake]
 
 
@@ -199,7 +198,7 @@ def _choose_details(
     )
     details = []
     for place, row in rows:
-        charts: list[Markup] = []
+        charts: list[str] = []
         has_curves = bool(row.thresholds) and (row is rest or evaluation.is_multilabel)
         if has_curves and len(details) < _MAX_CURVES:
             charts = build_curve_charts(
@@ -324,7 +323,7 @@ def load_history(model: str) -> list[dict[str, Any]]:
     return []
 
 
-def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[Markup]:
+def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
     charts = []
     loss = {
         name: points
