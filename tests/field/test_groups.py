@@ -140,7 +140,7 @@ def test_folds_of_a_class_of_one_group_say_what_they_leave_out() -> None:
         class_names=names,
         groups=groups,
     )
-    assert len(curve.points) == 7
+    assert len(curve.points) == 6
     assert curve.num_folds == 5
 
 

@@ -376,9 +376,8 @@ def test_faithfulness_takes_a_right_label_of_each_image() -> None:
     bundle, photos = make_labels()
     data = (np.stack([photos[0]] * 10), np.array([[0, 1, 1]] * 10))
     result = vit.measure_faithfulness(
-        bundle, dataset=data, class_names=bundle.class_names, methods="libra-input-x-gradient",
-        num_images=8,
-    )  # fmt: skip
+        bundle, dataset=data, methods="libra-input-x-gradient", num_images=8
+    )
     assert result.summary["metrics"]["srg"]["maps"]["libra-input-x-gradient"]["mean"] > 0.3
     # red isn't a label of the image, and blue isn't predicted
     logits = np.array([[2, 1.2, -2]] * 2, dtype=np.float32)
@@ -386,6 +385,7 @@ def test_faithfulness_takes_a_right_label_of_each_image() -> None:
     assert find_right(bundle, logits, labels).tolist() == [1, -1]
     with pytest.raises(ValueError, match="0 of 10 images are predicted correctly"):
         vit.measure_faithfulness(
-            bundle, dataset=(data[0], np.array([[0, 0, 1]] * 10)), methods="libra-input-x-gradient",
-            class_names=bundle.class_names,
-        )  # fmt: skip
+            bundle,
+            dataset=(data[0], np.array([[0, 0, 1]] * 10)),
+            methods="libra-input-x-gradient",
+        )

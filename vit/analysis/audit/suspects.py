@@ -158,6 +158,7 @@ def audit_images(
         strata=dataset.strata[examined],
         num_classes=len(names),
     )
+    # [n, C], as the given marks
     predicted = probabilities >= 0.5
     if not dataset.is_multilabel:
         predicted = probabilities.argmax(axis=1)[:, None] == np.arange(len(names))
@@ -300,11 +301,13 @@ def find_label_errors(
     given, chosen = marks[:, known], probabilities[:, known]
     options: dict[str, Any] = {"filter_by": "confident_learning", "n_jobs": 1}
     confidence = np.where(given, chosen, 1 - chosen)
+    # the given marks, with those changed that are probably wrong
     suggested = given.copy()
     if is_multilabel:
         label_lists = [np.flatnonzero(row).tolist() for row in given]
         wrong = find_multilabel_issues_per_class(label_lists, chosen, **options)
         suggested ^= wrong
+        # only the labels that are probably wrong rank an image
         confidence[~wrong] = 1
     else:
         is_suspect = find_label_issues(given.argmax(axis=1), chosen, **options)
@@ -314,6 +317,7 @@ def find_label_errors(
     found = []
     for row in np.argsort(lowest, kind="stable").tolist():
         if (suggested[row] != given[row]).any():
+            # a class without images is neither given nor suggested
             whole = marks[row].copy()
             whole[known] = suggested[row]
             found.append((row, whole, float(1 - lowest[row])))
@@ -331,6 +335,7 @@ def find_confused(
 
     counts = confusion_matrix(labels, predicted, labels=range(len(class_names)))
     support = counts.sum(axis=1)
+    # each pair once, in both directions together
     confused = np.triu(counts + counts.T, 1)
     share = confused / np.maximum(support[:, None] + support, 1)
     pairs = np.argwhere((confused >= _MIN_CONFUSED) & (share >= _MIN_CONFUSED_SHARE)).tolist()
@@ -360,7 +365,7 @@ def _find_nearest_with(
 
 
 def _find_outliers(features: Float32s, paths: Sequence[str], texts: Sequence[str]) -> list[Outlier]:
-    """Find images whose distance is far above the others' (Tukey 1977, "far out"), farthest first."""
+    """Find images that are far from all others (Tukey 1977, "far out"), the farthest first."""
     _, cosines = find_nearest(features, features, _NUM_NEIGHBOURS, skip_self=True)
     distances = convert_to_distances(cosines[:, -1])
     low, high = np.quantile(distances, [0.25, 0.75])

@@ -64,7 +64,7 @@ class Pair:
     """B compared with A, image by image.
 
     Attributes:
-        difference: Accuracy of B minus that of A. For several labels an image, all have to be right.
+        difference: Accuracy of B minus that of A; all labels of an image have to be right.
         interval: Its 95 % interval, which holds 0 if the difference is not significant.
         p_value: Two-sided p-value of McNemar's exact test.
         is_significant: True if the p-value is below 0.05.
@@ -167,11 +167,13 @@ def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]
         The p-value; and the 95 % interval of the accuracy of B minus that of A, which holds 0 if
         the p-value is not significant.
     """
+    # images of each group, and how many more of them only B has right
     sizes = np.bincount(clusters)
     sums = np.bincount(clusters, changes)
     num_a, num_b = int(np.sum(sums < 0)), int(np.sum(sums > 0))
     p_value = float(binomtest(num_b, num_a + num_b).pvalue) if num_a + num_b else 1.0
 
+    # a group for each model in which only that one is right
     size = sizes.mean()
     groups = np.stack([[*sums, -size, size], [*sizes, size, size]], axis=1)
     # groups that are alike are drawn together: [kinds, 2] and how many there are of each
@@ -189,6 +191,7 @@ def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]
 def _compare_pair(a: ComparedEvaluation, b: ComparedEvaluation) -> Pair:
     order = _find_order(a, b)
     correct_b = b.correct[order]
+    # 1 where only B is correct, -1 where only A is, else 0
     changes = correct_b.astype(int) - a.correct
     clusters = np.arange(len(a.ids))
     # the evaluation of an earlier version doesn't know the groups of its images
@@ -228,7 +231,8 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
     # both files are of one evaluation only if nobody replaced one of them
     if not 0 < len(ids) == facts.get("num_images"):
         raise ValueError(
-            f"{table} has {len(ids)} predictions of {facts.get('num_images')} images; evaluate again"
+            f"{table} has {len(ids)} predictions of {facts.get('num_images')} images; evaluate"
+            " again"
         )
     # Names may hold the separator of labels, so that cells are compared whole: in both columns, the
     # names have the order of the model's classes.

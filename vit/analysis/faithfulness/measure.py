@@ -208,6 +208,7 @@ def select_correct_images(
                 break
             batch = {}
             for index in order[start : start + batch_size].tolist():
+                # unreadable images are skipped
                 with suppress(ValueError, OSError):
                     batch[index] = bundle.preprocess.to_uint8(dataset.image(index))
             if not batch:

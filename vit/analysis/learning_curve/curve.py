@@ -171,6 +171,7 @@ def measure_learning_curve(
         strength=probe.strength,
         class_weight="balanced" if balanced is True else balanced or None,
     )
+    # a part with a single class can't be fitted
     known = ~np.isnan(scores).any(axis=1)
     sizes, scores = sizes[known], scores[known]
     points = [
@@ -218,8 +219,8 @@ def _fit_parts(
     regression = LogisticRegression(C=strength, max_iter=500, class_weight=class_weight)
     if labels.ndim == 2:
         regression = OneVsRestClassifier(regression)
-    # A part may lack a class, of which scikit-learn warns. In many small regressions several threads
-    # would wait for one another.
+    # A part may lack a class, of which scikit-learn warns. One thread, because in many small
+    # regressions several would wait for one another.
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore")
         sizes, _, scores = learning_curve(
@@ -251,6 +252,7 @@ def forecast_twice(sizes: NDArray[Any], scores: Floats, *, num_images: int) -> F
     # fractions of the largest size, with which b is the error that more images take away
     fractions = sizes / sizes[-1]
     bounds = ([0, 0, _MIN_EXPONENT], [1, 1, _MAX_EXPONENT])
+    # accuracy of each fold's law, now and with twice as many images
     reached = []
     for errors in (1 - scores).T:
         start = (errors.min() / 2, min(errors.min() / 2 + 0.01, 1), 0.5)
@@ -259,8 +261,8 @@ def forecast_twice(sizes: NDArray[Any], scores: Floats, *, num_images: int) -> F
             [1 - law(count / sizes[-1], *fitted) for count in (num_images, 2 * num_images)]
         )
     now, twice = np.array(reached).clip(0, 1).mean(axis=0)
-    # The folds share most of their training images, so that the binomial variance of the images that
-    # were left out is added to that between the folds.
+    # The folds share most of their training images, so that the binomial variance of the images
+    # that were left out is added to that between the folds.
     best = scores[-1].mean()
     variance = np.var(reached, axis=0, ddof=1)[1] / len(reached) + best * (1 - best) / num_images
     reach = 1.96 * np.sqrt(variance)

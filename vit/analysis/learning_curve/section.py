@@ -1,12 +1,18 @@
 """The section of a report that shows the learning curve of the run that trained the model."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from vit.analysis.learning_curve.curve import LearningCurve, load_learning_curve
+from vit.analysis.learning_curve.curve import (
+    CurvePoint,
+    Forecast,
+    LearningCurve,
+    load_learning_curve,
+)
 from vit.evaluation.report.charts import draw_chart
 from vit.evaluation.report.report import Section, find_run
 from vit.evaluation.result import EvaluationResult
@@ -33,7 +39,9 @@ def build_section(result: EvaluationResult) -> Section | None:
 
 def build_chart(curve: LearningCurve) -> str:
     """Draw accuracy against the number of training images, with intervals and the forecast."""
-    series = [(curve.points, "o-", "measured, with 95 % interval")]
+    series: list[tuple[Sequence[CurvePoint | Forecast], str, str]] = [
+        (curve.points, "o-", "measured, with 95 % interval")
+    ]
     if curve.forecast:
         series.append(
             ([curve.points[-1], curve.forecast], "o--", "forecast of an inverse power law")

@@ -74,6 +74,7 @@ def measure_robustness(
     transforms = build_transforms(min(bundle.preprocess.image_size))
 
     def read(transform: Any, start: int, stop: int) -> Pixels:
+        # the hash of the pixels, which no order or name changes
         seeds = images.dataset.digests[start:stop].tolist()
         return damage(images.read(start, stop), transform, seeds)
 
@@ -129,6 +130,7 @@ def damage(batch: Pixels, transform: Any, seeds: list[int]) -> Pixels:
     """Return damaged images, uint8 [B, H, W, 3], that depend on the image and its seed alone."""
     damaged = np.empty_like(batch)
     for row, (pixels, seed) in enumerate(zip(batch, seeds, strict=True)):
+        # albumentations takes seeds of 32 bits
         transform.set_random_seed(seed % 2**32)
         damaged[row] = transform(image=np.ascontiguousarray(pixels))["image"]
     return damaged
