@@ -342,8 +342,8 @@ def _decode_images(
     and hash them.
 
     Returns:
-        Facts of the images, uint64 [4, n]: two hashes, width and height; and index of an image → why
-        it can't be read.
+        Facts of the images, uint64 [4, n]: two hashes, width and height; and index of an image →
+        why it can't be read.
     """
     count = len(indices)
     places = dict(zip(indices.tolist(), range(count), strict=True))

@@ -24,8 +24,8 @@ from vit.runtime.patterns import search_group
 
 # largest number of images that are decoded and compared with one another; it takes seconds
 MAX_COMPARED = 5000
-# Near-copies that aren't joined: more images of a class than this number, and than this share of the
-# class. A burst is smaller; photos of one texture are more.
+# Near-copies that aren't joined: more images of a class than this number, and than this share of
+# the class. A burst is smaller; photos of one texture are more.
 _MAX_ALIKE = 10
 _MAX_SHARE = 0.1
 # orders in which groups are tried until every class with enough groups is in each split
@@ -138,8 +138,8 @@ class JoinedGroups(NamedTuple):
     Attributes:
         groups: Group of each image.
         num_copies: Number of images that have a copy or a near-copy in their group.
-        num_alike: Number of images that resemble so many others of their class that they aren't kept
-            together, such as photos of one texture.
+        num_alike: Number of images that resemble so many others of their class that they aren't
+            kept together, such as photos of one texture.
     """
 
     groups: tuple[str, ...]
@@ -152,8 +152,8 @@ def join_duplicates(
 ) -> JoinedGroups:
     """Join groups that share an image or a near-copy of one.
 
-    Near-copies that would join more than a tenth of a class, and more than ten images, aren't joined:
-    only equal pixels are. A class that would have fewer groups than splits keeps its own groups.
+    Near-copies that would join more than a tenth of a class, and more than ten images, aren't
+    joined: only equal pixels are. A class that would have fewer groups than splits keeps its own groups.
 
     Args:
         groups: Group of each image.
@@ -200,7 +200,8 @@ def join_duplicates(
 def _join(
     groups: Sequence[str], pairs: Sequence[tuple[int, int, bool]]
 ) -> tuple[list[str], set[int]]:
-    """Join the groups of the images of each pair; return the group of each image, and the images."""
+    """Join the groups of the images of each pair; return the group of each image, and the
+    images."""
     parents = {group: group for group in groups}
 
     def find_root(group: str) -> str:

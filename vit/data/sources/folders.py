@@ -1,5 +1,5 @@
-"""Image folders: root/<split>/<class>/* or root/<class>/*, images whose class is in their path, or a
-table in the folder."""
+"""Image folders: root/<split>/<class>/* or root/<class>/*, images whose class is in their path, or
+a table in the folder."""
 
 import os
 from collections import Counter
@@ -146,7 +146,8 @@ def _explain(root: Path) -> str:
     if tables:
         return f"; if {tables[0]} names the classes, use vit train {root / tables[0]}"
     if any(is_image_name(entry.name) for entry in root.iterdir()):
-        return "; move them into a folder for each class, or find the class in their names with --label-by"
+        hint = "or find the class in their names with --label-by"
+        return f"; move them into a folder for each class, {hint}"
     return "; check the path"
 
 

@@ -31,7 +31,7 @@ from vit.runtime.hub import offline_if_unreachable
 
 @dataclass(frozen=True, eq=False)
 class RowReader(ImageReader):
-    """Images in rows of tables that are mapped from disk: the bytes of an image file, or its path."""
+    """Images in rows of tables that are mapped from disk: the bytes of a file, or its path."""
 
     # datasets.Dataset of one column each, not decoded
     tables: Sequence[Any]
@@ -140,9 +140,9 @@ def is_place(place: str) -> bool:
 def find_huggingface(request: Request) -> SourceSplits:
     """Find the splits of a data set that the library `datasets` reads.
 
-    An image is in the column image or img; its class is in label, labels or class, as a text, a whole
-    number, or a number that the file's features name; several labels are a list of these. Splits
-    without labels are left out.
+    An image is in the column image or img; its class is in label, labels or class, as a text, a
+    whole number, or a number that the file's features name; several labels are a list of these.
+    Splits without labels are left out.
 
     Args:
         request: Its root is "hf:NAME" or "hf:NAME:CONFIGURATION" of the Hub, a directory that

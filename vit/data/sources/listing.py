@@ -96,11 +96,12 @@ def build_splits(listing: Listing, classes: ClassChoice) -> SourceSplits:
 
 
 def as_labels(values: Sequence[str]) -> tuple[str, ...]:
-    """Return the labels in a list. Raises ValueError if one is there twice: the list may be a row of 0
-    and 1."""
+    """Return the labels in a list. Raises ValueError if one is there twice: the list may be a row
+    of 0 and 1."""
     if len(set(values)) < len(values):
         raise ValueError(
-            f"{shorten(', '.join(values), 60)} has a label twice; list the names of the labels, not 0 and 1"
+            f"{shorten(', '.join(values), 60)} has a label twice; list the names of the labels, not 0"
+            " and 1"
         )
     return tuple(values)
 

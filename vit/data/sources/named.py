@@ -131,7 +131,7 @@ def is_imagenette(folder: Path) -> bool:
 
 
 def find_imagenet(request: Request) -> SourceSplits:
-    """Find an ImageNet folder, train/<wnid> and val/<wnid>, with the classes named by wnid or name."""
+    """Find an ImageNet folder, train/<wnid> and val/<wnid>, whose classes have a wnid and a name."""
     folder = check_root(request.place)
     # as Kaggle packs it
     inner = folder / "ILSVRC" / "Data" / "CLS-LOC"
@@ -249,7 +249,7 @@ def find_torchvision(name: str, request: Request, *, set_name: str) -> SourceSpl
 
 
 def _read_published(dataset: Any, set_name: str) -> tuple[Any, np.ndarray, Sequence[str] | None]:
-    """Return the images of a split (paths, or pixels), their labels and the names of the classes."""
+    """Return the images of a split (paths, or pixels), their labels and the class names."""
     # Caltech's sets call them categories
     names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
     labels = getattr(dataset, "targets", getattr(dataset, "labels", None))

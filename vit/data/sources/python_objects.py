@@ -160,8 +160,8 @@ def _name_labels(
     if task == "multilabel" or (are_lists and task is None):
         if task is None and all(sum(map(bool, label)) == 1 for label in labels):
             raise ValueError(
-                f"each label of dataset is a list of one, such as {shorten(repr(labels[0]))}; pass its"
-                " index or name, or set data.task=multilabel"
+                f"each label of dataset is a list of one, such as {shorten(repr(labels[0]))}; pass"
+                " its index or name, or set data.task=multilabel"
             )
         return _name_sets(labels, known)
     if all(isinstance(label, str) for label in labels):
@@ -219,8 +219,8 @@ def _name_sets(
     names = tuple(known or (f"class {place}" for place in range(max(lengths))))
     if not is_row or len(names) != max(lengths):
         raise ValueError(
-            f"the labels of dataset are {shorten(repr(labels[0]))}, not rows of 0 and 1 with a number"
-            f" for each of {len(names)} labels, nor lists of names"
+            f"the labels of dataset are {shorten(repr(labels[0]))}, not rows of 0 and 1 with a"
+            f" number for each of {len(names)} labels, nor lists of names"
         )
     rows = [tuple(names[place] for place, mark in enumerate(label) if mark) for label in labels]
     return rows, names

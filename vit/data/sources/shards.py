@@ -185,8 +185,8 @@ def _read_label(sample: _Sample, shard: str, *, several: bool) -> str | tuple[st
         return tuple(filter(None, map(str.strip, re.split(r"[|\n]", text or ""))))
     if not text:
         raise ValueError(
-            f"{hide_tokens(shard)} has no label {sample.key}.cls for the image {sample.key}; write its"
-            f" class, a name or a number, into {sample.key}.cls"
+            f"{hide_tokens(shard)} has no label {sample.key}.cls for the image {sample.key}; write"
+            f" its class, a name or a number, into {sample.key}.cls"
         )
     return text
 

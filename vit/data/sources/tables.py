@@ -94,8 +94,8 @@ class Table(NamedTuple):
 
 
 def read_table(path: Path) -> Table:
-    """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and the
-    sign that is most frequent in it divides the columns.
+    """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and
+    the sign that is most frequent in it divides the columns.
 
     Raises:
         ValueError: It is empty or damaged.
