@@ -321,7 +321,7 @@ def open_model(
         if class_names is not None or preprocess is not None:
             raise ValueError("class_names and preprocess describe a module; a Bundle has its own")
         return model
-    return Bundle.from_model(model, class_names=class_names, preprocess=preprocess)
+    return Bundle.from_model(module, class_names=class_names, preprocess=preprocess)
 
 
 def _average(members: Sequence[Bundle]) -> Bundle:

@@ -70,7 +70,7 @@ class Scores:
 
     @property
     def num_classes(self) -> int:
-        return self.probabilities.shape[1]
+        return int(self.probabilities.shape[1])
 
     @property
     def correct(self) -> Bools:

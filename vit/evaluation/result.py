@@ -76,7 +76,7 @@ class Evaluation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[3] = SCHEMA_VERSION
+    schema_version: Literal[3] = 3
     task: Literal["classes", "multilabel"]
     # null where no image has a label that the metric needs
     metrics: dict[str, float | None]

@@ -236,7 +236,7 @@ class ImageResult:
         for result in self.maps:
             picture = blend(photo, result.shown_values, self.geometry, scale=result.scale)
             check = result.sanity_check
-            row.append(Tile(picture, "", check and check.verdict, [result.describe()]))
+            row.append(Tile(picture, "", check.verdict if check else None, [result.describe()]))
         return row
 
 

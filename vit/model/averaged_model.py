@@ -41,7 +41,7 @@ class AveragedModel(nn.Module):
 
     def forward(self, images: Images) -> Float[Tensor, "B C"]:
         """Return logits whose softmax, or sigmoid for labels, is the mean probability."""
-        mean = 0.0
+        mean: Tensor | float = 0.0
         for model, temperature, order in zip(
             self.models, self.temperatures, self.orders, strict=True
         ):

@@ -16,7 +16,7 @@ _CHUNK_IMAGES = 4096
 _CHUNK_LOGITS = 2**22
 
 
-def chunk_rows(logits: Float32s) -> Iterator[slice]:
+def chunk_rows(logits: NDArray[Any]) -> Iterator[slice]:
     """Return slices that together cover the rows of [n, C]; with more classes they are shorter."""
     size = min(_CHUNK_IMAGES, max(_CHUNK_LOGITS // logits.shape[1], 1))
     return (slice(start, start + size) for start in range(0, len(logits), size))

@@ -348,13 +348,13 @@ def build_train_step(
     """
     train = config.train
     precision = choose_precision(train.precision, device)
-    is_ours = isinstance(model, VisionTransformer)
     parallel_model = model.to(device)
     if process.world_size > 1:
         parallel_model = DistributedDataParallel(model)
-    compiles = is_ours and choose_compile(config, model, plan, device)
-    if compiles:
+    compiles = False
+    if isinstance(model, VisionTransformer) and choose_compile(config, model, plan, device):
         _compile_blocks(config, model)
+        compiles = True
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -393,7 +393,9 @@ def build_train_step(
         threads=threads,
         # Gradient checkpointing reads the state of the device's random numbers; other models may do
         # something else in each step.
-        is_capturable=is_capturable and is_ours and not train.grad_checkpointing,
+        is_capturable=is_capturable
+        and isinstance(model, VisionTransformer)
+        and not train.grad_checkpointing,
     )
 
 

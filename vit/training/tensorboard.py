@@ -78,7 +78,7 @@ class TensorBoard(Observer):
     def on_end(self) -> None:
         if self.writer is None:
             return
-        scores = self.validator and self.validator.last_scores
+        scores = self.validator.last_scores if self.validator else None
         # a confusion matrix needs one class an image
         if (
             scores is not None

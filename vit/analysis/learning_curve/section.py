@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from vit.analysis.learning_curve.curve import (
-    CurvePoint,
-    Forecast,
     LearningCurve,
     load_learning_curve,
 )
@@ -39,7 +38,7 @@ def build_section(result: EvaluationResult) -> Section | None:
 
 def build_chart(curve: LearningCurve) -> str:
     """Draw accuracy against the number of training images, with intervals and the forecast."""
-    series: list[tuple[Sequence[CurvePoint | Forecast], str, str]] = [
+    series: list[tuple[Sequence[Any], str, str]] = [
         (curve.points, "o-", "measured, with 95 % interval")
     ]
     if curve.forecast:

@@ -121,7 +121,7 @@ def find_class_folders(
         notes=notes,
         unused=+unused,
     )
-    kept = None if kept is None else [shown.get(name, name) for name in kept]
+    kept = None if kept is None else tuple(shown.get(name, name) for name in kept)
     return build_splits(listing, kept).with_test_split()
 
 

@@ -77,7 +77,7 @@ class RowReader(ImageReader):
         files = [table.cache_files for table in self.tables]
         if not all(files):
             return None
-        stats = read_stats([each[0]["filename"] for each in files])[self.places[:, 0]]
+        stats: np.ndarray = read_stats([each[0]["filename"] for each in files])[self.places[:, 0]]
         stats[:, 0] = self.places[:, 1]
         return stats
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -135,7 +135,7 @@ def number_classes(
             labels[splits == split] = rows
         return labels, [*notes, *about_labels]
     check_labels(by_split, names, classes, origin=listing.origin)
-    return number_labels(listing.labels, names), notes
+    return number_labels(cast(Sequence[str], listing.labels), names), notes
 
 
 def _read_column(listing: Listing, column: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def find_python_objects(
     elif isinstance(dataset, tuple) and len(dataset) == 2 and not _is_images_and_labels(dataset):
         parts = {"train": dataset[0], "validation": dataset[1]}
 
-    names = None if class_names is None else as_tuple(class_names)
+    names: Sequence[str] | None = None if class_names is None else as_tuple(class_names)
     own_names = [find_class_names(part) for part in parts.values()]
     if names is None:
         names = own_names[0]

@@ -88,7 +88,7 @@ class ShardReader(ImageReader):
 
     def stats(self) -> np.ndarray:
         # the shard's facts and the place in it
-        stats = read_stats(self.shards)[self.places[:, 0]]
+        stats: np.ndarray = read_stats(self.shards)[self.places[:, 0]]
         stats[:, 0] = self.places[:, 1]
         return stats
 
@@ -146,7 +146,7 @@ def find_shards(request: Request) -> SourceSplits:
         name="webdataset",
         origin=path,
         ids=names,
-        labels=[_as_set(label) if is_list else label for label in labels],  # type: ignore[misc]
+        labels=[_as_set(label) if is_list else label for label in labels],  # type: ignore[arg-type]
         reader=ShardReader(files, names, np.array(places, dtype=np.int64).reshape(-1, 3)),
         splits=splits,
         origins={

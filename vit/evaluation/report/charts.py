@@ -4,11 +4,13 @@ import html
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from vit.evaluation.metrics import Bin, Scores
 from vit.evaluation.thresholds import ThresholdRates
@@ -64,7 +66,7 @@ def draw_chart(
         is_unit: Both axes are from 0 to 1.
         size: Inches.
     """
-    colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    colours: Any = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with mpl.rc_context(dict.fromkeys(colours, _TEXT)):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
@@ -96,7 +98,7 @@ def build_history_chart(
         draw_lines(axes, series)
         values = [value for points in series.values() for _, value in points]
         axes.set_ylim(min(*y_range, *values, 0), 1.02 * max(*y_range, *values))
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     return draw_chart(title, "epoch", y_label, draw, is_unit=False)
 
@@ -256,6 +258,6 @@ def plot_confusion(scores: Scores, *, class_names: Sequence[str]) -> Figure:
 
 def draw_confusion(scores: Scores, class_names: Sequence[str]) -> str:
     """Draw the confusion matrix for a page."""
-    colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    colours: Any = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with mpl.rc_context(dict.fromkeys(colours, _TEXT)):
         return render_figure(plot_confusion(scores, class_names=class_names), "Confusion matrix")

@@ -46,7 +46,7 @@ class Mistake(NamedTuple):
         is_missed: False for a label that is falsely found.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # NamedTuple's own method of this name isn't used
     place: int
     predicted: int
     is_missed: bool = True

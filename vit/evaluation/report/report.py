@@ -196,7 +196,7 @@ def _choose_details(
         enumerate(evaluation.per_class),
         key=lambda item: (item[1].average_precision or item[1].f1 or 0, item[0]),
     )
-    details = []
+    details: list[ShownClass] = []
     for place, row in rows:
         charts: list[str] = []
         has_curves = bool(row.thresholds) and (row is rest or evaluation.is_multilabel)

@@ -260,7 +260,8 @@ def run_as_written() -> AbstractContextManager[object]:
     # nothing is compiled before the compiler is imported, which takes a second
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager

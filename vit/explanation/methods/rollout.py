@@ -220,12 +220,14 @@ def measure_attention(forward: Forward, image: int) -> dict[str, np.ndarray]:
     parts = {}
     if len({layer.num_heads for layer in layers}) == 1:
         heads = [layer.attend(forward.pool_weights, one)[0, :, prefix:] for layer in layers]
-        parts["heads"] = torch.stack(heads).unflatten(-1, forward.grid)
+        parts["heads"] = torch.stack(heads)  # [layers, heads, patches]
+        parts["heads"] = parts["heads"].reshape(*parts["heads"].shape[:2], *forward.grid)
     if layers[0].num_tokens <= _MAX_FLOW_TOKENS:
         # fused layer by layer, so that the heads of one layer are in memory
         fused = [layer.attention(one).mean(dim=1, keepdim=True) for layer in layers]
         flow = attention_rollout(fused)[0, prefix:, prefix:]
-        parts["flow"] = flow.unflatten(0, forward.grid).unflatten(-1, forward.grid)
+        rows, columns = forward.grid
+        parts["flow"] = flow.reshape(rows, columns, rows, columns)
     return {name: part.float().cpu().numpy() for name, part in parts.items()}
 
 

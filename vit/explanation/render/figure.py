@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from textwrap import wrap
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import rc_context
@@ -127,7 +127,7 @@ def draw_sheet(rows: Sequence[Sequence[Tile]]) -> Image.Image:
 
 def _draw_tile(axes: Axes, tile: Tile) -> None:
     axes.imshow(tile.picture)
-    y = -4
+    y = -4.0
     parts = [(_wrap([tile.title], _TILE_INCHES), {"weight": "bold"})]
     if tile.badge is not None:
         text, colour = BADGES[tile.badge]
@@ -151,7 +151,7 @@ def _wrap(lines: Sequence[str], inches: float) -> str:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Keep texts as text in the file. The salt makes its ids the same each time."""
-    settings = {
+    settings: Any = {
         "svg.fonttype": "none",
         "pdf.fonttype": 42,
         "svg.hashsalt": "vit",
