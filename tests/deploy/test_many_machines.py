@@ -66,7 +66,7 @@ def test_folders_tables_and_parquet_give_the_rows_of_one_process(
             assert row["error"] is None
             assert row["predicted"] == expected["predicted"][place]
             probabilities = expected["probabilities"][place]
-            assert np.array_equal(np.float32(row["probabilities"]), np.float32(probabilities))
+            np.testing.assert_allclose(row["probabilities"], probabilities, atol=1e-6)
 
 
 def test_options_that_this_mode_has_no_use_for_are_refused(
