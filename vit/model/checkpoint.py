@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from vit.runtime.arguments import shorten
 from vit.runtime.drive import wait_for_drive
 from vit.runtime.files import compute_sha256, read_tensors, remove, write_atomically
 
@@ -70,15 +69,6 @@ class Checkpoint(NamedTuple):
         """Return the content of the file."""
         items = self._asdict().items()
         return serialize_state({name: value for name, value in items if value is not None})
-
-
-def check_number(name: str, value: Any, *, least: int | float, most: int | float) -> None:
-    """Raise RuntimeError for a checkpoint's number that is out of its range, or is none."""
-    if isinstance(value, Tensor) and value.ndim == 0:
-        value = value.item()
-    if not isinstance(value, int | float) or not least <= value <= most:
-        shown = shorten(str(value))
-        raise RuntimeError(f"{name} is {shown}, not a number from {least:g} to {most:g}")
 
 
 def serialize_state(state: dict[str, Any]) -> memoryview:

@@ -2,27 +2,14 @@
 
 import dataclasses
 import math
-import sys
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from vit.config import TrainConfig
-from vit.model.checkpoint import check_number
 
 SelectBy = Literal["top1", "macro_f1", "loss", "map"]
-# accuracy or F1; -1 before the first validation
-Share = Annotated[float, Field(ge=-1, le=1)]
-# The longest time of a run that is believed is about 30 years.
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
-
-# Fraction of a step's time that is proportional to the patches that are kept, measured with
-# cifar10/cpu on a Zen 4; on a Xeon 0.6.
-_PATCH_FRACTION = 0.7
-
 # In runs of fewer epochs, a change at the end of an epoch could come much too late.
 _MIN_EPOCHS = 4
 
@@ -84,27 +71,17 @@ class TrainingPlan:
         """Return whether mixup and cutmix are applied in step number `step`."""
         return step < self.find_end(self.mix_until)
 
-    def count_full_steps(self, image_size: tuple[int, int]) -> float:
-        """Return the number of steps with whole images of `image_size` that take the time of the
-        run. The time of a step is assumed to be proportional to the pixels, and a part of it to the
-        patches that are kept."""
-        full_steps = 0.0
-        for start in range(0, self.total_steps, self.steps_per_epoch):
-            num_steps = min(self.steps_per_epoch, self.total_steps - start)
-            pixels = math.prod(self.image_size(start) or image_size) / math.prod(image_size)
-            full_steps += num_steps * pixels * (1 - _PATCH_FRACTION * self.patch_drop_rate(start))
-        return full_steps
-
 
 class Validation(NamedTuple):
     """The measures on the validation images: mean cross-entropy; accuracy, F1 and mean average
-    precision from 0 to 1. Where images have several labels, the accuracy is the fraction of the
-    images of which all labels are right. Of single classes there is no average precision."""
+    precision from 0 to 1, and -1 before the first validation. Where images have several labels, the
+    accuracy is the fraction of the images of which all labels are right. Single classes have no
+    average precision."""
 
     loss: float
-    top1: Share
-    macro_f1: Share
-    map: Share = -1.0
+    top1: float
+    macro_f1: float
+    map: float = -1.0
 
     def rank(self, select_by: SelectBy) -> tuple[float, float]:
         """Return a value that is larger for a better model by the measure `select_by`. The smaller
@@ -118,8 +95,7 @@ class Validation(NamedTuple):
 NO_VALIDATION = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)
 
 
-# pydantic checks the values, which may come from a file
-@dataclass(config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
+@dataclasses.dataclass
 class Progress:
     """The progress of a run. Checkpoints hold these fields; with the state of the training step
     they are all that is needed to continue.
@@ -131,47 +107,20 @@ class Progress:
         best: Measures of the best model.
         epoch_sums: Sums over the current epoch, on the device until it ends: losses of finite
             steps, correct images, number of finite steps.
-
-    Raises:
-        pydantic.ValidationError: A value has another type or range than its field.
     """
 
-    epoch: NonNegativeInt = 0
-    step_in_epoch: NonNegativeInt = 0
-    step: NonNegativeInt = 0
-    total_steps: PositiveInt | None = None
-    best_step: NonNegativeInt = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    total_steps: int | None = None
+    best_step: int = 0
     best: Validation = NO_VALIDATION
-    evaluations_since_best: NonNegativeInt = 0
-    elapsed_seconds: Seconds = 0.0
-    epoch_seconds: Seconds = 0.0
-    epoch_sums: Tensor = Field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
-
-    def check(self, plan: TrainingPlan) -> None:
-        """Check the numbers, which may come from a file, by the plan of the whole run.
-
-        Raises:
-            RuntimeError: A number is out of its range; the message names it.
-        """
-        total_steps = self.total_steps or plan.total_steps
-        check_number("total_steps", total_steps, least=0, most=plan.total_steps)
-        check_number("step", self.step, least=0, most=total_steps)
-        check_number("step_in_epoch", self.step_in_epoch, least=0, most=plan.steps_per_epoch)
-        # The end of the run may cut its last epoch short.
-        epoch_start = self.step - self.step_in_epoch
-        epochs = epoch_start / plan.steps_per_epoch
-        if self.step == total_steps and self.step_in_epoch == 0:
-            epochs = math.ceil(epochs)
-        check_number("epoch", self.epoch, least=epochs, most=epochs)
-        check_number("best_step", self.best_step, least=0, most=self.step)
-        evaluations = self.evaluations_since_best
-        check_number("evaluations_since_best", evaluations, least=0, most=self.epoch)
-        num_images = self.step_in_epoch * plan.batch_size
-        limits = (sys.float_info.max, num_images, self.step_in_epoch)
-        if self.epoch_sums.shape != (len(limits),):
-            raise RuntimeError(f"epoch_sums has the shape {list(self.epoch_sums.shape)}, not [3]")
-        for total, most in zip(self.epoch_sums, limits, strict=True):
-            check_number("epoch_sums", total, least=0, most=most)
+    evaluations_since_best: int = 0
+    elapsed_seconds: float = 0.0
+    epoch_seconds: float = 0.0
+    epoch_sums: Tensor = dataclasses.field(
+        default_factory=lambda: torch.zeros(3, dtype=torch.float64)
+    )
 
     def start_epoch(self) -> None:
         """Start the next epoch at zero."""

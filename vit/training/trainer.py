@@ -22,12 +22,11 @@ from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
-from vit.model.checkpoint import Checkpoint, CheckpointStore, check_number
+from vit.model.checkpoint import Checkpoint, CheckpointStore
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.numbers import format_percent
@@ -35,7 +34,7 @@ from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
 from vit.training.model_writer import BundleWriter
 from vit.training.observers import LOG_EVERY_STEPS, Observer
-from vit.training.plan import Progress, TrainingPlan
+from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
 from vit.training.validation import ImageValidator
@@ -470,30 +469,21 @@ class Trainer:
 
     def _restore(self, values: dict[str, Any]) -> Checkpoint:
         """Go back to the state that a checkpoint holds, and return it by name."""
+        # Its name has its checksum, so that it holds what a run has written, perhaps another one.
         try:
             checkpoint = Checkpoint(**values)
-            self.identity.check(
-                checkpoint.identity,
-                origin=f"the checkpoint of step {checkpoint.progress['step']}",
-            )
-            self.progress = Progress(**checkpoint.progress)
-            self.progress.check(self._full_plan)
+            step = checkpoint.progress["step"]
+            self.identity.check(checkpoint.identity, origin=f"the checkpoint of step {step}")
+            progress = dict(checkpoint.progress)
+            self.progress = Progress(**progress | {"best": Validation(*progress["best"])})
             if self.progress.total_steps is not None:
                 self._set_length(self.progress.total_steps)
-            step = self.progress.step
-            state = checkpoint.state
-            check_number("num_steps", state["num_steps"], least=step, most=step)
-            most = self.plan.batch_size
-            check_number("grad_accum_steps", state["grad_accum_steps"], least=1, most=most)
-            self.train_step.load_state_dict(state)
+            self.train_step.load_state_dict(checkpoint.state)
             if self.validator is not None:
                 self.validator.load_state_dict(checkpoint.validator or {})
             return checkpoint
-        except (LookupError, TypeError, AttributeError, RuntimeError, ValidationError) as error:
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
-            if isinstance(error, ValidationError):
-                detail = error.errors()[0]
-                reason = f"{detail['loc'][0]}: {detail['msg']}"
             raise ValueError(
                 f"a checkpoint does not hold the state of this run ({reason}); remove it"
             ) from error
