@@ -63,7 +63,7 @@ def main() -> None:
         name=arguments.output.stem,
         parameters=sum(tensor.numel() for tensor in content.weights.values()) / 1e6,
         size=content.metadata["preprocess"]["image_size"][0],
-        top1=shipped.evaluation.top1,
+        top1=shipped.evaluation.metrics["top1"],
         low=low,
         high=high,
         num_images=shipped.evaluation.num_images,
