@@ -41,9 +41,8 @@ oldest: $(VENV)/.installed-dev
 		-m "not (slow or chaos or extended or docs or browser)" \
 		-k "not (hugging-face or card_names_the_versions or plain_models_open)" $(OLDEST_TESTS)
 	rm -rf $(VENV)-oldest
-OLDEST_TESTS ?= $(addprefix tests/,model optim prediction cli/test_attention.py cli/test_build.py \
-	deploy/export training/test_compiled_function.py \
-	training/test_execution.py training/test_run.py training/test_train_step.py)
+OLDEST_TESTS ?= $(addprefix tests/,model optim prediction cli/test_build.py \
+	deploy/export training/test_run.py training/test_train_step.py)
 
 # constraints-oldest.txt anew, after a bound in pyproject.toml has changed
 oldest-constraints: $(VENV)/.installed-dev

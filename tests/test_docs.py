@@ -25,14 +25,12 @@ import typer
 from generate import (
     render_commands,
     render_configuration,
-    render_schemas,
+    render_files,
     render_supported_models,
 )
-from jsonschema import Draft202012Validator, ValidationError
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from tests.schemas import check_document
 from vit.cli.main import app
 from vit.config import load_config
 from vit.data.sources.registry import find_kind
@@ -306,21 +304,12 @@ def test_a_measured_number_has_a_mark(page: Path) -> None:
     assert set(re.findall(r"\d[\d,.]* (?:%|images/s|GiB)", rest)) <= STATED
 
 
-def test_schemas_are_up_to_date() -> None:
-    texts = {path.name: path.read_text() for path in (ROOT / "docs/reference/schemas").iterdir()}
-    assert texts == render_schemas(), "run `make docs`"
-    for text in texts.values():
-        Draft202012Validator.check_schema(json.loads(text))
-    # a key that is missing
-    with pytest.raises(ValidationError):
-        check_document("evaluation", {"task": "classes"})
-
-
 @pytest.mark.parametrize(
     ("page", "render"),
     [
         ("reference/configuration.md", render_configuration),
         ("reference/commands.md", render_commands),
+        ("reference/files.md", render_files),
         ("explanations/supported-models.md", render_supported_models),
     ],
 )

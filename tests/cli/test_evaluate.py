@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from tests.conftest import Launcher, Outcome, SaveModel
-from tests.schemas import check_document
 from vit.bundle import load_bundle
 from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
@@ -153,7 +152,6 @@ def test_duplicates_unreadable_files_and_a_shuffled_class_order_are_dealt_with(
     code, screen, _ = evaluate(model_file, "--data", other, "--output", tmp_path / "after")
     assert code == 0
     metrics = json.loads((tmp_path / "after" / "evaluation.json").read_text())
-    check_document("evaluation", metrics)
     assert metrics["num_images"] == 18 + 1  # the broken one is no denominator's
     assert [name for name, _ in metrics["unreadable"]] == ["test/bee/9.png"]
     assert metrics["duplicates_of_training"]["exact"] == 1

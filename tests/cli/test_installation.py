@@ -132,7 +132,7 @@ def test_the_package_is_one_that_an_index_shows(tmp_path: Path) -> None:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         page = archive.read(metadata).decode().partition("\n\n")[2]
-    assert {"vit/configs/digits.yaml", "vit/schemas/evaluation.json"} <= set(names)
+    assert "vit/configs/digits.yaml" in names
     assert page.startswith("# vit\n")
     links = re.findall(r"\]\(([^)]*)", page)
     assert len(links) > 5

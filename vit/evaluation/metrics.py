@@ -145,7 +145,7 @@ def score_logits(
     """
     if labels.ndim == 2:
         scaled = logits.astype(np.float64) / temperature
-        _check_numbers(np.isnan(scaled).any(axis=1), "NaN")
+        _check_numbers(np.asarray(np.isnan(scaled).any(axis=1)), "NaN")
         # log(1 + exp(−z)) where the label is there, log(1 + exp(z)) where it isn't
         losses = np.minimum(np.logaddexp(0, np.where(labels, -scaled, scaled)), MAX_LOSS)
         return score_labels(expit(scaled), labels, thresholds, loss=losses.mean(axis=1))

@@ -65,9 +65,11 @@ class SubgroupTable:
             cells = [row.name, f"{row.num_images:,}"]
             if row.num_groups is not None:
                 cells.append(f"{row.num_groups:,}")
-            known = row.metric is not None
-            cells.append(format_percent(row.metric, row.num_images) if known else "–")
-            cells.append(format_interval(row.interval, row.num_images) if known else "")
+            if row.metric is None:
+                cells += ["–", ""]
+            else:
+                cells.append(format_percent(row.metric, row.num_images))
+                cells.append(format_interval(row.interval, row.num_images))
             rows.append(cells)
         return rows
 

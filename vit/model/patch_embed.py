@@ -119,7 +119,8 @@ class PatchEmbed(nn.Module):
         if self.training and not any(
             side % patch for side, patch in zip(images.shape[2:], self.patch_size, strict=True)
         ):
-            expected = images.shape[2:]
+            height, width = images.shape[2:]
+            expected = (height, width)
         if images.shape[1:] != (self.in_chans, *expected):
             raise ValueError(
                 f"images of shape {list(images.shape[1:])} (channels, height, width) given to a "

@@ -134,7 +134,7 @@ def number_classes(
         for split, rows in marks.items():
             labels[splits == split] = rows
         return labels, [*notes, *about_labels]
-    check_labels(by_split, names, classes, origin=listing.origin)
+    check_labels(cast(Any, by_split), names, classes, origin=listing.origin)
     return number_labels(cast(Sequence[str], listing.labels), names), notes
 
 
