@@ -149,7 +149,7 @@ def test_a_dry_run_shows_the_plan_and_a_batch(
     empty_yaml: Path, tmp_path: Path, cli: Launcher
 ) -> None:
     outcome = cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "dry", "--dry-run")
-    for word in ("parameters", "training", "validation", "seconds"):
+    for word in ("parameters", "training", "validation"):
         assert word in outcome.text
     # what few need is shown when it is asked for
     assert "MiB" not in outcome.text
@@ -260,10 +260,10 @@ def test_folders_without_two_classes_of_images_are_refused(
         "--output",
         tmp_path / "run",
     ]
-    for name in ("dog", "cat"):
-        for path in (photos / "train" / name).iterdir():
-            path.unlink()
+    for path in (photos / "train" / "dog").iterdir():
+        path.unlink()
     assert "no images" in cli.fail(*arguments)
+    shutil.rmtree(photos / "test")
     (photos / "train" / "dog").rmdir()
     assert "fewer than two classes" in cli.fail(*arguments)
 

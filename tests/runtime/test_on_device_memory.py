@@ -26,6 +26,7 @@ from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
 from vit.prediction.predictor import BatchPredictor, read_from
 from vit.runtime.device import count_total_bytes
+from vit.training.losses import build_loss
 from vit.training.train_step import TrainStep
 
 
@@ -40,7 +41,12 @@ def build_step(grad_accum_steps: int = 1) -> TrainStep:
     model = build_model()
     optimizer = create_optimizer("adamw", model, lr=1e-3)
     return TrainStep(
-        model, optimizer, lambda _: 1.0, precision="float32", grad_accum_steps=grad_accum_steps
+        model,
+        optimizer,
+        lambda _: 1.0,
+        build_loss(),
+        precision="float32",
+        grad_accum_steps=grad_accum_steps,
     )
 
 

@@ -113,19 +113,20 @@ def check_place(place: str, *, with_classes: bool = False) -> None:
 
     Args:
         place: Name of a data set, or a place that `find_kind` knows.
-        with_classes: Also look for the classes in a folder, as `open_dataset` does by default; of
-            few images also divide them, and read one.
+        with_classes: Of a folder with few files also look for the classes, as `open_dataset` does by
+            default, divide the images, and read one.
     """
     kind = require_kind(place)
     path = expand_home(place)
     # a table would be read twice
-    if kind == "folder" and with_classes and not list_tables(path):
+    if kind != "folder" or not with_classes or list_tables(path):
+        return
+    # many would be listed twice
+    if len(list(islice(list_files(path, left_out=[]), _MANY))) < _MANY:
         splits = open_dataset(kind, root=path)
-        # many would be listed twice
-        if len(list(islice(list_files(path, left_out=[]), _MANY))) < _MANY:
-            splits.split("validation")
-            train = splits.split("train")
-            next(train.read_sample(choose_evenly(len(train), _NUM_COMPARED)))
+        splits.split("validation")
+        train = splits.split("train")
+        next(train.read_sample(choose_evenly(len(train), _NUM_COMPARED)))
 
 
 class RecordedImages(NamedTuple):
