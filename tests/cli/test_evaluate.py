@@ -315,7 +315,7 @@ def test_bad_folders_and_models_get_one_line(
     half = tmp_path / "half.safetensors"
     half.write_bytes(model_file.read_bytes()[:5000])
     cases = [
-        ([model_file, "--data", tmp_path / "empty"], "holds no images; check the path"),
+        ([model_file, "--data", tmp_path / "empty"], "holds no images in folders of classes"),
         ([model_file, "--data", tmp_path / "strange"], "the model doesn't know 'yak'"),
         ([half], "is not a complete model file"),
         ([tmp_path / "empty"], "holds no model.safetensors"),
@@ -340,7 +340,9 @@ def test_the_columns_and_groups_of_another_table_may_be_named(
     table = tmp_path / "own.csv"
     table.write_text("\n".join(["Datei,Art,group,Klasse", *rows]))
     arguments = ["evaluate", tiny_run, "--data", table, "--output", tmp_path / "out"]
-    assert "name the right one (--label-column NAME)" in cli.fail(*arguments)
+    assert "name the right one with --path-column" in cli.fail(*arguments)
+    arguments += ["--path-column", "Datei"]
+    assert "name the right one with --label-column" in cli.fail(*arguments)
     # before the table's three groups
     cli.succeed(*arguments, "--label-column", "Art", "--group-by", "^([ab])")
     evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())

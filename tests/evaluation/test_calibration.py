@@ -20,12 +20,14 @@ def test_the_likelihood_is_at_its_highest(make_predictions: MakePredictions) -> 
     logits, labels = make_predictions(2000, sharpness=3)
     best = fit_temperature(logits, labels)
 
-    def nll(temperature: float) -> float:
-        return compute_metrics(score_logits(logits, labels, temperature=temperature))["nll"]
+    def compute_loss(temperature: float) -> float:
+        return compute_metrics(score_logits(logits, labels, temperature=temperature))["loss"]
 
     # the slope at the minimum, by central differences
-    assert (nll(best * 1.001) - nll(best / 1.001)) / 0.002 == pytest.approx(0, abs=1e-4)
-    assert nll(best) < min(nll(best * 1.1), nll(best / 1.1))
+    assert (compute_loss(best * 1.001) - compute_loss(best / 1.001)) / 0.002 == pytest.approx(
+        0, abs=1e-4
+    )
+    assert compute_loss(best) < min(compute_loss(best * 1.1), compute_loss(best / 1.1))
 
 
 def test_calibration_error_falls_and_predictions_stay(make_predictions: MakePredictions) -> None:

@@ -218,7 +218,7 @@ def test_two_classes_are_measured_as_one_against_the_rest() -> None:
     assert decided.specificity == matrix[0, 0] / matrix[0].sum()
     page = result.build_files()["report.html"]
     assert isinstance(page, str)
-    assert "&lt;b&gt;| against the rest: curves and thresholds" in page
+    assert "Thresholds of &lt;b&gt;|" in page
     assert "<b>|" not in page
 
 

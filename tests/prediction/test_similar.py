@@ -56,9 +56,6 @@ def test_a_training_photo_is_most_like_itself(cli: Launcher, tmp_path: Path) -> 
     recorded = run.bundle.metadata["conformal"]["training_images"]
     assert [label for _, label in recorded].count(0) == 5
     assert len(recorded) == 10
-    # two bytes for each of 16 values
-    said = " ".join(cli.succeed("info", tmp_path / "run").out.split())
-    assert "10 of 16 values, 0.3 kB, with the names of their images" in said
 
     for name, label in recorded[:2] + recorded[-2:]:
         result = vit.predict(run.bundle, photos / name, similar=3, device="cpu")
@@ -76,13 +73,12 @@ def test_a_training_photo_is_most_like_itself(cli: Launcher, tmp_path: Path) -> 
     assert similar[0]["path"] == recorded[0][0]
 
 
-def test_names_and_features_are_left_out(cli: Launcher, tmp_path: Path) -> None:
+def test_names_and_features_are_left_out(tmp_path: Path) -> None:
     run = train_on_photos(tmp_path, max_training_features=0)
     assert run.bundle.likeness is None
     assert "training_images" not in run.bundle.metadata["conformal"]
     with pytest.raises(ValueError, match=r"no training images: train\.max_training_features is 0"):
         check_similar(run.bundle)
-    assert "none: train.max_training_features is 0" in cli.succeed("info", tmp_path / "run").out
 
 
 def test_what_cannot_be_answered_says_why(

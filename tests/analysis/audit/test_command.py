@@ -123,11 +123,14 @@ def test_corrections_that_do_not_fit_are_refused(
     assert "which is not one of" in cli.fail(*arguments)
 
 
-def test_features_must_be_named(folder: Path, tmp_path: Path, cli: Launcher) -> None:
+def test_features_must_be_named_and_groups_be_found(
+    folder: Path, weights: Path, tmp_path: Path, cli: Launcher
+) -> None:
     message = cli.fail("audit", folder, "--output", tmp_path / "out")
     assert "add --model" in message
-    message = cli.fail("audit", folder, "--group-by", "[0-9]", "--output", tmp_path / "out")
-    assert "--group-by '[0-9]' has 0 groups in brackets" in message
+    arguments = ("--model", weights, "--group-by", "[0-9]", "--output", tmp_path / "out")
+    message = cli.fail("audit", folder, *arguments)
+    assert "group_by '[0-9]' has 0 groups in brackets" in message
 
 
 def test_without_cleanlab_the_command_says_how_to_install_it(

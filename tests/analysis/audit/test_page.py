@@ -1,5 +1,6 @@
 """The page of an audit, driven by keys: what is accepted is in the file that it saves."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of images that are red, blue or both, or neither; of two the labels are wrong."""
     root = tmp_path_factory.mktemp("labels")
     random = np.random.default_rng(0)
-    rows = ["path,labels"]
+    rows = []
     for number in range(48):
         pixels = random.integers(0, 40, (16, 16, 3), dtype=np.uint8)
         names = []
@@ -156,9 +157,9 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(pixels).save(root / f"{number:02}.png")
         # the two labels exchanged, and one label missing
         names = {1: ["blue"], 3: ["red"]}.get(number, names)
-        rows.append(f"{number:02}.png,{'|'.join(names)}")
-    (root / "labels.csv").write_text("\n".join(rows))
-    return root / "labels.csv"
+        rows.append(json.dumps({"path": f"{number:02}.png", "labels": names}))
+    (root / "labels.jsonl").write_text("\n".join(rows))
+    return root / "labels.jsonl"
 
 
 @pytest.fixture(scope="module")

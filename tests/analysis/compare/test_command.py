@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.conftest import Launcher, SaveModel
+from tests.conftest import Launcher
 from tests.evaluation.records import write_evaluation
-from vit.bundle import update_metadata
 
 RANKS = np.array([0, 0, 0, 1, 2, 0, 1, 0] * 50)
 
@@ -34,16 +33,7 @@ def test_other_images_and_missing_evaluations_are_refused_in_a_line(
     for arguments, sentence in (
         ([a, b], "different images"),
         ([a], "two or more"),
-        ([a, tmp_path / "none"], "none does not exist"),
+        ([a, tmp_path / "none"], "none has no evaluation.json"),
         ([a, tmp_path], "has no evaluation.json"),
     ):
         assert sentence in cli.fail("compare", *arguments)
-
-
-def test_info_shows_no_nan(cli: Launcher, save_model: SaveModel, tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model.safetensors")
-    fitted_on = {"loss_before": float("nan")}
-    update_metadata(path, {"temperature": 1.5, "temperature_fitted_on": fitted_on})
-    out = cli.succeed("info", path).text
-    assert "nan" not in out.split()
-    assert "– (the file has no finite number here)" in " ".join(out.split())
