@@ -165,10 +165,12 @@ REPORTS: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     "F34": (
-        "Weights of classes multiply each sample's loss.",
+        "Weights of classes change the training loss alone, not the validation's.",
         [
             "training/test_train_step.py::"
             "test_class_weights_multiply_each_samples_loss_whatever_the_micro_batches",
+            "training/test_user_objects.py::"
+            "test_weights_and_mixed_images_leave_the_validation_loss_alone",
         ],
     ),
     "F35": (
@@ -301,6 +303,10 @@ REPORTS: dict[str, tuple[str, list[str]]] = {
     "F64": (
         "timm's models in Hugging Face's wrapper are read.",
         [f"{MODELS}::test_timms_model_in_hugging_faces_wrapper_has_its_maps"],
+    ),
+    "F66": (
+        "Shards without .cls name the label that an image lacks.",
+        ["data/sources/test_shards.py::test_damaged_shards_are_refused"],
     ),
     "F67": (
         "An ONNX file takes any number of images.",

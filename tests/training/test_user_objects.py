@@ -120,6 +120,26 @@ def test_a_pair_is_training_and_validation_images(arrays: Arrays, tmp_path: Path
         vit.train(CONFIG, output=tmp_path / "other", dataset=(Colours(arrays), other))
 
 
+def test_weights_and_mixed_images_leave_the_validation_loss_alone(
+    arrays: Arrays, tmp_path: Path
+) -> None:
+    images, labels = arrays
+    # few are red, and too few are held out for a temperature
+    train = np.flatnonzero((labels > 0) | (np.arange(90) < 9))[:-20]
+    validation = (images[-20:], labels[-20:])
+    options = ("train.class_balance=weights", "augment.mixup=0.8", "augment.cutmix=1.0")
+    result = vit.train(
+        CONFIG,
+        output=tmp_path / "run",
+        dataset=((images[train], labels[train]), validation),
+        overrides=options,
+    )
+    best = max(result.metrics, key=lambda row: (row["val_top1"], -row["val_loss"]))
+    evaluation = vit.evaluate(result.bundle, dataset=validation, precision="float32").evaluation
+    # of the plain mean over the images
+    assert evaluation.metrics["loss"] == pytest.approx(best["val_loss"], abs=1e-5)
+
+
 BAD: dict[str, tuple[Callable[[Arrays], Any], str]] = {
     "float tensors": (
         lambda a: (torch.from_numpy(a[0] / 1.0), a[1]),
