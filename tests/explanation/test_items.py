@@ -3,7 +3,6 @@
 import hashlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -133,8 +132,6 @@ def test_images_of_any_kind_are_explained_and_each_class_has_its_numbers(tmp_pat
     assert found.targets.shape == (7, 3)
     for image in found.images:
         assert [result.target for result in image.maps] == list(image.targets)
-        assert all(0 <= result.prefix_mass <= 1 for result in image.maps)
-        assert all(0 <= result.entropy <= np.log(24) + 1e-6 for result in image.maps)
     assert bundle.preprocess(images).shape == (5, 3, 32, 48)
 
     # the shorter function has the same maps, of one method and without checks

@@ -235,10 +235,12 @@ def test_methods_of_attention_are_refused_with_those_that_work() -> None:
     ):
         vit.explain(bundle, make_photo(), methods=("grad-cam", "rollout"))
     with pytest.raises(
-        ValueError, match=r"is hierarchical.*; SwinTransformer has grad-cam, input-x"
+        ValueError, match=r"isn't added to .*; SwinTransformer has grad-cam, libra-i"
     ):
         vit.explain(make_bundle(build_swin), make_photo(), methods="libra-removal")
-    with pytest.raises(ValueError, match="unknown method 'gradcam'; known: grad-cam, input-x-grad"):
+    with pytest.raises(
+        ValueError, match="unknown method 'gradcam'; known: grad-cam, libra-input-x-grad"
+    ):
         vit.explain(bundle, make_photo(), methods="gradcam")
 
 

@@ -105,11 +105,11 @@ def test_captured_attention_is_hugging_faces_eager_attention(build: Build) -> No
 
 def test_captured_attention_is_torchvisions_attention(build: Build) -> None:
     model, images = build("torchvision")
-    expected: list[Tensor] = []
+    inputs: list[Tensor] = []
 
-    def ask_for_weights(module: nn.MultiheadAttention, args: tuple, result: tuple) -> None:
-        weights = F.multi_head_attention_forward(
-            *(args[0].transpose(0, 1),) * 3,
+    def compute_weights(module: nn.MultiheadAttention, tokens: Tensor) -> Tensor:
+        return F.multi_head_attention_forward(
+            *(tokens.transpose(0, 1),) * 3,
             module.embed_dim,
             module.num_heads,
             module.in_proj_weight,
@@ -122,16 +122,19 @@ def test_captured_attention_is_torchvisions_attention(build: Build) -> None:
             module.out_proj.bias,
             average_attn_weights=False,
         )[1]
-        expected.append(weights)
 
+    modules = [layer.self_attention for layer in model.encoder.layers]
     handles = [
-        layer.self_attention.register_forward_hook(ask_for_weights)
-        for layer in model.encoder.layers
+        module.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+        for module in modules
     ]
-    with torch.no_grad(), capture_attention(model) as record:
+    with torch.no_grad():
         model(images)
-    for handle in handles:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+        with capture_attention(model) as record:
+            model(images)
+        expected = list(map(compute_weights, modules, inputs))
     for ours_, theirs in zip(record.attentions, expected, strict=True):
         assert (ours_ - theirs).abs().max() < 1e-6
 
@@ -309,7 +312,13 @@ def test_hierarchical_models_are_refused_with_a_sentence(name: str) -> None:
         vit.attribute(timm.create_model(name), torch.randn(1, 3, 224, 224), method="rollout")
 
 
-@pytest.mark.parametrize("name", ["resnet18", "cait_xxs24_224", "vit_small_patch16_18x2_224"])
+def test_maps_of_two_attentions_side_by_side_are_refused() -> None:
+    model = timm.create_model("vit_small_patch16_18x2_224", depth=1)
+    with pytest.raises(ValueError, match=r"doesn't read what .* gave"):
+        vit.attribute(model, torch.randn(1, 3, 224, 224), method="rollout")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "cait_xxs24_224"])
 def test_models_with_other_attention_are_refused_with_a_sentence(name: str) -> None:
     with (
         pytest.raises(ValueError, match="attention"),

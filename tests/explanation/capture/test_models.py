@@ -104,9 +104,9 @@ def test_what_is_measured_of_a_wrapped_model_is_what_the_model_says(
     from_timm: Callable[..., Any], pool: str
 ) -> None:
     model, images = from_timm(global_pool=pool)
-    expected, _, maps = compute_maps(model, images, methods=["rollout", "gae", "legrad"])
+    expected, _, maps = compute_maps(model, images, methods=["rollout", "gae", "libra-fullgrad"])
     found, _, of_wrapped = compute_maps(
-        nn.Sequential(nn.Identity(), model), images, methods=["rollout", "gae", "legrad"]
+        nn.Sequential(nn.Identity(), model), images, methods=["rollout", "gae", "libra-fullgrad"]
     )
     assert (found.pool_weights - expected.pool_weights).abs().max() < 1e-6
     for one, other in zip(maps, of_wrapped, strict=True):
@@ -143,11 +143,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "samvit": (
         lambda: timm.create_model("samvit_base_patch16_224", depth=1),
-        "attends within windows",
+        "isn't part of a module that takes and gives all tokens",
     ),
     "dlittle": (
         lambda: timm.create_model("vit_dlittle_patch16_reg1_gap_256", depth=1),
-        "computes something else",
+        "isn't part of a module that takes and gives all tokens",
     ),
     "no head": (
         lambda: transformers.ViTModel(transformers.ViTConfig(**_HUGGING_FACE)),
@@ -249,7 +249,7 @@ def test_a_quantised_model_answers_and_its_maps_are_refused() -> None:
 @pytest.mark.parametrize("name", ["ours", "timm", "hugging-face-dinov2"])
 def test_checkpointing_and_inference_mode_change_no_map(name: str) -> None:
     model, images = build(name)
-    methods = ["rollout", "gae", "legrad"]
+    methods = ["rollout", "gae", "libra-fullgrad"]
     _, _, expected = compute_maps(model, images, methods=methods)
     if hasattr(model, "set_grad_checkpointing"):
         model.set_grad_checkpointing()

@@ -264,14 +264,6 @@ def build_siglip2() -> nn.Module:
     return transformers.Siglip2ForImageClassification(config)
 
 
-def permute_and_back() -> nn.Module:
-    """Places that one image has and one token has not, between two blocks."""
-    model, _ = build("timm")
-    order = torch.arange(24, -1, -1)
-    model.blocks.insert(1, Output(nn.Identity(), lambda tokens: tokens[:, order][:, order]))
-    return nn.Sequential(model)
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "deep prompts": (
         lambda: Prompted(build("timm")[0], deep=True),
@@ -286,7 +278,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "returns no logits",
     ),
     "patches in the place of images": (build_siglip2, "takes patches with their spatial_shapes"),
-    "a permutation, by LeGrad": (permute_and_back, "can't classify a single patch"),
 }
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.explanation.keep_tokens import keep_tokens
 from vit.explanation.capture.forward import capture_attention
+from vit.explanation.capture.reader import read_model
 from vit.explanation.checks.token_ablation import (
     FRACTIONS,
     area_under,
@@ -92,11 +93,13 @@ def capture_prefix(model: nn.Module) -> int:
 
 def test_a_convolutional_stem_sees_each_image_once(ours: Build) -> None:
     model, images = ours(stem="conv_pool", global_pool="avg")
+    reader = read_model(model, images)
+    assert reader.has_attention  # found by running the model, once
     seen: list[int] = []
     handle = model.patch_embed.register_forward_pre_hook(
         lambda module, args: seen.append(len(args[0]))
     )
-    predict = build_probability(build_removal(model, images, grid=(4, 6)), torch.tensor([0, 1]))
+    predict = build_probability(build_removal(reader, images, grid=(4, 6)), torch.tensor([0, 1]))
     for kept in range(1, 24):
         predict(torch.arange(kept).expand(10, -1))
     handle.remove()

@@ -348,6 +348,7 @@ def run_forward(
             last_tokens = stack.enter_context(capture_last_tokens(reader))
             logits = compute_logits(model, images)
 
+        _check_graph(model, logits, gradients=gradients)
         check_calls(record._layers)
         try:
             num_prefix, grid = _find_places(model, images, record, patch_grids)
@@ -386,6 +387,16 @@ def run_forward(
     )
 
 
+def _check_graph(model: nn.Module, logits: Tensor, *, gradients: bool) -> None:
+    """Raise ValueError if gradients are needed and the logits have none."""
+    if gradients and not logits.requires_grad:
+        raise ValueError(
+            f"{type(model).__name__} ends in a softmax or another function that "
+            "LibraGrad takes as a constant; explain the model without it, or take a method "
+            "without libra, such as gae"
+        )
+
+
 def _run_without_attention(
     reader: ModelReader, images: Images, *, gradients: bool, verify: bool
 ) -> Forward:
@@ -402,6 +413,7 @@ def _run_without_attention(
         images.requires_grad_(gradients)
         with torch.set_grad_enabled(gradients), record_outputs(model, number) as outputs:
             logits = compute_logits(model, images)
+        _check_graph(model, logits, gradients=gradients)
         if verify:
             check_repeatable(model, images[:1], logits[:1])
         if verify and number is None:

@@ -5,6 +5,7 @@ a softmax whose result is multiplied with the values.
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ class AttentionCall:
     arrange: Callable[[Tensor], Tensor]
     value: Heads
     weights: Tensor | None = None
-    query: Float[Tensor, "B H Nq K"] | None = None
-    key: Heads | None = None
+    query: Float[Tensor, "B H Nq Kq"] | None = None
+    key: Float[Tensor, "B H N Kq"] | None = None
     bias: Tensor | None = None
     projection: tuple[Tensor, Tensor | None] | None = None
 
@@ -128,6 +129,9 @@ class AttentionWatch(TorchFunctionMode):
         self.own_weight = own_weight
         self.num_keys = num_keys
         self._weights: list[Tensor] = []  # the result of the last softmax, in all its shapes
+        # no method: a call that refers to the watch, and so to `keep`, might be kept in a circle,
+        # and memory with it
+        self._split = partial(_split_heads, batch)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -187,16 +191,6 @@ class AttentionWatch(TorchFunctionMode):
 
     def _is_weights(self, tensor: object) -> bool:
         return any(tensor is weights for weights in self._weights)
-
-    def _split(self, tensor: Tensor) -> Heads:
-        """Arrange [B·H, N, K] as [B, H, N, K]."""
-        if tensor.ndim == 3 and tensor.shape[0] % self.batch == 0:
-            return torch.unflatten(tensor, 0, (self.batch, -1))
-        if tensor.ndim != 4:
-            raise UnreadableError(
-                f"attention of the shape {list(tensor.shape)} isn't of batches and heads"
-            )
-        return tensor
 
     def _read_fused(self, output: Tensor, arguments: dict[str, Any]) -> AttentionCall:
         """Read torch's `scaled_dot_product_attention`."""
@@ -292,12 +286,24 @@ class AttentionWatch(TorchFunctionMode):
                 values = values.unsqueeze(axis)
         matrices = self._split(weights)
         places = [output_term.index(letter) for letter in (*batch, query, *channels)]
+        split = self._split
         return AttentionCall(
             output,
-            lambda tensor: self._split(tensor.permute(places)),
+            lambda tensor: split(tensor.permute(places)),
             self._split(values.expand(*weights.shape[:-2], -1, -1)),
             weights=matrices,
         )
+
+
+def _split_heads(batch: int, tensor: Tensor) -> Heads:
+    """Arrange [B·H, N, K] as [B, H, N, K]."""
+    if tensor.ndim == 3 and tensor.shape[0] % batch == 0:
+        return torch.unflatten(tensor, 0, (batch, -1))
+    if tensor.ndim != 4:
+        raise UnreadableError(
+            f"attention of the shape {list(tensor.shape)} isn't of batches and heads"
+        )
+    return tensor
 
 
 def _bind(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

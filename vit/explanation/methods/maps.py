@@ -87,12 +87,6 @@ def compute_maps(
         if libra_methods:
             with LibraGradients():
                 forward = run(gradients=True)
-            if not forward.logits.requires_grad:
-                raise ValueError(
-                    f"{type(reader.model).__name__} ends in a softmax or another function that "
-                    "LibraGrad takes as a constant; explain the model without it, or take a method "
-                    "without libra, such as gae"
-                )
             forward.target = replace(target, score=partial(_score_by_libra, target))
             targets = target.choose(forward.logits.detach())
             relevance |= _compute_relevance(forward, libra_methods, targets, values)

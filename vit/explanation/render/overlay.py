@@ -6,26 +6,15 @@ opacity of the colours grows with the value, so that photo and map are visible t
 line is around the patches that hold half of the evidence.
 """
 
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from PIL import Image
-from torch import Tensor
 
-from vit.data.images import ImageInput, list_images, read_image
-from vit.data.preprocess import Geometry, Preprocess
+from vit.data.preprocess import Geometry
 from vit.explanation.render.outline import draw_lines_of_map
-from vit.explanation.render.scale import (
-    ColourScale,
-    PatchMap,
-    draw_heat,
-    fit_scale,
-    relative_to_uniform,
-)
-from vit.runtime.files import write_atomically
+from vit.explanation.render.scale import ColourScale, PatchMap, draw_heat
 
 MAX_SIDE = 512  # largest side of a photo in pixels
 _OPACITY = 0.8  # opacity of the highest value
@@ -40,67 +29,6 @@ _FLAT_STRENGTH = 0.15
 _STRENGTH_EXPONENT = 0.7
 _MIN_SIDE = 224  # smaller photos are enlarged
 _GAP = 8  # pixels between photo and map
-
-
-def save_overlay(
-    path: str | Path,
-    image: ImageInput,
-    values: Float[Tensor, "rows columns"] | PatchMap,
-    *,
-    preprocess: Preprocess | None,
-    signed: bool | None = None,
-    caption: str = "",
-) -> None:
-    """Draw one map over one image, and write a picture of the image, its heat map
-    and the colours.
-
-    Args:
-        path: File of the picture; its suffix is the format: .png, .jpg, .svg or
-            .pdf.
-        image: A path, a PIL image or a uint8 array [H, W, 3].
-        values: Map on the patch grid, [rows, columns]; drawn in multiples of
-            its mean magnitude.
-        preprocess: Preprocessing of the model, whose crop is the part of the
-            image under the map. None: the model saw the whole image.
-        signed: Put zero in the middle of the colours. None: if a value is
-            negative.
-        caption: A line below the picture.
-
-    Raises:
-        ValueError: The image can't be read.
-
-    Example:
-        >>> result = vit.explain("runs/digits", "photo.png", methods="rollout")
-        >>> rollout = result.maps["rollout"]
-        >>> preprocess = result.bundle.preprocess
-        >>> vit.save_overlay("map.png", "photo.png", rollout[0], preprocess=preprocess)
-    """
-    photo = next(list_images(image))
-    if isinstance(photo, str):
-        photo = read_image(Path(photo))
-    if preprocess is None:
-        # without a preprocessing, the model is taken to have seen the whole image
-        geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
-    else:
-        photo = preprocess.to_rgb(photo)
-        geometry = preprocess.geometry(photo.size)
-    array = relative_to_uniform(torch.as_tensor(values).detach().float().cpu().numpy())
-    if signed is None:
-        signed = bool((array < 0).any())
-    from vit.explanation.render.figure import save_figure  # matplotlib takes half a second
-
-    # the temporary file has another suffix, so the format is named
-    kind = Path(path).suffix.lower().lstrip(".") or "png"
-    draw = partial(
-        save_figure,
-        image=photo,
-        values=array,
-        geometry=geometry,
-        kind=kind,
-        scale=fit_scale([array], signed=signed),
-        caption=[caption] if caption else [],
-    )
-    write_atomically(Path(path), draw)
 
 
 def draw_overlay(
