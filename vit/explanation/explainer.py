@@ -228,14 +228,16 @@ class Explainer:
         scores = torch.stack(
             [self._target.score(logits, column) for column in targets.unbind(dim=1)], dim=1
         )
+        attention: list[dict[str, Tensor]] = []
         if has_attention and self._reader.has_attention:
-            for row, result in enumerate(results):
-                result.attention = measure_attention(forward, row)
+            attention = [measure_attention(forward, row) for row in range(len(results))]
 
         # the only copy from the device, and the only time that the host waits for it
-        logits, probabilities, scores, targets, maps, checks = copy_to_host(
-            (logits, probabilities, scores, targets, maps, checks)
+        logits, probabilities, scores, targets, maps, checks, attention = copy_to_host(
+            (logits, probabilities, scores, targets, maps, checks, attention)
         )
+        for result, parts in zip(results, attention, strict=False):
+            result.attention = {name: part.numpy() for name, part in parts.items()}
         for row, result in enumerate(results):
             if not logits[row].isfinite().all():
                 raise ValueError(

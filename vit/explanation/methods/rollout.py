@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -202,7 +201,7 @@ class _LayerAttentions(Sequence[Tensor]):
 
 
 @torch.no_grad()
-def measure_attention(forward: Forward, image: int) -> dict[str, np.ndarray]:
+def measure_attention(forward: Forward, image: int) -> dict[str, Tensor]:
     """Measure what heads and patches of one image attend to, for pictures.
 
     Args:
@@ -228,7 +227,7 @@ def measure_attention(forward: Forward, image: int) -> dict[str, np.ndarray]:
         flow = attention_rollout(fused)[0, prefix:, prefix:]
         rows, columns = forward.grid
         parts["flow"] = flow.reshape(rows, columns, rows, columns)
-    return {name: part.float().cpu().numpy() for name, part in parts.items()}
+    return {name: part.float() for name, part in parts.items()}
 
 
 class LogitsAndRollout(nn.Module):
