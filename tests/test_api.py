@@ -316,19 +316,6 @@ def test_without_images_the_models_own_test_split_is_explained(tiny_run: Path) -
     assert all(len(checks) == 1 for checks in found.checks["gae"])
 
 
-@pytest.mark.extended
-def test_an_interrupted_export_is_continued(tiny_run: Path, photos: Path, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    options: dict[str, Any] = {"checks": False, "batch_size": 1}
-    vit.explain(tiny_run, photos, output=whole, **options)
-    vit.explain(tiny_run, photos / "0.png", output=parts, **options)
-    rest = vit.explain(tiny_run, photos, output=parts, resume=True, **options)
-    assert [Path(path).name for path in rest.paths] == ["1.png", "2.png"]
-    assert contents(parts) == contents(whole)
-    with pytest.raises(FileExistsError, match="already holds files"):
-        vit.explain(tiny_run, photos, output=parts, **options)
-
-
 def test_models_of_timm_torchvision_and_transformers_are_taken_as_they_are(
     pictures: list[Image.Image], tmp_path: Path
 ) -> None:

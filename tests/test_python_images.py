@@ -91,7 +91,7 @@ def test_a_run_is_evaluated_and_explained_on_what_was_held_out(
     with pytest.raises(ValueError, match=r"passed from Python; pass them as dataset=…"):
         vit.evaluate(run.directory)
     with pytest.raises(ValueError, match="--split test"):
-        vit.evaluate(run.bundle, operating_point="f1")
+        vit.evaluate(run.bundle, operating_point="red:f1")
 
 
 def test_images_of_every_form_give_one_evaluation(run: TrainingResult, others: Arrays) -> None:
@@ -183,7 +183,7 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
     ),
     "evaluations": (lambda r, a, p: vit.compare([3, 4]), "an evaluation is an int"),
     "another class": (
-        lambda r, a, p: vit.evaluate(r.bundle, dataset=[(a[0][0], "pink")]),
+        lambda r, a, p: vit.evaluate(r.bundle, dataset=[(a[0][0], "pink"), (a[0][1], "red")]),
         "doesn't know 'pink'",
     ),
     "a data set as configuration": (

@@ -421,7 +421,8 @@ def load_bundle(
         >>> bundle = vit.load_bundle("runs/digits")
         >>> bundle.class_names
         >>> bundle.preprocess.image_size  # (height, width) in pixels
-        >>> vit.load_bundle("vit.pth", class_names=("cat", "dog")).save("model.safetensors")
+        >>> bundle = vit.load_bundle("vit.pth", class_names=("cat", "dog"))
+        >>> bundle.save("model.safetensors")
     """
     check_kind(source, (str, Path), name="the model", expected="a path or timm:NAME")
     path = find_model(source)

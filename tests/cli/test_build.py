@@ -90,12 +90,12 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "audit": (("audit", "photos", "-o", "out"), set()),
     "compare": (("compare", "a", "b", "-o", "out"), set()),
     "evaluate": (("evaluate", "imagenette"), set()),
-    "explain photos": (("explain", "imagenette", "photos", "-o", "out"), {"num_images", "dpi"}),
+    "explain photos": (("explain", "imagenette", "photos", "-o", "out"), {"num_images"}),
     "explain figures": (
         ("explain", "imagenette", "photos", "-o", "out", "--format", "pdf"),
         {"num_images"},
     ),
-    "explain the test split": (("explain", "imagenette", "-o", "out"), {"dpi"}),
+    "explain the test split": (("explain", "imagenette", "-o", "out"), set()),
     "predict": (("predict", "imagenette", "photos"), {"workers"}),
     "predict into a file": (
         ("predict", "imagenette", "photos", "--output", "out.jsonl"),
@@ -103,7 +103,7 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "predict by a cluster": (
         ("predict", "imagenette", "photos", "--output", "out", "--engine", "ray"),
-        {"output_format", "sort_into", "similar", "sort"},
+        {"output_format", "sort_into", "similar", "sort", "top_k"},
     ),
 }
 

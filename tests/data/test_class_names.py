@@ -111,7 +111,7 @@ def test_the_model_file_keeps_them_for_all_that_follows(
     assert "n02102040" not in page.replace(str(other), "").replace("n02102040/", "")
     assert "tench" in cli.succeed("predict", tmp_path / "run", other, "--device", "cpu").out
     cli.succeed(
-        "attention",
+        "explain",
         tmp_path / "run",
         "--num-images",
         "2",

@@ -5,7 +5,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -511,17 +511,15 @@ def list_files(
     *,
     left_out: list[str] | None = None,
     unreadable: list[str] | None = None,
-    check_link: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
-    """List the files below a folder, those of each directory in sorted order.
+    """List the files below a folder, those of each directory in sorted order. Links to directories
+    are not followed.
 
     Args:
         folder: The folder.
         left_out: List that gets the folders of `is_system_folder`, which are then left out. With
             None, they are read.
         unreadable: List that gets the directories that can't be read. With None, these are errors.
-        check_link: Function that is called with each link, to a file or a directory, before it is
-            followed. With None, links to directories are not followed.
 
     Raises:
         OSError: A directory can't be read. One of `is_system_folder` is left out instead.
@@ -550,11 +548,9 @@ def list_files(
             if is_folder and left_out is not None and is_system_folder(entry.name):
                 left_out.append(entry.path)
                 continue
-            if is_link and check_link is not None:
-                check_link(entry.path)
             if not is_folder:
                 yield entry.path
-            elif check_link is not None or not is_link:
+            elif not is_link:
                 subfolders.append(entry.path)
         # the last directory of `waiting` is read first
         waiting += reversed(subfolders)

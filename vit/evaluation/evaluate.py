@@ -132,7 +132,8 @@ def evaluate(
 
     Example:
         >>> result = vit.evaluate("runs/digits", tta="hflip")
-        >>> result.evaluation.metrics["top1"], result.evaluation.intervals["top1"]
+        >>> result.evaluation.metrics["top1"]
+        >>> result.evaluation.intervals["top1"]
     """
     check_data(data, dataset)
     check_choice(tta, TTA, name="tta")

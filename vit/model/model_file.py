@@ -112,7 +112,8 @@ def read_model_file(path: Path) -> ModelFile:
     described = "module" if "module" in metadata else "architecture"
     kinds = {**_NEEDED, described: dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(metadata.get(name), kind)]
-    if not 0 < metadata.get("temperature", 1.0) < math.inf:
+    temperature = metadata.get("temperature", 1.0)
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         wrong.append("temperature")
     if wrong:
         raise ValueError(f"{path} is damaged: its {wrong[0]} is wrong; copy or train it again")

@@ -124,7 +124,7 @@ def open_folder(source: str, *, pretrained: bool) -> ForeignModel:
         ValueError: The model is unknown or can't be loaded, or `transformers` is missing.
         OSError: A file is missing.
     """
-    folder = Path(source)
+    folder = Path(source.removeprefix("local-dir:"))
     if not is_huggingface(folder):
         # timm takes seconds to import
         from vit.model.timm_weights import create_timm

@@ -82,7 +82,8 @@ def load_timm(
             with timm's names (safetensors or torch).
         pretrained: Load the weights. False keeps timm's random weights.
         num_heads: Number of attention heads, which a file of weights doesn't
-            tell. None: that of the published ViTs of this width, with a warning.
+            tell. None: that of the published ViTs of this width, with a
+            warning.
 
     Returns:
         The model in evaluation mode. It computes timm's logits.

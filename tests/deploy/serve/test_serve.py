@@ -244,7 +244,11 @@ def test_requests_share_a_batch_and_have_the_answers_of_predict(
     assert [answer.status_code for answer in answers].count(500) == 32
     for answer, prediction in zip(answers, expected, strict=True):
         if answer.status_code == 200:
-            assert list_classes(answer.json()) == prediction.classes
+            found = list_classes(answer.json())
+            assert [each[:2] for each in found] == [each[:2] for each in prediction.classes]
+            # another batch rounds otherwise
+            expected_values = [each[2] for each in prediction.classes]
+            assert [each[2] for each in found] == pytest.approx(expected_values, abs=1e-6)
 
 
 def test_health_metrics_and_the_schema(bundle: Bundle, client: TestClient, photo: bytes) -> None:

@@ -110,7 +110,7 @@ def find_class_folders(
     shown = words if in_words else {}
     listing = Listing(
         name=name,
-        origin=f"{root}/<class>/<image>",
+        origin=f"{root}/<class>/<image>{_suggest_inner(root, paths)}",
         ids=paths,
         labels=[shown.get(label, label) for label in labels],
         reader=FileReader(root, paths),
@@ -123,6 +123,13 @@ def find_class_folders(
     )
     kept = None if kept is None else tuple(shown.get(name, name) for name in kept)
     return build_splits(listing, kept).with_test_split()
+
+
+def _suggest_inner(root: Path, paths: list[str]) -> str:
+    """Suggest the folder that holds several classes if a single class holds folders alone."""
+    folders = {os.path.dirname(path) for path in paths}
+    inner = os.path.commonpath(folders)
+    return "" if inner in {"", *folders} else f" (did you mean {root / inner}?)"
 
 
 def _is_kept(class_folder: str, classes: ClassChoice) -> bool:

@@ -145,7 +145,8 @@ def register_method(method: Method) -> None:
 
     Example:
         >>> def last_layer(forward, classes):  # relevance of each token [B, N]
-        ...     return forward.record.layers[-1].attend(forward.pool_weights).mean(dim=1)
+        ...     layer = forward.record.layers[-1]
+        ...     return layer.attend(forward.pool_weights).mean(dim=1)
         >>> vit.register_method(
         ...     vit.Method(name="last", title="last layer", compute=last_layer)
         ... )

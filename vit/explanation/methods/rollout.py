@@ -57,8 +57,9 @@ def attention_rollout(
             first layer first.
         head_fusion: Fusion of the heads into one matrix: "mean", "max" or
             "min".
-        discard_ratio: Fraction of the smallest entries of each fused matrix that
-            are set to 0, in [0, 1); the first entry of the first row is kept.
+        discard_ratio: Fraction of the smallest entries of each fused matrix
+            that are set to 0, in [0, 1); the first entry of the first row is
+            kept.
         residual: Weight of the identity, 0 to 1; 0.5 in the paper. With a
             maximum, a minimum or discarded entries, its weight before rows are
             divided by their sums.
