@@ -44,7 +44,9 @@ def save_overlay(
         >>> result = vit.explain("runs/digits", "photo.png", methods="rollout")
         >>> rollout = result.maps["rollout"]
         >>> preprocess = result.bundle.preprocess
-        >>> vit.save_overlay("map.png", "photo.png", rollout[0], preprocess=preprocess)
+        >>> vit.save_overlay(
+        ...     "map.png", "photo.png", rollout[0], preprocess=preprocess
+        ... )
     """
     photo = next(list_images(image))
     if isinstance(photo, str):
