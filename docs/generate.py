@@ -205,7 +205,8 @@ def render_supported_models() -> str:
     from tests.explanation.model_zoo import MODELS
 
     models: Groups = {}
-    with torch.random.fork_rng():  # building a model draws random weights
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same random weights, whatever was drawn before
         for model in MODELS.values():
             reader = ModelReader(model.build())
             reader.image_size = model.size
