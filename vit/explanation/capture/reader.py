@@ -232,7 +232,10 @@ class ModelReader:
                 except (RuntimeError, IndexError, ValueError):  # a shape
                     return False
         error = (logits[1] - logits[0]).abs().max()
-        return bool(error <= 1e-3 * logits[0].abs().max())
+        # rounding changes plain models by up to 4e-7, and rotary positions by 2e-4 and more even
+        # where random weights attend evenly (the models of the tests, five seeds)
+        bound = max(2e-5, torch.finfo(images.dtype).eps)
+        return bool(error <= bound * logits[0].abs().max())
 
     @contextmanager
     def change_tokens(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
