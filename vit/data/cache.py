@@ -55,7 +55,7 @@ _Chunk = tuple[np.ndarray, np.ndarray, dict[int, str]]
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What the images of a dataset are, whatever they are called.
+    """Files and preprocessing of the images of a dataset, whatever the images are called.
 
     Attributes:
         digests: Hash of the bytes of each image, uint64 [n].
