@@ -118,7 +118,7 @@ def quick_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if request.path.name in ("test_contrast.py", "test_evaluate.py", "test_report.py"):
         return
     monkeypatch.setattr(
-        "vit.evaluation.report.report.draw_contrasts",
+        "vit.evaluation.report.report.explain_mistakes",
         lambda _, mistakes, __: [None] * len(mistakes),
     )
 

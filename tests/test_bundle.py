@@ -95,18 +95,6 @@ def test_loading_moves_no_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_random_weights_keep_all_but_the_weights(tmp_path: Path) -> None:
-    path = save(tmp_path / "model.safetensors", make_model())
-    trained, control, again = (
-        load_bundle(path),
-        *(load_bundle(path, random_weights=True) for _ in range(2)),
-    )
-    images = torch.randn(1, 3, 8, 16)
-    assert torch.equal(control.model(images), again.model(images))
-    assert not torch.equal(control.model(images), trained.model(images))
-    assert control.class_names == trained.class_names
-
-
 def test_metadata_can_be_added_without_touching_the_weights(tmp_path: Path) -> None:
     path = save(tmp_path / "model.safetensors", make_model())
     before = load_file(path)
@@ -276,8 +264,6 @@ class TestModules:
         assert bundle.sha256 == open_model(str(tmp_path), device="cpu").sha256
         assert open_model(bundle, device="cpu") is bundle
         assert open_model(make_model(), device="cpu").class_names[0] == "class 0"
-        with pytest.raises(ValueError, match="random_weights needs a model file"):
-            open_model(bundle, random_weights=True)
 
 
 def test_a_bundle_keeps_what_is_found_once_about_its_model() -> None:

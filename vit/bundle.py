@@ -272,7 +272,6 @@ def open_model(
     model: Models,
     *,
     device: str = "auto",
-    random_weights: bool = False,
     class_names: Sequence[str] | None = None,
     preprocess: Preprocess | None = None,
 ) -> Bundle:
@@ -284,7 +283,6 @@ def open_model(
         device: "cpu", "cuda", "cuda:N" or "mps", to which bundles and modules are moved, not
             copied. "auto" leaves them where they are, and takes a GPU for anything else if there is
             one.
-        random_weights: See `load_bundle`.
         class_names: See `Bundle.from_model`; for a module, or weights without names.
         preprocess: See `Bundle.from_model`; for a module, or weights without one.
 
@@ -302,14 +300,8 @@ def open_model(
     torch_device = choose_device(device)
     if isinstance(model, str | Path):
         return load_bundle(
-            model,
-            device=torch_device,
-            random_weights=random_weights,
-            class_names=class_names,
-            preprocess=preprocess,
+            model, device=torch_device, class_names=class_names, preprocess=preprocess
         )
-    if random_weights:
-        raise ValueError("random_weights needs a model file, a run or timm:NAME")
     module = model.model if isinstance(model, Bundle) else model
     expected = "a path, timm:NAME, a Bundle or an nn.Module; pass the .bundle of a run"
     check_kind(module, nn.Module, name="model", expected=expected)
@@ -339,27 +331,19 @@ def _average(members: Sequence[Bundle]) -> Bundle:
     for other in others:
         names = f"{first.name} and {other.name}"
         if other.is_multilabel != first.is_multilabel:
-            raise ValueError(
-                f"{names} predict one class and several labels an image; name models of one kind"
-            )
+            raise ValueError(f"{names} predict one class and several labels an image")
         if sorted(other.class_names) != sorted(first.class_names):
             only = ", ".join(sorted(set(first.class_names) ^ set(other.class_names)))
-            raise ValueError(
-                f"{names} have other classes: {shorten(only) or 'equal names'} in one of them; name"
-                " models with the same classes"
-            )
+            raise ValueError(f"{names} have other classes: {shorten(only) or 'equal names'} in one")
         if other.preprocess != first.preprocess:
             raise ValueError(
-                f"{names} see images in another way ({first.preprocess} and {other.preprocess}); name"
-                " models of one preprocessing"
+                f"{names} see images in another way: {first.preprocess} and {other.preprocess}"
             )
-    hashes = [member.training_hashes for member in members if member.training_hashes is not None]
     joined = None
+    hashes = [member.training_hashes for member in members if member.training_hashes is not None]
     if len(hashes) == len(members):
-        joined = (
-            np.concatenate([digests for digests, _ in hashes]),
-            np.concatenate([dhashes for _, dhashes in hashes]),
-        )
+        digests, dhashes = map(np.concatenate, zip(*hashes, strict=True))
+        joined = (digests, dhashes)
     model = AveragedModel(
         [member.model for member in members],
         temperatures=[member.temperature for member in members],
@@ -368,17 +352,16 @@ def _average(members: Sequence[Bundle]) -> Bundle:
         ],
         is_multilabel=first.is_multilabel,
     )
-    return Bundle(
+    return dataclasses.replace(
+        first,
         model=model.eval(),
-        preprocess=first.preprocess,
-        class_names=first.class_names,
         name=" + ".join(member.name for member in members),
         sha256=hash_weights(model.state_dict()),
-        config=first.config,
-        data=first.data,
         metadata={"models": [member.name for member in members]},
+        # that of a module of Hugging Face is in the module
+        data={**first.data, **({"task": MULTILABEL} if first.is_multilabel else {})},
         training_hashes=joined,
-        passed_images=first.passed_images,
+        likeness=None,
     )
 
 
@@ -390,7 +373,6 @@ def load_bundle(
     preprocess: Preprocess | None = None,
     num_heads: int | None = None,
     device: str | torch.device = "cpu",
-    random_weights: bool = False,
 ) -> Bundle:
     """Load a model with all that its file or folder tells about it.
 
@@ -406,8 +388,6 @@ def load_bundle(
         preprocess: Preprocessing of images, for weights that have none.
         num_heads: See `vit.load_timm`.
         device: Device of the model, named as in torch.
-        random_weights: Keep the architecture and draw new weights (seed 0),
-            for sanity checks.
 
     Returns:
         The model in evaluation mode, with its class names and preprocessing.
@@ -431,28 +411,25 @@ def load_bundle(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         if isinstance(path, str) or path.is_dir():
-            pretrained = not random_weights
-            found = open_folder(str(path).removeprefix("timm:"), pretrained=pretrained)
+            found = open_folder(str(path).removeprefix("timm:"), pretrained=True)
         else:
             content = read_weights(path)
             if content.metadata:
                 if class_names is not None or preprocess is not None:
                     raise ValueError(f"{source} has class names and preprocessing of its own")
-                bundle = build_bundle(content, path, model=model, random_weights=random_weights)
-                bundle.model.to(device)
+                bundle = build_bundle(content, path, model=model, device=device)
                 return dataclasses.replace(bundle, name=str(source))
             if model is None:
                 found = open_file(path, content.weights, num_heads=num_heads)
             else:
                 found = load_into(model, path)
-        module = found.module
-        if random_weights and isinstance(module, VisionTransformer):
-            module = VisionTransformer(**module.architecture)
     if preprocess is None and found.preprocess is not None:
         preprocess = Preprocess.from_dict(found.preprocess)
     if class_names is None:
         class_names = found.class_names
-    bundle = Bundle.from_model(module.to(device), class_names=class_names, preprocess=preprocess)
+    bundle = Bundle.from_model(
+        found.module.to(device), class_names=class_names, preprocess=preprocess
+    )
     data = {"task": MULTILABEL} if found.is_multilabel else {}
     return dataclasses.replace(bundle, data=data, name=str(source))
 
@@ -463,12 +440,11 @@ def build_bundle(
     *,
     model: nn.Module | None = None,
     device: str | torch.device = "cpu",
-    random_weights: bool = False,
 ) -> Bundle:
     """Build the model in the content of a model file. See `load_bundle`."""
     metadata = content.metadata
     if model is None:
-        model = build(content, origin=str(path), is_random=random_weights)
+        model = build(content, origin=str(path), is_random=False)
     else:
         check_fit(model, content.weights, origin=str(path))
     if content.likeness is not None:
@@ -479,8 +455,7 @@ def build_bundle(
                 f"{path} is damaged: its features of training images have {stored} channels, and its"
                 f" model's {width}; copy or train it again"
             )
-    if not random_weights:
-        model.load_state_dict(content.weights)
+    model.load_state_dict(content.weights)
     return Bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(metadata["preprocess"]),

@@ -8,7 +8,7 @@ import numpy as np
 from vit.evaluation.metrics import (
     bin_confidence,
     compute_metrics,
-    compute_per_class,
+    measure,
     score_logits,
 )
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
@@ -22,10 +22,6 @@ def write_evaluation(
     ranks: np.ndarray,
     *,
     fingerprint: str = "0" * 64,
-    recipe: str | None = None,
-    seed: int | None = None,
-    training_fingerprint: str | None = None,
-    tta: str | None = None,
     model_sha256: str | None = None,
     reverse: bool = False,
 ) -> Path:
@@ -53,7 +49,7 @@ def write_evaluation(
         task="classes",
         metrics=metrics,
         intervals=dict.fromkeys(metrics, (0.0, 1.0)),
-        per_class=compute_per_class(scores, names),
+        per_class=measure(scores, None, names).per_class,
         reliability=bin_confidence(scores),
         num_images=len(scores),
         num_groups=len(scores),
@@ -66,10 +62,7 @@ def write_evaluation(
         fingerprint=fingerprint,
         model=name,
         model_sha256=model_sha256 or hashlib.sha256(name.encode()).hexdigest(),
-        training_fingerprint=training_fingerprint,
-        recipe=recipe,
-        seed=seed,
-        conditions={"precision": "float32", "device": "none", "tta": tta},
+        conditions={"precision": "float32", "device": "none"},
     )
     write_json(directory / EVALUATION_FILE, evaluation.model_dump(mode="json"))
     return directory

@@ -13,10 +13,8 @@ from sklearn.metrics import (
 
 from vit.evaluation.metrics import (
     Scores,
-    compute_intervals,
     compute_metrics,
-    compute_per_class,
-    score_labels,
+    measure,
     score_logits,
 )
 
@@ -54,7 +52,7 @@ def test_metrics_are_those_of_scikit_learn() -> None:
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-12)
 
-    rows = compute_per_class(scores, ("a", "b", "c", "d", "e"))
+    rows = measure(scores, None, ("a", "b", "c", "d", "e")).per_class
     for place in range(3):
         column, probability = labels[:, place], probabilities[:, place]
         row = rows[place]
@@ -77,13 +75,13 @@ def test_intervals_hold_their_metrics_and_widen_with_groups() -> None:
     logits, labels = draw(200, 3)
     scores = score_logits(logits, labels)
     metrics = compute_metrics(scores)
-    intervals = compute_intervals(scores)
+    intervals = measure(scores).intervals
     assert all(low <= metrics[name] <= high for name, (low, high) in intervals.items())
     # each image four times, in one group: the intervals are those of the images
     repeated = scores.subset(np.repeat(np.arange(200), 4))
     groups = [str(index // 4) for index in range(800)]
-    grouped = compute_intervals(repeated, groups)
-    alone = compute_intervals(repeated)
+    grouped = measure(repeated, groups).intervals
+    alone = measure(repeated).intervals
     for name, (low, high) in intervals.items():
         width = high - low
         assert grouped[name][1] - grouped[name][0] == pytest.approx(width, rel=0.35), name
@@ -93,12 +91,12 @@ def test_intervals_hold_their_metrics_and_widen_with_groups() -> None:
 def test_perfect_and_useless_predictions_have_intervals() -> None:
     _, labels = draw(100, 2)
     perfect = score_logits(np.where(labels, 9, -9).astype(np.float32), labels)
-    intervals = compute_intervals(perfect)
+    intervals = measure(perfect).intervals
     assert intervals["map"][1] == 1.0
     assert 0.8 < intervals["map"][0] < 0.99
     # no label is ever predicted
-    never = score_labels(np.full(labels.shape, 0.1), labels)
-    low, high = compute_intervals(never)["micro_f1"]
+    never = score_logits(np.full(labels.shape, -2, np.float32), labels)
+    low, high = measure(never).intervals["micro_f1"]
     assert low == 0.0
     assert 0.0 < high < 0.2
     logits = np.zeros(labels.shape, np.float32)
@@ -109,7 +107,7 @@ def test_perfect_and_useless_predictions_have_intervals() -> None:
 
 def test_a_single_image_has_intervals_that_json_can_hold() -> None:
     scores = score_logits(np.array([[2.0, -1.0]], np.float32), np.array([[True, True]]))
-    intervals = compute_intervals(scores)
+    intervals = measure(scores).intervals
     assert np.isfinite(list(intervals.values())).all()
 
 
@@ -134,9 +132,9 @@ def test_intervals_cover(
     num_draws = 200
     everything, _ = draw_scores(60_000, None if num_groups is None else 4000)
     true = compute_metrics(everything)
-    covered = dict.fromkeys(compute_intervals(draw_scores(50, None)[0]), 0)
+    covered = dict.fromkeys(measure(draw_scores(50, None)[0]).intervals, 0)
     for _ in range(num_draws):
-        for name, (low, high) in compute_intervals(*draw_scores(num_images, num_groups)).items():
+        for name, (low, high) in measure(*draw_scores(num_images, num_groups)).intervals.items():
             covered[name] += low <= true[name] <= high
     # 95 % less three standard errors of 200 draws
     assert all(count >= 0.904 * num_draws for count in covered.values()), covered

@@ -9,10 +9,10 @@ from tests.evaluation.conftest import MakePredictions
 from vit.evaluation.metrics import (
     bin_confidence,
     compute_metrics,
-    compute_per_class,
+    measure,
     score_logits,
 )
-from vit.evaluation.report.charts import choose_classes, count_confusion
+from vit.evaluation.report.charts import plot_confusion
 
 
 @pytest.mark.parametrize(("count", "classes"), [(37, 3), (5000, 10), (300, 200)])
@@ -52,12 +52,13 @@ def test_per_class_metrics_and_confusion_are_counts_and_their_ratios(
     scores = score_logits(logits, labels)
     counts = np.zeros((12, 12), dtype=np.int64)
     np.add.at(counts, (labels, logits.argmax(axis=1)), 1)
-    assert np.array_equal(count_confusion(scores, np.arange(12)), counts)
-    assert np.array_equal(choose_classes(scores), np.arange(12))
+    (axes,) = plot_confusion(scores, class_names=names).axes
+    shown = {(text.get_position(), text.get_text()) for text in axes.texts}
+    assert shown == {((x, y), str(counts[y, x])) for y, x in np.argwhere(counts).tolist()}
     # whole numbers also where nothing is right
     wrong = score_logits(-np.eye(2, 2, dtype=np.float32), np.arange(2))
-    assert [repr(row.support) for row in compute_per_class(wrong, ("a", "b"))] == ["1", "1"]
-    for index, row in enumerate(compute_per_class(scores, names)):
+    assert [repr(row.support) for row in measure(wrong, None, ("a", "b")).per_class] == ["1", "1"]
+    for index, row in enumerate(measure(scores, None, names).per_class):
         hits, support, predicted = counts[index, index], counts[index].sum(), counts[:, index].sum()
         assert (row.name, row.support, row.predicted) == (names[index], support, predicted)
         if index == 7:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import vit
 from tests.browser import find_low_contrast, find_unnamed, find_wide, phone
@@ -21,17 +20,15 @@ from vit.data.sources.base import ArrayReader
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import (
     bin_confidence,
-    compute_intervals,
     compute_metrics,
-    compute_per_class,
+    measure,
     score_logits,
 )
 from vit.evaluation.report.charts import build_curve_charts
-from vit.evaluation.report.contrast import DrawnContrast, Mistake
+from vit.evaluation.report.contrast import Contrast, Mistake
 from vit.evaluation.report.report import build_report, describe_in_plain_words, load_history
 from vit.evaluation.result import Cost, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import Subgroup, SubgroupTable
-from vit.explanation.render.page import encode_picture
 from vit.prediction.conformal import SetMetrics
 
 NASTY = "<img src=x onerror=document.title='owned'>"
@@ -60,12 +57,12 @@ def make_case(
         pixels=pixels,
         hashes=np.stack([np.arange(count), np.zeros(count, int)]).astype(np.uint64),
     )
-    sets = [SetMetrics(0.95, 100, 0.961, 0.302, 1.0, 2.31)]
+    sets = SetMetrics(0.95, 100, 0.961, 0.302, 1.0, 2.31)
     evaluation = Evaluation(
         task="multilabel" if multilabel else "classes",
         metrics=compute_metrics(scores),
-        intervals=compute_intervals(scores),
-        per_class=compute_per_class(scores, names),
+        intervals=measure(scores).intervals,
+        per_class=measure(scores, None, names).per_class,
         reliability=bin_confidence(scores),
         temperature=1.5,
         subgroups=[SubgroupTable("site", "Accuracy", [Subgroup(NASTY, 9, None, 0.5, (0.1, 0.9))])],
@@ -83,8 +80,6 @@ def make_case(
         fingerprint="f" * 64,
         model=NASTY,
         model_sha256="a" * 64,
-        recipe="b" * 64,
-        seed=3,
         conditions={"device": "cpu", "precision": "float32", "command": f"vit evaluate '{NASTY}'"},
     )
     images = EvaluationSet(dataset, ids, labels, Preprocess((side, side)))
@@ -95,10 +90,10 @@ def make_case(
     return EvaluationResult(evaluation, scores, images, bundle, num_examples=8)
 
 
-def draw_red(bundle: Bundle, mistakes: list[Mistake], pixels: Any) -> list[DrawnContrast]:
-    red = encode_picture(Image.new("RGB", (64, 64), "red"))
+def explain(bundle: Bundle, mistakes: list[Mistake], pixels: Any) -> list[Contrast]:
     answer = None if bundle.is_multilabel else 0
-    return [DrawnContrast(red, red, 2, answer) for _ in mistakes]
+    values = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    return [Contrast(values, [1, 2], answer) for _ in mistakes]
 
 
 HISTORY = [
@@ -108,10 +103,10 @@ HISTORY = [
 ]
 
 
-def build(case: EvaluationResult, *, explain: Any = draw_red) -> str:
+def build(case: EvaluationResult, *, explain: Any = explain) -> str:
     with (
         patch("vit.evaluation.report.report.load_history", return_value=HISTORY),
-        patch("vit.evaluation.report.report.draw_contrasts", explain),
+        patch("vit.evaluation.report.report.explain_mistakes", explain),
     ):
         return build_report(case)
 
@@ -195,17 +190,14 @@ def test_curves_mark_the_threshold_and_need_both_kinds() -> None:
     rng = np.random.default_rng(3)
     labels = rng.random(100) < 0.3
     probabilities = 1 / (1 + np.exp(-rng.normal(2.0 * labels - 1)))
-    (row, *_) = compute_per_class(
-        score_logits(np.log([1 - probabilities, probabilities]).T.astype(np.float32), 1 * labels),
-        ("no", "yes"),
-    )
+    logits = np.log([1 - probabilities, probabilities]).T.astype(np.float32)
+    row = measure(score_logits(logits, 1 * labels), None, ("no", "yes")).per_class[0]
     charts = build_curve_charts(probabilities, labels, row.thresholds[0])
     assert [re.search(r'aria-label="([^:]+):', chart).group(1) for chart in charts] == [  # type: ignore[union-attr]
         "ROC curve",
         "Precision-recall curve",
     ]
     assert all("threshold in use" in chart for chart in charts)
-    assert build_curve_charts(probabilities, labels & False) == []
 
 
 def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Path) -> None:
@@ -239,7 +231,7 @@ def test_a_class_without_errors_is_not_what_it_fails_on() -> None:
     scores = score_logits(np.eye(2, dtype=np.float32)[predicted], labels)
     case = make_case(13, ("cat", "dog"))
     evaluation = case.evaluation.model_copy(
-        update={"per_class": compute_per_class(scores, ("cat", "dog"))}
+        update={"per_class": measure(scores, None, ("cat", "dog")).per_class}
     )
     text = " ".join(describe_in_plain_words(evaluation, scores))
     assert "fails most on cat" not in text

@@ -4,7 +4,6 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +13,17 @@ from tests.conftest import Launcher, SaveModel
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import find_python_objects
-from vit.evaluation.clusters import (
-    compute_clustered_interval,
-    compute_proportion_interval,
-    number_clusters,
-    select_groups,
-)
+from vit.evaluation.clusters import compute_proportion_interval
+from vit.evaluation.metrics import score_logits
 from vit.evaluation.subgroups import SubgroupTable, build_tables, read_values
 
 
 def measure(
     column: str, values: list[str], correct: np.ndarray, groups: list[str] | None
 ) -> SubgroupTable:
-    def rate(chosen: np.ndarray) -> Any:
-        clusters = number_clusters(select_groups(groups, chosen), int(chosen.sum()))
-        return correct[chosen].mean(), compute_clustered_interval(correct[chosen], clusters)
-
-    (table,) = build_tables({column: values}, groups, rate, title="Top-1 accuracy")
+    labels = np.zeros(len(values), int)
+    scores = score_logits(np.where(correct[:, None], (1, 0), (0, 1)).astype(np.float32), labels)
+    (table,) = build_tables({column: values}, scores, groups)
     return table
 
 

@@ -66,10 +66,10 @@ def test_rules_worked_by_hand() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sensitivity=1.5", "sensitivity must be above 0 and below 1, such as sensitivity=0.95"),
-        ("sensitivity", "must be above 0"),
-        ("specificity=nan", "must be above 0"),
-        ("precision=x", "must be above 0"),
+        ("sensitivity=1.5", "sensitivity=1.5 is no rule; write .* above 0 and below 1"),
+        ("sensitivity", "is no rule"),
+        ("specificity=nan", "is no rule"),
+        ("precision=1e-", "is no rule"),
         ("cost=10:1", "cost=10:1 is no rule; write sensitivity=0.95"),
         ("f1=0.3", "is no rule"),
         ("", "is no rule"),

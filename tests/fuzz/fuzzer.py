@@ -381,7 +381,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
             assert told is None
 
     def comparison(rng: random.Random, folder: Path) -> None:
-        """Evaluations with results at random, of a few recipes, seeds and conditions."""
+        """Evaluations with results at random."""
         from tests.evaluation.records import write_evaluation
 
         num_images = rng.choice((1, 2, 8, 50))
@@ -389,11 +389,8 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         for number in range(rng.randrange(2, 6)):
             share = rng.choice((0.0, 0.5, 0.9, 1.0))
             ranks = [0 if rng.random() < share else 1 for _ in range(num_images)]
-            facts: dict[str, Any] = {"seed": rng.choice((0, 1, 2, 3, None))}
-            if rng.random() < 0.7:
-                facts["recipe"] = rng.choice(("r", "s"))
             name = f"evaluation-{number}"
-            places.append(write_evaluation(folder, name, np.array(ranks), **facts))
+            places.append(write_evaluation(folder, name, np.array(ranks)))
         output = folder / "out"
         told = run_command("compare", *places, "--output", output)
         assert told is not None

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.special import expit
 from scipy.stats import betabinom, kstest
 
 from tests.evaluation.conftest import MakePredictions
@@ -17,10 +16,8 @@ from vit.model.model_file import Likeness
 from vit.prediction.conformal import (
     build_sets,
     compute_p_values,
-    count_needed,
-    explain_missing,
-    find_label_threshold,
     find_threshold,
+    measure_sets,
     predict_p_values,
     predict_sets,
 )
@@ -38,7 +35,9 @@ def test_a_threshold_by_hand() -> None:
     assert find_threshold(np.arange(1, 20) / 20, coverage=0.9) == 0.1
     assert find_threshold(np.arange(1, 20) / 20, coverage=0.95) == 0.05
     assert find_threshold(np.zeros(0), coverage=0.9) is None
-    assert (count_needed(0.9), count_needed(0.95)) == (9, 19)
+    # 95 % need 19 images
+    assert find_threshold(np.full(18, 0.5)) is None
+    assert find_threshold(np.full(19, 0.5)) == 0.5
 
 
 def test_sets_by_hand() -> None:
@@ -126,16 +125,16 @@ def test_coverage_on_planted_probabilities(make_predictions: MakePredictions, le
 
 
 def test_coverage_on_the_digits(tiny_bundle: Bundle) -> None:
-    """The thresholds of the model file, whose images chose no epoch that their probability is of;
-    and those of other images over ten splits."""
+    """The threshold of the model file, whose images chose no epoch that their probability is of; and
+    those of other images over ten splits."""
     images = load_images(tiny_bundle, open_dataset("digits", root=None), "test")
     logits = BatchPredictor.from_bundle(tiny_bundle).predict(images.read, count=len(images))
     probabilities = np.exp(compute_log_probabilities(logits, 1.0))
     right = probabilities[np.arange(len(images)), images.labels]
     recorded = tiny_bundle.metadata["conformal"]
+    num_covered = int((right >= recorded["thresholds"]["0.95"]).sum())
+    assert is_within_interval(num_covered, len(right), recorded["num_images"], 0.95)
     for level in (0.9, 0.95):
-        num_covered = int((right >= recorded["thresholds"][str(level)]).sum())
-        assert is_within_interval(num_covered, len(right), recorded["num_images"], level)
         for seed in range(10):
             shuffled = np.random.default_rng(seed).permutation(right)
             threshold = find_threshold(shuffled[:150], coverage=level)
@@ -153,26 +152,23 @@ def test_p_values_of_like_images_are_uniform_and_of_unlike_ones_small() -> None:
     assert (compute_p_values(compute_distances(unlike, training), held_aside) <= 0.05).mean() > 0.95
 
 
-def test_answers_of_a_model_and_why_there_are_none(bundle: Bundle) -> None:
+def test_answers_of_a_model_and_none_without_a_threshold(bundle: Bundle) -> None:
     metadata = {name: value for name, value in bundle.metadata.items() if name != "conformal"}
     bundle = replace(bundle, metadata=metadata, likeness=None)
     num_classes = len(bundle.class_names)
     logits = np.zeros((2, num_classes), dtype=np.float32)
     logits[0, 1] = 20
-    assert predict_sets(bundle, logits, coverage=0.95) is None
+    assert predict_sets(bundle, logits) is None
     assert predict_p_values(bundle, np.ones((2, 4), dtype=np.float32)) is None
-    assert "holds no thresholds" in str(explain_missing(bundle, 0.95))
 
-    conformal = {"num_images": 10, "thresholds": {"0.9": 0.5}, "no_likeness": "it is too hot"}
+    conformal = {"num_images": 10, "thresholds": {"0.95": 0.5}, "no_likeness": "it is too hot"}
     # a temperature doesn't change the sets
     metadata = {**bundle.metadata, "conformal": conformal, "temperature": 50.0}
     some = replace(bundle, metadata=metadata)
-    assert predict_sets(some, logits, coverage=0.9) == [[1], []]
-    assert predict_sets(some, logits, coverage=0.95) is None
-    reason = "no prediction sets at 95 %: 10 validation images, 19 are needed"
-    assert explain_missing(some, 0.95) == f"{reason}; no p-values: it is too hot"
-    with pytest.raises(ValueError, match=r"coverage 0\.8 is not one of those .* 0\.9 and 0\.95"):
-        predict_sets(some, logits, coverage=0.8)
+    assert predict_sets(some, logits) == [[1], []]
+    measured = measure_sets(some, logits, np.array([1, 0]))
+    assert measured is not None
+    assert (measured.measured, measured.single, measured.single_correct) == (0.5, 0.5, 1.0)
 
     training = np.eye(4, dtype=np.float16)
     likeness = Likeness(training, np.array([0.1, 0.2, 0.3], dtype=np.float32))
@@ -180,62 +176,3 @@ def test_answers_of_a_model_and_why_there_are_none(bundle: Bundle) -> None:
     like = replace(some, likeness=likeness)
     assert predict_p_values(like, features) == [0.25, 0.25]
     assert predict_p_values(like, None) is None
-
-
-def draw_labels(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Four labels, of which an image may have none, and probabilities that know a little."""
-    labels = rng.random((count, 4)) < (0.1, 0.3, 0.5, 0.2)
-    return expit(rng.normal(1.5 * labels - 1, 1.0)), labels
-
-
-def test_a_threshold_of_labels_by_hand() -> None:
-    # of ten such images and a new one, one may miss half of its labels
-    probabilities = np.tile([0.5, 0.9], (10, 1))
-    probabilities[0] = (0.1, 0.2)
-    labels = np.ones((10, 2), dtype=bool)
-    # 0.1 × 11 − 1 = 0.1: no label of theirs may be missed; 0.14 × 11 − 1 = 0.54: half an image may
-    assert find_label_threshold(probabilities, labels, coverage=0.9) == (0.1, 10)
-    assert find_label_threshold(probabilities, labels, coverage=0.86) == (0.2, 10)
-    assert find_label_threshold(probabilities[:8], labels[:8], coverage=0.9) == (None, 8)
-    # images without labels can't miss any
-    nothing = np.zeros((5, 2), dtype=bool)
-    more = np.concatenate([probabilities, np.full((5, 2), 0.3)])
-    assert find_label_threshold(more, np.concatenate([labels, nothing]), coverage=0.86) == (0.2, 10)
-    # with one label an image they are the prediction sets of classes
-    rng = np.random.default_rng(0)
-    scores = rng.random((173, 3))
-    marks = np.eye(3, dtype=bool)[rng.integers(0, 3, 173)]
-    for coverage in (0.9, 0.95):
-        expected = find_threshold(scores[marks], coverage=coverage)
-        assert find_label_threshold(scores, marks, coverage=coverage) == (expected, 173)
-
-
-def test_a_threshold_of_labels_is_that_of_mapie() -> None:
-    from mapie.risk_control import MultiLabelClassificationController
-
-    probabilities, labels = draw_labels(np.random.default_rng(1), 60)
-    probabilities, labels = probabilities[labels.any(axis=1)], labels[labels.any(axis=1)]
-    values = np.unique(probabilities[labels])
-    # a threshold just below each label's probability
-    grid = np.concatenate([[values[0] / 2], (values[:-1] + values[1:]) / 2])
-    for coverage in (0.8, 0.9):
-        peer = MultiLabelClassificationController(
-            lambda x: x, risk="recall", method="crc", target_level=coverage, predict_params=grid
-        )
-        peer.calibrate(probabilities, labels)
-        threshold, _ = find_label_threshold(probabilities, labels, coverage=coverage)
-        assert threshold == values[np.searchsorted(values, peer.best_predict_param[0])]
-
-
-def test_labels_are_missed_as_rarely_as_promised() -> None:
-    rng = np.random.default_rng(2)
-    others, other_labels = draw_labels(rng, 20_000)
-    has_labels = other_labels.any(axis=1)
-    counts = other_labels[has_labels].sum(axis=1)
-    found = []
-    for _ in range(200):
-        threshold, _ = find_label_threshold(*draw_labels(rng, 100), coverage=0.9)
-        hits = ((others >= threshold) & other_labels)[has_labels].sum(axis=1)
-        found.append((hits / counts).mean())
-    # the standard error of the mean of 200 is 0.002
-    assert 0.9 - 0.006 <= np.mean(found) <= 0.92

@@ -122,13 +122,13 @@ def test_predict_sorts_and_prints_what_the_operating_point_decides(
         list(write([replace(decided, prediction_set=None)], file=file))
         text = file.getvalue()
         assert last[1] in text.partition(plain.classes[0][1])[0]
-    sorter = PhotoSorter(tmp_path / "sorted", point, coverage=0.9)
+    sorter = PhotoSorter(tmp_path / "sorted", point)
     assert sorter.choose_folders(replace(decided, p_value=0.5)) == [last[1]]
 
     rest = dict.fromkeys(classes.class_names, 1.0)
     found = replace(run(set_point(labels, **rest | {"class 3": 0.0, "class 7": 0.0})), p_value=None)
     assert set(found.labels or ()) == {"class 3", "class 7"}
-    sorter = PhotoSorter(tmp_path / "labels", labels, coverage=0.9)
+    sorter = PhotoSorter(tmp_path / "labels", labels)
     sorter.copy(found)
     sorter.copy(replace(run(set_point(labels, **rest)), p_value=None))
     assert sorted(path.parent.name for path in tmp_path.glob("labels/*/a.png")) == [

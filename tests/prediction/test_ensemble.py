@@ -1,5 +1,4 @@
-"""Several models: the mean of their probabilities, whatever their depth and the order of classes;
-test-time augmentation, and predictions sorted by uncertainty."""
+"""Several models: the mean of their probabilities, whatever their depth and the order of classes."""
 
 import csv
 import json
@@ -106,79 +105,14 @@ def test_other_classes_and_features_are_refused(
         vit.predict([models[0], other], photos)
     with pytest.raises(ValueError, match="gives no features to embed"):
         vit.predict(models, photos, embeddings=True)
-    with pytest.raises(ValueError, match="unknown tta 'vflip'"):
-        vit.predict(models, photos, tta="vflip")
     larger = save_model(
         tmp_path / "e.safetensors", preprocess=Preprocess((24, 24)), img_size=24, class_names=NAMES
     )
-    with pytest.raises(ValueError, match=r"see images in another way .* of one preprocessing"):
+    with pytest.raises(ValueError, match=r"see images in another way: Preprocess"):
         vit.predict([models[0], larger], photos)
     labels = save_model(tmp_path / "d.safetensors", data={"task": "multilabel"})
     with pytest.raises(ValueError, match="one class and several labels an image"):
         vit.predict([models[0], labels], photos)
-
-
-def test_mirror_images_are_averaged(models: list[Path], photos: Path) -> None:
-    paths = sorted(photos.rglob("*.png"))[:3]
-    mirrored = [Image.open(path).transpose(Image.Transpose.FLIP_LEFT_RIGHT) for path in paths]
-    plain, flipped = (
-        np.log(read(vit.predict(models[0], list(images), precision="float32").predictions))
-        for images in (paths, mirrored)
-    )
-    found = np.log(
-        read(vit.predict(models[0], paths, tta="hflip", precision="float32").predictions)
-    )
-    # logarithms of probabilities are logits up to a number for each image
-    mean = (plain + flipped) / 2
-    mean -= np.log(np.exp(mean).sum(axis=1, keepdims=True))
-    assert found == pytest.approx(mean, abs=2e-3)
-    assert abs(found - plain).max() > 0.01
-
-
-def test_labels_are_averaged_and_the_most_uncertain_comes_first(
-    save_model: SaveModel, photos: Path, tmp_path: Path, cli: Launcher
-) -> None:
-    data = {"task": "multilabel"}
-    models = [
-        save_model(tmp_path / f"{name}.safetensors", data=data, depth=depth)
-        for name, depth in (("a", 1), ("b", 2))
-    ]
-    alone = [read(vit.predict(model, photos, precision="float32").predictions) for model in models]
-    mean = (alone[0] + alone[1]) / 2
-    found = vit.predict(models, photos, precision="float32").predictions
-    assert read(found) == pytest.approx(mean, abs=1e-6)
-    # sorted: the label nearest to its threshold decides; what can't be read comes last
-    (photos / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    update_metadata(
-        models[0],
-        {"operating_point": {"rule": "f1", "thresholds": {"bee": 0.3}, "num_images": 9}},
-    )
-    predictions = vit.predict(
-        models[0], photos, sort="uncertainty", precision="float32"
-    ).predictions
-    assert predictions[-1].error is not None
-    distances = abs(read(predictions[:-1]) - [0.5, 0.3, 0.5]).min(axis=1)
-    assert (np.diff(distances) >= 0).all()
-    assert len(set(distances)) > 20
-
-
-@pytest.mark.parametrize("output_format", ["jsonl", "csv", "table"])
-def test_classes_are_sorted_by_the_largest_probability(
-    models: list[Path], photos: Path, cli: Launcher, output_format: str
-) -> None:
-    arguments = ("predict", models[1], photos, "--format", output_format, "--precision", "float32")
-    lines = cli.succeed(*arguments, "--sort", "uncertainty").out.splitlines()
-    others = cli.succeed(*arguments).out.splitlines()
-    assert sorted(lines) == sorted(others)
-    assert lines != others
-    if output_format == "jsonl":
-        largest = [json.loads(line)["predictions"][0]["probability"] for line in lines]
-    elif output_format == "csv":
-        largest = [float(row["probability"]) for row in csv.DictReader(lines)]
-    else:
-        largest = [float(line.split()[0]) for line in lines]
-    assert len(largest) == 30
-    assert largest == sorted(largest)
 
 
 def test_labels_are_averaged_and_explained(

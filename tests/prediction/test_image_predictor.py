@@ -44,7 +44,7 @@ def _read_all(paths: list[Path]) -> list[bytes]:
 def _as_columns(paths: list[Path]) -> dict[str, Any]:
     # as Ray passes them
     return {
-        "bytes": np.array(_read_all(paths), dtype=object),
+        "image": np.array(_read_all(paths), dtype=object),
         "path": np.array(list(map(str, paths))),
         "site": np.arange(len(paths)),
     }
@@ -58,7 +58,6 @@ def _as_columns(paths: list[Path]) -> dict[str, Any]:
         _as_columns,
         lambda paths: {"path": list(map(str, paths))},
         lambda paths: {"image": [{"bytes": each, "path": None} for each in _read_all(paths)]},
-        lambda paths: pytest.importorskip("pyarrow").table({"bytes": _read_all(paths)}),
         lambda paths: {"image": [Image.open(io.BytesIO(each)) for each in _read_all(paths[:3])]},
         lambda paths: [np.asarray(Image.open(path)) for path in paths[:3]],
     ],
@@ -84,7 +83,7 @@ def test_columns_are_those_of_predict_whatever_the_batch(
         assert columns["probabilities"][row, index] == pytest.approx(probability, abs=1e-6)
     assert set(columns["precision"]) == {"float32"}
     if isinstance(batch, dict) and "site" in batch:
-        assert "bytes" not in columns
+        assert "image" not in columns
         assert columns["site"].tolist() == list(range(count))
         assert columns["path"].tolist() == list(map(str, paths))
 
@@ -136,6 +135,4 @@ def test_wrong_batches_and_options_are_refused(model: Path, paths: list[Path]) -
     with pytest.raises(ValueError, match="different numbers of rows"):
         predictor({"path": paths, "site": [1]})
     assert predictor([np.zeros((0, 0, 3), np.uint8)])["error"] == ["the image has no pixels"]
-    with pytest.raises(ValueError, match=r"coverage 0\.5 is not one"):
-        vit.Predictor(model, coverage=0.5)
     assert predictor.predict([None])[0].error == "there is no image"

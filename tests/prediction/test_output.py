@@ -36,8 +36,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(model: Path, photos: Path, path: Path, **options: Any) -> Iterator[Any]:
     defaults = {
-        "resume": False, "sort_into": None, "sort": "none", "batch_size": 4, "device": "cpu",
-        "precision": "float32",
+        "resume": False, "sort_into": None, "batch_size": 4, "device": "cpu", "precision": "float32",
     }  # fmt: skip
     return iterate_predictions(model, photos, output=path, **(defaults | options))
 
@@ -113,7 +112,6 @@ def test_csv_has_the_same_predictions_and_finds_its_files(
     ("options", "change", "message"),
     [
         ({"resume": False}, None, "is there already; add --resume, or choose another"),
-        ({"sort": "uncertainty"}, None, "leave out --sort"),
         ({}, lambda path, photos: (photos / "=00, é.png").unlink(), "line 1 of .* the same images"),
         ({}, lambda path, photos: (photos / "=29, é.png").unlink(), "is now missing; name the"),
         ({}, lambda path, photos: path.write_text("{}\n"), "line 1 of .* is no prediction"),

@@ -54,18 +54,6 @@ def test_half_precision_logits_are_float32_and_do_not_tie(
     assert np.abs(logits - predict(bundle, images)).max() < limit
 
 
-def test_hflip_logits_are_the_mean_of_both_views(bundle: Bundle, images: EvaluationSet) -> None:
-    predictor = BatchPredictor(
-        bundle.model, bundle.preprocess, 10, 100, torch.device("cpu"), "float32", tta="hflip"
-    )
-    inputs = bundle.preprocess(_pil_images(images))
-    with torch.inference_mode():
-        expected = (bundle.model(inputs) + bundle.model(inputs.flip(-1))).numpy() / 2
-    mirrored = predictor.predict(images.read, count=len(images))
-    assert np.abs(mirrored - expected).max() < 1e-5
-    assert np.abs(mirrored - predict(bundle, images)).max() > 1e-3
-
-
 def test_progress_hears_of_every_image_once(bundle: Bundle, images: EvaluationSet) -> None:
     heard: list[int] = []
     predictor = BatchPredictor(

@@ -121,8 +121,6 @@ def test_train_resume_and_export(
 @pytest.mark.extended
 def test_evaluate_and_compare(both: Both, cli: Launcher, model: Path, photos: Path) -> None:
     options = (
-        "--tta",
-        "hflip",
         "--precision",
         "float32",
         "--num-examples",

@@ -11,7 +11,6 @@ from vit.bundle import open_model
 from vit.prediction.predictor import BatchPredictor
 
 
-@pytest.mark.parametrize("tta", ["none", "hflip"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_batch_is_copied_in_and_its_logits_out(
     meter: Meter,
@@ -19,11 +18,10 @@ def test_a_batch_is_copied_in_and_its_logits_out(
     save_model: Any,
     tmp_path: Any,
     precision: str,
-    tta: str,
 ) -> None:
     path, counts = save_model(tmp_path / "model.safetensors"), list[Count]()
     pixels = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), dtype=np.uint8)
-    options: dict[str, Any] = {"batch_size": 8, "precision": precision, "tta": tta}
+    options: dict[str, Any] = {"batch_size": 8, "precision": precision}
 
     def predict(device: str) -> np.ndarray:
         predictor = BatchPredictor.from_bundle(open_model(path, device=device), **options)
@@ -34,6 +32,6 @@ def test_a_batch_is_copied_in_and_its_logits_out(
         )
 
     found = predict("npu")
-    table(f"evaluation batch, {precision}, tta {tta}", max(counts[1:]))
+    table(f"evaluation batch, {precision}", max(counts[1:]))
     assert set(counts[1:]) == {Count(1, 1, 0)}, meter.lines
     assert np.array_equal(found, predict("cpu"))

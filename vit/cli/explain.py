@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from vit.cli.predict import check_images, list_names
+from vit.cli.predict import check_images, list_names, take_models
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 
@@ -21,17 +21,19 @@ def explain(
 
     Args:
         images: Files, folders, or - for a list on standard input. None: the model's test split.
+            Models before them are averaged with MODEL.
         output: Directory for the results.
     """
     # torch takes seconds to import, and `vit --help` does without
     from vit.data.images import list_images
 
     paths = None
+    model, images = take_models(find.keywords["model"], images or [])
     if images:
         find.refuse(["num_images"], "has no effect on images that are named")
         check_images(images)
         paths = sorted({str(path) for path in list_images(list_names(images))})
-    find(images=paths, output=output)
+    find(images=paths, model=model, output=output)
 
     _show(output)
     if "html" in find.keywords["formats"]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from itertools import takewhile
 from typing import Any, Literal
 
 import typer
@@ -29,11 +30,9 @@ def predict(
 ) -> None:
     """Predict the most probable classes of images.
 
-    prediction_set names the classes that include the right one as often as --coverage says;
-    without exactly one class, the photo is unsure. Of a photo with several labels it includes that
-    fraction. With a p_value of at most 0.05 it is unusual:
-    unlike the training photos. Both are null if the model file has no thresholds, and for several
-    models.
+    prediction_set names the classes that include the right one for 95 % of photos; without exactly
+    one class, the photo is unsure. With a p_value of at most 0.05 it is unusual: unlike the training
+    photos. Both are null if the model file has no thresholds, and for several models.
 
     An unreadable image gets a line with an error. If none can be read, the exit code is 1.
 
@@ -72,17 +71,16 @@ def predict(
         raise ValueError("--embeddings needs --output or --format jsonl: CSV has no place for them")
     if keywords["similar"] and output_format != "jsonl" and not output:
         raise ValueError("--similar needs --format jsonl: other formats have no place for photos")
-    models = [keywords["model"]]
-    while images and is_model_name(images[0]):
-        models.append(images.pop(0))
+    model, images = take_models(keywords["model"], images)
     if not images:
-        find_model(models[0])
-        raise ValueError(f"{models[-1]} is a model; name images after it")
+        find_model(keywords["model"])
+        last = model if isinstance(model, str) else model[-1]
+        raise ValueError(f"{last} is a model; name images after it")
     check_images(images)
-    keywords = {**keywords, "model": models if len(models) > 1 else models[0]}
+    keywords = {**keywords, "model": model}
     if engine == "ray":
         # its rows have the probability of every class
-        unused = ("sort_into", "similar", "sort", "top_k")
+        unused = ("sort_into", "similar", "top_k")
         call.refuse(unused, "has no effect with --engine ray")
         if output is None:
             raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
@@ -115,6 +113,12 @@ def predict(
         echo(message, err=True)
     if count and num_unreadable == count:
         raise typer.Exit(1)
+
+
+def take_models(model: str, images: Sequence[str]) -> tuple[str | list[str], list[str]]:
+    """Return the model, or a list of those that are named before the images, and the images."""
+    others = list(takewhile(is_model_name, images))
+    return [model, *others] if others else model, list(images[len(others) :])
 
 
 def import_engine() -> Any:

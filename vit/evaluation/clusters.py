@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import betaincinv, stdtrit
 
-from vit.prediction.probabilities import Bools, Floats, Ints
+from vit.prediction.probabilities import Bools, Ints
 
 # lower and upper end of a 95 % interval
 Interval = tuple[float, float]
 # probability that the true value lies below a 95 % interval, and that it lies above
 TAIL = 0.025
 # Weight, in groups, of the assumption that the images of a group are all alike. Without it 95 %
-# intervals of 6 to 30 groups cover 86 to 97 %, with it 95 to 100 % (research/group_intervals.py).
+# intervals of 6 to 30 groups cover 86 to 97 %, with it 95 to 100 %.
 _PRIOR_GROUPS = 0.5
 
 
@@ -23,18 +23,8 @@ def number_clusters(groups: Sequence[str] | None, count: int) -> Ints:
     return np.unique(np.array(groups, dtype=str), return_inverse=True)[1]
 
 
-def select_groups(groups: Sequence[str] | None, chosen: Ints | Bools) -> list[str] | None:
-    """Return the groups of some images; None if each image is its own group."""
-    if groups is None:
-        return None
-    selected: list[str] = np.array(groups, dtype=object)[chosen].tolist()
-    return selected
-
-
-def compute_design_effect(
-    deviations: Floats, clusters: Ints, outcomes: Bools, weights: Floats | None = None
-) -> float:
-    """Compute the factor by which groups widen the variance of a mean; 1 without groups.
+def compute_design_effect(outcomes: Bools, clusters: Ints) -> float:
+    """Compute the factor by which groups widen the variance of a proportion; 1 without groups.
 
     Kish's design effect is 1 + ρ (Σm²/n − 1) for groups of m images whose correlation is ρ. If few
     groups tell how alike their images are, its estimate is often far too small. Therefore it is
@@ -43,22 +33,19 @@ def compute_design_effect(
     the images (Korn & Graybill 1998).
 
     Args:
-        deviations: Contributions of the images to the mean, minus their own mean, [n].
-        clusters: Number of each image's group, [n].
         outcomes: True for each image that is predicted correctly, or whatever is counted, [n]. A
             group is informative if it has the rarer outcome.
-        weights: Weight of each image in the deviations, [n]. None: they have the same.
+        clusters: Number of each image's group, [n].
     """
-    count = len(deviations)
+    count = len(outcomes)
+    deviations = outcomes - outcomes.mean()
     _, clusters = np.unique(clusters, return_inverse=True)
     num_clusters = int(clusters.max()) + 1
     if num_clusters == count:
         return 1.0
 
     # the largest effect, if all images of a group are alike
-    if weights is None:
-        weights = np.ones(count)
-    largest = float((np.bincount(clusters, weights) ** 2).sum() / ((weights**2).sum() or 1))
+    largest = float((np.bincount(clusters) ** 2).sum() / count)
     effect = largest
     independent = float((deviations**2).sum())
     if independent > 0 and num_clusters > 1:
@@ -89,8 +76,7 @@ def compute_clustered_interval(correct: Bools, clusters: Ints) -> Interval:
     # nothing follows from no image, nor from a single group of several
     if count == 0 or (count > 1 and (clusters == clusters[0]).all()):
         return 0.0, 1.0
-    deviations = correct - correct.mean()
-    effect = compute_design_effect(deviations, clusters, correct)
+    effect = compute_design_effect(correct, clusters)
     return compute_proportion_interval(int(correct.sum()) / effect, count / effect)
 
 

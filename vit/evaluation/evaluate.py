@@ -1,12 +1,10 @@
 """Metrics of a model on labelled images: `vit.evaluate`."""
 
 import datetime
-import hashlib
-import json
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,39 +14,25 @@ import torch
 
 from vit.bundle import Bundle, Models, collect_versions, keeps_mode, open_model, require_classifier
 from vit.data.dataset import LabelRule, printable
+from vit.data.splits import DatasetSplits
 from vit.evaluation.calibration import find_model_file, was_used_for_epoch
-from vit.evaluation.clusters import Interval, select_groups
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
-from vit.evaluation.metrics import (
-    Scores,
-    bin_confidence,
-    compute_intervals,
-    compute_metrics,
-    compute_per_class,
-    compute_rates,
-    score_logits,
-)
-from vit.evaluation.out_of_fold import CROSS_VALIDATION, OutOfFold, load_out_of_fold
+from vit.evaluation.metrics import Scores, bin_confidence, measure, score_logits
+from vit.evaluation.out_of_fold import CROSS_VALIDATION, load_out_of_fold
 from vit.evaluation.result import Cost, Evaluation, EvaluationResult
-from vit.evaluation.subgroups import SubgroupTable, build_tables, read_values
-from vit.evaluation.thresholds import choose_operating_point, parse_rule
+from vit.evaluation.subgroups import build_tables, read_values
+from vit.evaluation.thresholds import Rule, choose_operating_point, parse_rule
 from vit.model.averaged_model import AveragedModel
 from vit.model.logits import compute_logits
+from vit.model.model_file import OperatingPoint
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
-from vit.prediction.predictor import TTA, BatchPredictor
-from vit.prediction.probabilities import Bools, Float32s
-from vit.runtime.arguments import check_arguments, check_choice
+from vit.prediction.predictor import BatchPredictor
+from vit.prediction.probabilities import Float32s
+from vit.runtime.arguments import check_arguments
 from vit.runtime.device import Precision, autocast, describe_device
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
-
-# Keys of the configuration that don't change the recipe: where the data lies, the machine, the
-# seed, and how many images the model file keeps. Older model files also have data.check_cache.
-_MACHINE_KEYS = {
-    "data": ("root", "workers", "cache_dir", "check_cache"),
-    "train": ("seed", "device", "max_training_features"),
-}
 
 
 @keeps_mode
@@ -67,7 +51,6 @@ def evaluate(
     label_column: str | None = None,
     by: str | Sequence[str] = (),
     operating_point: str | None = None,
-    tta: str = "none",
     num_examples: int = 16,
     batch_size: int | None = None,
     device: str = "auto",
@@ -109,8 +92,6 @@ def evaluate(
             f1 is the best on these. LABEL:RULE names the label. None: the
             model file's, otherwise 0.5 for a label and the most probable
             class. `.save` writes the model file with it.
-        tta: Test-time augmentation: none, or hflip for the mean logits of
-            the image and its mirror image.
         num_examples: Errors that the report shows, each with its map.
         batch_size: Images at a time. None: 64 on a CPU, 256 on a GPU.
         device: Device: auto, cpu, cuda, cuda:N or mps. A module stays where it
@@ -131,33 +112,37 @@ def evaluate(
             the images allow none such.
 
     Example:
-        >>> result = vit.evaluate("runs/digits", tta="hflip")
+        >>> result = vit.evaluate("runs/digits")
         >>> result.evaluation.metrics["top1"]
         >>> result.evaluation.intervals["top1"]
     """
     check_data(data, dataset)
-    check_choice(tta, TTA, name="tta")
-    is_fitted = operating_point is not None
     # The validation images can't serve to choose and to measure.
     hint = "--operating-point needs a model file to keep it in, and --split test"
-    if is_fitted and (str(model).startswith("timm:") or split in ("validation", "all")):
+    is_unfit = str(model).startswith("timm:") or split in ("validation", "all")
+    if operating_point is not None and is_unfit:
         raise ValueError(hint)
     # in a process group all processes share the images
     with join_processes(device) as (_, device_name):
         bundle = open_model(model, device=device_name, class_names=class_names)
-        _check_model(bundle, operating_point)
-        splits = open_data(
-            bundle,
-            data,
-            root,
-            dataset,
-            labels=LabelRule(label_by, path_column, label_column),
-            group_by=group_by,
-        )
-        if is_fitted and (split or splits.default_split) == "validation":
+        require_classifier(bundle)
+        rule = None
+        if operating_point is not None:
+            rule = parse_rule(
+                operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel
+            )
+        labels = LabelRule(label_by, path_column, label_column)
+        splits = open_data(bundle, data, root, dataset, labels=labels, group_by=group_by)
+        if rule is not None and (split or splits.default_split) == "validation":
             raise ValueError(hint)
         is_own = data is None and dataset is None
-        found = _find_out_of_fold(bundle, split, is_own=is_own, is_plain=tta == "none")
+        found = None
+        if is_own and split in (None, CROSS_VALIDATION):
+            found = load_out_of_fold(bundle)
+        if split == CROSS_VALIDATION and found is None:
+            raise ValueError(
+                f"split {split} is that of a run of vit train --folds, named without other images"
+            )
         if found is not None:
             split = "train"
         columns = (by,) if isinstance(by, str) else by
@@ -167,73 +152,81 @@ def evaluate(
         images = load_images(bundle, splits, split)
         if is_own:
             images = replace(images, splits=splits)
-        validation = images
-        if is_fitted and found is None:
-            validation = load_images(bundle, splits, "validation")
         # one predictor for all passes: the batch size changes the last bits of logits
-        predictor = BatchPredictor.from_bundle(
-            bundle, batch_size=batch_size, precision=precision, tta=tta
-        )
-        logits = None
+        predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
         notes = []
+        logits = out_of_fold = None
         if found is not None:
-            notes = found.describe(images)
-            logits = found.logits
-            images = validation = found.select(images)
+            notes, logits = found.describe(images), found.logits
+            images = found.select(images)
+            out_of_fold = images, logits
         if isinstance(bundle.model, AveragedModel):
             count = len(bundle.model.models)
             notes.append(f"the mean probabilities of {count} models were measured")
         notes = _describe_images(bundle, images) + notes
         fitted = bundle
-        if operating_point is not None:
-            fitted, sentences = _choose_point(
-                bundle, predictor, validation, operating_point, out_of_fold=logits
-            )
-            notes += sentences
+        if rule is not None:
+            point, said = _choose_point(bundle, predictor, splits, rule, out_of_fold)
+            notes += said
+            metadata = {**bundle.metadata, "operating_point": point.model_dump()}
+            fitted = replace(bundle, metadata=metadata)
         notes += filter(None, [describe_decision(fitted)])
-        result = _measure(
-            fitted,
-            images,
-            predictor,
+        rate = None
+        if logits is None:
+            start = time.perf_counter()
+            logits = _predict(predictor, images, title="evaluating")
+            rate = len(images) / (time.perf_counter() - start)
+        scores = score_logits(
             logits,
+            images.labels.astype(bool) if bundle.is_multilabel else images.labels,
+            temperature=bundle.temperature,
+            thresholds=read_thresholds(fitted),
+            threshold=read_class_threshold(fitted),
+        )
+        evaluation = _describe(fitted, images, scores, predictor, notes=notes, rate=rate)
+        parts = {
+            column: [texts[name] for name in images.dataset.ids] for column, texts in values.items()
+        }
+        update = {
+            "subgroups": build_tables(parts, scores, images.dataset.groups),
+            "prediction_sets": measure_sets(bundle, logits, images.labels),
+        }
+        return EvaluationResult(
+            evaluation.model_copy(update=update),
+            scores,
+            images,
+            fitted,
             num_examples=num_examples,
-            notes=notes,
-            values=values,
+            is_main=current_process().is_main,
+            has_new_values=fitted is not bundle,
         )
-        return replace(result, has_new_values=fitted is not bundle)
 
 
-def _check_model(bundle: Bundle, operating_point: str | None) -> None:
-    """Raise ValueError for what isn't measured of such a model, before images are decoded."""
-    require_classifier(bundle)
-    if operating_point is not None:
-        parse_rule(operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel)
+def _choose_point(
+    bundle: Bundle,
+    predictor: BatchPredictor,
+    splits: DatasetSplits,
+    rule: Rule,
+    out_of_fold: tuple[EvaluationSet, Float32s] | None,
+) -> tuple[OperatingPoint, list[str]]:
+    """Choose an operating point on the validation images, or on images with the logits of a
+    cross-validation; return it with sentences about it.
 
-
-def _find_out_of_fold(
-    bundle: Bundle, split: str | None, *, is_own: bool, is_plain: bool
-) -> OutOfFold | None:
-    """Return the predictions of a cross-validation if they are to be measured.
-
-    Args:
-        bundle: The model.
-        split: See `evaluate`.
-        is_own: No other images are named.
-        is_plain: The images themselves are measured, without mirror images.
+    Raises:
+        ValueError: There is no model file to keep it in, or no such operating point.
     """
-    found = None
-    if is_own and split in (None, CROSS_VALIDATION):
-        found = load_out_of_fold(bundle)
-    if split == CROSS_VALIDATION and found is None:
-        raise ValueError(
-            f"split {split} is that of a run of vit train --folds, named without other images"
-        )
-    if found is not None and not is_plain:
-        raise ValueError(
-            "tta needs images that the model hasn't seen, and this run was cross-validated; name"
-            " some with --data"
-        )
-    return found
+    find_model_file(bundle)
+    if out_of_fold is None:
+        images = load_images(bundle, splits, "validation")
+        logits = _predict(predictor, images, title="deciding")
+    else:
+        images, logits = out_of_fold
+    point, said = choose_operating_point(bundle, rule, images, logits)
+    if was_used_for_epoch(bundle, images):
+        said[0] += ", which training also used, so that it may promise a little too much"
+    if out_of_fold is not None:
+        said[0] += ", the measured ones, so that its rates on them are a little too good"
+    return point, said
 
 
 def _describe_images(bundle: Bundle, images: EvaluationSet) -> list[str]:
@@ -253,129 +246,57 @@ def _describe_images(bundle: Bundle, images: EvaluationSet) -> list[str]:
     return notes
 
 
-def _choose_point(
-    bundle: Bundle,
-    predictor: BatchPredictor,
-    validation: EvaluationSet,
-    rule: str,
-    *,
-    out_of_fold: Float32s | None,
-) -> tuple[Bundle, list[str]]:
-    """Return the model with an operating point, and sentences about it.
-
-    Args:
-        bundle, predictor: The model, and the conditions under which it runs.
-        validation: Images to choose on.
-        rule: See `evaluate`.
-        out_of_fold: Logits of a cross-validation, [n, C]; None: they are computed.
-
-    Raises:
-        ValueError: There is no model file to keep it in, or no such operating point.
-    """
-    find_model_file(bundle)
-    logits = out_of_fold
-    if logits is None:
-        logits = _predict(predictor, validation, title="deciding")
-    point, said = choose_operating_point(
-        bundle,
-        parse_rule(rule, bundle.class_names, is_multilabel=bundle.is_multilabel),
-        validation,
-        logits,
-    )
-    if was_used_for_epoch(bundle, validation):
-        said[0] += ", which training also used, so that it may promise a little too much"
-    if out_of_fold is not None:
-        said[0] += ", the measured ones, so that its rates on them are a little too good"
-    metadata = {**bundle.metadata, "operating_point": point.model_dump()}
-    return replace(bundle, metadata=metadata), said
-
-
-def _measure(
+def _describe(
     bundle: Bundle,
     images: EvaluationSet,
+    scores: Scores,
     predictor: BatchPredictor,
-    logits: Float32s | None,
     *,
-    num_examples: int,
     notes: list[str],
-    values: Mapping[str, Mapping[str, str]],
-) -> EvaluationResult:
-    """Measure a model. In a process group all processes share the images, and each gets the result.
+    rate: float | None,
+) -> Evaluation:
+    """Measure scores, and record the conditions of the measurement.
 
     Args:
         bundle: The model, with its operating point.
-        images: Images to measure on.
-        predictor: The model, with the conditions under which it runs.
-        logits: Logits of the images, [n, C]: those of probes that haven't seen them, or of several
-            models. None: they are computed.
-        num_examples: See `evaluate`.
+        images: The images.
+        scores: Their scores.
+        predictor: The conditions under which the model runs.
         notes: Facts that a reader should know, in sentences.
-        values: Column → id of an image → its value.
+        rate: Images per second of the evaluation; None if the model didn't run.
     """
-    process = current_process()
     dataset = images.dataset
-    images_per_second = None
-    if logits is None:
-        start = time.perf_counter()
-        logits = _predict(predictor, images, title="evaluating")
-        images_per_second = len(images) / (time.perf_counter() - start)
-    scores = score_logits(
-        logits,
-        images.labels.astype(bool) if bundle.is_multilabel else images.labels,
-        temperature=bundle.temperature,
-        thresholds=read_thresholds(bundle),
-        threshold=read_class_threshold(bundle),
-    )
-    metrics = compute_metrics(scores)
+    measured = measure(scores, dataset.groups, bundle.class_names)
     overlap = None
     # a cross-validated model has seen all of them, and the probes that predict them have not
     if dataset.split != CROSS_VALIDATION:
         overlap = find_overlap(bundle, images, is_correct=scores.correct)
-    parts = {column: [found[name] for name in dataset.ids] for column, found in values.items()}
-    evaluation = Evaluation(
+    return Evaluation(
         task="multilabel" if bundle.is_multilabel else "classes",
-        metrics={name: None if np.isnan(value) else value for name, value in metrics.items()},
-        intervals=compute_intervals(scores, dataset.groups),
-        per_class=compute_per_class(scores, bundle.class_names, dataset.groups),
+        metrics={
+            name: None if np.isnan(value) else value for name, value in measured.metrics.items()
+        },
+        intervals=measured.intervals,
+        per_class=measured.per_class,
         reliability=bin_confidence(scores),
         temperature=bundle.temperature,
         operating_point=bundle.operating_point.get("rule"),
-        subgroups=_build_tables(parts, scores, dataset.groups),
-        prediction_sets=measure_sets(bundle, logits, images.labels),
         num_images=len(images),
         num_groups=len(set(dataset.groups or images.ids)),
         unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
         duplicates_of_training=overlap,
-        cost=_measure_cost(bundle, predictor, images_per_second),
+        cost=Cost(
+            parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
+            flops_per_image=count_flops(bundle, predictor.precision),
+            images_per_second=rate,
+        ),
         data=images.title or dataset.name,
         split=dataset.split,
         notes=notes,
         fingerprint=dataset.fingerprint,
         model=bundle.name,
         model_sha256=bundle.sha256,
-        run_id=bundle.metadata.get("run_id"),
-        training_fingerprint=bundle.data.get("fingerprint"),
-        recipe=_hash_recipe(bundle.config),
-        seed=bundle.config.get("train", {}).get("seed"),
         conditions=_describe_conditions(predictor),
-    )
-    return EvaluationResult(
-        evaluation, scores, images, bundle, num_examples=num_examples, is_main=process.is_main
-    )
-
-
-def _measure_cost(bundle: Bundle, predictor: BatchPredictor, rate: float | None) -> Cost:
-    """Count the parameters and operations of a model.
-
-    Args:
-        bundle: The model.
-        predictor: The conditions under which it runs.
-        rate: Images per second of the evaluation; None if the model didn't run.
-    """
-    return Cost(
-        parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
-        flops_per_image=count_flops(bundle, predictor.precision),
-        images_per_second=rate,
     )
 
 
@@ -396,46 +317,12 @@ def count_flops(bundle: Bundle, precision: Precision) -> int:
     return int(counter.get_total_flops())
 
 
-def _build_tables(
-    parts: Mapping[str, Sequence[str]], scores: Scores, groups: Sequence[str] | None
-) -> list[SubgroupTable]:
-    """Measure the images by the values of columns."""
-
-    name = "map" if scores.is_multilabel else "top1"
-
-    def measure(chosen: Bools) -> tuple[float | None, Interval]:
-        part = scores.subset(chosen)
-        if scores.is_multilabel:
-            value = float(compute_rates(part, np.ones((1, len(part))), names=(name,))[name][0])
-        else:
-            value = float(part.correct.mean())
-        interval = compute_intervals(part, select_groups(groups, chosen))[name]
-        return None if np.isnan(value) else value, interval
-
-    title = "Mean average precision" if scores.is_multilabel else "Top-1 accuracy"
-    return build_tables(parts, groups, measure, title=title)
-
-
 def _predict(predictor: BatchPredictor, images: EvaluationSet, *, title: str) -> Float32s:
     with show_progress(title, len(images), shown=current_process().is_main) as advance:
         return predictor.predict(images.read, count=len(images), on_progress=advance)
 
 
-def _hash_recipe(config: Mapping[str, Any]) -> str | None:
-    """Return a hash that is equal for training configurations that differ only in the seed or the
-    machine; None without a configuration."""
-    if not config:
-        return None
-    recipe = {
-        section: {
-            key: value for key, value in values.items() if key not in _MACHINE_KEYS.get(section, ())
-        }
-        for section, values in config.items()
-    }
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
-
-
-def _describe_conditions(predictor: BatchPredictor) -> dict[str, str | None]:
+def _describe_conditions(predictor: BatchPredictor) -> dict[str, str]:
     """Return the conditions that an evaluation records, by name."""
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
@@ -445,7 +332,6 @@ def _describe_conditions(predictor: BatchPredictor) -> dict[str, str | None]:
         "processes": str(current_process().world_size),
         "precision": predictor.precision,
         "batch size": str(predictor.batch_size),
-        "tta": None if predictor.tta == "none" else predictor.tta,
         "command": shlex.join([program, *sys.argv[1:]]),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **collect_versions(),

@@ -227,16 +227,6 @@ class TrainTestOverlap:
         )
 
 
-def describe_unreadable(unreadable: Sequence[tuple[str, str]]) -> list[str]:
-    """Return how many images could not be read, in a sentence; nothing without any."""
-    if not unreadable:
-        return []
-    return [
-        f"{len(unreadable)} images could not be read and are not counted, the first:"
-        f" {': '.join(unreadable[0])}"
-    ]
-
-
 def find_overlap(
     bundle: Bundle, images: EvaluationSet, *, is_correct: Bools
 ) -> TrainTestOverlap | None:

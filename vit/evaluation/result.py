@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from vit.bundle import MODEL_FILE, Bundle
 from vit.evaluation.calibration import save_fitted
 from vit.evaluation.clusters import Interval
-from vit.evaluation.images import EvaluationSet, TrainTestOverlap, describe_unreadable
+from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.metrics import Bin, ClassMetrics, Scores
 from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
 from vit.evaluation.subgroups import SubgroupTable
@@ -93,8 +93,8 @@ class Evaluation(BaseModel):
 
     # the metric by the values of each column of --by
     subgroups: list[SubgroupTable] = []
-    # null if the model file holds no thresholds of prediction sets
-    prediction_sets: list[SetMetrics] | None = None
+    # null if the model file holds no threshold of prediction sets
+    prediction_sets: SetMetrics | None = None
 
     # number of evaluated images, the denominator of every metric, and of their groups
     num_images: int
@@ -115,16 +115,8 @@ class Evaluation(BaseModel):
     # path or name that the model was loaded from
     model: str
     model_sha256: str
-    # hash of the configuration and the images that the training run began with
-    run_id: str | None = None
-    # hash of the training images
-    training_fingerprint: str | None = None
-    # hash of the training configuration without seed and machine
-    recipe: str | None
-    # seed of the training run
-    seed: int | None
-    # device, precision, batch size, tta (hflip or null), command, time, versions
-    conditions: dict[str, str | None]
+    # device, precision, batch size, command, time, versions
+    conditions: dict[str, str]
 
     @property
     def is_multilabel(self) -> bool:
@@ -166,36 +158,34 @@ class Evaluation(BaseModel):
         # with equally many images of each class it equals top-1
         if len({row.support for row in self.per_class if row.support}) == 1:
             redundant.add("macro_recall")
-        rows = [self._build_row(name) for name in self.metrics if name not in redundant]
+        shown = [
+            (*_TITLES[name], self.metrics[name], self.intervals.get(name), name in _NUMBERS)
+            for name in self.metrics
+            if name not in redundant
+        ]
         # a model of two classes is quoted by its curves, too
-        rest = self.one_against_rest
-        if rest is not None:
-            curves = (
+        if rest := self.one_against_rest:
+            about = "this class against the rest"
+            areas = (
                 ("ROC AUC", rest.roc_auc, rest.roc_auc_interval),
                 ("Average precision", rest.average_precision, rest.average_precision_interval),
             )
-            rows += [
-                MetricRow(
-                    f"{title} of {rest.name}",
-                    format_percent(value, self.num_images),
-                    format_interval(bounds, self.num_images),
-                    "this class against the rest",
-                )
-                for title, value, bounds in curves
+            shown += [
+                (f"{title} of {rest.name}", about, value, bounds, False)
+                for title, value, bounds in areas
                 if value is not None
             ]
-        return rows
+        return [self._build_row(*cells) for cells in shown]
 
-    def _build_row(self, name: str) -> MetricRow:
-        value, interval = self.metrics[name], self.intervals.get(name)
-        title, about = _TITLES[name]
-        shown, bounds = "–", ""
-        if value is not None and name in _NUMBERS:
-            shown = format_number(value)
-        elif value is not None:
-            shown = format_percent(value, self.num_images)
-            bounds = format_interval(interval, self.num_images) if interval else ""
-        return MetricRow(title, shown, bounds, about)
+    def _build_row(
+        self, title: str, about: str, value: float | None, bounds: Interval | None, is_number: bool
+    ) -> MetricRow:
+        if value is None:
+            return MetricRow(title, "–", "", about)
+        if is_number:
+            return MetricRow(title, format_number(value), "", about)
+        interval = format_interval(bounds, self.num_images) if bounds else ""
+        return MetricRow(title, format_percent(value, self.num_images), interval, about)
 
     @property
     def one_against_rest(self) -> ClassMetrics | None:
@@ -279,7 +269,12 @@ class Evaluation(BaseModel):
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
-        warnings = [*self.notes, *describe_unreadable(self.unreadable)]
+        warnings = list(self.notes)
+        if self.unreadable:
+            warnings.append(
+                f"{len(self.unreadable)} images could not be read and are not counted, the first:"
+                f" {': '.join(self.unreadable[0])}"
+            )
         missing = [row.name for row in self.per_class if not row.support]
         if self.is_multilabel and missing:
             warnings.append(f"no image has the label {', '.join(missing)}: its metrics are –")

@@ -1,6 +1,6 @@
 """Metric of the images by the values of a column, such as those of a site, a camera or a day."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from vit.data.dataset import ImageDataset, printable
-from vit.evaluation.clusters import Interval, number_clusters
-from vit.prediction.probabilities import Bools
+from vit.evaluation.clusters import Interval
+from vit.evaluation.metrics import Scores, measure
 from vit.runtime.arguments import shorten
 from vit.runtime.numbers import format_interval, format_percent
 
@@ -118,30 +118,38 @@ def _show(value: Any) -> str:
 
 
 def build_tables(
-    values: Mapping[str, Sequence[str]],
-    groups: Sequence[str] | None,
-    measure: Callable[[Bools], tuple[float | None, Interval]],
-    *,
-    title: str,
+    values: Mapping[str, Sequence[str]], scores: Scores, groups: Sequence[str] | None
 ) -> list[SubgroupTable]:
     """Measure the images by the values of columns.
 
     Args:
         values: Column → value of each image.
+        scores: Scores of the images.
         groups: Group of each image. None: each is its own group.
-        measure: Function that returns the metric of chosen images, and its interval.
-        title: Name of the metric.
     """
+    metric, title = "top1", "Top-1 accuracy"
+    if scores.is_multilabel:
+        metric, title = "map", "Mean average precision"
+    group_of = None if groups is None else np.array(groups, dtype=object)
+    has_groups = groups is not None and len(set(groups)) < len(groups)
     tables = []
     for column, texts in values.items():
-        clusters = number_clusters(groups, len(texts))
-        has_groups = len(np.unique(clusters)) < len(texts)
         names = np.array([text or "no value" for text in texts], dtype=object)
         rows = []
         for name in dict.fromkeys(names.tolist()):
-            chosen: Bools = names == name
-            num_groups = len(np.unique(clusters[chosen])) if has_groups else None
-            rows.append(Subgroup(name, int(chosen.sum()), num_groups, *measure(chosen)))
+            chosen = names == name
+            part = None if group_of is None else group_of[chosen].tolist()
+            found = measure(scores.subset(chosen), part)
+            value = found.metrics[metric]
+            rows.append(
+                Subgroup(
+                    name,
+                    int(chosen.sum()),
+                    num_groups=len(set(part)) if has_groups and part else None,
+                    metric=None if np.isnan(value) else value,
+                    interval=found.intervals[metric],
+                )
+            )
         rows.sort(key=lambda row: (row.metric is None, row.metric or 0.0, -row.num_images))
         tables.append(SubgroupTable(column, title, rows))
     return tables

@@ -17,11 +17,11 @@ from vit.runtime.arguments import shorten
 
 # rates at which the other one is given
 LEVELS = (0.9, 0.95)
-_RATES = ("sensitivity", "specificity", "precision")
 _RULE = re.compile(
-    r"(?:(?P<label>.+):)?(?P<name>sensitivity|specificity|precision|f1)(?:=(?P<value>.*))?",
+    r"(?:(?P<label>.+):)?(?:(?P<name>sensitivity|specificity|precision)=(?P<value>[\d.e-]+)|f1)",
     re.DOTALL,
 )
+_EXAMPLES = "sensitivity=0.95, specificity=0.9, precision=0.8 or f1"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Rule:
     Attributes:
         text: The rule as it was given.
         name: "sensitivity", "specificity", "precision" or "f1".
-        value: The wanted rate; 0 for F1.
+        value: The wanted rate; nothing for F1.
         label: The class or label that it is for; None if none was named.
     """
 
@@ -70,11 +70,16 @@ def parse_rule(text: str, class_names: Sequence[str], *, is_multilabel: bool = F
         ValueError: It is none, or names an unknown class or none of several.
     """
     match = _RULE.fullmatch(text)
-    if match is None:
-        examples = "sensitivity=0.95, specificity=0.9, precision=0.8 or f1"
-        raise ValueError(f"--operating-point {text} is no rule; write {examples}")
-    label, name, value = match.group("label", "name", "value")
+    try:
+        rate = float((match and match["value"]) or 0.5)
+    except ValueError:
+        rate = np.nan
+    if match is None or not 0 < rate < 1:
+        raise ValueError(
+            f"--operating-point {text} is no rule; write {_EXAMPLES}, with rates above 0 and below 1"
+        )
     known = shorten(", ".join(class_names))
+    label = match["label"]
     if label is not None and label not in class_names:
         raise ValueError(f"--operating-point {text}: {label} is not one of the classes {known}")
     if label is None and not is_multilabel and len(class_names) > 2:
@@ -82,19 +87,7 @@ def parse_rule(text: str, class_names: Sequence[str], *, is_multilabel: bool = F
             f"--operating-point {text} needs the class that is predicted from a threshold on, such"
             f" as {class_names[0]}:{text}; the classes are {known}"
         )
-    if name == "f1" and value is None:
-        return Rule(text, name, 0.0, label)
-    try:
-        rate = float(value or "nan")
-    except ValueError:
-        rate = np.nan
-    if name == "f1" or not 0 < rate < 1:
-        raise ValueError(
-            f"--operating-point {text}: {name} must be above 0 and below 1, such as {name}=0.95"
-            if name in _RATES
-            else f"--operating-point {text} is no rule; write f1 without a number"
-        )
-    return Rule(text, name, rate, label)
+    return Rule(text, match["name"] or "f1", rate, label)
 
 
 def choose_operating_point(
@@ -116,34 +109,27 @@ def choose_operating_point(
     """
     probabilities = compute_probabilities(bundle, logits)
     names = bundle.class_names
-    marks = validation.labels.astype(bool)
-    places = list(range(len(names)))
-    if not bundle.is_multilabel:
+    if bundle.is_multilabel:
+        marks = validation.labels.astype(bool)
+        places = list(range(len(names)))
+    else:
         marks = validation.labels[:, None] == np.arange(len(names))
         # the rarer one of two classes
         places = [int(marks.sum(axis=0).argmin())]
     if rule.label is not None:
         places = [names.index(rule.label)]
     clusters = number_clusters(validation.dataset.groups, len(validation))
+    images = f"{len(validation):,} images ({validation.dataset.split})"
     thresholds = {}
-    failures = []
+    sentences = [f"the operating point was chosen on {images}"]
     for place in places:
+        columns = (probabilities[:, place], marks[:, place])
         try:
-            thresholds[names[place]] = choose_threshold(
-                probabilities[:, place], marks[:, place], rule, clusters, name=names[place]
-            )
+            thresholds[names[place]] = choose_threshold(*columns, rule, clusters, name=names[place])
         except ValueError as error:
-            failures.append((names[place], str(error)))
-    split = validation.dataset.split
-    if not thresholds:
-        raise ValueError(
-            f"--operating-point {rule.text} on {len(validation):,} images ({split}):"
-            f" {failures[0][1]}"
-        )
-    sentences = [
-        f"the operating point was chosen on {len(validation):,} images ({split})",
-        *(f"{name} is predicted from 50 % on: {failure}" for name, failure in failures),
-    ]
+            if place == places[-1] and not thresholds:
+                raise ValueError(f"--operating-point {rule.text} on {images}: {error}") from error
+            sentences.append(f"{names[place]} is predicted from 50 % on: {error}")
     point = OperatingPoint(rule=rule.text, thresholds=thresholds, num_images=len(validation))
     return point, sentences
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vit.bundle import ModelLike, keeps_mode, open_model
+from vit.bundle import Models, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.explainer import Explainer
@@ -24,7 +24,7 @@ from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments
 @accept_old_names(count="num_images")
 @check_arguments(num_images=(1, None), batch_size=(1, None))
 def explain(
-    model: ModelLike,
+    model: Models,
     images: ImageInputs | None = None,
     *,
     methods: str | Sequence[str] = "auto",

@@ -1,4 +1,4 @@
-"""Prediction sets that include the right class as often as promised, and p-values for images unlike
+"""Prediction sets that include the right class for 95 % of images, and p-values for images unlike
 the training images.
 
 Split conformal prediction (Vovk, Gammerman & Shafer 2005; Angelopoulos & Bates 2021) compares the
@@ -7,30 +7,26 @@ exchangeable with them, its rank among the n + 1 scores is uniform. Everything h
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from vit.bundle import Bundle
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.probabilities import (
-    Bools,
     Float32s,
     Floats,
     Ints,
     chunk_rows,
     compute_log_probabilities,
-    compute_sigmoid,
 )
 
 # how often a set should include the right class
-LEVELS = (0.9, 0.95)
+COVERAGE = 0.95
 MAX_P_UNUSUAL = 0.05  # largest p-value of an image that is called unusual
 
 
-def find_threshold(probabilities: Floats, *, coverage: float) -> float | None:
+def find_threshold(probabilities: Floats, *, coverage: float = COVERAGE) -> float | None:
     """Find the smallest probability with which a class is in the set.
 
     These sets are on average the smallest ones with this coverage (Sadinle, Lei & Wasserman 2019).
@@ -43,59 +39,12 @@ def find_threshold(probabilities: Floats, *, coverage: float) -> float | None:
         The threshold; None if n is below coverage / (1 - coverage), too few for this coverage.
     """
     count = len(probabilities)
-    rank = _find_rank(count, coverage)
+    # rank among n + 1 scores, rounded because 10 * 0.9 could come out just above 9
+    rank = math.ceil(round((count + 1) * coverage, 9))
     if rank > count:
         return None
     # NaN counts as probability 0
     return float(np.sort(np.nan_to_num(probabilities))[count - rank])
-
-
-def find_label_threshold(
-    probabilities: Floats, labels: Bools, *, coverage: float
-) -> tuple[float | None, int]:
-    """Find the smallest probability with which a label is in the set of an image.
-
-    Of a new image that has labels, on average at least the fraction `coverage` of its labels is in
-    its set: conformal risk control (Angelopoulos, Bates, Fisch, Lei & Schuster 2024, theorem 1),
-    whose risk is the fraction of an image's labels that are missed.
-
-    Args:
-        probabilities: Probability of each label of held-out images, [n, C].
-        labels: Which labels each of them has, [n, C].
-        coverage: Fraction of an image's labels that should be in its set.
-
-    Returns:
-        The threshold, None if there are too few images that have labels; and their number.
-    """
-    counts = labels.sum(axis=1)
-    num_images = int((counts > 0).sum())
-    allowed = round((1 - coverage) * (num_images + 1) - 1, 9)
-    if allowed < 0:
-        return None, num_images
-    # NaN counts as probability 0
-    values = np.nan_to_num(probabilities)[labels]
-    order = np.argsort(values, kind="stable")
-    values = values[order]
-    shares = np.repeat(1 / np.maximum(counts, 1), counts)[order]
-    # for each label the risk of a threshold at its own probability, in images
-    missed = np.append(0.0, np.cumsum(shares))[np.searchsorted(values, values)]
-    return float(values[np.flatnonzero(missed <= allowed + 1e-9)[-1]]), num_images
-
-
-def _find_rank(count: int, coverage: float) -> int:
-    """Return the rank, among n + 1 scores from the best, up to which a set may go."""
-    # rounded because 10 * 0.9 could come out just above 9
-    return math.ceil(round((count + 1) * coverage, 9))
-
-
-def count_needed(coverage: float) -> int:
-    """Return the smallest number of images that gives a threshold for this coverage."""
-    return math.ceil(round(coverage / (1 - coverage), 9))
-
-
-def is_unusual(p_value: float | None) -> bool:
-    """Tell if an image is unlike the training images, by its p-value."""
-    return p_value is not None and p_value <= MAX_P_UNUSUAL
 
 
 def compute_p_values(distances: Floats, calibration: Floats) -> Floats:
@@ -122,34 +71,28 @@ def build_sets(probabilities: Floats, threshold: float) -> list[list[int]]:
     ]
 
 
-def predict_sets(bundle: Bundle, logits: Float32s, *, coverage: float) -> list[list[int]] | None:
-    """Return the prediction set of each image, as indices of classes; None without a threshold, and
-    where the thresholds of labels or of an operating point decide.
+def read_threshold(bundle: Bundle) -> float | None:
+    """Return the threshold that `vit train` wrote into a model file; None without one, and where the
+    thresholds of labels or of an operating point decide."""
+    if bundle.is_multilabel or bundle.operating_point:
+        return None
+    thresholds = bundle.metadata.get("conformal", {}).get("thresholds", {})
+    threshold = thresholds.get(str(COVERAGE))
+    return None if threshold is None else float(threshold)
+
+
+def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[int]] | None:
+    """Return the prediction set of each image, as indices of classes; None without a threshold.
 
     Args:
-        bundle: The model, with the thresholds that `vit train` wrote into its file.
+        bundle: The model. Its temperature, which may have been fitted after the threshold, doesn't
+            count.
         logits: [n, C].
-        coverage: See `read_threshold`.
     """
-    threshold = read_threshold(bundle.metadata, coverage)
-    if threshold is None or bundle.is_multilabel or bundle.operating_point:
+    threshold = read_threshold(bundle)
+    if threshold is None:
         return None
-    return build_sets(_compute_probabilities(bundle, logits), threshold)
-
-
-def mark_sets(bundle: Bundle, logits: Float32s, *, coverage: float) -> Bools | None:
-    """Return which classes or labels are in the set of each image, [n, C]; None without a threshold.
-    See `predict_sets`."""
-    threshold = read_threshold(bundle.metadata, coverage)
-    return None if threshold is None else _compute_probabilities(bundle, logits) >= threshold
-
-
-def _compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
-    """Compute probabilities [n, C] without the temperature, which may have been fitted after the
-    threshold."""
-    if bundle.is_multilabel:
-        return compute_sigmoid(logits.astype(np.float64))
-    return np.exp(compute_log_probabilities(logits, 1.0))
+    return build_sets(np.exp(compute_log_probabilities(logits, 1.0)), threshold)
 
 
 def predict_p_values(bundle: Bundle, features: Float32s | None) -> list[float] | None:
@@ -164,39 +107,6 @@ def predict_p_values(bundle: Bundle, features: Float32s | None) -> list[float] |
     distances = compute_distances(features, bundle.likeness.training_features)
     p_values = compute_p_values(distances, bundle.likeness.distances.astype(float))
     return list(p_values.tolist())
-
-
-def read_threshold(metadata: Mapping[str, Any], coverage: float) -> float | None:
-    """Return the threshold in the metadata of a model file; None if there is none.
-
-    Raises:
-        ValueError: Model files hold no thresholds for this coverage.
-    """
-    if coverage not in LEVELS:
-        levels = " and ".join(map(str, LEVELS))
-        raise ValueError(f"coverage {coverage} is not one of those that model files hold: {levels}")
-    thresholds = metadata.get("conformal", {}).get("thresholds", {})
-    threshold = thresholds.get(str(coverage))
-    return None if threshold is None else float(threshold)
-
-
-def explain_missing(bundle: Bundle, coverage: float) -> str | None:
-    """Return a sentence on why there are no sets or no p-values; None if there are both."""
-    recorded = bundle.metadata.get("conformal")
-    if recorded is None:
-        return (
-            f"{bundle.name} holds no thresholds of prediction sets; `vit train` writes them into"
-            " the model file if there are validation images"
-        )
-    sentences = []
-    if read_threshold(bundle.metadata, coverage) is None:
-        sentences.append(
-            f"no prediction sets at {100 * coverage:.0f} %: {recorded['num_images']} validation images,"
-            f" {count_needed(coverage)} are needed"
-        )
-    if bundle.likeness is None:
-        sentences.append(f"no p-values: {recorded.get('no_likeness') or 'no training features'}")
-    return "; ".join(sentences) or None
 
 
 @dataclass(frozen=True)
@@ -220,35 +130,29 @@ class SetMetrics:
     mean_size: float
 
 
-def measure_sets(bundle: Bundle, logits: Float32s, labels: Ints) -> list[SetMetrics] | None:
-    """Measure a model's prediction sets for each coverage; None if its file holds no threshold, and
-    for several labels an image.
+def measure_sets(bundle: Bundle, logits: Float32s, labels: Ints) -> SetMetrics | None:
+    """Measure a model's prediction sets; None without a threshold.
 
     Args:
         bundle: The model.
         logits: [n, C].
         labels: [n].
     """
-    measured = []
-    for coverage in () if bundle.is_multilabel else LEVELS:
-        if read_threshold(bundle.metadata, coverage) is None:
-            continue
-        size = np.zeros(len(labels))
-        is_right = np.zeros(len(labels), dtype=bool)
-        for rows in chunk_rows(logits):
-            in_set = mark_sets(bundle, logits[rows], coverage=coverage)
-            assert in_set is not None, "there is a threshold"
-            size[rows] = in_set.sum(axis=1)
-            is_right[rows] = in_set[np.arange(len(in_set)), labels[rows]]
-        is_single = size == 1
-        measured.append(
-            SetMetrics(
-                coverage=coverage,
-                num_images=bundle.metadata["conformal"]["num_images"],
-                measured=float(is_right.mean()),
-                single=float(is_single.mean()),
-                single_correct=float(is_right[is_single].mean()) if is_single.any() else None,
-                mean_size=float(size.mean()),
-            )
-        )
-    return measured or None
+    threshold = read_threshold(bundle)
+    if threshold is None:
+        return None
+    size = np.zeros(len(labels))
+    is_right = np.zeros(len(labels), dtype=bool)
+    for rows in chunk_rows(logits):
+        in_set = np.exp(compute_log_probabilities(logits[rows], 1.0)) >= threshold
+        size[rows] = in_set.sum(axis=1)
+        is_right[rows] = in_set[np.arange(len(in_set)), labels[rows]]
+    is_single = size == 1
+    return SetMetrics(
+        coverage=COVERAGE,
+        num_images=bundle.metadata["conformal"]["num_images"],
+        measured=float(is_right.mean()),
+        single=float(is_single.mean()),
+        single_correct=float(is_right[is_single].mean()) if is_single.any() else None,
+        mean_size=float(size.mean()),
+    )

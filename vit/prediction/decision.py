@@ -65,26 +65,6 @@ def decide_classes(bundle: Bundle, probabilities: Floats) -> Ints:
     return probabilities.argmax(axis=1) if threshold is None else threshold.decide(probabilities)
 
 
-def measure_uncertainty(bundle: Bundle, probabilities: Floats) -> Floats:
-    """Return how unsure a model is of each image, [n], up to 1: 1 minus the largest probability
-    (least confidence, Lewis & Gale 1994); where thresholds decide, 1 minus the distance of the
-    probability that is nearest to its threshold.
-
-    Args:
-        bundle: The model.
-        probabilities: Probability of each class or label, [n, C], with the model's temperature.
-    """
-    threshold = read_class_threshold(bundle)
-    if bundle.is_multilabel:
-        distances = np.abs(probabilities - read_thresholds(bundle)).min(axis=1)
-    elif threshold is not None:
-        distances = np.abs(probabilities[:, threshold.place] - threshold.probability)
-    else:
-        distances = probabilities.max(axis=1)
-    uncertainty: Floats = 1 - distances
-    return uncertainty
-
-
 def describe_decision(bundle: Bundle) -> str:
     """Return a sentence on how the operating point decides; empty without one."""
     point = bundle.operating_point

@@ -80,15 +80,6 @@ def compute_features(
     return {readout: values[:, place] for place, readout in enumerate(readouts)}
 
 
-def find_features_path(
-    predictor: BatchPredictor, dataset: ImageDataset, *, cache_dir: Path | None = None
-) -> Path:
-    """Return the path in the cache at which `compute_features` keeps its results."""
-    weights, shape = _describe_features(predictor.model)
-    key = _cache_key(predictor, dataset, weights, shape)
-    return _find_place("features", dataset, key, cache_dir)
-
-
 def _describe_features(model: nn.Module) -> tuple[dict[str, Tensor], tuple[int, int]]:
     """Return the weights that the features depend on, and the shape of those of one image."""
     weights = model.state_dict()
@@ -171,7 +162,8 @@ def _compute_once(
         shape: Shape of the result for one image.
     """
     key = _cache_key(predictor, dataset, weights, shape)
-    path = _find_place(name, dataset, key, cache_dir)
+    folder = cache_dir or default_cache_dir()
+    path = folder / f"{dataset.name}-{dataset.split}-{name}-{key}.npz"
     # bytes, because numpy has no bfloat16
     values = open_cached(path, lambda: torch.from_numpy(read_arrays(path)[name]).view(dtype))
     process = current_process()
@@ -191,12 +183,6 @@ def _compute_once(
             write_arrays(path, {name: values.view(torch.uint8).numpy()})
     assert values is not None
     return values
-
-
-def _find_place(name: str, dataset: ImageDataset, key: str, cache_dir: Path | None) -> Path:
-    """Return the path of results in the cache. See `_compute_once` and `_cache_key`."""
-    folder = cache_dir or default_cache_dir()
-    return folder / f"{dataset.name}-{dataset.split}-{name}-{key}.npz"
 
 
 def compute_readable_features(bundle: Bundle, dataset: ImageDataset) -> tuple[Float32s, Ints]:

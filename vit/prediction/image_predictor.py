@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from vit.bundle import Bundle, Models, open_model, require_classifier
@@ -21,32 +20,27 @@ from vit.data.inputs import LazyImage
 from vit.data.preprocess import Preprocess
 from vit.data.sources.remote import MissingError, RemoteError
 from vit.model.logits import count_features, has_features
-from vit.prediction.conformal import predict_p_values, predict_sets, read_threshold
-from vit.prediction.decision import decide_classes, measure_uncertainty
+from vit.prediction.conformal import predict_p_values, predict_sets
+from vit.prediction.decision import decide_classes
 from vit.prediction.labels import compute_probabilities, find_labels
 from vit.prediction.neighbours import check_similar, find_similar
-from vit.prediction.predictor import TTA, BatchPredictor, Pixels, read_from
+from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.records import Prediction
-from vit.runtime.arguments import check_arguments, check_choice
-from vit.runtime.version import __version__
+from vit.runtime.arguments import check_arguments
 
 # name of a column → an array with an entry for each image
 Columns = dict[str, Any]
-# columns of a batch that may hold its images, the first that is there counts
-_BATCH_COLUMNS = ("image", "bytes", "path")
-# requests at the same time
-_MAX_REQUESTS = 32
+# threads that decode images; more would keep more large photos in memory
+_MIN_THREADS = 8
 # an image's name, and its pixels as the model sees it or why it can't be read
 Decoded = tuple[str, Pixels | str]
 
 
 class Predictor:
-    """A model as a callable from a batch of images to a dictionary of arrays, for Ray Data, Spark
-    or a queue of your own.
+    """A model as a callable from a batch of images to a dictionary of arrays, for Ray Data or a
+    queue of your own.
 
-    On a CPU, an image has the same results to the last bit in a batch of any
-    size, and as in `vit.predict`. On a GPU the last bits may depend on the
-    number of images in a batch.
+    The last bits of a result may depend on the number of images in a batch.
 
     It can be pickled, also for a process that is started by "spawn": with the
     path of a model, which is opened there on first use. A module is put into
@@ -55,9 +49,7 @@ class Predictor:
     Args:
         model: See `vit.evaluate`; or several, whose probabilities are averaged.
         top_k: Classes of each record of `predict`.
-        coverage: See `vit.predict`.
         batch_size: Images in a forward pass.
-        tta: See `vit.evaluate`.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
         embeddings: Add the features that the head reads.
@@ -80,22 +72,15 @@ class Predictor:
         model: Models,
         *,
         top_k: int = 5,
-        coverage: float = 0.95,
         batch_size: int = 64,
-        tta: str = "none",
         device: str = "auto",
         precision: str = "auto",
         embeddings: bool = False,
         similar: int = 0,
     ) -> None:
-        check_choice(tta, TTA, name="tta")
-        # a wrong coverage is reported now
-        read_threshold({}, coverage)
         self.model = model
         self.top_k = top_k
-        self.coverage = coverage
         self.batch_size = batch_size
-        self.tta = tta
         self.device = device
         self.precision = precision
         self.embeddings = embeddings
@@ -122,16 +107,15 @@ class Predictor:
     def batch_predictor(self) -> BatchPredictor:
         """The inference loop."""
         return BatchPredictor.from_bundle(
-            self.bundle, batch_size=self.batch_size, precision=self.precision, tta=self.tta
+            self.bundle, batch_size=self.batch_size, precision=self.precision
         )
 
     def __call__(self, images: Iterable[Any] | Mapping[str, Any]) -> Columns:
         """Predict a batch of images.
 
         Args:
-            images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary (or a
-                DataFrame) of columns with one of `image`, `bytes` or `path`, as Ray and Spark pass
-                it. Its other columns are passed on.
+            images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary of columns with
+                `image` or `path`, as Ray passes it. Its other columns are passed on.
 
         Returns:
             Arrays of equal length: `predicted` (several labels with bars between them),
@@ -142,54 +126,32 @@ class Predictor:
         """
         others, named = _split_columns(images)
         self.keeps_probabilities = True
-        columns = self.build_columns(list(self.predict_items(named)))
-        if "path" in others:
-            del columns["path"]
-        return {**others, **columns}
-
-    def build_columns(self, predictions: Sequence[Prediction]) -> Columns:
-        """Return predictions of this model as columns, if it keeps probabilities."""
-        rows = [prediction.to_dict() for prediction in predictions]
-
-        def build(values: Iterable[object]) -> NDArray[np.object_]:
-            listed = list(values)
+        predictions = list(self.predict_items(named))
+        rows = [{"note": "", **prediction.to_dict()} for prediction in predictions]
+        names = [
+            "path",
+            "predicted",
+            "probability",
+            "note",
+            *["labels"] * self.bundle.is_multilabel,
+        ]
+        columns: Columns = {}
+        for name in (*names, "prediction_set", "p_value", "precision", "error"):
             # numpy would make a matrix of lists of equal length
-            column = np.empty(len(listed), dtype=object)
-            column[:] = listed
-            return column
-
-        def stack(values: Iterable[Any], width: int) -> NDArray[np.float32]:
-            missing = np.full(width, np.nan, dtype=np.float32)
-            stacked = [missing if value is None else value for value in values]
-            return np.array(stacked, dtype=np.float32).reshape(-1, width)
-
-        names = ["path", "predicted", "probability", "note"]
-        names += ["labels"] * self.bundle.is_multilabel
-        names += ["prediction_set", "p_value", "precision", "error"]
-        columns: Columns = {name: build(row.get(name) for row in rows) for name in names}
-        columns["note"] = build(each.note for each in predictions)
-        for name in ("probability", "p_value"):
+            column = np.empty(len(rows), dtype=object)
+            column[:] = [row.get(name) for row in rows]
             # None becomes NaN
-            columns[name] = columns[name].astype(np.float64)
-        width = len(self.bundle.class_names)
-        columns["probabilities"] = stack((each.probabilities for each in predictions), width)
+            columns[name] = column.astype(float) if name in ("probability", "p_value") else column
+        matrices = {"probabilities": [each.probabilities for each in predictions]}
+        widths = {"probabilities": len(self.bundle.class_names)}
         if self.embeddings:
-            width = count_features(self.bundle.model)
-            columns["embedding"] = stack((each.features for each in predictions), width)
-        return columns
-
-    def describe_options(self) -> dict[str, object]:
-        """Return the facts of the model and the options that predictions depend on."""
-        return {
-            "vit": __version__,
-            "model": self.bundle.sha256,
-            "precision": self.batch_predictor.precision,
-            "top_k": self.top_k,
-            "coverage": self.coverage,
-            "tta": self.tta,
-            "embeddings": self.embeddings,
-            "similar": self.similar,
-        }
+            matrices["embedding"] = [each.features for each in predictions]
+            widths["embedding"] = count_features(self.bundle.model)
+        for name, vectors in matrices.items():
+            missing = np.full(widths[name], np.nan)
+            stacked = [missing if vector is None else vector for vector in vectors]
+            columns[name] = np.array(stacked, np.float32).reshape(-1, widths[name])
+        return {**columns, **others}
 
     def predict(self, images: Iterable[Any]) -> list[Prediction]:
         """Return the prediction of each image of a batch as a record. See `__call__`."""
@@ -225,7 +187,7 @@ class Predictor:
             logits, features = predictor.predict_with_features(read, count=count)
         # the temperature changes probabilities, but neither the order of classes nor the sets
         probabilities = compute_probabilities(bundle, logits)
-        sets = predict_sets(bundle, logits, coverage=self.coverage)
+        sets = predict_sets(bundle, logits)
         p_values = predict_p_values(bundle, features)
         neighbours = None
         if self.similar and features is not None:
@@ -234,7 +196,6 @@ class Predictor:
         if bundle.operating_point and not bundle.is_multilabel:
             # the predicted class comes first, whatever its probability
             order[np.arange(count), decide_classes(bundle, probabilities)] = np.inf
-        uncertainties = measure_uncertainty(bundle, probabilities).tolist()
         names = bundle.class_names
         for row, (path, _) in enumerate(batch):
             # a stable order: of equally probable classes the first one comes first
@@ -247,7 +208,6 @@ class Predictor:
                 p_value=None if p_values is None else p_values[row],
                 features=features[row] if self.embeddings and features is not None else None,
                 similar=None if neighbours is None else neighbours[row],
-                uncertainty=uncertainties[row],
                 probabilities=probabilities[row] if self.keeps_probabilities else None,
                 precision=predictor.precision,
             )
@@ -257,33 +217,25 @@ def _split_columns(
     images: Iterable[Any] | Mapping[str, Any],
 ) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     """Return the columns of a batch that are passed on, and the name and image of each row."""
-    # pandas, which Spark passes, and Arrow
-    if hasattr(images, "iloc") or hasattr(images, "to_pydict"):
-        table: Any = images
-        names = getattr(table, "column_names", table)
-        images = {name: np.asarray(table[name]) for name in names}
     shape: Any = getattr(images, "shape", ())
     is_one = len(shape) == 3 and shape[-1] in (1, 3)
     if is_one or isinstance(images, str | bytes | Image.Image):
         raise ValueError("images is one image; put it into a list")
-    columns = dict(images) if isinstance(images, Mapping) else {}
-    if len(set(map(len, columns.values()))) > 1:
-        raise ValueError("the columns of the batch have different numbers of rows")
-    rows: Iterable[Any] = images
-    if columns:
-        found = next((name for name in _BATCH_COLUMNS if name in columns), None)
-        if found is None:
-            have = ", ".join(map(str, columns))
-            raise ValueError(f"the batch has the columns {have}; name one image, bytes or path")
-        rows = columns[found] if found == "path" else columns.pop(found)
-        columns.pop("bytes", None)
-    rows = list(rows)
-    names = columns.get("path")
-    if names is None:
+    if not isinstance(images, Mapping):
+        rows = list(images)
         names = [
-            row if isinstance(row, str | Path) else f"image {number}"
+            str(row) if isinstance(row, str | Path) else f"image {number}"
             for number, row in enumerate(rows)
         ]
+        return {}, list(zip(names, rows, strict=True))
+    columns = dict(images)
+    if len(set(map(len, columns.values()))) > 1:
+        raise ValueError("the columns of the batch have different numbers of rows")
+    if not columns.keys() & {"image", "path"}:
+        have = ", ".join(map(str, columns))
+        raise ValueError(f"the batch has the columns {have}; name one image or path")
+    rows = list(columns.pop("image", columns.get("path")))
+    names = columns.get("path", [f"image {number}" for number in range(len(rows))])
     return columns, list(zip(map(str, names), rows, strict=True))
 
 
@@ -293,28 +245,20 @@ def decode_batches(
     """Yield images in batches, decoded for a model; the next batch is decoded while the caller
     works on one. See `Predictor.predict_items`."""
     items = iter(items)
-    # decoding a photo may take longer than its forward pass; more threads than cores would only
-    # keep more large photos in memory
-    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_REQUESTS))
-    network = ThreadPoolExecutor(_MAX_REQUESTS)
+    # decoding a photo may take longer than its forward pass, and an address has to be waited for
+    pool = ThreadPoolExecutor(max(os.cpu_count() or 1, _MIN_THREADS))
     ahead: deque[tuple[list[str], list[Future[Pixels | str]]]] = deque()
     try:
         while True:
             while len(ahead) < 2 and (batch := list(islice(items, batch_size))):
-                futures = [
-                    (network if getattr(image, "is_remote", False) else pool).submit(
-                        _decode, name, image, preprocess
-                    )
-                    for name, image in batch
-                ]
-                ahead.append(([name for name, _ in batch], futures))
+                names = [name for name, _ in batch]
+                ahead.append((names, [pool.submit(_decode, *each, preprocess) for each in batch]))
             if not ahead:
                 return
             names, futures = ahead.popleft()
             yield [(name, each.result()) for name, each in zip(names, futures, strict=True)]
     finally:
         pool.shutdown(cancel_futures=True)
-        network.shutdown(cancel_futures=True)
 
 
 def _decode(name: str, image: Any, preprocess: Preprocess) -> Pixels | str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vit.bundle import Bundle
@@ -31,12 +32,7 @@ class Similar:
 
 
 def find_nearest(
-    features: Features,
-    references: Features,
-    count: int,
-    *,
-    skip_self: bool = False,
-    one_by_one: bool = False,
+    features: Features, references: Features, count: int, *, skip_self: bool = False
 ) -> tuple[Ints, Float32s]:
     """Find for each row of `features` the rows of `references` with the largest cosine.
 
@@ -45,37 +41,22 @@ def find_nearest(
         references: [m, D].
         count: Number of neighbours k; m where there are fewer.
         skip_self: Both are the same images, and none is its own neighbour.
-        one_by_one: Compute each row by itself, so that its last bits don't depend on the others;
-            for few rows.
 
     Returns:
         Indices and cosines of the neighbours, [n, k] each, the nearest first.
     """
-    units = normalize_rows(references)
-    # The same array on both sides, so that BLAS can compute a symmetric product.
-    queries = units if skip_self else normalize_rows(features)
+    queries, units = (torch.from_numpy(normalize_rows(each)) for each in (features, references))
     count = min(count, len(units) - skip_self)
-    rows = max(1, _BLOCK // len(units))
-    indices = []
-    nearest_cosines = []
-    # at least one block: without images the result is empty
-    for start in range(0, max(len(queries), 1), rows):
-        block = queries[start : start + rows]
-        if one_by_one and len(block):
-            cosines = np.stack([units @ query for query in block])
-        else:
-            cosines = block @ units.T
+    found = []
+    for part in queries.split(max(1, _BLOCK // len(units))):
+        cosines = part @ units.T
         if skip_self:
             # below any cosine
-            np.fill_diagonal(cosines[:, start:], -2)
-        # partitioned before sorting, because sorting all cosines takes longer
-        nearest = np.sort(np.argpartition(-cosines, count - 1, axis=1)[:, :count], axis=1)
-        values = np.take_along_axis(cosines, nearest, axis=1)
-        # a stable order: equal cosines stay in the order of the references
-        order = np.argsort(-values, axis=1, kind="stable")
-        indices.append(np.take_along_axis(nearest, order, axis=1))
-        nearest_cosines.append(np.take_along_axis(values, order, axis=1))
-    return np.concatenate(indices), np.concatenate(nearest_cosines)
+            start = sum(len(values) for values, _ in found)
+            cosines[:, start:].fill_diagonal_(-2)
+        found.append(cosines.topk(count))
+    values, indices = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+    return indices, values
 
 
 def compute_distances(features: Features, training_features: Features) -> Floats:
@@ -91,7 +72,7 @@ def compute_distances(features: Features, training_features: Features) -> Floats
     Returns:
         [n], 0 to 2.
     """
-    _, cosines = find_nearest(features, training_features, NUM_NEIGHBOURS, one_by_one=True)
+    _, cosines = find_nearest(features, training_features, NUM_NEIGHBOURS)
     return convert_to_distances(cosines[:, -1])
 
 
@@ -101,11 +82,7 @@ def convert_to_distances(cosines: Float32s) -> Floats:
 
 
 def find_similar(
-    bundle: Bundle,
-    features: Float32s,
-    count: int,
-    *,
-    class_index: int | None = None,
+    bundle: Bundle, features: Float32s, count: int, *, class_index: int | None = None
 ) -> list[list[Similar]]:
     """Find the training images that are most similar to each image, by the cosine of the features.
 
@@ -121,26 +98,17 @@ def find_similar(
     check_similar(bundle)
     assert bundle.likeness is not None
     images = bundle.metadata["conformal"]["training_images"]
-    training_features = bundle.likeness.training_features
-    if class_index is not None:
-        chosen = [index for index, (_, label) in enumerate(images) if label == class_index]
-        images = [images[index] for index in chosen]
-        training_features = training_features[chosen]
-    if not images:
+    chosen = [place for place, (_, label) in enumerate(images) if class_index in (None, label)]
+    if not chosen:
         return [[] for _ in features]
-    indices, cosines = find_nearest(features, training_features, count, one_by_one=True)
-    return [
-        [
-            _name_similar(bundle, images[index], cosine)
-            for index, cosine in zip(*neighbours, strict=True)
-        ]
-        for neighbours in zip(indices.tolist(), cosines.tolist(), strict=True)
-    ]
+    nearest, cosines = find_nearest(features, bundle.likeness.training_features[chosen], count)
 
+    def name(place: int, cosine: float) -> Similar:
+        path, label = images[chosen[place]]
+        return Similar(path, bundle.class_names[label] if label >= 0 else "", cosine)
 
-def _name_similar(bundle: Bundle, image: tuple[str, int], cosine: float) -> Similar:
-    path, label = image
-    return Similar(path, bundle.class_names[label] if label >= 0 else "", cosine)
+    rows = zip(nearest.tolist(), cosines.tolist(), strict=True)
+    return [list(map(name, *row)) for row in rows]
 
 
 def check_similar(bundle: Bundle) -> None:
@@ -150,14 +118,11 @@ def check_similar(bundle: Bundle) -> None:
         ValueError: It names none.
     """
     recorded = bundle.metadata.get("conformal", {})
-    names = recorded.get("training_images")
-    if bundle.likeness is not None and names:
+    if bundle.likeness is not None and recorded.get("training_images"):
         return
     reason = recorded.get("no_likeness")
-    if reason is None:
+    if not reason:
         reason = "`vit train` writes them into the model file if there are validation images"
-    elif not reason:
-        reason = "its file holds features, but no names"
     raise ValueError(f"{bundle.name} names no training images: {reason}")
 
 

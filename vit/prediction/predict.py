@@ -15,9 +15,7 @@ from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult, write_output
 from vit.prediction.sorting import PhotoSorter
-from vit.runtime.arguments import check_arguments, check_choice
-
-_ORDERS = ("none", "uncertainty")
+from vit.runtime.arguments import check_arguments
 
 
 @keeps_mode
@@ -27,14 +25,11 @@ def predict(
     images: ImageInputs,
     *,
     top_k: int = 5,
-    coverage: float = 0.95,
     output: str | Path | None = None,
     resume: bool = False,
     embeddings: bool = False,
     sort_into: str | Path | None = None,
     similar: int = 0,
-    tta: str = "none",
-    sort: str = "none",
     batch_size: int = 64,
     device: str = "auto",
     precision: str = "auto",
@@ -48,9 +43,6 @@ def predict(
             name or hold images, shards, addresses (s3://, https://) and names
             of data sets. Labels aren't needed.
         top_k: Classes for each image.
-        coverage: How often a `prediction_set` should include the right class,
-            or the fraction of an image's labels that it should include: 0.9
-            or 0.95.
         output: File to write as predictions are made: FILE.jsonl or FILE.csv.
             The result then holds no predictions.
         resume: Go on with the `output` of a command that was stopped, JSON
@@ -67,10 +59,6 @@ def predict(
         similar: Number of most similar training images to name for each
             image. Similarity is the cosine of the features, and the model
             file holds up to 2,000 training images.
-        tta: See `vit.evaluate`.
-        sort: Order of the predictions: none, that of the images, or
-            uncertainty, the most uncertain first, to choose what to label
-            next. It keeps all predictions in memory until the last one.
         batch_size: Images at a time.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
@@ -92,14 +80,11 @@ def predict(
         model,
         images,
         top_k=top_k,
-        coverage=coverage,
         output=output,
         resume=resume,
         sort_into=sort_into,
-        sort=sort,
         embeddings=embeddings,
         similar=similar,
-        tta=tta,
         batch_size=batch_size,
         device=device,
         precision=precision,
@@ -162,34 +147,24 @@ def iterate_predictions(
     output: str | Path | None,
     resume: bool,
     sort_into: str | Path | None,
-    sort: str,
     **options: Any,
 ) -> Iterator[Prediction]:
-    """Yield the predictions of `predict`, for any number of images: one batch is in memory, unless
-    they are sorted."""
-    check_choice(sort, _ORDERS, name="sort")
+    """Yield the predictions of `predict`, for any number of images: one batch is in memory."""
     predictor = Predictor(model, **options)
     if resume and output is None:
         raise ValueError("--resume goes on in a file; name it with --output")
-    if resume and sort != "none":
-        raise ValueError("--resume goes on in the order of the images; leave out --sort")
     asked = [name for name in ("embeddings", "similar") if getattr(predictor, name)]
     if asked and output is not None and Path(output).suffix == ".csv":
         raise ValueError(f"--output {output} has no place for --{asked[0]}; name a .jsonl file")
     sorter = None
     if sort_into is not None:
-        sorter = PhotoSorter(Path(sort_into), predictor.bundle, coverage=predictor.coverage)
+        sorter = PhotoSorter(Path(sort_into), predictor.bundle)
         sorter.check(images)
 
     def predict_items(items: Iterator[tuple[str, Any]]) -> Iterator[Prediction]:
         predictions = predictor.predict_items(items)
         if sorter is not None:
             predictions = map(sorter.copy, predictions)
-        if sort == "uncertainty":
-            # Images that can't be read come last; of equal ones, the first comes first.
-            predictions = iter(
-                sorted(predictions, key=lambda each: (each.error is not None, -each.uncertainty))
-            )
         return predictions
 
     items = list_inputs(images)

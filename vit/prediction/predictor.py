@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, cast
 
 import numpy as np
@@ -29,8 +30,6 @@ from vit.runtime.threads import MAX_THREADS, BatchThreads
 Pixels = NDArray[np.uint8]
 # `read(start, stop)` returns these images as the model sees them, uint8 [B, H, W, 3].
 Read = Callable[[int, int], Pixels]
-# test-time augmentation
-TTA = ("none", "hflip")
 # On a CPU, smaller batches cost more than their images do.
 _MIN_BATCH_SIZE = 16
 
@@ -46,8 +45,6 @@ class BatchPredictor:
         batch_size: Images in a forward pass; fewer if a GPU's memory doesn't hold them.
         device: The model's device.
         precision: "float32", "bfloat16" or "float16".
-        tta: test-time augmentation: "none", or "hflip" for the mean logits of an image and its
-            mirror image.
     """
 
     model: nn.Module
@@ -56,7 +53,6 @@ class BatchPredictor:
     batch_size: int
     device: torch.device
     precision: Precision
-    tta: str = "none"
 
     def __post_init__(self) -> None:
         # Largest number of images that fitted a GPU's memory so far.
@@ -69,7 +65,6 @@ class BatchPredictor:
         *,
         batch_size: int | None = None,
         precision: str = "auto",
-        tta: str = "none",
     ) -> Self:
         """Return a predictor on the bundle's device; by default with the batch size and precision
         that suit the device."""
@@ -80,7 +75,6 @@ class BatchPredictor:
             batch_size=batch_size or choose_batch_size(bundle.device),
             device=bundle.device,
             precision=choose_precision(precision, bundle.device),
-            tta=tta,
         )
 
     def predict(
@@ -100,23 +94,13 @@ class BatchPredictor:
         Returns:
             Logits [count, num_classes], float32.
         """
-
-        def compute_batch(images: Tensor) -> Tensor:
-            return self._augment(compute_logits(self.model, images), images)
-
         logits = self.compute(
-            compute_batch,
+            partial(compute_logits, self.model),
             read,
             shape=(count, self.num_classes),
             on_progress=on_progress,
         )
         return cast(Float32s, logits.numpy())
-
-    def _augment(self, logits: Tensor, images: Tensor) -> Tensor:
-        """Return the logits of images with test-time augmentation."""
-        if self.tta == "hflip":
-            logits = (logits + compute_logits(self.model, images.flip(-1))) / 2
-        return logits
 
     @torch.inference_mode()
     def compute(
@@ -199,8 +183,7 @@ class BatchPredictor:
             logits, features = compute_logits_and_features(self.model, batch)
             # side by side, so that they are copied at once; a model without a classifier has no
             # logits
-            logits = self._augment(logits, batch)[:, : self.num_classes]
-            return torch.cat([logits, features], dim=1)
+            return torch.cat([logits[:, : self.num_classes], features], dim=1)
 
         width = self.num_classes + count_features(self.model)
         results = self.compute(compute_batch, read, shape=(count, width)).numpy()

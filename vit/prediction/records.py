@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from vit.prediction.conformal import is_unusual
+from vit.prediction.conformal import MAX_P_UNUSUAL
 from vit.prediction.neighbours import Similar
 from vit.prediction.probabilities import Float32s, Floats
 from vit.runtime.arguments import replace_control_characters, shorten
@@ -33,15 +33,6 @@ COLUMNS = (
 )
 
 
-def find_note(p_value: float | None, prediction_set: Sequence[object] | None) -> str:
-    """Return "unusual" for an image unlike the training images, else "unsure" if the prediction set
-    doesn't have exactly one class; empty without a doubt or without thresholds. See `Prediction`
-    for the arguments."""
-    if is_unusual(p_value):
-        return "unusual"
-    return "unsure" if prediction_set is not None and len(prediction_set) != 1 else ""
-
-
 @dataclass(frozen=True)
 class Prediction:
     """The most probable classes of one image, or why there are none.
@@ -60,7 +51,6 @@ class Prediction:
         similar: The most similar training images; None unless asked for.
         labels: Names of the labels that the image is predicted to have, the most probable first;
             None for a model of one class an image.
-        uncertainty: See `vit.prediction.decision.measure_uncertainty`.
         probabilities: Probability of every class, [C]; None unless asked for.
         precision: Precision of the forward pass, such as "float32".
     """
@@ -73,14 +63,18 @@ class Prediction:
     features: Float32s | None = field(default=None, compare=False, repr=False)
     similar: list[Similar] | None = None
     labels: list[str] | None = None
-    uncertainty: float = field(default=0.0, compare=False)
     probabilities: Floats | None = field(default=None, compare=False, repr=False)
     precision: str = ""
 
     @property
     def note(self) -> str:
-        """The doubt about the answer, see `find_note`."""
-        return find_note(self.p_value, self.prediction_set)
+        """The doubt about the answer: "unusual" for an image unlike the training images, else
+        "unsure" if the prediction set doesn't have exactly one class; empty without a doubt or
+        without thresholds."""
+        if self.p_value is not None and self.p_value <= MAX_P_UNUSUAL:
+            return "unusual"
+        is_sure = self.prediction_set is None or len(self.prediction_set) == 1
+        return "" if is_sure else "unsure"
 
     @property
     def predicted(self) -> str | None:

@@ -2,16 +2,15 @@
 
 import filecmp
 import os
-import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from vit.bundle import Bundle
 from vit.data.images import ImageInputs
-from vit.prediction.conformal import explain_missing, read_threshold
+from vit.prediction.conformal import read_threshold
 from vit.prediction.records import Prediction
-from vit.runtime.files import clean_name, open_regular
+from vit.runtime.files import clean_name, write_atomically
 
 # folder of photos without any label
 _NO_LABEL = "no label"
@@ -23,18 +22,20 @@ class PhotoSorter:
     Args:
         directory: Parent of the folders; each is made with its first photo.
         bundle: The model.
-        coverage: Coverage of the prediction sets.
 
     Raises:
         ValueError: The model has no prediction sets.
     """
 
-    def __init__(self, directory: Path, bundle: Bundle, *, coverage: float) -> None:
+    def __init__(self, directory: Path, bundle: Bundle) -> None:
         is_decided = bundle.is_multilabel or bool(bundle.operating_point)
-        if not is_decided and read_threshold(bundle.metadata, coverage) is None:
-            raise ValueError(f"photos can't be sorted: {explain_missing(bundle, coverage)}")
+        if not is_decided and read_threshold(bundle) is None:
+            raise ValueError(
+                f"photos can't be sorted: {bundle.name} holds no thresholds of prediction sets; `vit"
+                " train` writes them into the model file if there are 19 validation images"
+            )
         self.directory = directory
-        names = name_folders(bundle.class_names, [_NO_LABEL] if bundle.is_multilabel else [])
+        names = name_folders(bundle.class_names)
         self.folders = dict(zip(bundle.class_names, names, strict=True))
 
     def check(self, images: ImageInputs) -> None:
@@ -45,9 +46,7 @@ class PhotoSorter:
             ValueError: It is inside one.
         """
         named = [images] if isinstance(images, str | Path) else images
-        if not isinstance(named, Sequence):
-            return
-        for name in named:
+        for name in named if isinstance(named, Sequence) else ():
             is_folder = isinstance(name, str | Path) and os.path.isdir(name)
             if is_folder and self.directory.resolve().is_relative_to(Path(str(name)).resolve()):
                 raise ValueError(
@@ -74,57 +73,38 @@ class PhotoSorter:
         source = Path(prediction.path)
         if prediction.error is not None or not source.is_file():
             return prediction
-        stem = clean_name(source.stem)
-        suffix = clean_name(source.suffix[1:])
+        stem, suffix = clean_name(source.stem), clean_name(source.suffix[1:])
         for name in self.choose_folders(prediction):
             folder = self.directory / name
             folder.mkdir(parents=True, exist_ok=True)
-            number = 1
-            target = folder / f"{stem}.{suffix}"
-            while not _copy_new(source, target):
+            number, target = 1, folder / f"{stem}.{suffix}"
+            while os.path.lexists(target) and not _is_copy(target, source):
                 # another photo has that name
                 number += 1
                 target = folder / f"{stem}-{number}.{suffix}"
+            if not target.exists():
+                # a program that is killed leaves no half photo under its name
+                write_atomically(target, lambda file: shutil.copyfile(source, file))
         return prediction
 
 
-def name_folders(class_names: Sequence[str], reserved: Sequence[str] = ()) -> list[str]:
-    """Return a valid folder name for each class, none of them `reserved`; they differ even if case is
-    ignored."""
-    taken = {"unsure", "unusual", *reserved}  # the notes of `Prediction.note`
+def _is_copy(target: Path, source: Path) -> bool:
+    """Return whether a file is a copy of a photo, from an earlier run."""
+    is_file = target.is_file() and not target.is_symlink()
+    return is_file and filecmp.cmp(source, target, shallow=False)
+
+
+def name_folders(class_names: Sequence[str]) -> list[str]:
+    """Return a valid folder name for each class; they differ from one another and from the folders of
+    notes, even if case is ignored."""
+    taken = {"unsure", "unusual", _NO_LABEL}  # the notes of `Prediction.note`
     names = []
     for class_name in class_names:
         clean = clean_name(class_name)
-        name = clean
-        number = 1
+        name, number = clean, 1
         while name.casefold() in taken:
             number += 1
             name = f"{clean}-{number}"
         taken.add(name.casefold())
         names.append(name)
     return names
-
-
-def _copy_new(source: Path, target: Path) -> bool:
-    """Copy a file, unless another one is there; return whether the target now has its content. A
-    file with the same content, from an earlier run, counts as a copy."""
-    if target.is_symlink():
-        return False
-    if target.exists():
-        return target.is_file() and filecmp.cmp(source, target, shallow=False)
-
-    # A program that is killed must not leave half a photo under its name.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open_regular(source) as content, temporary.open("xb") as copy:
-            shutil.copyfileobj(content, copy)
-        try:
-            # fails if anything is there now, even a link
-            os.link(temporary, target)
-        except FileExistsError:
-            return _copy_new(source, target)
-        except OSError:  # The file system has no hard links.
-            temporary.rename(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import expit
 
 from vit.bundle import MODEL_FILE, Bundle, build_bundle
 from vit.data.dataset import choose_evenly, printable
@@ -15,7 +14,7 @@ from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.model.logits import has_features
 from vit.model.model_file import Likeness, write_model_file
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.conformal import LEVELS, find_label_threshold, find_threshold
+from vit.prediction.conformal import COVERAGE, find_threshold
 from vit.prediction.features import compute_features, compute_readable_features
 from vit.prediction.neighbours import compute_distances, normalize_rows
 from vit.runtime.arguments import first_line
@@ -78,17 +77,11 @@ def complete_model_file(run: Run, directory: Path, process: Process) -> str | No
                 f" ({validation.split})"
             )
         num_images = len(held_aside.probabilities)
-        for coverage in LEVELS:
-            if bundle.is_multilabel:
-                threshold, num_images = find_label_threshold(
-                    expit(held_aside.logits.astype(np.float64)),
-                    validation.labels[indices],
-                    coverage=coverage,
-                )
-            else:
-                threshold = find_threshold(held_aside.probabilities, coverage=coverage)
+        # the thresholds of labels decide, so that they need no sets
+        if not bundle.is_multilabel:
+            threshold = find_threshold(held_aside.probabilities)
             if threshold is not None:
-                thresholds[str(coverage)] = threshold
+                thresholds[str(COVERAGE)] = threshold
 
     # A run that has ended must not fail because of them.
     conformal: dict[str, object] = {

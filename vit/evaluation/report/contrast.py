@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from PIL import Image
 from torch import Tensor
 
 from vit.bundle import Bundle
@@ -17,12 +16,10 @@ from vit.explanation.capture.reader import read_bundle
 from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
-from vit.explanation.render.page import encode_photo, encode_signed_map
 from vit.explanation.targets import LABEL, build_difference
 from vit.prediction.decision import decide_labels
 from vit.prediction.labels import compute_probabilities, find_classes
 from vit.prediction.predictor import Pixels
-from vit.prediction.probabilities import Ints
 from vit.runtime.device import copy_to_device
 
 # explains the difference of two logits, or one, by what the model computes
@@ -68,17 +65,6 @@ class Contrast:
     answer: int | None
 
 
-@dataclass(frozen=True)
-class DrawnContrast:
-    """A `Contrast` as data addresses: the map over the photo, and the photo with the removed
-    patches in white, None if there are none."""
-
-    map: str
-    removed: str | None
-    num_removed: int
-    answer: int | None
-
-
 def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
     """Choose up to `count` of the clearest mistakes: the most confident wrong classes; or of each
     label in turn an image where it is missed and one where it is falsely found, the clearest
@@ -92,45 +78,21 @@ def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
         ]
     ranked: list[tuple[int, Mistake]] = []
     for place in range(scores.num_classes):
-        has_label, is_found = scores.labels[:, place], scores.predicted[:, place]
+        has_label, is_found = scores.mark(place)
         order = np.argsort(scores.probabilities[:, place], kind="stable")
-        missed = order[(has_label & ~is_found)[order]]
-        false = order[::-1][(is_found & ~has_label)[order[::-1]]]
-        for indices, is_missed in ((missed, True), (false, False)):
+        is_wrong = (has_label != is_found)[order]
+        for is_missed, indices in ((True, order[is_wrong]), (False, order[is_wrong][::-1])):
+            chosen = indices[has_label[indices] == is_missed][:count]
             ranked += [
                 (rank, Mistake(index, place, place, is_missed))
-                for rank, index in enumerate(indices[:count].tolist())
+                for rank, index in enumerate(chosen.tolist())
             ]
     # the clearest of each label before the second of any
     ranked.sort(key=lambda pair: pair[0])
     return [mistake for _, mistake in ranked[:count]]
 
 
-def draw_contrasts(
-    bundle: Bundle, mistakes: Sequence[Mistake], pixels: Sequence[Pixels]
-) -> list[DrawnContrast]:
-    """Explain mistakes and draw what explains them.
-
-    Args:
-        bundle: The model.
-        mistakes: The mistakes.
-        pixels: Their images as the model sees them, [H, W, 3] each.
-
-    Raises:
-        ValueError: The model's attention can't be read.
-    """
-    drawn = []
-    for contrast, photo in zip(explain_mistakes(bundle, mistakes, pixels), pixels, strict=True):
-        image = Image.fromarray(photo)
-        removed = None
-        if contrast.removed:
-            removed = encode_photo(Image.fromarray(_whiten(photo, contrast)), side=SIDE)
-        map_ = encode_signed_map(image, contrast.values, side=SIDE)
-        drawn.append(DrawnContrast(map_, removed, len(contrast.removed), contrast.answer))
-    return drawn
-
-
-def _whiten(photo: Pixels, contrast: Contrast) -> Pixels:
+def whiten(photo: Pixels, contrast: Contrast) -> Pixels:
     """Return the photo with the removed patches in white."""
     rows, columns = contrast.values.shape
     height, width = photo.shape[0] // rows, photo.shape[1] // columns
@@ -144,7 +106,16 @@ def _whiten(photo: Pixels, contrast: Contrast) -> Pixels:
 def explain_mistakes(
     bundle: Bundle, mistakes: Sequence[Mistake], pixels: Sequence[Pixels]
 ) -> list[Contrast]:
-    """Explain mistakes. See `draw_contrasts`."""
+    """Explain mistakes.
+
+    Args:
+        bundle: The model.
+        mistakes: The mistakes.
+        pixels: Their images as the model sees them, [H, W, 3] each.
+
+    Raises:
+        ValueError: The model's attention can't be read.
+    """
     contrasts: list[Contrast] = []
     for start in range(0, len(pixels), _BATCH):
         part = mistakes[start : start + _BATCH]
@@ -161,13 +132,12 @@ def explain_mistakes(
         values = maps.values[:, 0].cpu()  # [B, rows, columns]
         if bundle.is_multilabel:
             # where a label is missed, the evidence against it was wrong
-            values = (
-                values
-                * torch.tensor([-1.0 if each.is_missed else 1.0 for each in part])[:, None, None]
-            )
+            signs = torch.tensor([1 - 2 * each.is_missed for each in part])
+            values = values * signs[:, None, None]
         turned = _turn_answers(bundle, images, values.flatten(1), forward.grid, part)
-        for row, (removed, answer) in enumerate(turned):
-            contrasts.append(Contrast(values[row].numpy(), removed, answer))
+        contrasts += [
+            Contrast(map_.numpy(), *each) for map_, each in zip(values, turned, strict=True)
+        ]
     return contrasts
 
 
@@ -191,7 +161,12 @@ def _turn_answers(
     logits = compute_without(
         compute_kept, places.to(images.device), removed.flatten(0, 1).to(images.device)
     )
-    answers = _decide(bundle, logits.float().cpu().numpy()).reshape(len(counts), num_images, -1)
+    found = logits.float().cpu().numpy()
+    if bundle.is_multilabel:
+        answers = decide_labels(bundle, compute_probabilities(bundle, found)).astype(np.int64)
+    else:
+        answers = find_classes(bundle, found)
+    answers = answers.reshape(len(counts), num_images, -1)
     turned: list[tuple[list[int], int | None]] = []
     for row, mistake in enumerate(mistakes):
         answer = answers[:, row, 0]
@@ -205,13 +180,6 @@ def _turn_answers(
         patches = removed[first, row].nonzero()[:, 0].tolist()
         turned.append((patches, None if bundle.is_multilabel else int(answer[first])))
     return turned
-
-
-def _decide(bundle: Bundle, logits: np.ndarray) -> Ints:
-    """Return the predicted class of each row, [n], or which labels are predicted, [n, C]."""
-    if bundle.is_multilabel:
-        return decide_labels(bundle, compute_probabilities(bundle, logits)).astype(np.int64)
-    return find_classes(bundle, logits)
 
 
 def _list_counts(num_patches: int) -> list[int]:

@@ -9,10 +9,11 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.evaluation.metrics import ClassMetrics, Scores, count_confusions
+from vit.evaluation.metrics import ClassMetrics, Scores
 from vit.evaluation.out_of_fold import CROSS_VALIDATION
 from vit.evaluation.report.charts import (
     build_curve_charts,
@@ -21,8 +22,22 @@ from vit.evaluation.report.charts import (
     build_selective_chart,
     draw_confusion,
 )
-from vit.evaluation.report.contrast import SIDE, Mistake, choose_mistakes, draw_contrasts
-from vit.explanation.render.page import encode_picture, name_model, render_page, resize_picture
+from vit.evaluation.report.contrast import (
+    SIDE,
+    Contrast,
+    Mistake,
+    choose_mistakes,
+    explain_mistakes,
+    whiten,
+)
+from vit.explanation.render.page import (
+    encode_photo,
+    encode_picture,
+    encode_signed_map,
+    name_model,
+    render_page,
+    resize_picture,
+)
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model
 from vit.prediction.predictor import Pixels
@@ -59,22 +74,23 @@ class Section(NamedTuple):
     sentence: str
 
 
-class ShownMistake(NamedTuple):
-    """A mistake as the page shows it.
+class Picture(NamedTuple):
+    """A picture of a mistake: a data address, empty where there is none, what it shows, and the
+    sentence and the name below it."""
 
-    Attributes:
-        path: Name of the image.
-        text: The label and the prediction.
-        picture: The image as a data address.
-        contrast: Why it is wrong; None for a model without maps.
-        neighbours: Nearest training photos.
-    """
+    address: str
+    shows: str
+    caption: str = ""
+    path: str = ""
+
+
+class ShownMistake(NamedTuple):
+    """A mistake as the page shows it: name of the image, label and prediction, and pictures of the
+    image, of why it is wrong, and of the nearest training photos."""
 
     path: str
     text: str
-    picture: str
-    contrast: Any
-    neighbours: list[Neighbour]
+    pictures: list[Picture]
 
 
 class ShownClass(NamedTuple):
@@ -90,17 +106,22 @@ def build_report(result: "EvaluationResult") -> str:
     """Build the page: HTML that needs no other file."""
     evaluation, scores = result.evaluation, result.scores
     names = [row.name for row in evaluation.per_class]
-    mistakes = choose_mistakes(scores, result.num_examples)
-    shown, problem = _show_mistakes(result, mistakes)
-    by_class: dict[int, list[ShownMistake]] = defaultdict(list)
-    for mistake, drawn in zip(mistakes, shown, strict=True):
-        by_class[mistake.place].append(drawn)
+    mistakes, problem = _show_mistakes(result)
     sentences = describe_in_plain_words(evaluation, scores)
     build_section = find_product("report section")
     section: Section | None = build_section and build_section(result)
     if section is not None:
         sentences.append(section.sentence)
-    labels = {"x_label": "probability", "y_label": "frequency"} if scores.is_multilabel else {}
+    classes = evaluation.per_class
+    if len(classes) > _MAX_CLASSES:
+        # those without images come last
+        classes = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))[:_MAX_CLASSES]
+    matrix = selective = None
+    labels = {"x_label": "probability", "y_label": "frequency"}
+    if not scores.is_multilabel:
+        matrix = draw_confusion(scores, names)
+        selective = build_selective_chart(scores.confidence, scores.correct)
+        labels = {}
     context = {
         "e": evaluation,
         "run": name_model(evaluation.model),
@@ -110,16 +131,13 @@ def build_report(result: "EvaluationResult") -> str:
         "percent": partial(format_percent, count=evaluation.num_images),
         "interval": partial(format_interval, count=evaluation.num_images),
         "number": format_number,
-        "classes": _choose_classes(evaluation),
+        "classes": classes,
         "thresholds": dict(zip(names, scores.thresholds.tolist(), strict=True)),
-        "details": _choose_details(evaluation, scores, by_class),
-        "names": names,
-        "problem": problem if mistakes else "",
-        "matrix": None if scores.is_multilabel else draw_confusion(scores, names),
+        "details": _choose_details(evaluation, scores, mistakes),
+        "problem": problem,
+        "matrix": matrix,
         "reliability": build_reliability_chart(evaluation.reliability, **labels),
-        "selective": None
-        if scores.is_multilabel
-        else build_selective_chart(scores.confidence, scores.correct),
+        "selective": selective,
         "history": _chart_history(load_history(evaluation.model)),
         "section": section,
         "training": _describe_training(result.bundle),
@@ -127,19 +145,20 @@ def build_report(result: "EvaluationResult") -> str:
     return render_page(_TEMPLATE, context)
 
 
-def _show_mistakes(
-    result: "EvaluationResult", mistakes: Sequence[Mistake]
-) -> tuple[list[ShownMistake], str]:
-    """Return mistakes as the page shows them, and why nothing explains them; empty if it does."""
+def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[ShownMistake]], str]:
+    """Return the clearest mistakes by class or label, and why nothing explains them; empty if
+    something does."""
     bundle, scores = result.bundle, result.scores
-    names = bundle.class_names
+    mistakes = choose_mistakes(scores, result.num_examples)
     pixels: list[Pixels] = [
         result.images.read(mistake.index, mistake.index + 1)[0] for mistake in mistakes
     ]
-    problem = _find_problem(result)
-    contrasts: Sequence[Any] = [None] * len(mistakes)
+    contrasts: Sequence[Contrast | None] = [None] * len(mistakes)
     neighbours: Sequence[list[Neighbour]] = [[] for _ in mistakes]
-    if mistakes and not problem:
+    problem = ""
+    if result.evaluation.split == CROSS_VALIDATION and mistakes:
+        problem = "the model has seen these images, unlike the probes of the folds"
+    elif mistakes:
         photos = TrainingPhotos(bundle, side=SIDE, splits=result.images.splits)
         if scores.is_multilabel:
             neighbours = photos.find(pixels, 2)
@@ -147,44 +166,62 @@ def _show_mistakes(
             classes = [(mistake.place, mistake.predicted) for mistake in mistakes]
             neighbours = photos.find_of_classes(pixels, classes)
         try:
-            contrasts = draw_contrasts(bundle, mistakes, pixels)
+            contrasts = explain_mistakes(bundle, mistakes, pixels)
         except ValueError as error:
             problem = str(error)
-    shown = []
+    shown: dict[int, list[ShownMistake]] = defaultdict(list)
     # a mistake is shown also without an explanation
     rows = zip(mistakes, pixels, contrasts, neighbours, strict=True)
     for mistake, photo, contrast, nearest in rows:
-        index, percent = mistake.index, partial(format_percent, count=len(scores))
-        probability = percent(float(scores.probabilities[index, mistake.predicted]))
-        if scores.is_multilabel:
-            has = ", ".join(compress(names, scores.labels[index])) or "none"
-            kind = "missed" if mistake.is_missed else "falsely found"
-            text = f"{names[mistake.place]} {kind}, probability {probability}; labels: {has}"
-        else:
-            own = percent(float(scores.probabilities[index, mistake.place]))
-            text = (
-                f"{names[mistake.place]} {own}, predicted {names[mistake.predicted]} {probability}"
+        path, image = result.images.ids[mistake.index], Image.fromarray(photo)
+        pictures = [Picture(encode_picture(resize_picture(image)), path)]
+        if contrast is not None:
+            pictures += _draw_contrast(contrast, photo, path, bundle.class_names)
+        pictures += [
+            Picture(
+                each.picture or "",
+                f"training photo {each.path}",
+                f"most similar in training: {each.class_name} {each.similarity:.2f}",
+                each.path,
             )
-        picture = encode_picture(resize_picture(Image.fromarray(photo)))
-        shown.append(ShownMistake(result.images.ids[index], text, picture, contrast, nearest))
+            for each in nearest
+        ]
+        text = _describe_mistake(mistake, scores, bundle.class_names)
+        shown[mistake.place].append(ShownMistake(path, text, pictures))
     return shown, problem
 
 
-def _find_problem(result: "EvaluationResult") -> str:
-    """Return why neither maps nor training photos can explain these predictions; empty if they
-    can."""
-    if result.evaluation.split == CROSS_VALIDATION:
-        return "the model has seen these images, unlike the probes of the folds"
-    return ""
+def _describe_mistake(mistake: Mistake, scores: Scores, names: Sequence[str]) -> str:
+    percent = partial(format_percent, count=len(scores))
+    name, row = names[mistake.place], scores.probabilities[mistake.index].tolist()
+    probability = percent(row[mistake.predicted])
+    if not scores.is_multilabel:
+        own = percent(row[mistake.place])
+        return f"{name} {own}, predicted {names[mistake.predicted]} {probability}"
+    has = ", ".join(compress(names, scores.labels[mistake.index])) or "none"
+    kind = "missed" if mistake.is_missed else "falsely found"
+    return f"{name} {kind}, probability {probability}; labels: {has}"
 
 
-def _choose_classes(evaluation: "Evaluation") -> list[ClassMetrics]:
-    """Keep the classes with the lowest F1 if there are many. Those without images come last."""
-    classes = evaluation.per_class
-    if len(classes) <= _MAX_CLASSES:
-        return classes
-    worst_first = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))
-    return worst_first[:_MAX_CLASSES]
+def _draw_contrast(
+    contrast: Contrast, photo: Pixels, path: str, names: Sequence[str]
+) -> list[Picture]:
+    """Draw why an image has a wrong prediction: the map over the photo, and the photo without the
+    patches that change the prediction."""
+    address = encode_signed_map(Image.fromarray(photo), contrast.values, side=SIDE)
+    evidence = "evidence for the wrong answer (red) and against it (blue)"
+    pictures = [Picture(address, f"map of {path}", evidence)]
+    count = len(contrast.removed)
+    if not count:
+        said = "Removing up to a quarter of the patches does not change the prediction."
+        return [*pictures, Picture("", "", said)]
+    answer = "the answer is right"
+    if contrast.answer is not None:
+        answer = f"it is predicted as {names[contrast.answer]}"
+    address = encode_photo(Image.fromarray(whiten(photo, contrast)), side=SIDE)
+    shows = "without the patches that change the prediction"
+    said = f"without {count} patch{'es' * (count > 1)} {answer}"
+    return [*pictures, Picture(address, shows, said)]
 
 
 def _choose_details(
@@ -202,7 +239,7 @@ def _choose_details(
         has_curves = bool(row.thresholds) and (row is rest or evaluation.is_multilabel)
         if has_curves and len(details) < _MAX_CURVES:
             charts = build_curve_charts(
-                scores.probabilities[:, place], scores.marks[:, place], row.thresholds[0]
+                scores.probabilities[:, place], scores.mark(place)[0], row.thresholds[0]
             )
         if charts or mistakes.get(place):
             details.append(ShownClass(place, row, charts, mistakes.get(place, [])))
@@ -223,8 +260,8 @@ def describe_in_plain_words(evaluation: "Evaluation", scores: Scores) -> list[st
 
 
 def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
-    confusions = count_confusions(scores.labels, scores.predicted, num_classes=scores.num_classes)
-    if not confusions:
+    is_wrong = scores.labels != scores.predicted
+    if not is_wrong.any():
         return ""
     # a class of a few images is the worst one by chance
     rows = [
@@ -237,13 +274,13 @@ def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
         recall, support, name = min(rows, key=lambda row: row[0])
         hits = round(recall * support)
         sentences.append(f"It fails most on {name}: {hits} of {support} images are recognised.")
-    most = confusions[0]
-    if most.count > 1:
-        names = [row.name for row in evaluation.per_class]
-        total = sum(pair.count for pair in confusions)
+    errors = np.stack([scores.labels[is_wrong], scores.predicted[is_wrong]])
+    pairs, counts = np.unique(errors, axis=1, return_counts=True)
+    label, predicted = (evaluation.per_class[place].name for place in pairs[:, counts.argmax()])
+    if counts.max() > 1:
         sentences.append(
-            f"The most frequent error is {names[most.label]} predicted as {names[most.predicted]}:"
-            f" {most.count} of {total} errors."
+            f"The most frequent error is {label} predicted as {predicted}:"
+            f" {counts.max()} of {counts.sum()} errors."
         )
     return " ".join(sentences)
 
@@ -265,11 +302,9 @@ def _describe_labels(evaluation: "Evaluation", scores: Scores) -> str:
 
 
 def _describe_trust(evaluation: "Evaluation") -> str:
-    """Judge by the prediction sets of the highest coverage that the model file holds."""
-    sets = evaluation.prediction_sets
-    if not sets:
+    row = evaluation.prediction_sets
+    if row is None:
         return ""
-    row = max(sets, key=lambda row: row.coverage)
     if row.single_correct is None:
         return (
             "It should not be trusted alone: no prediction set has a single class at"
@@ -324,31 +359,24 @@ def load_history(model: str) -> list[dict[str, Any]]:
 
 
 def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
-    charts = []
-    loss = {
-        name: points
-        for name, key in (("training", "train_loss"), ("validation", "val_loss"))
-        if (points := _read_series(epochs, key))
-    }
-    if loss:
-        charts.append(build_history_chart("Loss", loss, y_label="cross-entropy, nats"))
-    for title, label, key in (
-        ("Accuracy", "top-1", "val_top1"),
-        ("Mean average precision", "mAP", "val_map"),
-    ):
-        if points := _read_series(epochs, key):
-            curve = {"validation": points}
-            charts.append(build_history_chart(title, curve, y_label=label, y_range=(0, 1)))
-    return charts
+    """Draw the losses, the accuracy and the mean average precision of the epochs that have them."""
 
+    def read(key: str) -> list[tuple[float, float]]:
+        rows = [(row["epoch"], row.get(key)) for row in epochs]
+        return [(at, value) for at, value in rows if value is not None and math.isfinite(value)]
 
-def _read_series(epochs: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """Return (epoch, value) for each epoch that has a finite value."""
-    return [
-        (row["epoch"], row[key])
-        for row in epochs
-        if isinstance(row.get(key), int | float) and math.isfinite(row[key])
+    charts = [
+        ("Loss", "cross-entropy, nats", {"training": "train_loss", "validation": "val_loss"}),
+        ("Accuracy", "top-1", {"validation": "val_top1"}),
+        ("Mean average precision", "mAP", {"validation": "val_map"}),
     ]
+    drawn = []
+    for title, label, keys in charts:
+        series = {name: points for name, key in keys.items() if (points := read(key))}
+        if series:
+            is_unit = title != "Loss"
+            drawn.append(build_history_chart(title, series, y_label=label, is_unit=is_unit))
+    return drawn
 
 
 def _describe_training(bundle: Bundle) -> str:
