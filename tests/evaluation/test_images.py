@@ -27,40 +27,40 @@ def write_images(root: Path, *folders: str, count: int = 3) -> Path:
     return root
 
 
-def test_classes_follow_their_names_when_the_orders_differ() -> None:
-    matched = match_classes(
-        np.array([0, 1, 2, 2]),
-        source_classes=("cat", "dog", "emu"),
-        model_classes=("emu", "cat", "dog"),
-    )
-    assert matched.tolist() == [1, 2, 0]
+@pytest.mark.parametrize(
+    ("occurring", "source", "model", "expected"),
+    [
+        # the orders differ
+        ([0, 1, 2, 2], ("cat", "dog", "emu"), ("emu", "cat", "dog"), [1, 2, 0]),
+        # the model knows more classes, and a name that doesn't occur is unknown
+        ([1], ("unknown", "dog"), ("cat", "dog", "emu"), [-1, 1]),
+        # the first of timm's synonyms is enough
+        (
+            [0, 1],
+            ("tench", "crane"),
+            ("tench, Tinca tinca", "crane", "crane, machine"),
+            [0, 1],
+        ),
+    ],
+)
+def test_classes_follow_their_names(
+    occurring: list[int],
+    source: tuple[str, ...],
+    model: tuple[str, ...],
+    expected: list[int],
+) -> None:
+    found = match_classes(np.array(occurring), source_classes=source, model_classes=model)
+    assert found.tolist() == expected
 
 
-def test_a_model_may_know_more_classes_and_unused_names_do_not_matter() -> None:
-    matched = match_classes(
-        np.array([1]), source_classes=("unknown", "dog"), model_classes=("cat", "dog", "emu")
-    )
-    assert matched.tolist() == [-1, 1]
-
-
-def test_a_class_that_the_model_does_not_know_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="the model doesn't know 'yak' of this data; it knows 'cat', 'dog'"
-    ):
+def test_classes_that_the_model_does_not_know_are_refused() -> None:
+    known = "the model doesn't know 'yak' of this data; it knows 'cat', 'dog'"
+    with pytest.raises(ValueError, match=known):
         match_classes(np.array([0, 1]), source_classes=("cat", "yak"), model_classes=("cat", "dog"))
-
-
-def test_the_first_of_timms_synonyms_is_enough_unless_two_classes_share_it() -> None:
-    model = ("tench, Tinca tinca", "crane", "crane, machine")
-    assert match_classes(
-        np.array([0, 1]), source_classes=("tench", "crane"), model_classes=model
-    ).tolist() == [0, 1]
+    # two classes share the first synonym
+    drakes = ("drake, bird", "drake, musician", "x")
     with pytest.raises(ValueError, match="doesn't know 'drake'"):
-        match_classes(
-            np.array([0]),
-            source_classes=("drake",),
-            model_classes=("drake, bird", "drake, musician", "x"),
-        )
+        match_classes(np.array([0]), source_classes=("drake",), model_classes=drakes)
 
 
 def test_a_planted_training_image_is_found(

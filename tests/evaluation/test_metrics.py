@@ -98,14 +98,6 @@ def test_calibration_error_of_a_case_worked_by_hand() -> None:
     assert bins[1].confidence == pytest.approx(0.9)
 
 
-def test_reliability_and_ece_say_the_same(make_predictions: MakePredictions) -> None:
-    scores = score_logits(*make_predictions())
-    bins = bin_confidence(scores)
-    assert sum(each.count for each in bins) == len(scores)
-    total = sum(each.count / len(scores) * abs(each.accuracy - each.confidence) for each in bins)
-    assert total == pytest.approx(compute_metrics(scores)["ece"], abs=1e-12)
-
-
 def test_temperature_moves_probabilities_but_no_prediction(
     make_predictions: MakePredictions,
 ) -> None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +25,7 @@ from vit.evaluation.metrics import (
 )
 from vit.evaluation.report.charts import build_curve_charts
 from vit.evaluation.report.contrast import Contrast, Mistake
-from vit.evaluation.report.report import build_report, describe_in_plain_words, load_history
+from vit.evaluation.report.report import build_report, describe_in_plain_words
 from vit.evaluation.result import Cost, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import Subgroup, SubgroupTable
 from vit.prediction.conformal import SetMetrics
@@ -96,18 +95,8 @@ def explain(bundle: Bundle, mistakes: list[Mistake], pixels: Any) -> list[Contra
     return [Contrast(values, [1, 2], answer) for _ in mistakes]
 
 
-HISTORY = [
-    {"epoch": 1, "train_loss": 2.0, "val_loss": 1.8, "val_top1": 0.4},
-    {"epoch": 2, "train_loss": 1.0, "val_loss": None, "val_top1": None},
-    {"epoch": 3, "train_loss": 0.5, "val_loss": 0.9, "val_top1": 0.7},
-]
-
-
 def build(case: EvaluationResult, *, explain: Any = explain) -> str:
-    with (
-        patch("vit.evaluation.report.report.load_history", return_value=HISTORY),
-        patch("vit.evaluation.report.report.explain_mistakes", explain),
-    ):
+    with patch("vit.evaluation.report.report.explain_mistakes", explain):
         return build_report(case)
 
 
@@ -198,18 +187,6 @@ def test_curves_mark_the_threshold_and_need_both_kinds() -> None:
         "Precision-recall curve",
     ]
     assert all("threshold in use" in chart for chart in charts)
-
-
-def test_history_is_found_beside_the_model_and_a_torn_line_ends_it(tmp_path: Path) -> None:
-    assert load_history(str(tmp_path)) == []
-    assert load_history("timm:vit_tiny_patch16_224") == []
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"epoch": 1, "step": 5}\n{"epoch": 2, "step": 10}\n{"epo'
-    )
-    assert load_history(str(tmp_path / "model.safetensors")) == [
-        {"epoch": 1, "step": 5},
-        {"epoch": 2, "step": 10},
-    ]
 
 
 def test_a_report_of_a_model_says_why_and_in_plain_words(tiny_bundle: Bundle) -> None:

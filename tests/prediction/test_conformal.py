@@ -125,8 +125,7 @@ def test_coverage_on_planted_probabilities(make_predictions: MakePredictions, le
 
 
 def test_coverage_on_the_digits(tiny_bundle: Bundle) -> None:
-    """The threshold of the model file, whose images chose no epoch that their probability is of; and
-    those of other images over ten splits."""
+    """The threshold of the model file, whose images chose no epoch that their probability is of."""
     images = load_images(tiny_bundle, open_dataset("digits", root=None), "test")
     logits = BatchPredictor.from_bundle(tiny_bundle).predict(images.read, count=len(images))
     probabilities = np.exp(compute_log_probabilities(logits, 1.0))
@@ -134,12 +133,6 @@ def test_coverage_on_the_digits(tiny_bundle: Bundle) -> None:
     recorded = tiny_bundle.metadata["conformal"]
     num_covered = int((right >= recorded["thresholds"]["0.95"]).sum())
     assert is_within_interval(num_covered, len(right), recorded["num_images"], 0.95)
-    for level in (0.9, 0.95):
-        for seed in range(10):
-            shuffled = np.random.default_rng(seed).permutation(right)
-            threshold = find_threshold(shuffled[:150], coverage=level)
-            num_covered = int((shuffled[150:] >= threshold).sum())
-            assert is_within_interval(num_covered, len(right) - 150, 150, level)
 
 
 def test_p_values_of_like_images_are_uniform_and_of_unlike_ones_small() -> None:

@@ -3,20 +3,18 @@
 import html
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from vit.evaluation.metrics import Bin, Scores
 from vit.evaluation.thresholds import ThresholdRates
 from vit.prediction.probabilities import Bools, Floats
 
-Points = Sequence[tuple[float, float]]
 # drawn in this colour, which becomes that of the page's text
 _TEXT = "#010203"
 _TEXT_COLOURS: Any = dict.fromkeys(
@@ -24,7 +22,6 @@ _TEXT_COLOURS: Any = dict.fromkeys(
 )
 # seen on light and on dark pages
 _COLOUR, _OTHER = "#3987d6", "#c9761a"
-_MIN_ANSWERED = 10
 # With more classes, the matrix has those with the most errors, and no numbers in its cells.
 _MAX_CLASSES = 40
 _MAX_NUMBERS = 20
@@ -79,23 +76,6 @@ def draw_chart(
         return render_figure(figure, f"{title}: {y_label} against {x_label}")
 
 
-def build_history_chart(
-    title: str, series: Mapping[str, Points], *, y_label: str, is_unit: bool = False
-) -> str:
-    """Draw one or two series of (epoch, value), the second one dashed. The vertical axis begins at 0,
-    and ends at 1 at least if `is_unit` is set."""
-
-    def draw(axes: Axes) -> None:
-        styles = (("-", _COLOUR), ("--", _OTHER))
-        for (name, points), (style, colour) in zip(series.items(), styles, strict=False):
-            marker = "o" if len(points) <= 30 else ""
-            axes.plot(*np.array(points).T, style + marker, color=colour, label=name, markersize=3)
-        axes.set_ylim(min(0, axes.get_ylim()[0]), max(float(is_unit), axes.get_ylim()[1]))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-    return draw_chart(title, "epoch", y_label, draw, is_unit=False)
-
-
 def build_reliability_chart(
     bins: Sequence[Bin], *, x_label: str = "confidence", y_label: str = "accuracy"
 ) -> str:
@@ -109,23 +89,6 @@ def build_reliability_chart(
         axes.plot((0, 1), (0, 1), "--", color=_OTHER, label="perfectly calibrated")
 
     return draw_chart("Reliability", x_label, y_label, draw)
-
-
-def build_selective_chart(confidence: Floats, correct: Bools) -> str:
-    """Draw the accuracy of the most confident images against their share of all images: the
-    risk-coverage curve of El-Yaniv & Wiener 2010, upside down."""
-    order = np.argsort(-confidence, kind="stable")
-    counts = np.arange(1, len(order) + 1)
-    accuracy = np.cumsum(correct[order]) / counts
-    # equally confident images count together, and the accuracy of the first few jumps
-    is_end = np.append(np.diff(confidence[order]) != 0, True)
-    is_end &= counts >= min(_MIN_ANSWERED, len(order))
-
-    def draw(axes: Axes) -> None:
-        axes.plot(counts[is_end] / len(order), accuracy[is_end], color=_COLOUR)
-
-    title = "Accuracy of answered images"
-    return draw_chart(title, "share answered, the most confident first", "accuracy", draw)
 
 
 def build_curve_charts(

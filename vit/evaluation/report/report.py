@@ -1,25 +1,21 @@
 """The report of an evaluation: one self-contained HTML file, for classes and for several labels."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from vit.bundle import Bundle
 from vit.evaluation.metrics import ClassMetrics, Scores
 from vit.evaluation.out_of_fold import CROSS_VALIDATION
 from vit.evaluation.report.charts import (
     build_curve_charts,
-    build_history_chart,
     build_reliability_chart,
-    build_selective_chart,
     draw_confusion,
 )
 from vit.evaluation.report.contrast import (
@@ -41,7 +37,6 @@ from vit.explanation.render.page import (
 from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model
 from vit.prediction.predictor import Pixels
-from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 from vit.runtime.numbers import format_interval, format_number, format_percent
 from vit.runtime.products import find_product
 
@@ -116,11 +111,10 @@ def build_report(result: "EvaluationResult") -> str:
     if len(classes) > _MAX_CLASSES:
         # those without images come last
         classes = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))[:_MAX_CLASSES]
-    matrix = selective = None
+    matrix = None
     labels = {"x_label": "probability", "y_label": "frequency"}
     if not scores.is_multilabel:
         matrix = draw_confusion(scores, names)
-        selective = build_selective_chart(scores.confidence, scores.correct)
         labels = {}
     context = {
         "e": evaluation,
@@ -137,10 +131,7 @@ def build_report(result: "EvaluationResult") -> str:
         "problem": problem,
         "matrix": matrix,
         "reliability": build_reliability_chart(evaluation.reliability, **labels),
-        "selective": selective,
-        "history": _chart_history(load_history(evaluation.model)),
         "section": section,
-        "training": _describe_training(result.bundle),
     }
     return render_page(_TEMPLATE, context)
 
@@ -347,48 +338,3 @@ def find_run(model: str) -> Path | None:
     # the file may have been moved since
     path = Path(model)
     return path.parent if path.suffix == ".safetensors" else None
-
-
-def load_history(model: str) -> list[dict[str, Any]]:
-    """Return the epochs in the metrics file next to a model file; none without such a file."""
-    # with a damaged file only the chart is missing
-    with suppress(ValueError):
-        if run := find_run(model):
-            return load_metrics(run / METRICS_FILE)
-    return []
-
-
-def _chart_history(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw the losses, the accuracy and the mean average precision of the epochs that have them."""
-
-    def read(key: str) -> list[tuple[float, float]]:
-        rows = [(row["epoch"], row.get(key)) for row in epochs]
-        return [(at, value) for at, value in rows if value is not None and math.isfinite(value)]
-
-    charts = [
-        ("Loss", "cross-entropy, nats", {"training": "train_loss", "validation": "val_loss"}),
-        ("Accuracy", "top-1", {"validation": "val_top1"}),
-        ("Mean average precision", "mAP", {"validation": "val_map"}),
-    ]
-    drawn = []
-    for title, label, keys in charts:
-        series = {name: points for name, key in keys.items() if (points := read(key))}
-        if series:
-            is_unit = title != "Loss"
-            drawn.append(build_history_chart(title, series, y_label=label, is_unit=is_unit))
-    return drawn
-
-
-def _describe_training(bundle: Bundle) -> str:
-    """Describe in words how the model was trained; empty if it isn't known."""
-    train, model = bundle.config.get("train"), bundle.config.get("model", {})
-    step = bundle.metadata.get("step")
-    if not train or step is None:
-        return ""
-    start = "from random weights"
-    if init := model.get("init"):
-        start = f"from the weights {name_model(str(init))}"
-    length = f"best model at step {step:,}, {train.get('batch_size')} images a step"
-    if step == 0 and model.get("probe"):
-        length = "linear probe only"
-    return f"{start}, {length}, seed {train.get('seed')}"
