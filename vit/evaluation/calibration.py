@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-from scipy.special import expit, log_softmax
 
 from vit.bundle import MODEL_FILE, Bundle, update_metadata
 from vit.evaluation.images import EvaluationSet
-from vit.evaluation.metrics import score_logits
-from vit.prediction.probabilities import Bools, Float32s, Ints, chunk_rows
+from vit.evaluation.metrics import Scores, score_logits
+from vit.prediction.probabilities import Bools, Float32s, Ints
 from vit.runtime.files import compute_sha256
 
 # with fewer images, a fitted temperature is mostly noise
@@ -67,45 +66,27 @@ def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:
     # half a second to import
     from scipy.optimize import brentq, minimize_scalar
 
+    if labels.ndim == 2:
+        labels = labels.astype(bool)
+
     # by the logarithm, so that the bounds lie symmetrically around 1
-    def cross_entropy(log_temperature: float) -> float:
-        if labels.ndim == 2:
-            return float(
-                score_logits(
-                    logits, labels.astype(bool), temperature=np.exp(log_temperature)
-                ).loss.mean()
-            )
-        losses = []
-        for rows in chunk_rows(logits):
-            scaled = logits[rows].astype(np.float64) * np.exp(-log_temperature)
-            losses.append(log_softmax(scaled, axis=1)[np.arange(len(scaled)), labels[rows]])
-        return float(-np.concatenate(losses).mean())
+    def score(log_temperature: float) -> Scores:
+        return score_logits(logits, labels, temperature=float(np.exp(log_temperature)))
 
     minimum = minimize_scalar(
-        cross_entropy,
+        lambda log_temperature: score(log_temperature).loss.mean(),
         bounds=(np.log(0.05), np.log(20.0)),
         method="bounded",
         options={"xatol": 1e-7},
     )
-
     supported = (len(logits) + 1) / (len(logits) + 2)
 
     def find_excess(log_temperature: float) -> float:
-        return _measure_confidence(logits, labels, np.exp(log_temperature)) - supported
+        # that a label isn't there may be certain, too
+        found = score(log_temperature).probabilities
+        sure = np.maximum(found, 1 - found) if labels.ndim == 2 else found.max(axis=1)
+        return float(sure.mean()) - supported
 
     if minimum.x < 0 and find_excess(minimum.x) > 0:
         return float(np.exp(brentq(find_excess, minimum.x, 0))) if find_excess(0) < 0 else 1.0
     return float(np.exp(minimum.x))
-
-
-def _measure_confidence(logits: Float32s, labels: Ints | Bools, temperature: float) -> float:
-    """Return the mean probability of what is predicted: of each image's class, or that each of its
-    labels is there, or isn't."""
-    total = 0.0
-    for rows in chunk_rows(logits):
-        scaled = logits[rows].astype(np.float64) / temperature
-        if labels.ndim == 2:
-            total += float(expit(np.abs(scaled)).mean(axis=1).sum())
-        else:
-            total += float(np.exp(log_softmax(scaled, axis=1).max(axis=1)).sum())
-    return total / len(logits)
