@@ -189,7 +189,7 @@ def evaluate(
         }
         update = {
             "subgroups": build_tables(parts, scores, images.dataset.groups),
-            "prediction_sets": measure_sets(bundle, logits, images.labels),
+            "prediction_sets": measure_sets(fitted, logits, images.labels),
         }
         return EvaluationResult(
             evaluation.model_copy(update=update),

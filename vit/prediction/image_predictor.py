@@ -115,7 +115,7 @@ class Predictor:
 
         Args:
             images: Paths, encoded bytes, PIL images or uint8 arrays; or a dictionary of columns with
-                `image` or `path`, as Ray passes it. Its other columns are passed on.
+                one of `image`, `bytes` or `path`, as Ray passes it. Its other columns are passed on.
 
         Returns:
             Arrays of equal length: `predicted` (several labels with bars between them),
@@ -231,10 +231,11 @@ def _split_columns(
     columns = dict(images)
     if len(set(map(len, columns.values()))) > 1:
         raise ValueError("the columns of the batch have different numbers of rows")
-    if not columns.keys() & {"image", "path"}:
+    found = next((name for name in ("image", "bytes", "path") if name in columns), None)
+    if found is None:
         have = ", ".join(map(str, columns))
-        raise ValueError(f"the batch has the columns {have}; name one image or path")
-    rows = list(columns.pop("image", columns.get("path")))
+        raise ValueError(f"the batch has the columns {have}; name one image, bytes or path")
+    rows = list(columns["path"] if found == "path" else columns.pop(found))
     names = columns.get("path", [f"image {number}" for number in range(len(rows))])
     return columns, list(zip(map(str, names), rows, strict=True))
 
