@@ -39,7 +39,7 @@ def build_loader(dataset: ImageDataset, **options: Any) -> TrainLoader:
         return {name: options.pop(name) for name in names if name in options}
 
     process = Process(**take("rank", "world_size"))
-    order = BatchOrder(**take("batch_size", "seed", "balanced"), process=process)
+    order = BatchOrder(**take("batch_size", "seed"), process=process)
     decoding = Decoding(**take("transform", "workers", "max_unreadable_fraction"))
     augmentation = options.pop("augment", Augmentation())
     return TrainLoader(

@@ -1,14 +1,15 @@
 """Order and random numbers are functions of (seed, epoch, sample): of nothing else, and never the
-same twice."""
+same twice. So is it in each pipeline."""
 
 import gc
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,17 @@ import torch
 from PIL import Image
 
 from tests.data.augments import build_loader
+from vit.data import gather
 from vit.data.augment import Augmentation, Mixing
 from vit.data.cache import decode_dataset
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
+from vit.data.gather import choose_stored, has_room
 from vit.data.loader import Batch, TrainLoader, choose_pipeline
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.sources.base import FileReader
-from vit.data.workers import BatchIndices, DecodingWorkers
 
 MakeFolder = Callable[..., Path]
 PREPROCESS = Preprocess((12, 10))
@@ -47,13 +49,21 @@ def dataset(array_source: ImageDataset, tmp_path: Path) -> ImageDataset:
 
 
 @pytest.fixture
-def file_dataset(make_folder: MakeFolder, tmp_path: Path) -> ImageDataset:
-    """Twenty-four 24×32 files, scanned."""
+def files(make_folder: MakeFolder) -> ImageDataset:
+    """Twenty-four 24×32 files."""
     root = make_folder(
         *[f"{name}/{number:02d}.png" for name in ("cat", "dog") for number in range(12)]
     )
-    source = open_dataset("folder", root=root).split("all")
-    return decode_dataset(source, size=None, cache_dir=tmp_path / "cache", progress=False)
+    return open_dataset("folder", root=root).split("all")
+
+
+@pytest.fixture
+def damaged(files: ImageDataset) -> ImageDataset:
+    """The files, of which one is cut off behind its header and one is a text."""
+    root = files.reader.root
+    (root / "cat/03.png").write_bytes((root / "cat/03.png").read_bytes()[:200])
+    (root / "dog/05.png").write_text("no image")
+    return files
 
 
 def make(dataset: ImageDataset, **changes: Any) -> TrainLoader:
@@ -63,11 +73,28 @@ def make(dataset: ImageDataset, **changes: Any) -> TrainLoader:
         "device": "cpu",
         "preprocess": PREPROCESS,
         "augment": Augmentation(),
+        "workers": 0,
+        "max_unreadable_fraction": 0.1,
     }
     return build_loader(dataset, **options | changes)
 
 
-def assert_same(left: Iterator[Batch], right: Iterator[Batch]) -> None:
+def make_cached(source: ImageDataset, augment: Augmentation, **changes: Any) -> TrainLoader:
+    """A loader that gathers its batches from decoded pixels."""
+    stored_as = choose_stored(changes.get("preprocess", PREPROCESS), augment.crop)
+    stored = decode_dataset(
+        source, size=stored_as.resize_size, preprocess=stored_as, progress=False
+    )
+    return make(stored, augment=augment, gathers=True, **changes)
+
+
+def read(loader: TrainLoader, epoch: int = 1, **options: Any) -> list[Batch]:
+    batches = list(loader.epoch(epoch, on_warning=lambda text: None, **options))
+    loader.close()
+    return batches
+
+
+def assert_same(left: Iterable[Batch], right: Iterable[Batch]) -> None:
     pairs = list(zip(left, right, strict=True))
     assert pairs
     for one, other in pairs:
@@ -80,55 +107,49 @@ def assert_same(left: Iterator[Batch], right: Iterator[Batch]) -> None:
 
 def test_an_epoch_shows_every_sample_once_with_its_own_label(dataset: ImageDataset) -> None:
     loader = make(dataset, batch_size=12)
-    batches = list(loader.epoch(0))
+    batches = read(loader, 2)
     assert [len(batch.labels) for batch in batches] == [12] * 5
     assert len(loader) == 5
     ids = torch.cat([batch.sample_ids for batch in batches])
-    assert sorted(ids.tolist()) == list(range(60))
+    assert torch.equal(ids, StatelessRandom(3, 2, torch.arange(60)).permutation())
     for batch in batches:
         assert torch.equal(batch.labels, torch.from_numpy(dataset.labels)[batch.sample_ids])
         assert torch.equal(batch.targets, batch.labels)
         expected = PREPROCESS.normalize(torch.from_numpy(dataset.pixels[batch.sample_ids.numpy()]))
         torch.testing.assert_close(batch.images, expected)
-
-
-def test_what_does_not_fill_a_batch_is_left_out(dataset: ImageDataset) -> None:
-    loader = make(dataset)
-    assert [len(batch.labels) for batch in loader.epoch(4)] == [8] * len(loader) == [8] * 7
+    # what doesn't fill a batch is left out
+    assert [len(batch.labels) for batch in read(make(dataset))] == [8] * 7
 
 
 def test_the_same_seed_repeats_a_run_and_another_does_not(dataset: ImageDataset) -> None:
     loader, again = (make(dataset, augment=FULL) for _ in range(2))
-    assert_same(loader.epoch(2), again.epoch(2))
+    assert_same(read(loader, 2), read(again, 2))
     first = next(loader.epoch(2)).sample_ids
     assert not torch.equal(first, next(make(dataset, seed=4).epoch(2)).sample_ids)
     assert not torch.equal(first, next(loader.epoch(3)).sample_ids)
 
 
-def test_an_epoch_goes_on_from_any_step_with_the_batches_it_would_have_had(
-    dataset: ImageDataset,
+@pytest.mark.parametrize("pipeline", ["resident", "cached", "workers", "damaged"])
+def test_processes_and_the_first_step_change_no_batch(
+    dataset: ImageDataset, files: ImageDataset, pipeline: str, request: pytest.FixtureRequest
 ) -> None:
-    loader = make(dataset, augment=FULL)
-    whole = list(loader.epoch(5))
-    for start in (1, 4, 6):
-        assert_same(iter(whole[start:]), loader.epoch(5, start_step=start))
+    if pipeline == "damaged":
+        request.getfixturevalue("damaged")
 
+    def build(**changes: Any) -> TrainLoader:
+        if pipeline == "cached":
+            return make_cached(files, GEOMETRY, **changes)
+        if pipeline == "resident":
+            return make(dataset, augment=FULL, **changes)
+        return make(files, augment=GEOMETRY, **changes)
 
-def join_ranks(ranks: list[list[Batch]]) -> Iterator[Batch]:
-    for batches in zip(*ranks, strict=True):
-        yield Batch(*(torch.cat(fields) for fields in zip(*batches, strict=True)))
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_take_contiguous_parts_of_the_batches_of_one_process(
-    dataset: ImageDataset, world_size: int
-) -> None:
-    alone = make(dataset, augment=FULL)
-    ranks = [
-        list(make(dataset, augment=FULL, rank=rank, world_size=world_size).epoch(1))
-        for rank in range(world_size)
-    ]
-    assert_same(alone.epoch(1), join_ranks(ranks))
+    whole = read(build())
+    for start in (1, len(whole) - 1):
+        assert_same(whole[start:], read(build(), start_step=start))
+    for world_size in (2, 4):
+        ranks = [read(build(rank=rank, world_size=world_size)) for rank in range(world_size)]
+        joined = [Batch(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*ranks)]  # noqa: B905
+        assert_same(whole, joined)
 
 
 def test_a_smaller_image_size_is_the_antialiased_reduction(dataset: ImageDataset) -> None:
@@ -148,9 +169,8 @@ def test_mixing_can_be_left_out_of_an_epoch(dataset: ImageDataset) -> None:
 
 
 def test_batches_do_not_share_memory_with_the_decoded_images(dataset: ImageDataset) -> None:
-    loader = make(dataset)
     before = np.array(dataset.pixels)
-    for batch in loader.epoch(0):
+    for batch in make(dataset).epoch(0):
         batch.images.zero_()
     np.testing.assert_array_equal(dataset.pixels, before)
 
@@ -176,71 +196,66 @@ def test_mistakes_get_a_sentence(
         make(dataset, **changes)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("augment", [Augmentation(), FULL, GEOMETRY])
+def test_cuda_gives_the_batches_of_the_cpu(dataset: ImageDataset, augment: Augmentation) -> None:
+    host = make(dataset, augment=augment)
+    device = make(dataset, augment=augment, device="cuda")
+    for one, other in zip(host.epoch(1), device.epoch(1), strict=True):
+        assert torch.equal(one.sample_ids, other.sample_ids.cpu())
+        torch.testing.assert_close(one.images, other.images.cpu(), atol=2e-2, rtol=0)
+        torch.testing.assert_close(one.targets, other.targets.cpu(), atol=1e-5, rtol=0)
+
+
 # --- workers ----------------------------------
 
 
 @pytest.mark.parametrize(
-    "augment", [Augmentation(), GEOMETRY, FULL], ids=["plain", "geometry", "full"]
+    ("augment", "workers", "method"),
+    [
+        (Augmentation(), 1, "fork"),
+        (GEOMETRY, 2, "fork"),
+        (FULL, 2, "fork"),
+        pytest.param(GEOMETRY, 1, "spawn", marks=pytest.mark.extended),
+    ],
+    ids=["plain", "geometry", "full", "spawned"],
 )
 def test_any_number_of_workers_gives_the_same_batches(
-    file_dataset: ImageDataset, augment: Augmentation
+    damaged: ImageDataset,
+    augment: Augmentation,
+    workers: int,
+    method: str,
+    set_start_method: Callable[[str], None],
 ) -> None:
-    alone = make(file_dataset, augment=augment, workers=0)
-    expected = [list(alone.epoch(epoch)) for epoch in range(2)]
-    for workers in (1, 2):
-        loader = make(file_dataset, augment=augment, workers=workers)
-        for epoch in range(2):
-            assert_same(iter(expected[epoch]), loader.epoch(epoch))
+    # 40 images are two parts
+    source = damaged.subset([*range(24)] * 2)
+    said: list[list[str]] = [[], []]
+    found = []
+    set_start_method(method)
+    for number, messages in zip((0, workers), said, strict=True):
+        loader = make(source, augment=augment, workers=number, batch_size=40)
+        found.append([list(loader.epoch(epoch, on_warning=messages.append)) for epoch in (0, 1, 1)])
         loader.close()
+    for epoch in range(3):
+        assert_same(found[0][epoch], found[1][epoch])
+    assert said[0] == said[1] != []
 
 
-@pytest.mark.extended
-def test_spawned_workers_give_the_same_batches(file_dataset: ImageDataset) -> None:
-    alone = make(file_dataset, augment=GEOMETRY, workers=0)
-    loader = make(file_dataset, augment=GEOMETRY, workers=1)
-    assert_same(alone.epoch(1, start_step=1), loader.epoch(1, start_step=1))
-    loader.close()
-
-
-def test_a_sample_is_drawn_anew_each_epoch_in_workers(file_dataset: ImageDataset) -> None:
+def test_a_sample_is_drawn_anew_each_epoch_in_workers(files: ImageDataset) -> None:
     """The fault of albumentations 2.0.8: workers repeat their random numbers every epoch."""
-    loader = make(file_dataset, augment=GEOMETRY, workers=2)
+    # equal images are also drawn differently from one another
+    for path in (files.reader.root / "cat").iterdir():
+        path.write_bytes((files.reader.root / "cat/00.png").read_bytes())
+    loader = make(files, augment=GEOMETRY, workers=2)
     seen: dict[int, set[bytes]] = {}
     for epoch in range(6):
         for batch in loader.epoch(epoch):
             for sample, image in zip(batch.sample_ids.tolist(), batch.images, strict=True):
                 seen.setdefault(sample, set()).add(image.numpy().tobytes())
+    loader.close()
     assert {len(pictures) for pictures in seen.values()} == {6}
-    assert len(seen) == 24
-
-
-def test_workers_share_a_batch_and_it_is_that_of_no_workers(
-    file_dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert isinstance(file_dataset.reader, FileReader)
-    (file_dataset.reader.root / file_dataset.reader.paths[5]).write_bytes(b"no image")
-    source = file_dataset.subset([*range(24)] * 2)
-    sizes = []
-    build = DecodingWorkers.build_indices
-
-    def record(workers: DecodingWorkers, rng: StatelessRandom) -> BatchIndices:
-        sizes.append(len(rng.sample_ids))
-        return build(workers, rng)
-
-    monkeypatch.setattr(DecodingWorkers, "build_indices", record)
-    read = []
-    messages: list[list[str]] = [[], []]
-    for workers, said in zip((0, 2), messages, strict=True):
-        options = {"augment": GEOMETRY, "batch_size": 40, "max_unreadable_fraction": 0.2}
-        loader = make(source, workers=workers, **options)
-        read.append(
-            [batch for epoch in (0, 1) for batch in loader.epoch(epoch, on_warning=said.append)]
-        )
-        loader.close()
-    assert_same(iter(read[0]), iter(read[1]))
-    assert messages[0] == messages[1] != []
-    assert sizes.count(40) == 2
-    assert sizes.count(20) == 4
+    cats = [seen[index] for index, name in enumerate(files.ids) if name.startswith("cat")]
+    assert len(set.union(*cats)) == 6 * 12
 
 
 def test_workers_flip_small_and_large_crops_alike(make_folder: MakeFolder) -> None:
@@ -251,8 +266,7 @@ def test_workers_flip_small_and_large_crops_alike(make_folder: MakeFolder) -> No
         Image.fromarray(ramp).save(path)
     source = open_dataset("folder", root=root).split("all").subset([0, 1] * 200)
     crop = Crop(scale=(0.08, 1.0), flip="random")
-    loader = make(source, augment=Augmentation(crop=crop), workers=0, batch_size=400)
-    (batch,) = loader.epoch(0)
+    (batch,) = read(make(source, augment=Augmentation(crop=crop), batch_size=400))
     slope = (batch.images[:, 0, :, -1] - batch.images[:, 0, :, 0]).mean(1)
     is_large = slope.abs() > slope.abs().median()
     shares = [float((slope[group] < 0).float().mean()) for group in (is_large, ~is_large)]
@@ -260,60 +274,23 @@ def test_workers_flip_small_and_large_crops_alike(make_folder: MakeFolder) -> No
     assert all(0.36 < share < 0.64 for share in shares), shares
 
 
-def test_samples_are_drawn_differently_from_each_other(
-    make_folder: MakeFolder, tmp_path: Path
-) -> None:
-    root = make_folder("cat/0.png", "dog/0.png")
-    for number in range(1, 12):
-        for name in ("cat", "dog"):
-            (root / name / f"{number}.png").write_bytes((root / "cat/0.png").read_bytes())
-    source = open_dataset("folder", root=root).split("all").subset(range(12))
-    scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
-    (batch,) = make(scan, augment=GEOMETRY, workers=0, batch_size=12).epoch(0)
-    assert len({image.numpy().tobytes() for image in batch.images}) == 12
-
-
-def test_ranks_of_the_worker_loader_share_out_the_batches_of_one_process(
-    file_dataset: ImageDataset,
-) -> None:
-    alone = make(file_dataset, augment=GEOMETRY, workers=0)
-    ranks = [
-        list(make(file_dataset, augment=GEOMETRY, workers=0, rank=rank, world_size=2).epoch(1))
-        for rank in range(2)
-    ]
-    assert_same(alone.epoch(1), join_ranks(ranks))
-
-
-def test_without_a_random_crop_workers_and_the_resident_dataset_show_the_same_pixels(
-    file_dataset: ImageDataset, tmp_path: Path
-) -> None:
-    preprocess = replace(PREPROCESS, crop_pct=0.8)
-    size, cache = preprocess.resize_size, tmp_path / "resident"
-    resident_dataset = decode_dataset(file_dataset, size=size, cache_dir=cache, progress=False)
-    for augment in (Augmentation(), FULL):
-        resident = make(resident_dataset, augment=augment, preprocess=preprocess)
-        decoding = make(file_dataset, augment=augment, preprocess=preprocess, workers=0)
-        assert_same(resident.epoch(1), decoding.epoch(1))
-
-
 def test_resuming_decodes_only_what_is_left(
-    file_dataset: ImageDataset, monkeypatch: pytest.MonkeyPatch
+    files: ImageDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, original = list[str](), FileReader.image
+    decoded, original = list[str](), FileReader.image
 
     def recording(self: FileReader, index: int) -> Any:
-        read.append(self.paths[index])
+        decoded.append(self.paths[index])
         return original(self, index)
 
     monkeypatch.setattr(FileReader, "image", recording)
-    last = list(make(file_dataset, workers=0).epoch(0, start_step=2))
-    assert len(last) == 1
-    assert sorted(read) == sorted(file_dataset.ids[index] for index in last[0].sample_ids)
+    (last,) = read(make(files), 0, start_step=2)
+    assert sorted(decoded) == sorted(files.ids[index] for index in last.sample_ids)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_takes_nothing_from_anyones_random_state(
-    file_dataset: ImageDataset, workers: int
+    files: ImageDataset, workers: int
 ) -> None:
     """Or dropout after a resume in mid-epoch would differ from that of an uninterrupted run."""
 
@@ -321,24 +298,21 @@ def test_an_epoch_takes_nothing_from_anyones_random_state(
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
 
     before = states()
-    loader = make(
-        file_dataset,
-        augment=replace(GEOMETRY, mixing=Mixing(mixup=0.8)),
-        workers=workers,
-    )
+    augment = replace(GEOMETRY, mixing=Mixing(mixup=0.8))
+    loader = make(files, augment=augment, workers=workers)
     for epoch in range(2):
         list(loader.epoch(epoch))
     loader.close()
     assert states() == before
 
 
-def kill_and_read(worker: int, batches: Iterator[Batch]) -> None:
+def kill_and_read(worker: int, batches: Iterable[Batch]) -> None:
     os.kill(worker, signal.SIGKILL)
     list(batches)
 
 
 def test_close_ends_the_workers_also_while_an_exception_holds_their_iterator(
-    file_dataset: ImageDataset,
+    files: ImageDataset,
 ) -> None:
     """`close` calls torch's private `_shutdown_workers`.
 
@@ -346,7 +320,7 @@ def test_close_ends_the_workers_also_while_an_exception_holds_their_iterator(
     program started ends, for as long as the first exception is held.
     """
     before = {process.pid for process in multiprocessing.active_children()}
-    loader = make(file_dataset, augment=GEOMETRY, workers=2, batch_size=2)
+    loader = make(files, augment=GEOMETRY, workers=2, batch_size=2)
     batches = loader.epoch(0)
     next(batches)
     workers = {process.pid for process in multiprocessing.active_children()} - before
@@ -370,56 +344,62 @@ def wait_until_gone(before: set[int]) -> set[int]:
 
 
 @pytest.mark.chaos
-def test_workers_end_with_their_loader_also_when_an_epoch_is_abandoned(
-    file_dataset: ImageDataset,
-) -> None:
+def test_workers_end_with_their_loader_also_when_an_epoch_is_abandoned(files: ImageDataset) -> None:
     before = {process.pid for process in multiprocessing.active_children()}
-    loader = make(file_dataset, augment=GEOMETRY, workers=2)
+    loader = make(files, augment=GEOMETRY, workers=2)
     for _ in loader.epoch(0):
         break
     assert len({process.pid for process in multiprocessing.active_children()} - before) == 2
-    expected = list(make(file_dataset, augment=GEOMETRY, workers=0).epoch(1))
-    assert_same(iter(expected), loader.epoch(1))  # nothing of the abandoned epoch is left over
+    expected = read(make(files, augment=GEOMETRY))
+    assert_same(expected, loader.epoch(1))  # nothing of the abandoned epoch is left over
     loader.close()
     assert wait_until_gone(before) == set()
-    assert_same(iter(expected), loader.epoch(1))  # it starts them again when needed
+    assert_same(expected, loader.epoch(1))  # it starts them again when needed
     del loader
     assert wait_until_gone(before) == set()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_vanishes_is_named_in_one_line(
-    file_dataset: ImageDataset, workers: int
+# --- unreadable images ------------------------
+
+
+def test_an_unreadable_image_is_named_once_and_the_next_takes_its_place(
+    damaged: ImageDataset,
 ) -> None:
-    (file_dataset.reader.root / "dog" / "03.png").unlink()
-    loader = make(file_dataset, workers=workers)
-    with pytest.warns(UserWarning, match=r"^skipped all image dog/03\.png: .*$"):
-        list(loader.epoch(0))
-    loader.close()
+    # these two come in one row, and one is the last of all
+    (damaged.reader.root / "dog/11.png").unlink()
+    names = {"cat/03.png", "dog/05.png", "dog/11.png"}
+    loader = make(damaged, augment=GEOMETRY, max_unreadable_fraction=0.2)
+    messages: list[str] = []
+    for epoch in (0, 1):
+        batches = list(loader.epoch(epoch, on_warning=messages.append))
+        shown = torch.cat([batch.sample_ids for batch in batches])
+        asked = StatelessRandom(3, epoch, torch.arange(24)).permutation()
+        is_unreadable = torch.tensor([damaged.ids[index] in names for index in asked])
+        assert is_unreadable.sum() == 3
+        assert torch.equal(shown, torch.where(is_unreadable, (asked + 1) % 24, asked))
+        for batch in batches:
+            assert torch.equal(batch.labels, torch.from_numpy(damaged.labels)[batch.sample_ids])
+    assert len(messages) == 3
+    assert {re.split(r"image |: ", text)[1] for text in messages} == names
+    # without an observer it is a warning of Python
+    with pytest.warns(UserWarning, match=r"^skipped all image (cat/03|dog/05|dog/11)\.png: "):
+        list(make(damaged, max_unreadable_fraction=0.2).epoch(0))
 
 
-def test_shards_are_read_by_workers_like_files(file_dataset: ImageDataset, tmp_path: Path) -> None:
-    import webdataset
-
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    for number in range(2):
-        with webdataset.TarWriter(str(shards / f"{number}.tar")) as writer:
-            for index in range(12 * number, 12 * number + 12):
-                data = (file_dataset.reader.root / file_dataset.ids[index]).read_bytes()
-                writer.write(
-                    {"__key__": f"{index:02d}", "png": data, "cls": str(file_dataset.labels[index])}
-                )
-    source = open_dataset("webdataset", root=shards).split("all")
-    scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
-    np.testing.assert_array_equal(scan.digests, file_dataset.digests)
-    files, tars = (make(dataset, augment=GEOMETRY, workers=2) for dataset in (file_dataset, scan))
-    assert_same(files.epoch(0), tars.epoch(0))
-    files.close()
-    tars.close()
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_damaged_files_are_refused_when_they_are_met(
+    damaged: ImageDataset, workers: int
+) -> None:
+    sentence = r"2 of 24 images can't be read, more than the allowed fraction of 0\.05"
+    with pytest.raises(ValueError, match=sentence):
+        read(make(damaged, max_unreadable_fraction=0.05, workers=workers), 0)
+    for name in damaged.ids:
+        (damaged.reader.root / name).write_text("no image")
+    with pytest.raises(ValueError, match="24 of 24 images can't be read"):
+        read(make(damaged, max_unreadable_fraction=1.0, workers=workers), 0)
 
 
-# --- which of the two -------------------------
+# --- pipelines --------------------------------
 
 
 def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
@@ -429,101 +409,95 @@ def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
     assert "1,073,741,824 MiB of pixels do not fit in 40% of the" in reason
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("augment", [Augmentation(), FULL, GEOMETRY])
-def test_cuda_gives_the_batches_of_the_cpu(dataset: ImageDataset, augment: Augmentation) -> None:
-    host = make(dataset, augment=augment)
-    device = make(dataset, augment=augment, device="cuda")
-    for one, other in zip(host.epoch(1), device.epoch(1), strict=True):
-        assert torch.equal(one.sample_ids, other.sample_ids.cpu())
-        torch.testing.assert_close(one.images, other.images.cpu(), atol=2e-2, rtol=0)
-        torch.testing.assert_close(one.targets, other.targets.cpu(), atol=1e-5, rtol=0)
+@pytest.mark.parametrize(
+    ("memory", "disk", "fits"), [(3000, 2000, True), (2000, 2000, False), (3000, 1200, False)]
+)
+def test_the_cache_is_used_where_disk_and_memory_hold_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, memory: int, disk: int, fits: bool
+) -> None:
+    usage = type("Usage", (), {"free": disk})
+    monkeypatch.setattr(gather, "count_free_memory", lambda: memory)
+    monkeypatch.setattr(gather.shutil, "disk_usage", lambda folder: usage)
+    assert has_room(1000, tmp_path / "not" / "there") == fits
 
 
-# --- balanced classes -------------------------
-
-
-@pytest.fixture
-def skewed(dataset: ImageDataset, tmp_path: Path) -> ImageDataset:
-    """Thirty images of three classes: 24, 4 and 2."""
-    chosen = np.sort(
-        np.concatenate([np.flatnonzero(dataset.labels == label)[:20] for label in range(3)])
+def test_without_a_random_crop_all_pipelines_show_the_same_pixels(
+    files: ImageDataset, tmp_path: Path
+) -> None:
+    preprocess = replace(PREPROCESS, crop_pct=0.8)
+    resident = decode_dataset(
+        files, size=preprocess.resize_size, cache_dir=tmp_path / "resident", progress=False
     )
-    labels = np.repeat([0, 1, 2], [24, 4, 2])
-    source = replace(dataset.subset(chosen[:30]), labels=labels)
-    return decode_dataset(source, size=(12, 10), cache_dir=tmp_path / "cache", progress=False)
+    for augment in (Augmentation(), FULL):
+        options = {"augment": augment, "preprocess": preprocess}
+        expected = read(make(resident, **options))
+        assert_same(read(make(files, **options)), expected)
+        assert_same(read(make_cached(files, **options)), expected)
+        # any number of threads
+        assert_same(read(make_cached(files, **options, workers=5)), expected)
 
 
-def test_balanced_classes_are_equally_frequent_and_large_ones_are_seen_whole_in_time(
-    skewed: ImageDataset,
+@pytest.mark.parametrize(("mode", "bound"), [("crop", 1.5), ("stretch", 5)])
+def test_random_parts_of_the_cache_are_those_that_workers_cut(
+    tmp_path: Path, mode: Any, bound: float
 ) -> None:
-    loader = make(skewed, balanced=True, batch_size=10)
-    seen: set[int] = set()
-    for epoch in range(10):
-        ids = torch.cat([batch.sample_ids for batch in loader.epoch(epoch)])
-        labels = torch.from_numpy(skewed.labels)[ids]
-        assert torch.bincount(labels).tolist() == [10, 10, 10]
-        times = torch.bincount(ids, minlength=30)
-        assert times[:24].max() == 1  # a large class's images at most once an epoch
-        assert set(times[24:28].tolist()) == {2, 3}
-        assert set(times[28:].tolist()) == {5}
-        seen |= set(ids.tolist())
-    assert len(seen) == 30
-    assert not torch.equal(
-        next(loader.epoch(0)).labels, torch.sort(next(loader.epoch(0)).labels).values
+    """From fewer pixels: of smooth photos they differ by a grey level or two."""
+    across, down = np.meshgrid(np.linspace(0, 3, 90), np.linspace(0, 3, 60))
+    for number in range(24):
+        waves = np.stack([np.sin(across + number), np.cos(down * 1.3), np.sin(across * down)], -1)
+        height, width = (60, 90) if number % 3 else (60, 50)
+        place = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.uint8(127 + 120 * waves[:height, :width])).save(place)
+    source = open_dataset("folder", root=tmp_path / "photos").split("all")
+    grey = Preprocess((24, 24), mean=(0.0,) * 3, std=(1 / 255,) * 3, resize_mode=mode)
+    parts = Augmentation(crop=Crop(scale=(0.2, 1.0), flip="random"))
+    assert choose_stored(grey, parts.crop).image_size == (34, 34)
+    cached = read(make_cached(source, parts, preprocess=grey))
+    decoded = read(make(source, augment=parts, preprocess=grey))
+    for batch, expected in zip(cached, decoded, strict=True):
+        assert torch.equal(batch.sample_ids, expected.sample_ids)
+        assert float((batch.images - expected.images).abs().mean()) < bound
+        # another part would differ by more
+        assert float((batch.images.flip(3) - expected.images).abs().mean()) > 3 * bound
+
+
+def test_an_abandoned_epoch_of_the_cache_ends_its_threads(files: ImageDataset) -> None:
+    batches = make_cached(files, GEOMETRY, workers=2).epoch(0)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+
+
+def test_shards_are_read_by_workers_like_files(files: ImageDataset, tmp_path: Path) -> None:
+    import webdataset
+
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number in range(2):
+        with webdataset.TarWriter(str(shards / f"{number}.tar")) as writer:
+            for index in range(12 * number, 12 * number + 12):
+                data = (files.reader.root / files.ids[index]).read_bytes()
+                writer.write(
+                    {"__key__": f"{index:02d}", "png": data, "cls": str(files.labels[index])}
+                )
+    source = open_dataset("webdataset", root=shards).split("all")
+    found = [read(make(each, augment=GEOMETRY, workers=2)) for each in (files, source)]
+    assert_same(*found)
+
+
+def test_images_are_known_by_names_sizes_and_labels_or_decoded_by_their_pixels(
+    damaged: ImageDataset, tmp_path: Path
+) -> None:
+    moved = damaged.reader.root.rename(tmp_path / "moved")
+    other = open_dataset("folder", root=moved).split("all")
+    before = damaged.subset(range(24))
+    known = other.fingerprint
+    with (moved / "cat/04.png").open("ab") as file:
+        file.write(b"\0")
+    assert len({known, other.fingerprint, replace(other, labels=1 - other.labels).fingerprint}) == 3
+    assert before.subset(range(23)).fingerprint != before.fingerprint
+    decoded = decode_dataset(
+        other, size=None, cache_dir=tmp_path / "c", progress=False, max_unreadable_fraction=0.1
     )
-
-
-def test_the_remainder_of_balanced_classes_is_shared_out_and_the_epoch_keeps_its_length(
-    skewed: ImageDataset,
-) -> None:
-    dataset = replace(skewed, labels=np.repeat([0, 1, 2, 3], [20, 6, 2, 2]))
-    loader = make(dataset, balanced=True, batch_size=30)
-    (batch,) = loader.epoch(0)
-    assert torch.bincount(batch.labels).tolist() == [8, 8, 7, 7]
-
-
-def test_a_sample_that_is_drawn_again_is_augmented_anew(skewed: ImageDataset) -> None:
-    augment = Augmentation(color_jitter=0.4)
-    (batch,) = make(skewed, balanced=True, batch_size=30, augment=augment).epoch(0)
-    for sample in (28, 29):
-        pictures = batch.images[batch.sample_ids == sample]
-        assert len({picture.numpy().tobytes() for picture in pictures}) == 5
-    assert torch.equal(batch.labels, torch.from_numpy(skewed.labels)[batch.sample_ids])
-
-
-@pytest.mark.parametrize("augment", [Augmentation(), FULL], ids=["plain", "full"])
-def test_balanced_batches_are_a_function_of_seed_and_epoch(
-    skewed: ImageDataset, augment: Augmentation
-) -> None:
-    alone = make(skewed, augment=augment, balanced=True)
-    whole = list(alone.epoch(3))
-    assert_same(iter(whole[1:]), alone.epoch(3, start_step=1))
-    ranks = [
-        list(make(skewed, augment=augment, balanced=True, rank=rank, world_size=2).epoch(3))
-        for rank in range(2)
-    ]
-    assert_same(iter(whole), join_ranks(ranks))
-    assert not torch.equal(whole[0].sample_ids, next(alone.epoch(4)).sample_ids)
-
-
-def test_workers_balance_classes_as_the_resident_dataset_does(
-    make_folder: MakeFolder, file_dataset: ImageDataset, tmp_path: Path
-) -> None:
-    chosen = [*range(12), 12, 13]  # 12 cats, two dogs
-    source = file_dataset.subset(chosen)
-    scan = decode_dataset(source, size=None, cache_dir=tmp_path / "c", progress=False)
-    decoded = decode_dataset(source, size=(12, 10), cache_dir=tmp_path / "c", progress=False)
-    options: dict[str, Any] = {"augment": FULL, "balanced": True, "batch_size": 4}
-    resident = make(decoded, **options)
-    for workers in (0, 2):
-        loader = make(scan, workers=workers, **options)
-        assert_same(resident.epoch(1), loader.epoch(1))
-        loader.close()
-
-
-def test_without_balance_an_epoch_is_the_permutation_that_it_always_was(
-    dataset: ImageDataset,
-) -> None:
-    ids = torch.cat([batch.sample_ids for batch in make(dataset, batch_size=12).epoch(2)])
-    assert torch.equal(ids, StatelessRandom(3, 2, torch.arange(60)).permutation())
+    assert {name for name, _ in decoded.unreadable} == {"cat/03.png", "dog/05.png"}
+    assert decoded.fingerprint != other.fingerprint

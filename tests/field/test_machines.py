@@ -14,18 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import vit
 from tests.conftest import TINY_RUN, Launcher
-from tests.data.augments import build_loader
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.images import list_files, read_image
-from vit.data.loader import Batch
 from vit.data.open import open_dataset
-from vit.data.preprocess import Preprocess
 from vit.data.sources.base import read_stats
 from vit.model.checkpoint import CheckpointStore
 from vit.runtime import drive, locks, machine
@@ -160,63 +156,6 @@ class TestNoLocks:
         assert len(decoded) == 2
         folders = [entry for entry in (tmp_path / "both").iterdir() if entry.is_dir()]
         assert len(folders) == 1
-
-
-class TestSharedMemory:
-    def read(self, photos: Path) -> tuple[list[Batch], list[str]]:
-        dataset = open_dataset("folder", root=photos).split("all")
-        loader = build_loader(
-            dataset, preprocess=Preprocess((16, 16)), batch_size=8, seed=0, device="cpu", workers=1
-        )
-        messages: list[str] = []
-        batches = list(loader.epoch(0, on_warning=messages.append))
-        loader.close()
-        return batches, messages
-
-    def test_too_little_is_named_and_batches_come_through_pipes(
-        self, photos: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        shared, no_messages = self.read(photos)
-        free = 3 * 8 * 768 - 1
-        monkeypatch.setattr("vit.data.workers.count_free_shared_memory", lambda: free)
-
-        # sending a tensor through shared memory would fail
-        def fail(*_: object) -> None:
-            raise AssertionError("shared memory is used")
-
-        monkeypatch.setattr("torch.UntypedStorage._share_fd_cpu_", fail)
-        piped, messages = self.read(photos)
-        assert no_messages == []
-        (message,) = messages
-        assert message.startswith("/dev/shm has 0 MiB for this process, but 1 workers need 0")
-        assert "--shm-size" in message
-        assert len(piped) == 4
-        for one, other in zip(shared, piped, strict=True):
-            assert all(map(torch.equal, one, other))
-
-    @pytest.mark.chaos
-    def test_a_container_with_one_mebibyte_trains(
-        self, cli: Launcher, photos: Path, tmp_path: Path
-    ) -> None:
-        mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
-        can_mount = subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False)
-        if can_mount.returncode:
-            pytest.skip("no mounts here")
-        configuration = tmp_path / "empty.yaml"
-        configuration.touch()
-        options = [f"data.root={photos}", "data.pipeline=workers", "data.workers=2"]
-        sizes = ["data.image_size=256", "model.patch_size=64"]
-        train = ["train", configuration, *SMALL, *options, *sizes, "--output", tmp_path / "run"]
-        command = [sys.executable, "-m", "vit", *map(str, train)]
-        outcome = subprocess.run(
-            ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", *command],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert outcome.returncode == 0, outcome.stderr
-        assert "--shm-size" in outcome.stderr
 
 
 class TestDrive:

@@ -135,7 +135,7 @@ REPORTS: dict[str, tuple[str, list[str]]] = {
         "Files that are cut short are named and skipped.",
         [
             "data/test_images.py::test_a_file_cut_short_anywhere_is_refused_by_name",
-            "data/test_lazy_decoding.py::test_an_unreadable_image_is_named_once_and_replaced",
+            "data/test_loader.py::test_an_unreadable_image_is_named_once_and_the_next_takes_its_place",
         ],
     ),
     "F29": (
@@ -180,13 +180,6 @@ REPORTS: dict[str, tuple[str, list[str]]] = {
     "F36": (
         "Training runs on file systems without locks, with one warning.",
         [f"{MACHINES}::TestNoLocks::test_a_run_trains"],
-    ),
-    "F37": (
-        "A small /dev/shm is named with its remedy, and training goes on.",
-        [
-            f"{MACHINES}::TestSharedMemory::test_too_little_is_named_and_batches_come_through_pipes",
-            f"{MACHINES}::TestSharedMemory::test_a_container_with_one_mebibyte_trains",
-        ],
     ),
     "F39": (
         "Prefixes that torch.compile and trainers put before weights are removed.",
@@ -234,7 +227,7 @@ REPORTS: dict[str, tuple[str, list[str]]] = {
     ),
     "F47": (
         "No batch of one image is left for BatchNorm.",
-        ["data/test_loader.py::test_what_does_not_fill_a_batch_is_left_out"],
+        ["data/test_loader.py::test_an_epoch_shows_every_sample_once_with_its_own_label"],
     ),
     "F48": (
         "Arrays, data sets and lists of pairs are taken from Python.",

@@ -100,10 +100,9 @@ def test_batches_equal_the_cpus_and_take_one_copy(
     [
         ("resident", {"transform": mirror}),
         ("workers", {"workers": 1}),
-        ("resident", {"balanced": True}),
     ],
 )
-def test_transforms_workers_and_balance_take_one_copy_too(
+def test_transforms_and_workers_take_one_copy_too(
     datasets: dict[str, ImageDataset], meter: Meter, kind: str, changes: dict[str, Any]
 ) -> None:
     counts: list[Count] = []

@@ -20,7 +20,7 @@ from vit.data.crop import Crop
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
 from vit.data.workers import Steps
-from vit.runtime.machine import count_free_memory, has_fast_disk
+from vit.runtime.machine import count_free_memory
 
 # part of the free memory, and of the free disk, that decoded pixels may take
 MAX_MEMORY_FRACTION = 0.4
@@ -47,15 +47,12 @@ def choose_stored(preprocess: Preprocess, crop: Crop) -> Preprocess:
     return replace(preprocess, image_size=(height, width), crop_pct=1.0, resize_mode=mode)
 
 
-def find_room(num_bytes: int, cache_dir: Path, *, is_built: bool) -> str | None:
-    """Return from where so many bytes in `cache_dir` would be read, in words; None if they don't
-    fit. `is_built`: they are there already."""
+def has_room(num_bytes: int, cache_dir: Path) -> bool:
+    """Return true if so many bytes fit on the disk of `cache_dir`, and in the free memory, from which
+    they are then read."""
     folder = next(place for place in (cache_dir, *cache_dir.parents) if place.exists())
-    if not is_built and num_bytes > _MAX_DISK_FRACTION * shutil.disk_usage(folder).free:
-        return None
-    if num_bytes <= MAX_MEMORY_FRACTION * count_free_memory():
-        return "they fit in the free memory"
-    return "they are read from an SSD" if has_fast_disk(folder) else None
+    fits_disk = num_bytes <= _MAX_DISK_FRACTION * shutil.disk_usage(folder).free
+    return fits_disk and num_bytes <= MAX_MEMORY_FRACTION * count_free_memory()
 
 
 def gather(

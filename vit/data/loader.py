@@ -33,8 +33,7 @@ class Batch(NamedTuple):
 
     # normalised, or their tokens
     images: Float[Tensor, "B 3 H W"] | Float[Tensor, "B N D"]
-    # int64 [B]; float32 [B, C] if samples are mixed or may have several labels, or the rows of
-    # `TrainLoader.targets`
+    # int64 [B]; float32 [B, C] if samples are mixed or may have several labels
     targets: Tensor
     # int64 [B], or float32 [B, C] if samples may have several labels
     labels: Tensor
@@ -46,58 +45,24 @@ class Batch(NamedTuple):
 class BatchOrder:
     """The order of the samples in an epoch, and their division into batches.
 
-    A sample's id is its image's index. With balanced classes an image may come several times in an
-    epoch: the k-th time its id is the index + k · (number of images), so that each time it has
-    another augmentation.
-
     Args:
         batch_size: Images in a step, over all processes.
         seed: Seed of the order and of the augmentation.
-        balanced: Draw every class as often as the others.
         process: This process, which takes a contiguous part of every batch.
     """
 
     batch_size: int
     seed: int
-    balanced: bool = False
     process: Process = field(default_factory=Process)
 
-    def list_batches(self, labels: Tensor, epoch: int, start_step: int) -> Iterator[SampleIds]:
-        """The sample ids of this process in each batch of an epoch.
-
-        Args:
-            labels: Class of each image, [n]; or its labels, [n, C], if they aren't balanced.
-            epoch: Number of the epoch, from 0.
-            start_step: Number of the first batch.
-        """
-        num_steps = len(labels) // self.batch_size
-        # contiguous parts of each batch: any number of processes trains on the same batches
-        order = self._draw(labels, epoch)[: num_steps * self.batch_size]
-        parts = order.view(num_steps, self.process.world_size, -1)
-        return iter(parts[start_step:, self.process.rank])
-
-    def _draw(self, labels: Tensor, epoch: int) -> SampleIds:
-        """The ids of an epoch's samples, of all processes, in order."""
-        count = len(labels)
+    def list_batches(self, count: int, epoch: int, start_step: int) -> Iterator[SampleIds]:
+        """The sample ids of this process in each batch of an epoch of `count` images, from the batch
+        `start_step` on."""
+        num_steps = count // self.batch_size
         order = StatelessRandom(self.seed, epoch, torch.arange(count)).permutation()
-        if not self.balanced:
-            return order
-
-        # Every class gets the same number of samples, give or take one: a part of the images of a
-        # large class, and the images of a small one several times.
-        labels = labels[order]
-        class_sizes = torch.bincount(labels)
-        class_sizes = class_sizes[class_sizes > 0]
-        classes = torch.split(order[labels.argsort(stable=True)], class_sizes.tolist())
-
-        # the remainder is shared out, so that the epoch keeps its length
-        samples_per_class, remainder = divmod(count, len(classes))
-        drawn = []
-        for number, members in enumerate(classes):
-            draws = torch.arange(samples_per_class + (number < remainder))
-            repetition = draws // len(members)
-            drawn.append(members[draws % len(members)] + count * repetition)
-        return StatelessRandom(self.seed, epoch, torch.cat(drawn)).permutation("balanced order")
+        # contiguous parts of each batch: any number of processes trains on the same batches
+        parts = order[: num_steps * self.batch_size].view(num_steps, self.process.world_size, -1)
+        return iter(parts[start_step:, self.process.rank])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -115,7 +80,6 @@ class TrainLoader:
         preprocess: Preprocessing of the model.
         augmentation: Augmentation, by default none.
         decoding: How images are decoded as training goes, and the user's transform.
-        targets: Targets of each image instead of its label.
         gathers: Gather each batch from the decoded pixels, see `vit.data.gather`.
 
     Raises:
@@ -128,7 +92,6 @@ class TrainLoader:
     preprocess: Preprocess
     augmentation: Augmentation = field(default_factory=Augmentation)
     decoding: Decoding = field(default_factory=Decoding)
-    targets: Float[Tensor, "n T"] | None = None
     gathers: bool = False
 
     def __post_init__(self) -> None:
@@ -140,27 +103,24 @@ class TrainLoader:
             raise ValueError(f"batch_size {self.batch_size} must be {text}{reason}")
 
         self._labels = torch.from_numpy(self.dataset.labels)
-        if self.targets is not None:
-            self.targets = self.targets.to(self.device)
         if self.dataset.is_multilabel:
             self._labels = self._labels.float()
+        # the pixels of all images, if they are on the device
         self._resident_pixels: Tensor | None = None
-        if self.dataset.pixels is not None and not self.gathers:
-            assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size
-            self._resident_pixels = torch.from_numpy(self.dataset.pixels).to(self.device)
-        crop = self.augmentation.crop
-        self._workers = DecodingWorkers(
-            self.dataset,
-            self.decoding,
-            crop,
-            self.preprocess,
-            batch_size=self.batch_size // self.order.process.world_size,
-        )
+        self._workers: DecodingWorkers | None = None
         # the part of the augmentation that is left for the device
         self._device_augmentation = self.augmentation
-        if self.dataset.pixels is None and crop.scale is not None:
-            # the crop is done where images are decoded
+        if self.dataset.pixels is None:
+            crop = self.augmentation.crop
+            batch_size = self.batch_size // self.order.process.world_size
+            self._workers = DecodingWorkers(
+                self.dataset, self.decoding, crop, self.preprocess, batch_size=batch_size
+            )
+            # a random crop is done where images are decoded
             self._device_augmentation = replace(self.augmentation, crop=replace(crop, scale=None))
+        elif not self.gathers:
+            assert self.dataset.pixels.shape[1:3] == self.preprocess.resize_size
+            self._resident_pixels = torch.from_numpy(self.dataset.pixels).to(self.device)
 
     @property
     def batch_size(self) -> int:
@@ -190,26 +150,40 @@ class TrainLoader:
             on_warning: Function that is called with a sentence for each image that can't be read.
         """
         size = image_size or self.preprocess.image_size
-        batches = self.order.list_batches(self._labels, epoch, start_step)
-        if self.gathers:
-            steps = self._gather(batches, epoch)
-        elif self._resident_pixels is None:
-            steps = self._workers.decode(batches, self.order.seed, epoch, on_warning)
-        else:
-            steps = self._read_resident(batches, epoch)
-        with closing(steps):
+        with closing(self._read(epoch, start_step, on_warning)) as steps:
             for rng, pixels in steps:
                 yield self._augment_batch(rng, pixels, size, mix=mix)
 
     def close(self) -> None:
         """End the processes that decode images; the next epoch starts new ones."""
-        self._workers.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    def _read(self, epoch: int, start_step: int, on_warning: Callable[[str], object]) -> Steps:
+        """The samples of each step, and their pixels unless these are on the device already."""
+        seed = self.order.seed
+        batches = self.order.list_batches(len(self._labels), epoch, start_step)
+        if self._workers is not None:
+            yield from self._workers.decode(batches, seed, epoch, on_warning)
+            return
+        samples = (StatelessRandom(seed, epoch, sample_ids) for sample_ids in batches)
+        if self._resident_pixels is not None:
+            yield from ((rng, None) for rng in samples)
+            return
+        assert self.dataset.pixels is not None
+        workers = self.decoding.workers
+        yield from gather(
+            self.dataset.pixels,
+            samples,
+            num_threads=max(count_workers() if workers is None else workers, 1),
+            pinned=torch.device(self.device).type not in ("cpu", "mps"),
+        )
 
     def _augment_batch(
         self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
     ) -> Batch:
         """Sample on the host, copy all that the device needs at once, and compute there."""
-        index = rng.sample_ids % len(self._labels)
+        index = rng.sample_ids
         labels = self._labels[index]
         stored = self._resident_pixels if pixels is None else pixels
         assert stored is not None
@@ -234,22 +208,11 @@ class TrainLoader:
         crop_size = self.preprocess.image_size if params.crop.boxes is None else size
         cropped = crop_and_flip(stored, rows, params.crop, size=crop_size)
         images = color_and_normalize(cropped, params, preprocess=self.preprocess, size=size)
-        targets = labels if self.targets is None else self.targets[index]
+        targets = labels
         if params.mix is not None:
             num_classes = len(self.dataset.class_names)
-            images, targets = mix_batch(images, targets, params.mix, num_classes=num_classes)
+            images, targets = mix_batch(images, labels, params.mix, num_classes=num_classes)
         return Batch(images, targets, labels, index)
-
-    def _gather(self, batches: Iterator[SampleIds], epoch: int) -> Steps:
-        """The samples of each step and their stored pixels."""
-        assert self.dataset.pixels is not None
-        workers = self.decoding.workers
-        return gather(
-            self.dataset.pixels,
-            (StatelessRandom(self.order.seed, epoch, sample_ids) for sample_ids in batches),
-            num_threads=max(count_workers() if workers is None else workers, 1),
-            pinned=torch.device(self.device).type not in ("cpu", "mps"),
-        )
 
     def _find_full_sizes(self, index: Tensor, stored: Tensor) -> Int64[Tensor, "2 B"]:
         """Width and height of the images whose parts are cropped: the full-size ones, unless they
@@ -258,11 +221,6 @@ class TrainLoader:
             return torch.tensor([[stored.shape[2]], [stored.shape[1]]]).expand(2, len(index))
         assert self.dataset.sizes is not None
         return torch.from_numpy(self.dataset.sizes[:, index]).long()
-
-    def _read_resident(self, batches: Iterator[SampleIds], epoch: int) -> Steps:
-        """The samples of each step, whose pixels are on the device already."""
-        for sample_ids in batches:
-            yield StatelessRandom(self.order.seed, epoch, sample_ids), None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -283,32 +241,23 @@ class TokenLoader(TrainLoader):
     def _augment_batch(
         self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
     ) -> Batch:
-        index = rng.sample_ids % len(self._labels)
         is_flipped = self.augmentation.crop.sample_flips(rng)
-        labels = self._labels[index]
         index, view, labels = copy_to_device(
-            (index, is_flipped.long(), labels), torch.device(self.device)
+            (rng.sample_ids, is_flipped.long(), self._labels[rng.sample_ids]),
+            torch.device(self.device),
         )
-        targets = labels if self.targets is None else self.targets[index]
-        return Batch(self.tokens[index, view].float(), targets, labels, index)
+        return Batch(self.tokens[index, view].float(), labels, labels, index)
 
 
 def choose_pipeline(
-    num_bytes: int,
-    *,
-    device: torch.device,
-    what: str = "pixels",
-    find_room: Callable[[], str | None] | None = None,
+    num_bytes: int, *, device: torch.device, what: str = "pixels"
 ) -> tuple[Pipeline, str]:
-    """Choose "resident" if so many bytes fit in the device's free memory; "cached" for a GPU if there
-    is room for a cache; else "workers".
+    """Choose "resident" if so many bytes fit in the device's free memory, else "workers".
 
     Args:
         num_bytes: Bytes of all decoded images.
         device: Device on which they would lie.
         what: Word for them in the reason.
-        find_room: Function that returns where there is room for a cache of decoded images, in words,
-            or None.
 
     Returns:
         The pipeline, and the reason in words.
@@ -318,8 +267,4 @@ def choose_pipeline(
     verb = "fit" if fits else "do not fit"
     share = f"{MAX_MEMORY_FRACTION:.0%} of the {free / 2**20:,.0f} MiB free on {device.type}"
     reason = f"{num_bytes / 2**20:,.0f} MiB of {what} {verb} in {share}"
-    if not fits and find_room is not None and device.type != "cpu":
-        room = find_room()
-        if room is not None:
-            return "cached", f"{room}; {reason}"
     return "resident" if fits else "workers", reason

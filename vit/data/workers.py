@@ -1,6 +1,6 @@
 """Full-size images that are decoded, transformed and cropped as training goes, in worker processes.
 
-An image that can't be read is named, and another one takes its place.
+An image that can't be read is named, and the next one that can takes its place.
 """
 
 import math
@@ -8,14 +8,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,17 +28,17 @@ from vit.data.sources.base import ImageReader
 from vit.data.sources.remote import RemoteError
 from vit.runtime.arguments import first_line
 from vit.runtime.drive import DriveError
-from vit.runtime.machine import count_free_shared_memory, count_workers
+from vit.runtime.machine import count_workers
 
 Transform = Callable[..., Any]
 
 # images of a batch that a worker decodes at a time, at least: fewer cost more to send than to decode
 _MIN_PART = 16
-# replacements of one image that are tried one after the other
-_MAX_REPLACEMENTS = 1000
 
 # the samples of each step and, unless they are in memory, their pixels on the host
 Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None, None]
+# index of an image, and seed of its transform and random crop
+Task = tuple[int, int]
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
@@ -138,9 +137,68 @@ class TrainTransform:
         return pixels
 
 
-def as_it_is(batch: Any) -> Any:
-    """Return a decoded batch unchanged."""
-    return batch
+class Decoded(NamedTuple):
+    """Decoded images: a part of a batch."""
+
+    # index of each image; another one than was asked for if that can't be read
+    indices: Int64[Tensor, " B"]
+    pixels: UInt8[Tensor, "B H W 3"]
+    # index of an image → why it can't be read
+    unreadable: dict[int, str]
+    # why the user's transform failed, or why images can't be reached now; else empty
+    error: str
+
+
+class Decoder(Dataset[Decoded]):
+    """Decodes a part of a batch in a worker.
+
+    Args:
+        reader: The images.
+        transform: Transforms and crops each of them.
+        max_unreadable: Number of images that may be unreadable.
+    """
+
+    def __init__(
+        self, reader: ImageReader, transform: TrainTransform, *, max_unreadable: int
+    ) -> None:
+        self._transform = transform
+        self._count = len(reader)
+        self._read = reader.decode if transform.takes_arrays else reader.image
+        self._max_unreadable = min(max_unreadable, self._count - 1)
+
+    def __getitem__(self, tasks: Sequence[Task]) -> Decoded:
+        pixels = np.zeros((len(tasks), *self._transform.size, 3), dtype=np.uint8)
+        indices = torch.empty(len(tasks), dtype=torch.int64)
+        unreadable: dict[int, str] = {}
+        error = ""
+        # errors are returned as text: a worker's exceptions would arrive with its traceback
+        try:
+            for row, (index, seed) in enumerate(tasks):
+                found, image = self._read_next(index, unreadable)
+                # the main process ends the run
+                if image is None:
+                    break
+                indices[row] = found
+                pixels[row] = self._transform(image, seed=seed)
+        except (ValueError, OSError, DriveError) as failure:
+            error = str(failure)
+        return Decoded(indices, torch.from_numpy(pixels), unreadable, error)
+
+    def _read_next(
+        self, index: int, unreadable: dict[int, str]
+    ) -> tuple[int, Image.Image | np.ndarray | None]:
+        """Read the image at `index` or the first one after it that can be read, and note the others;
+        None if too many can't."""
+        while len(unreadable) <= self._max_unreadable:
+            try:
+                return index, self._read(index)
+            except RemoteError:
+                # the image itself may be good
+                raise
+            except (ValueError, OSError) as error:
+                unreadable[index] = str(error)
+            index = (index + 1) % self._count
+        return index, None
 
 
 def use_one_thread(_worker: int) -> None:
@@ -151,89 +209,13 @@ def use_one_thread(_worker: int) -> None:
     cv2.setNumThreads(0)
 
 
-class BatchIndices(NamedTuple):
-    """The images of a batch, or of a part of it."""
+class TaskSampler(Sampler[Sequence[Task]]):
+    """The tasks of one epoch; workers that live on take the next epoch's from it."""
 
-    # reads these images; None: the worker has a reader of all images
-    reader: ImageReader | None
-    # positions in the reader
-    indices: list[int]
-    # seed of each image's random crop
-    seeds: list[int]
+    tasks: Iterable[Sequence[Task]] = ()
 
-
-class DecodedBatch(NamedTuple):
-    """The images of `BatchIndices`, decoded by a worker."""
-
-    # torch sends a tensor through shared memory; an array goes through a pipe
-    pixels: UInt8[Tensor, "B H W 3"] | UInt8[np.ndarray, "B H W 3"]
-    # row → why its image can't be read
-    unreadable: dict[int, str]
-    # why the user's transform failed, or why images can't be reached now; else empty
-    error: str
-
-
-def join_parts(parts: Sequence[DecodedBatch]) -> DecodedBatch:
-    """Join the decoded parts of a batch."""
-    if len(parts) == 1:
-        return parts[0]
-    pixels = torch.cat([torch.as_tensor(part.pixels) for part in parts])
-    unreadable: dict[int, str] = {}
-    start = 0
-    for part in parts:
-        unreadable |= {start + row: reason for row, reason in part.unreadable.items()}
-        start += len(part.pixels)
-    return DecodedBatch(pixels, unreadable, next((part.error for part in parts if part.error), ""))
-
-
-class BatchSampler(Sampler[BatchIndices]):
-    """The batches of one epoch; workers that live on take the next epoch's from it."""
-
-    batches: Iterable[BatchIndices] = ()
-
-    def __iter__(self) -> Iterator[BatchIndices]:
-        return iter(self.batches)
-
-
-class BatchDecoder(Dataset[DecodedBatch]):
-    """Decodes batches in a worker.
-
-    A worker has no list of all files: in each of many it would grow with the number of images.
-
-    Attributes:
-        shares_memory: Return tensors, which are sent through shared memory.
-    """
-
-    def __init__(self, reader: ImageReader, transform: TrainTransform) -> None:
-        self.shares_memory = True
-        self.transform = transform
-        self.reader = None if reader.has_small_subsets else reader
-
-    def __getitem__(self, batch: BatchIndices) -> DecodedBatch:
-        own_reader, indices, seeds = batch
-        pixels = np.empty((len(seeds), *self.transform.size, 3), dtype=np.uint8)
-        unreadable: dict[int, str] = {}
-        message = ""
-        reader = own_reader or self.reader
-        assert reader is not None
-        # errors are returned as text: a worker's exceptions would arrive with its traceback
-        try:
-            reader.fetch(indices)
-            read = reader.decode if self.transform.takes_arrays else reader.image
-            for row, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
-                try:
-                    image = read(index)
-                except RemoteError:
-                    # the image itself may be good
-                    raise
-                except (ValueError, OSError) as error:
-                    unreadable[row] = str(error)
-                    continue
-                pixels[row] = self.transform(image, seed=seed)
-        except (ValueError, OSError, DriveError) as error:
-            message = str(error)
-        sent = torch.from_numpy(pixels) if self.shares_memory else pixels
-        return DecodedBatch(sent, unreadable, message)
+    def __iter__(self) -> Iterator[Sequence[Task]]:
+        return iter(self.tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,22 +247,21 @@ class DecodingWorkers:
         batch_size: int,
     ) -> None:
         self._dataset = dataset
-        self._batch_size = batch_size
         self._decoding = decoding
         self._crop = crop
         self._preprocess = preprocess
-        self._batch_sampler = BatchSampler()
-        self._data_loader: DataLoader[DecodedBatch] | None = None
-        # the iterator of `_data_loader`, which owns the workers
-        self._decoded_batches: Any = None
+        self._workers = count_workers() if decoding.workers is None else decoding.workers
+        # without workers, a batch is decoded at once
+        self._part_size = batch_size
+        if self._workers:
+            self._part_size = max(math.ceil(batch_size / self._workers), _MIN_PART)
+        self._num_parts = math.ceil(batch_size / self._part_size)
+        self._sampler = TaskSampler()
+        self._loader: DataLoader[Decoded] | None = None
+        # the iterator of `_loader`, which owns the workers
+        self._parts: Any = None
         # index of an image → why it can't be read
         self._unreadable: dict[int, str] = {}
-
-    @cached_property
-    def decoder(self) -> BatchDecoder:
-        """The decoder that each worker gets."""
-        transform = TrainTransform(self._crop, self._preprocess, self._decoding.transform)
-        return BatchDecoder(self._dataset.reader, transform)
 
     def close(self) -> None:
         """End the processes that decode images, if there are any; the next epoch starts new ones.
@@ -288,8 +269,8 @@ class DecodingWorkers:
         torch's handler of the signal of a worker that was killed raises wherever the program is,
         until the workers' iterator has ended; an exception's traceback may keep that alive.
         """
-        shut_down = getattr(self._decoded_batches, "_shutdown_workers", None)
-        self._data_loader = self._decoded_batches = None
+        shut_down = getattr(self._parts, "_shutdown_workers", None)
+        self._loader = self._parts = None
         if shut_down is not None:
             # the handler may raise once more while torch waits for the other workers; it ends them
             with suppress(RuntimeError):
@@ -306,121 +287,60 @@ class DecodingWorkers:
         # to the workers, and not received from them yet
         sent = deque[StatelessRandom]()
 
-        def list_indices() -> Iterator[BatchIndices]:
+        def list_tasks() -> Iterator[Sequence[Task]]:
             for sample_ids in batches:
                 rng = StatelessRandom(seed, epoch, sample_ids)
-                sent.append(self._replace_unreadable(rng))
-                for ids in torch.split(sent[-1].sample_ids, part_size):
-                    yield self.build_indices(replace(rng, sample_ids=ids))
-
-        workers = self._decoding.workers
-        if workers is None:
-            workers = count_workers()
-        # without workers, a batch is decoded at once
-        part_size = self._batch_size
-        if workers:
-            part_size = max(math.ceil(self._batch_size / workers), _MIN_PART)
+                sent.append(rng)
+                seeds = self._crop.sample_seeds(rng)
+                tasks = list(zip(sample_ids.tolist(), seeds, strict=True))
+                for start in range(0, len(tasks), self._part_size):
+                    yield tasks[start : start + self._part_size]
 
         # workers that live on from the epoch before take this one's batches
-        self._batch_sampler.batches = list_indices()
-        if self._data_loader is None:
-            self._choose_transport(workers, min(part_size, self._batch_size), on_warning)
-            self._data_loader = DataLoader(
-                self.decoder,
-                sampler=self._batch_sampler,
-                # the decoder gives batches
-                batch_size=None,
-                # torch's own would make tensors of arrays
-                collate_fn=as_it_is,
-                num_workers=workers,
-                persistent_workers=workers > 0,
-                worker_init_fn=use_one_thread,
-                # or each epoch would take a number from torch's own
-                generator=torch.Generator(),
-            )
+        self._sampler.tasks = list_tasks()
+        if self._loader is None:
+            self._loader = self._build_loader()
         try:
-            self._decoded_batches = iter(self._data_loader)
+            self._parts = iter(self._loader)
         # where processes don't begin as a copy of this one, as on Windows and macOS
         except (PicklingError, AttributeError, TypeError) as error:
             text = "the images or the transform can't be sent to other processes"
             hint = "define the transform in a module, or set data.workers=0"
             raise ValueError(f"{text} ({first_line(error)}); {hint}") from error
-        num_parts = math.ceil(self._batch_size / part_size)
-        while parts := list(islice(self._decoded_batches, num_parts)):
-            yield self._receive(sent.popleft(), join_parts(parts), on_warning)
+        while parts := list(islice(self._parts, self._num_parts)):
+            for part in parts:
+                self._check(part, on_warning)
+            indices = torch.cat([part.indices for part in parts])
+            pixels = torch.cat([part.pixels for part in parts])
+            yield replace(sent.popleft(), sample_ids=indices), pixels
 
-    def _choose_transport(
-        self, workers: int, part_size: int, on_warning: Callable[[str], object]
-    ) -> None:
-        """Send batches through pipes if shared memory doesn't hold those that are on their way: a
-        worker that writes to a full /dev/shm is killed."""
-        image_bytes = 3 * math.prod(self.decoder.transform.size)
-        # two parts for each worker, and those of the batch that is joined
-        needed = (2 * workers * part_size + self._batch_size) * image_bytes
-        free = count_free_shared_memory()
-        had_room = self.decoder.shares_memory
-        self.decoder.shares_memory = needed <= free
-        if workers and needed > free and had_room:
-            text = f"/dev/shm has {free / 2**20:,.0f} MiB for this process, but {workers} workers"
-            hint = "docker run --shm-size=8g enlarges it"
-            on_warning(
-                f"{text} need {needed / 2**20:,.0f}: batches come through pipes, slower; {hint}"
-            )
-
-    def build_indices(self, rng: StatelessRandom) -> BatchIndices:
-        """The task that a worker is sent for a batch."""
-        index = (rng.sample_ids % len(self._dataset)).numpy()
-        seeds = self._crop.sample_seeds(rng)
-        if self.decoder.reader is not None:
-            return BatchIndices(None, index.tolist(), seeds)
-        return BatchIndices(self._dataset.reader.subset(index), [*range(len(index))], seeds)
-
-    def _receive(
-        self, rng: StatelessRandom, decoded: DecodedBatch, on_warning: Callable[[str], object]
-    ) -> tuple[StatelessRandom, UInt8[Tensor, "B H W 3"]]:
-        """A batch and its pixels; in place of an unreadable image another is decoded here."""
-        dataset = self._dataset
-        sample_ids = rng.sample_ids.clone()
-        array, failures, message = decoded
-        pixels = torch.as_tensor(array)
-        # rows of the batch that were decoded last
-        rows = torch.arange(len(sample_ids))
-        while True:
-            if message:
-                raise ValueError(message)
-            if not failures:
-                return replace(rng, sample_ids=sample_ids), pixels
-
-            # the replacement may be unreadable as well: again, until all rows are decoded
-            for row, reason in failures.items():
-                index = int(sample_ids[rows[row]]) % len(dataset)
-                if index not in self._unreadable:
-                    self._unreadable[index] = reason
-                    on_warning(f"skipped {dataset.split} image {dataset.ids[index]}: {reason}")
-            unreadable = [(dataset.ids[index], why) for index, why in self._unreadable.items()]
-            check_unreadable(unreadable, len(dataset), self._decoding.max_unreadable_fraction)
-            rows = rows[[*failures]]
-            replacement = self._replace_unreadable(replace(rng, sample_ids=sample_ids[rows]))
-            array, failures, message = self.decoder[self.build_indices(replacement)]
-            pixels[rows] = torch.as_tensor(array)
-            sample_ids[rows] = replacement.sample_ids
-
-    def _replace_unreadable(self, rng: StatelessRandom) -> StatelessRandom:
-        """The samples, with another one for each whose image is known to be unreadable.
-
-        They are a function of (seed, epoch, sample) and of the files alone: it doesn't matter when
-        an image was found to be unreadable.
-        """
-        unreadable = torch.tensor([*self._unreadable], dtype=torch.int64)
+    def _build_loader(self) -> DataLoader[Decoded]:
         count = len(self._dataset)
-        for _ in range(_MAX_REPLACEMENTS):
-            is_unreadable = torch.isin(rng.sample_ids % count, unreadable)
-            if not is_unreadable.any():
-                return rng
-            # beyond the ids of the epoch, hence with an augmentation of its own; that two
-            # replacements share one of a million ids an image is improbable and harmless
-            random_bits = rng.bits("replacement") & (2**62 - 1)
-            sampled = count + random_bits % (count << 20)
-            rng = replace(rng, sample_ids=torch.where(is_unreadable, sampled, rng.sample_ids))
-        name = f"{self._dataset.name} {self._dataset.split}"
-        raise ValueError(f"too few images of {name} can be read; check the files")
+        decoder = Decoder(
+            self._dataset.reader,
+            TrainTransform(self._crop, self._preprocess, self._decoding.transform),
+            max_unreadable=int(self._decoding.max_unreadable_fraction * count),
+        )
+        return DataLoader(
+            decoder,
+            sampler=self._sampler,
+            # the decoder gives parts of batches
+            batch_size=None,
+            num_workers=self._workers,
+            persistent_workers=self._workers > 0,
+            worker_init_fn=use_one_thread,
+            # or each epoch would take a number from torch's own
+            generator=torch.Generator(),
+        )
+
+    def _check(self, part: Decoded, on_warning: Callable[[str], object]) -> None:
+        """Name the images that can't be read. Raises ValueError if they are too many."""
+        dataset = self._dataset
+        for index, reason in part.unreadable.items():
+            if index not in self._unreadable:
+                self._unreadable[index] = reason
+                on_warning(f"skipped {dataset.split} image {dataset.ids[index]}: {reason}")
+        unreadable = [(dataset.ids[index], why) for index, why in self._unreadable.items()]
+        check_unreadable(unreadable, len(dataset), self._decoding.max_unreadable_fraction)
+        if part.error:
+            raise ValueError(part.error)

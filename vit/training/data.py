@@ -13,11 +13,11 @@ from torch import Tensor
 
 from vit.config import Config
 from vit.data.augment import Augmentation, Mixing
-from vit.data.cache import decode_dataset, is_decoded
+from vit.data.cache import decode_dataset
 from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, LabelRule, choose_evenly
-from vit.data.gather import choose_stored, find_room
+from vit.data.gather import choose_stored, has_room
 from vit.data.loader import BatchOrder, Pipeline, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
@@ -199,10 +199,6 @@ def build_data(
     stored_as = choose_stored(preprocess, _build_crop(config))
     stored_bytes = len(train) * math.prod(stored_as.resize_size) * 3
 
-    def find_cache_room() -> str | None:
-        is_built = is_decoded(train, stored_as, splits.cache_dir)
-        return find_room(stored_bytes, splits.cache_dir, is_built=is_built)
-
     # A resumed run names the pipeline, so that the memory that is free now doesn't change it.
     pipeline: Pipeline
     if config.data.pipeline != "auto":
@@ -216,11 +212,11 @@ def build_data(
         reason = "images in object storage are read as training goes"
     else:
         num_images = len(train) + (len(validation) if validation is not None else 0)
-        choice = choose_pipeline(
-            num_images * math.prod(preprocess.resize_size) * 3,
-            device=device,
-            find_room=find_cache_room,
-        )
+        num_bytes = num_images * math.prod(preprocess.resize_size) * 3
+        choice = choose_pipeline(num_bytes, device=device)
+        is_gpu = device.type != "cpu"
+        if choice[0] == "workers" and is_gpu and has_room(stored_bytes, splits.cache_dir):
+            choice = ("cached", f"they fit in the free memory; {choice[1]}")
         # The main process decides for all; the free memory of their devices differs.
         pipeline, reason = current_process().broadcast(choice)
 
