@@ -191,11 +191,3 @@ def test_mistakes_of_augmentation_get_a_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         AugmentConfig(**arguments)
-
-
-def test_an_earlier_run_is_read_whose_configuration_has_a_former_key() -> None:
-    assert load_config({"data": {"name": "digits", "check_cache": False}}) == load_config(
-        {"data": {"name": "digits"}}
-    )
-    with pytest.raises(ValueError, match=r"unknown key data\.check_cache"):
-        load_config({"data": {"check_cache": True}})

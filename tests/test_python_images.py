@@ -26,8 +26,6 @@ CONFIG: dict[str, Any] = {
         "batch_size": 16,
         "device": "cpu",
         "precision": "float32",
-        # a checkpoint has no temperature
-        "calibrate": False,
     },
 }
 NAMES = ("red", "green", "blue")

@@ -37,21 +37,20 @@ from vit.runtime.documents import explain_error, parse_yaml
 from vit.runtime.files import expand_home, read_text
 
 Triple = tuple[float, float, float]
-SizeFraction = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 DropRate = Annotated[float, Field(ge=0, lt=1)]
-RunFraction = Annotated[float, Field(gt=0, le=1)]
 
 
-def _check_rising(rows: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Refuse rows [end, value] that would never be used: each must end after the one before."""
-    ends = [end for end, _ in rows]
+def _check_rising(values: Any) -> Any:
+    """Refuse values that don't rise, and rows [end, value] whose ends don't."""
+    ends = [value[0] if isinstance(value, tuple) else value for value in values]
     if ends != sorted(set(ends)):
-        raise ValueError(f"the fractions of the run must rise from row to row, and are {ends}")
-    return rows
+        raise ValueError(f"{ends} must rise")
+    return values
 
 
-Sizes = Annotated[list[tuple[RunFraction, SizeFraction]], AfterValidator(_check_rising)]
-DropRates = Annotated[list[tuple[RunFraction, DropRate]], AfterValidator(_check_rising)]
+Sizes = Annotated[list[tuple[Fraction, Fraction]], AfterValidator(_check_rising)]
+DropRates = Annotated[list[tuple[Fraction, DropRate]], AfterValidator(_check_rising)]
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: expand_home(path).absolute())]
 
 
@@ -95,13 +94,14 @@ class DataConfig(_Section):
     class_names: AbsolutePath | dict[str, str] | None = None
     # corrected labels: {path: class} or {path: cat|dog}, or the corrections.csv of vit audit
     corrections: AbsolutePath | dict[str, str] | None = None
-    image_size: int | tuple[int, int] = 32
+    # null: that of the weights (model.init)
+    image_size: int | tuple[int, int] | None = 32
     # crop / resized side; None: the model's or 1
     crop_pct: float | None = Field(None, gt=0, le=1)
     # crop: the centre; pad: with a border; stretch: in another shape; None: the model's or crop
     resize_mode: Literal["crop", "pad", "stretch"] | None = None
     # black and white of 16-bit and floating-point images; None: measured
-    value_range: tuple[float, float] | None = None
+    value_range: Annotated[tuple[float, float], AfterValidator(_check_rising)] | None = None
     # None: the training images', or the pretrained model's
     mean: Triple | None = None
     # as mean
@@ -130,23 +130,10 @@ class DataConfig(_Section):
 
     @property
     def size(self) -> tuple[int, int]:
-        """`image_size` as (height, width)."""
+        """`image_size` as (height, width). Raises ValueError for null, before it is known."""
+        if self.image_size is None:
+            raise ValueError("data.image_size=null takes that of the weights: set model.init, too")
         return as_pair(self.image_size, name="data.image_size")
-
-    @field_validator("value_range")
-    @classmethod
-    def _check_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
-        if value is not None and not value[0] < value[1]:
-            raise ValueError(f"{list(value)} must rise")
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_former_key(cls, values: Any) -> Any:
-        """Drop check_cache=false, which the configurations of earlier runs hold."""
-        if isinstance(values, dict) and values.get("check_cache") is False:
-            return {name: value for name, value in values.items() if name != "check_cache"}
-        return values
 
     @field_validator("root")
     @classmethod
@@ -180,22 +167,12 @@ class AugmentConfig(_Section):
 
     @model_validator(mode="after")
     def _check_crops(self) -> Self:
-        if self.resized_crop_scale is not None:
-            low, high = self.resized_crop_scale
-            if not 0 < low <= high <= 1:
-                raise ValueError(
-                    f"resized_crop_scale {self.resized_crop_scale} must rise within (0, 1]"
-                )
-            if self.crop_padding:
-                raise ValueError(
-                    "crop_padding and resized_crop_scale are two ways to crop; choose one"
-                )
+        low, high = self.resized_crop_scale or (1, 1)
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"resized_crop_scale {[low, high]} must rise within (0, 1]")
+        if self.resized_crop_scale and self.crop_padding:
+            raise ValueError("crop_padding and resized_crop_scale are two ways to crop; choose one")
         return self
-
-    @property
-    def mixes(self) -> bool:
-        """True if labels are mixtures of two classes."""
-        return self.mixup > 0 or self.cutmix > 0
 
 
 class ModelConfig(_Section):
@@ -288,8 +265,6 @@ class TrainConfig(_Section):
     evaluate_every_epochs: int = Field(1, gt=0)
     # steps between checkpoints, besides those after an evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
-    # fit a temperature on the validation images, and keep it where it helps
-    calibrate: bool = True
     # training images whose features the model file keeps, for p_value and similar
     max_training_features: int = Field(2000, ge=0)
     # seconds after which a silent process counts as lost
@@ -315,9 +290,7 @@ class Config(_Section):
         if model.init is None and model.preset is None:
             check_multiple("model.embed_dim", model.embed_dim, "model.num_heads", model.num_heads)
             patch_size = as_pair(model.patch_size, name="model.patch_size")
-            resolve_image_sizes(
-                train.image_sizes, image_size=self.data.image_size, patch_size=patch_size
-            )
+            resolve_image_sizes(train.image_sizes, image_size=self.data.size, patch_size=patch_size)
         if train.early_stopping_patience and not self.data.validation_fraction:
             raise ValueError(
                 "train.early_stopping_patience needs validation images; "
@@ -332,6 +305,10 @@ class Config(_Section):
                 " but augment.flip, and one image size (train.image_sizes: null)"
             )
         return self
+
+    def with_data(self, **changes: Any) -> Self:
+        """Return a copy with other values in the section `data`."""
+        return self.model_copy(update={"data": self.data.model_copy(update=changes)})
 
     @property
     def keeps_tokens(self) -> bool:
@@ -419,7 +396,7 @@ def flatten_config(config: Config) -> dict[str, Any]:
 
 
 def values_to_save(config: Config) -> dict[str, Any]:
-    """Return `plain_values` for files that others may read: without tokens in the address of data."""
+    """Return `plain_values` for files that others may read: without tokens of addresses."""
     values = plain_values(config)
     if config.data.root is not None:
         values["data"]["root"] = hide_tokens(config.data.root)
@@ -460,12 +437,14 @@ def _explain(error: Any) -> str:
     if error["type"] != "extra_forbidden":
         return explain_error(error)
 
-    key = ".".join(str(part) for part in error["loc"])
+    key = ".".join(map(str, error["loc"]))
     known = list(flatten_config(Config()) if "." in key else Config.model_fields)
     # A right name in the wrong section is as common as a misspelled one.
     near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0.5)
-    hint = f"known sections: {', '.join(Config.model_fields)}"
     if near:
-        hint = f"did you mean {near[0]}?"
-    return f"unknown key {shorten(key)}; {hint}"
+        return f"unknown key {shorten(key)}; did you mean {near[0]}?"
+    return (
+        f"unknown key {shorten(key)}; leave it out, also if an earlier version has written it (known"
+        f" sections: {', '.join(Config.model_fields)})"
+    )

@@ -1,7 +1,6 @@
 """`vit train`: what it leaves, and one line and exit code 2 for a mistake."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +106,7 @@ def test_tensorboard_shows_curves_and_pictures(run: Path) -> None:
         *("epoch/train_loss", "epoch/val_loss", "epoch/val_top1", "epoch/images_per_second"),
         *("step/loss", "step/learning_rate", "step/gradient_norm"),
     } <= set(events.Tags()["scalars"])
-    assert set(events.Tags()["images"]) == {"train/augmented", "validation/confusion"}
+    assert set(events.Tags()["images"]) == {"train/augmented"}
 
 
 def test_a_directory_with_a_run_is_not_touched_unasked(
@@ -153,13 +152,9 @@ def test_a_dry_run_shows_the_plan_and_a_batch(
         assert word in outcome.text
     # what few need is shown when it is asked for
     assert "MiB" not in outcome.text
-    given = ["train", empty_yaml, *TINY, "optimizer.name=muon", "--output", tmp_path / "dry"]
+    given = ["train", empty_yaml, *TINY, "--output", tmp_path / "dry"]
     again = cli.succeed(*given, "--dry-run", "--verbose")
     assert "MiB" in again.text
-    match = re.search(r"([0-9,]+) parameters; muon updates ([0-9,]+) of them", again.text)
-    assert match is not None
-    num_parameters, num_matrices = (int(text.replace(",", "")) for text in match.groups())
-    assert num_parameters / 2 < num_matrices < num_parameters
     assert [path.name for path in (tmp_path / "dry").iterdir()] == ["first_batch.png"]
     with Image.open(tmp_path / "dry" / "first_batch.png") as picture:
         assert picture.width >= 8 * 8
@@ -186,7 +181,7 @@ def test_options_are_keys_and_results_have_a_place(
     assert f"next: vit evaluate {Path('runs') / empty_yaml.stem}-2" in second.err
     # a model that has learnt nothing is called so
     assert "no better than guessing" not in first.err
-    assert "warning: that is no better than guessing" in second.err
+    assert "is no better than guessing" in second.err
     assert "name it with --output" in cli.fail("train", empty_yaml, "--resume")
     both = cli.fail("train", empty_yaml, "--model", "timm:vit_tiny", "--init", "timm:vit_tiny")
     assert "--model timm:vit_tiny and --init name two models" in both

@@ -23,7 +23,7 @@ from vit.runtime.device import (
 from vit.runtime.processes import Process
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
 from vit.training.run import Run, build_run
-from vit.training.step_graphs import StepGraph
+from vit.training.step_graphs import capture_step
 
 TINY = [
     "data.name=digits",
@@ -212,13 +212,13 @@ def test_a_captured_step_equals_the_eager_one(
         for seed, batch in enumerate(batches[:3]):
             torch.manual_seed(seed)  # of the paths that are dropped
             step(*batch)
-    graph = StepGraph(captured.run_on_device, captured.optimizer, *batches[0])
+    replay = capture_step(captured.run_on_device, captured.optimizer, *batches[0])
     for seed, batch in enumerate(batches[3:]):
         torch.manual_seed(seed)
         expected = eager(*batch)
         torch.manual_seed(seed)
         captured.set_schedule_values()
-        result = graph.replay(*batch)
+        result = replay(*batch)
         captured.num_steps += 1
         assert torch.equal(result.loss, expected.loss)
     expected_state, state = (flatten(step.state_dict()) for step in steps)

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.optim.muon import Muon, orthogonalize
 from vit.optim.optimizer import parameter_groups
@@ -208,41 +207,3 @@ def test_methods_of_torchs_optimizer_are_taken_without_their_decorator(name):
     is imported). Where torch drops it, drop the four lines in `Muon`."""
     decorated = getattr(torch.optim.Optimizer, name)
     assert getattr(Muon, name) is decorated.__wrapped__
-
-
-class CountedCats(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
-        self.count += function is torch.ops.aten.cat.default
-        return function(*arguments, **kwargs or {})
-
-
-def test_momentum_stays_stacked_and_a_checkpoint_has_a_buffer_for_each_parameter():
-    """Checkpoints of before hold buffers that share no memory."""
-    whole, resumed = build_model(), build_model()
-    optimizers = [build_optimizer(model) for model in (whole, resumed)]
-    train(whole, optimizers[0], range(3))
-    train(resumed, optimizers[1], range(2))
-    state = copy.deepcopy(optimizers[1].state_dict())
-    for values in state["state"].values():
-        values.update({name: value.clone() for name, value in values.items()})
-    optimizers[1].load_state_dict(state)
-    train(resumed, optimizers[1], range(2, 3))
-
-    addresses = []
-    for seed in (3, 4):
-        draw_gradients(whole, seed)
-        with CountedCats() as cats:
-            optimizers[0].step()
-        # the gradients of [8, 8], [32, 8] and [8, 32]
-        assert cats.count == 3
-        buffers = [optimizers[0].state[block.attn.qkv.weight] for block in whole.blocks]
-        pointers = [values["momentum_buffer"].data_ptr() for values in buffers]
-        addresses.append(pointers)
-    assert addresses[0] == addresses[1]
-    expected = train(whole, optimizers[0], range(5, 6))
-    found = train(resumed, optimizers[1], range(3, 6))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -4,7 +4,6 @@ holds what it says."""
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from sklearn.metrics import average_precision_score
 
 from vit.evaluation.clusters import compute_clustered_interval
@@ -68,41 +67,6 @@ def test_folds_have_whole_groups_whatever_the_smallest_class_has() -> None:
     assert (alone == -1).all()
     with pytest.raises(ValueError, match="every class has one image or group alone"):
         run(make_features(np.zeros((36, 2))), labels, ["a"] * 30 + ["b"] * 6)
-
-
-def measure_coverage(accuracy: float, correlation: float, *, num_clusters: int) -> float:
-    """Of 200 draws of clusters of 1 to 9 images, whose accuracies vary (beta-binomial)."""
-    rng = np.random.default_rng(0)
-    spread = (1 - correlation) / correlation
-    num_covered = 0
-    for _ in range(200):
-        sizes = rng.integers(1, 10, num_clusters)
-        clusters = np.repeat(np.arange(num_clusters), sizes)
-        rates = rng.beta(accuracy * spread, (1 - accuracy) * spread, num_clusters)
-        low, high = compute_clustered_interval(
-            rng.random(len(clusters)) < rates[clusters], clusters
-        )
-        num_covered += low <= accuracy <= high
-    return num_covered / 200
-
-
-@pytest.mark.parametrize("num_clusters", [15, 60])
-@pytest.mark.parametrize("accuracy", [0.6, 0.9, 0.97])
-@pytest.mark.parametrize("correlation", [0.05, 0.5])
-def test_the_clustered_interval_covers_what_it_says(
-    accuracy: float, correlation: float, num_clusters: int
-) -> None:
-    # of 200 draws at 95 %, fewer than 90 % are covered once in 500
-    assert measure_coverage(accuracy, correlation, num_clusters=num_clusters) >= 0.9
-
-
-def test_the_ends_of_the_interval() -> None:
-    clusters = np.repeat(np.arange(10), 5)
-    # nothing wrong: as of ten images, not of fifty
-    low, high = compute_clustered_interval(np.ones(50, dtype=bool), clusters)
-    assert high == 1
-    assert 0.5 < low < stats.beta.ppf(0.025, 10, 1) + 1e-9
-    assert compute_clustered_interval(np.array([True, False]), np.zeros(2, dtype=int)) == (0, 1)
 
 
 def test_labels_are_predicted_by_probes_of_the_other_folds() -> None:

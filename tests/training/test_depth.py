@@ -1,9 +1,5 @@
 """A run on images of more than 8 bits, and on the whole of long ones."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,37 +133,3 @@ def test_the_plan_says_how_much_is_cut(cli: Launcher, tmp_path: Path) -> None:
     assert "the centre crop leaves out 80 % of the typical image, of 5:1" in warned
     text = cli.succeed(*arguments, "data.resize_mode=pad", "-o", tmp_path / "b").text
     assert "leaves out" not in text
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("mode", ["pad", "stretch"])
-def test_exports_show_the_model_what_vit_does(tmp_path: Path, mode: str) -> None:
-    """12 bits of long images, through onnxruntime."""
-    folder = write_digits(tmp_path / "twelve", top=4095, more=200)
-    for path in sorted(folder.rglob("*.png")):
-        values = np.asarray(Image.open(path))
-        Image.fromarray(np.concatenate([values, values[:, ::-1], values], axis=1)).save(path)
-    run = train(folder, tmp_path / "run", resize_mode=mode)
-    photos = [str(path) for path in sorted(folder.rglob("*.png"))[::9]]
-    expected = {
-        prediction.path: {name: probability for _, name, probability in prediction.classes}
-        for prediction in vit.predict(run, photos, precision="float32").predictions
-    }
-
-    vit.export_model(run, output=tmp_path / "onnx")
-    command = [sys.executable, tmp_path / "onnx" / "predict.py", *photos]
-    environment = {**os.environ, "PYTHONPATH": ""}
-    finished = subprocess.run(command, capture_output=True, env=environment, check=True, cwd="/")
-    for line in finished.stdout.splitlines():
-        answer = json.loads(line)
-        theirs = {row["name"]: row["probability"] for row in answer["predictions"]}
-        assert theirs == pytest.approx(expected[answer["path"]], abs=1e-5)
-
-    # whose processors cut these values off
-    with pytest.raises(ValueError, match="use --format onnx"):
-        vit.export_model(run, output=tmp_path / "hf", format="huggingface")
-
-    vit.export_model(run, output=tmp_path / "timm", format="timm")
-    written = json.loads((tmp_path / "timm" / "config.json").read_text())["pretrained_cfg"]
-    crop_mode = {"pad": "border", "stretch": "squash"}[mode]
-    assert (written["crop_mode"], written["crop_pct"]) == (crop_mode, 1.0)

@@ -8,8 +8,7 @@ from sklearn.metrics import f1_score
 
 from tests.conftest import TINY_RUN, Launcher
 from tests.training.conftest import MakeRun, flatten, read_curves, read_metrics, run_until
-from vit.config import TrainConfig
-from vit.training.plan import Progress, TrainingPlan, Validation
+from vit.training.plan import Progress, Validation
 
 MEASURES = ["top1", "macro_f1", "loss"]
 
@@ -147,11 +146,3 @@ def test_the_user_is_told(cli: Launcher, empty_yaml: Path, tmp_path: Path) -> No
         "train.early_stopping_patience needs validation images; data.validation_fraction is 0"
         in line
     )
-
-
-def test_a_plan_is_done_at_its_end_or_out_of_patience() -> None:
-    settings = TrainConfig(early_stopping_patience=2)
-    plan = TrainingPlan(settings, steps_per_epoch=5, total_steps=10, batch_size=4)
-    assert not Progress(step=9, evaluations_since_best=1).is_done(plan)
-    assert Progress(step=10).is_done(plan)
-    assert Progress(step=5, evaluations_since_best=2).is_done(plan)

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,10 @@ import pytest
 import torch
 
 from tests.conftest import TINY_RUN, BuildOnce, Launcher
-from tests.training.conftest import MakeRun, read_metrics, run_until
+from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import PRETRAINED_FOLDER, load_bundle
 from vit.config import load_config
-from vit.data.cache import decode_dataset
-from vit.data.open import open_dataset
-from vit.model.checkpoint import CheckpointStore, serialize_state
-from vit.model.model_file import read_model_file, write_model_file
-from vit.runtime.processes import Process
 from vit.training.identity import RunIdentity
 from vit.training.model_answers import complete_model_file
 
@@ -77,16 +71,6 @@ def test_the_same_run_elsewhere_may_go_on_from_it(
     assert copy.trainer.resume()
     copy.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "copy")
-
-
-def test_an_edited_configuration_is_not_continued(
-    cli: Launcher, tiny_run: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_run, tmp_path / "run")
-    path = tmp_path / "run" / "config.yaml"
-    path.write_text(path.read_text().replace("  seed: 0", "  seed: 5"))
-    message = cli.fail("train", "--resume", "--output", tmp_path / "run")
-    assert "train.seed is 0 there, 5 here" in message
 
 
 @pytest.mark.parametrize("fault", ["gone", "cut", "bit"])
@@ -151,17 +135,6 @@ def test_a_model_file_of_another_step_is_written_again(
     assert best_step == 10
 
 
-def test_a_model_file_without_its_step_is_taken(make_run: MakeRun, half: Path) -> None:
-    """Older files have none."""
-    path = half / "model.safetensors"
-    content = read_model_file(path)
-    metadata = {key: value for key, value in content.metadata.items() if key != "step"}
-    write_model_file(path, replace(content, metadata=metadata))
-    before = path.read_bytes()
-    assert make_run(half).trainer.resume()
-    assert path.read_bytes() == before
-
-
 def test_the_model_of_another_run_is_refused_without_checkpoints_too(
     make_run: MakeRun, half: Path, tmp_path: Path
 ) -> None:
@@ -212,13 +185,6 @@ def test_the_metrics_of_another_run_are_refused(
     assert (run / "metrics.jsonl").read_text() == lines
 
 
-def test_the_model_of_another_run_is_refused(make_run: MakeRun, half: Path, tmp_path: Path) -> None:
-    make_run(tmp_path / "other", "train.seed=1").trainer.train()
-    shutil.copy(tmp_path / "other" / "model.safetensors", half)
-    with pytest.raises(ValueError, match=r"model\.safetensors is of run [0-9a-f]{16}, this is run"):
-        make_run(half).trainer.resume()
-
-
 @pytest.mark.parametrize("name", ["checkpoints", "step-00000010", "model.safetensors"])
 def test_a_run_whose_files_may_not_be_read_is_left_as_it_is(
     make_run: MakeRun, half: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -255,54 +221,8 @@ def test_a_run_that_ends_completes_its_own_best_model_alone(
     path = Path(shutil.copy(tmp_path / "other" / "model.safetensors", half))
     before = path.read_bytes()
     with pytest.raises(ValueError, match=message):
-        complete_model_file(run, half, Process())
+        complete_model_file(run, half)
     assert path.read_bytes() == before
-
-
-def drop_progress(state: dict[str, Any]) -> None:
-    del state["progress"]
-
-
-def set_progress(key: str, value: object) -> Any:
-    return lambda state: state["progress"].update({key: value})
-
-
-def shrink(state: dict[str, Any]) -> None:
-    state["state"]["model"]["head.weight"] = torch.zeros(2)
-
-
-def expand(state: dict[str, Any]) -> None:
-    state["state"]["model"]["head.weight"] = torch.zeros(1).expand(10**6, 10**6)
-
-
-CHANGES = {
-    "no progress": drop_progress,
-    "another key": set_progress("more", 1),
-    "a list": lambda state: [1],
-    "a tensor": lambda state: torch.ones(1),
-    "shape": shrink,
-    "expanded": expand,
-    "no state": lambda state: state.update(state=None),
-    "identity": lambda state: state.update(identity={"settings": 3}),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_wrong_content_under_a_right_checksum_is_refused_or_passed_over(
-    make_run: MakeRun, half: Path, name: str
-) -> None:
-    rewrite(latest(half), CHANGES[name])
-    run = make_run(half)
-    # no checkpoint at all: the one before it serves
-    if name in ("expanded", "a list", "a tensor"):
-        assert run.trainer.resume()
-        assert run.trainer.progress.step == 5
-    else:
-        with pytest.raises(ValueError, match="checkpoint") as error:
-            run.trainer.resume()
-        # nor the address of an object
-        assert " at 0x" not in str(error.value)
-        assert not isinstance(error.value, OverflowError)
 
 
 def test_the_optimizers_settings_are_the_runs_own(make_run: MakeRun, half: Path) -> None:
@@ -319,70 +239,7 @@ def test_the_optimizers_settings_are_the_runs_own(make_run: MakeRun, half: Path)
         assert [group[key] for group in after] == [group[key] for group in before]
 
 
-def test_a_pipe_in_place_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    store.save(serialize_state({"value": torch.tensor(1)}), step=1, best_step=1)
-    os.mkfifo(tmp_path / "step-00000002-0123456789abcdef.pt")
-    said: list[str] = []
-    found = store.load_latest(warn=said.append)
-    assert found is not None
-    assert int(found["value"]) == 1
-    assert len(said) == 1
-
-
-class TestObservers:
-    @pytest.mark.filterwarnings(
-        "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-    )  # of TensorBoard's own thread
-    def test_training_goes_on_without_tensorboard_and_says_so_once(
-        self, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        make_run(tmp_path / "whole").trainer.train()
-        run, said = make_run(tmp_path / "run"), list[str]()
-        metrics, tensorboard = run.trainer.observers
-        monkeypatch.setattr(metrics, "on_message", said.append)
-        remove = type(tensorboard).on_epoch
-
-        def on_epoch(self: Any, *arguments: Any) -> None:
-            shutil.rmtree(tmp_path / "run" / "tensorboard", ignore_errors=True)
-            remove(self, *arguments)
-            raise FileNotFoundError("No such file or directory: tensorboard")
-
-        monkeypatch.setattr(type(tensorboard), "on_epoch", on_epoch)
-        run.trainer.train()
-        assert len(said) == 1
-        assert "TensorBoard failed" in said[0]
-        weights = [load_bundle(tmp_path / name).model.state_dict() for name in ("whole", "run")]
-        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-        assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "run")
-
-    def test_an_output_directory_that_is_removed_is_one_error(
-        self, make_run: MakeRun, tmp_path: Path
-    ) -> None:
-        run = make_run(tmp_path / "run")
-        whole_step = type(run.trainer.train_step).__call__
-
-        class Removing(type(run.trainer.train_step)):  # type: ignore[misc]
-            def __call__(self, *arguments: Any) -> Any:
-                shutil.rmtree(tmp_path / "run", ignore_errors=True)
-                return whole_step(self, *arguments)
-
-        run.trainer.train_step.__class__ = Removing
-        with pytest.raises(OSError, match="No such file"):
-            run.trainer.train()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[1]",
-        "3",
-        "{",
-        '{"epoch": 1}',
-        '{"epoch": 1, "step": "x"}',
-        '{"epoch": 1, "step": 5, "val_loss": "x"}',
-    ],
-)
+@pytest.mark.parametrize("line", ["[1]", "{", '{"epoch": 1, "step": "x"}'])
 def test_an_odd_line_of_the_metrics_is_named(make_run: MakeRun, half: Path, line: str) -> None:
     path = half / "metrics.jsonl"
     first, *rest = path.read_text().splitlines(keepends=True)
@@ -392,45 +249,6 @@ def test_an_odd_line_of_the_metrics_is_named(make_run: MakeRun, half: Path, line
     with pytest.raises(ValueError, match=r"metrics\.jsonl line 2"):
         run.trainer.train()
     assert line in path.read_text()  # nothing was lost
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("index.npz", b""),
-        ("index.npz", b"\x93NUMPY\x01\0v\0{'descr': '|O', 'shape': (9,), 'fortran_order': False}"),
-    ],
-    ids=str,
-)
-def test_an_odd_index_of_the_cache_is_built_again(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
-    source = open_dataset("digits").split("validation")
-    options: dict[str, Any] = {"size": (8, 8), "cache_dir": tmp_path, "progress": False}
-    whole = decode_dataset(source, **options)
-    (folder,) = (entry for entry in tmp_path.iterdir() if entry.is_dir())
-    (folder / name).write_bytes(content)
-    with pytest.warns(UserWarning, match="is damaged; it is made again"):
-        again = decode_dataset(source, **options)
-    assert again.fingerprint == whole.fingerprint
-    assert (folder / name).read_bytes() != content
-
-
-@pytest.mark.parametrize(
-    "error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()]
-)
-def test_a_worker_killed_while_it_sends_a_batch_is_one_line(
-    make_run: MakeRun, tmp_path: Path, error: Exception
-) -> None:
-    run = make_run(tmp_path / "run", "train.epochs=1")
-
-    class Receiving(type(run.trainer.train_step)):  # type: ignore[misc]
-        def __call__(self, *arguments: Any) -> Any:
-            raise error
-
-    run.trainer.train_step.__class__ = Receiving
-    with pytest.raises(OSError, match="a data-loading worker was killed"):
-        run.trainer.train()
 
 
 def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
@@ -459,28 +277,6 @@ def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_p
     assert resumed.trainer.resume()
     resumed.trainer.train()
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
-
-
-def test_a_killed_worker_raises_nothing_after_the_run(make_run: MakeRun, tmp_path: Path) -> None:
-    """Its pipe ends before its signal comes: what torch's handler does then is called here, after
-    the run."""
-    run = make_run(tmp_path / "run", "data.pipeline=workers", "data.workers=1", "train.epochs=1")
-
-    class Killing(type(run.trainer.train_step)):  # type: ignore[misc]
-        def __call__(self, *arguments: Any) -> Any:
-            (worker,) = multiprocessing.active_children()
-            os.kill(worker.pid, signal.SIGKILL)
-            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-            raise ConnectionResetError
-
-    run.trainer.train_step.__class__ = Killing
-    handler = signal.signal(signal.SIGCHLD, lambda *_: None)
-    try:
-        with pytest.raises(OSError, match="a data-loading worker was killed"):
-            run.trainer.train()
-        torch._C._error_if_any_worker_fails()
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
 
 
 def test_model_checkpoint_and_evaluation_name_their_run(
@@ -528,11 +324,3 @@ def test_other_conditions_are_named_and_the_run_goes_on(make_run: MakeRun, half:
         "the precision was bfloat16 and is float32; torch's version was 2.11.0 and is "
         f"{torch.__version__}: the run goes on, but not to the same last bits"
     ]
-
-
-def test_the_same_conditions_need_no_word(make_run: MakeRun, half: Path) -> None:
-    run = make_run(half)
-    messages: list[str] = []
-    run.trainer.observers[0].on_message = messages.append  # type: ignore[method-assign]
-    assert run.trainer.resume()
-    assert messages == []

@@ -93,25 +93,20 @@ def test_a_run_killed_at_any_step_ends_as_if_it_were_not(
 def test_unreadable_images_are_named_where_they_are_met(
     make_run: MakeRun, overrides: list[str], tmp_path: Path
 ) -> None:
-    damaged = tmp_path / "images" / "train" / "a" / "098.png"
-    run, messages = make_run(tmp_path / "run", *overrides), Messages()
-    train = run.data.splits.split("train")
-    validation = run.data.splits.split("validation")
-    damaged = tmp_path / "images" / validation.ids[0]
-    damaged.write_text("text")
-    run.trainer.observers.append(messages)
+    splits = make_run(tmp_path / "run", *overrides).data.splits
+    train, validation = splits.split("train"), splits.split("validation")
+    (tmp_path / "images" / validation.ids[0]).write_text("text")
+    # one of ten validation images
     with pytest.raises(ValueError, match=r"more than the allowed fraction of 0\.05"):
-        run.trainer.train()  # one of ten validation images
+        make_run(tmp_path / "refused", *overrides)
+    more = ["data.max_unreadable_fraction=0.1"]
+    run, messages = make_run(tmp_path / "other", *overrides, *more), Messages()
+    assert [name for name, _ in run.data.validation.unreadable] == [validation.ids[0]]
+    run.trainer.observers.append(messages)
+    run.trainer.train()
     assert sorted(text.partition(": ")[0] for text in messages.texts if "skipped" in text) == [
         f"skipped train image {name}" for name in sorted((train.ids[DAMAGED], train.ids[TEXT]))
     ]
-    more = ["data.max_unreadable_fraction=0.1"]
-    run, messages = make_run(tmp_path / "other", *overrides, *more), Messages()
-    run.trainer.observers.append(messages)
-    run.trainer.train()
-    assert len([text for text in messages.texts if text.startswith("skipped train image ")]) == 2
-    (text,) = [text for text in messages.texts if text.startswith("skipped validation image ")]
-    assert text.startswith(f"skipped validation image {validation.ids[0]}: ")
 
 
 def test_an_evaluation_decodes_no_training_image_to_look_for_copies(

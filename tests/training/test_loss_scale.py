@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from tests.training.conftest import MakeRun, flatten, read_metrics, run_until
 from tests.training.test_train_step import build_step, draw_batch, weights
-from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.threads import BatchThreads
 from vit.training.train_step import TrainStep
 
@@ -132,31 +130,3 @@ def test_a_killed_run_is_resumed_to_the_same_bits_with_its_factor(
     metrics = read_metrics(tmp_path / "whole")
     assert metrics == read_metrics(tmp_path / "broken")
     assert 1 < read_factor(whole.trainer.train_step) < 2.0**28
-
-
-def train_on_digits(precision: str) -> float:
-    """Accuracy on the last 397 digits after 100 steps on the others."""
-    digits = load_digits()
-    images = torch.tensor(digits.images / 4 - 2, dtype=torch.float32)
-    images = images[:, None].expand(-1, 3, -1, -1)
-    labels = torch.tensor(digits.target)
-    torch.manual_seed(0)
-    model = VisionTransformer(
-        8, 2, num_classes=10, embed_dim=32, depth=2, num_heads=2, global_pool="avg"
-    )
-    step = build_step(model, optimizer="adamw", lr=1e-2, precision=precision)
-    step.lr_factor = lambda number: 1 - number / 100
-    for _ in range(100):
-        batch = torch.randint(1400, (64,))
-        step(images[batch], labels[batch])
-    with torch.inference_mode():
-        predictions = model(images[1400:]).argmax(dim=1)
-    return float((predictions == labels[1400:]).float().mean())
-
-
-@pytest.mark.extended
-def test_digits_are_learnt_as_in_float32() -> None:
-    accuracies = [train_on_digits(precision) for precision in ("float32", "float16")]
-    assert min(accuracies) > 0.45  # of 0.1 by chance
-    # a standard error of 397 images
-    assert accuracies[1] == pytest.approx(accuracies[0], abs=0.025)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import vit
-from vit.evaluation.result import load_evaluation
 from vit.training.losses import build_loss
 from vit.training.result import TrainingResult
 from vit.training.train_step import TrainStep
@@ -107,39 +106,6 @@ def test_folders_of_classes_are_not_taken_for_several_labels(tmp_path: Path) -> 
         ValueError, match="photos have one class each; list their labels in a table"
     ):
         vit.train({**CONFIG, "data": {**data, "task": "multilabel"}}, output=tmp_path / "run")
-
-
-def test_an_evaluation_and_its_files(run: Any, tmp_path: Path) -> None:
-    result = vit.evaluate(run.bundle, dataset=(PIXELS, MARKS))
-    result.save(tmp_path / "evaluation")
-    values = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
-    assert values["task"] == "multilabel"
-    assert load_evaluation(tmp_path / "evaluation" / "evaluation.json") == result.evaluation
-    assert [row["support"] for row in values["per_class"]] == MARKS.sum(axis=0).tolist()
-    rows = (tmp_path / "evaluation" / "predictions.csv").read_text().splitlines()
-    assert rows[0].endswith("probability of bird,probability of cat,probability of dog")
-    assert len(rows) == NUM_IMAGES + 1
-    written = np.array([row.split(",")[-3:] for row in rows[1:]], dtype=float)
-    assert (written == result.scores.probabilities).all()
-    page = (tmp_path / "evaluation" / "report.html").read_text()
-    assert f": {NUM_IMAGES} images" in page
-    assert ", 3 labels</h1>" in page
-    assert "cat</td>" in page
-    # the probabilities of `vit.predict` are those of the evaluation
-    predicted = vit.predict(run.bundle, list(PIXELS[:4])).predictions
-    for index, prediction in enumerate(predicted):
-        by_name = {name: probability for _, name, probability in prediction.classes}
-        expected = dict(zip(NAMES, written[index], strict=True))
-        assert by_name == pytest.approx(expected, abs=1e-6)
-        assert set(prediction.labels or ()) == {name for name in NAMES if expected[name] >= 0.5}
-    assert 0 < run.bundle.metadata["conformal"]["num_images"] <= 5
-    for prediction in predicted:
-        # the thresholds decide
-        assert prediction.prediction_set is None
-        assert prediction.note in ("", "unusual")
-        assert prediction.p_value is not None
-    with pytest.raises(ValueError, match="are not several an image: pass rows of 0 and 1, or"):
-        vit.evaluate(run.bundle, dataset=(PIXELS, [NAMES[i % 3] for i in range(NUM_IMAGES)]))
 
 
 def test_a_stopped_run_ends_with_the_same_bytes(run: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from PIL import Image
@@ -15,7 +14,6 @@ from scipy.special import softmax
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
-from transformers import AutoModelForImageClassification
 
 import vit
 from tests.conftest import BuildOnce, Launcher, SaveModel
@@ -140,40 +138,6 @@ def test_the_model_file_gives_scikit_learns_probabilities(
     assert np.abs(softmax(logits, axis=1) - again).max() < 1e-5
     # of three classes, with features that were never trained
     assert (logits.argmax(axis=1) == reference.test.labels).mean() > 0.7
-
-
-def test_the_hugging_face_folder_gives_scikit_learns_probabilities(
-    reference: Reference, probe_alone: Path, cli: Launcher, tmp_path: Path
-) -> None:
-    cli.succeed("export", probe_alone, "--format", "huggingface", "-o", tmp_path / "export")
-    exported = AutoModelForImageClassification.from_pretrained(
-        tmp_path / "export", trust_remote_code=True
-    )
-    bundle = load_bundle(probe_alone)
-    model = bundle.model.double()
-    pixels = torch.from_numpy(np.array(reference.test.pixels))
-    # its kernels round float32 another way
-    inputs = bundle.preprocess.normalize(pixels).double()
-    with torch.inference_mode():
-        pooled = model.pool(model.forward_features(inputs), model.global_pool).numpy()
-        logits = exported.double()(pixel_values=inputs).logits.numpy()
-    # its logits are those of `vit predict`, which are divided by the temperature
-    logits = logits * bundle.temperature
-    expected = reference.classifier.predict_proba(pooled)
-    assert np.abs(softmax(logits, axis=1) - expected).max() < 1e-6
-
-
-@pytest.mark.extended
-def test_the_onnx_file_gives_scikit_learns_probabilities(
-    reference: Reference, probe_alone: Path, cli: Launcher, tmp_path: Path
-) -> None:
-    cli.succeed("export", probe_alone, "--format", "onnx", "-o", tmp_path / "export")
-    session = onnxruntime.InferenceSession(tmp_path / "export" / "model.onnx")
-    pixels = np.array(reference.test.pixels)
-    (probabilities,) = session.run(["probabilities"], {"images": pixels})
-    expected = reference.classifier.predict_proba(reference.features)
-    # float32 rounds the features of two programs apart
-    assert np.abs(probabilities - expected).max() < 1e-5
 
 
 def test_the_probe_is_a_model_like_any_other(
@@ -366,8 +330,7 @@ def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
     cli.succeed("evaluate", run, "-o", tmp_path / "evaluation")
     evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert evaluation["split"] == "cross-validation"
-    num_right = round(537 * evaluation["metrics"]["top1"])
-    assert f"4-fold cross-validation of 537 images: {num_right} correct" in text
+    assert "4-fold cross-validation of 537 images: top-1" in text
     # no image is left that it hasn't seen
     failure = cli.run("evaluate", run, "--split", "test", "-o", tmp_path / "test")
     assert "the test split is empty" in failure.err

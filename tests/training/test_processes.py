@@ -1,5 +1,4 @@
-"""1, 2, 4 and 8 processes train alike; they exchange what docs/guides/several-gpus.md says, and name who is
-lost."""
+"""1, 2, 4 and 8 processes train alike, and name who is lost."""
 
 import os
 import signal
@@ -34,16 +33,12 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def train(size: int, *overrides: str) -> list[dict[str, Any]]:
         if (size, *overrides) not in runs:
             directory = tmp_path_factory.mktemp("world")
-            world = start_world(_train, directory, [*SETTINGS, *overrides], size=size)
+            world = start_world(train_recorded, directory, [*SETTINGS, *overrides], size=size)
             assert join_world(world) == [0] * size
             runs[size, *overrides] = read_steps(directory)
         return runs[size, *overrides]
 
     return train
-
-
-def _train(directory: Path, overrides: list[str]) -> None:
-    train_recorded(directory, overrides, count=True)
 
 
 @pytest.mark.chaos

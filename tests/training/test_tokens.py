@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.conftest import SaveModel
 from tests.training.conftest import flatten, read_metrics, run_until
@@ -89,20 +88,6 @@ def test_they_train_as_the_images_do(make_run: MakeRun, tmp_path: Path) -> None:
     assert losses[0][-1] < losses[0][0]
 
 
-def test_bfloat16_tokens_train_nearly_as_the_images_do(make_run: MakeRun, tmp_path: Path) -> None:
-    overrides = ["train.precision=bfloat16"]
-    runs = [
-        make_run(tmp_path / name, f"data.pipeline={name}", *overrides)
-        for name in ("resident", "tokens")
-    ]
-    loader = runs[1].trainer.train_batches
-    assert isinstance(loader, TokenLoader)
-    # of each image 16 patches and the class token
-    assert (loader.tokens.dtype, loader.tokens.shape[1:]) == (torch.bfloat16, (1, 17, 32))
-    losses = [read_losses(run) for run in runs]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
-
-
 def test_no_step_passes_the_frozen_blocks(make_run: MakeRun, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "data.validation_fraction=0")
     assert run.config.data.pipeline == "tokens"
@@ -154,36 +139,6 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_the_cache_has_them_and_a_damaged_file_is_computed_again(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VIT_CACHE", str(tmp_path / "cache"))
-    tokens = make_run(tmp_path / "first").trainer.train_batches.tokens  # type: ignore[attr-defined]
-    (path,) = (tmp_path / "cache").glob("*-tokens-*.npz")
-
-    passes: list[int] = []
-    forward = VisionTransformer.forward_frozen
-
-    def count(model: VisionTransformer, images: Tensor) -> Tensor:
-        passes.append(len(images))
-        return forward(model, images)
-
-    monkeypatch.setattr(VisionTransformer, "forward_frozen", count)
-    again = make_run(tmp_path / "again").trainer.train_batches.tokens  # type: ignore[attr-defined]
-    assert passes == []
-    assert torch.equal(tokens, again)
-    # the trained blocks' weights are not theirs, those of the frozen ones are
-    make_run(tmp_path / "other", "train.seed=1")
-    assert passes == []
-    damaged = bytearray(path.read_bytes())
-    damaged[len(damaged) // 2] ^= 0x80
-    path.write_bytes(damaged)
-    with pytest.warns(UserWarning, match="is damaged; it is made again"):
-        third = make_run(tmp_path / "third").trainer.train_batches.tokens  # type: ignore[attr-defined]
-    assert sum(passes) == len(tokens)
-    assert torch.equal(tokens, third)
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -231,7 +186,7 @@ def test_a_run_of_tokens_is_told_and_its_model_is_whole(make_run: MakeRun, tmp_p
     run.trainer.train()
     model = load_bundle(tmp_path / "run").model
     best = max(line["val_top1"] for line in read_metrics(tmp_path / "run"))
-    dataset = run.data.decoded_validation
+    dataset = run.data.validation
     inputs = run.data.preprocess.normalize(torch.from_numpy(np.array(dataset.pixels)))
     with torch.inference_mode():
         predicted = model.eval()(inputs).argmax(dim=1).numpy()

@@ -57,18 +57,15 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         progress: Fields of `vit.training.plan.Progress`.
-        validator: State of the validator; None without validation images.
     """
 
     progress: dict[str, Any]
     state: StepState
     identity: IdentityRecord
-    validator: dict[str, Any] | None = None
 
     def serialize(self) -> memoryview:
         """Return the content of the file."""
-        items = self._asdict().items()
-        return serialize_state({name: value for name, value in items if value is not None})
+        return serialize_state(self._asdict())
 
 
 def serialize_state(state: dict[str, Any]) -> memoryview:
@@ -91,8 +88,8 @@ def read_averaged_weights(path: Path) -> tuple[dict[str, Tensor], str]:
     if not _is_intact(path):
         raise ValueError(f"{path} is damaged: its name says another checksum; use an earlier one")
     try:
-        checkpoint = Checkpoint(**read_tensors(path))
-        return checkpoint.state["average"], checkpoint.identity["run_id"]
+        values = read_tensors(path)
+        return values["state"]["average"], values["identity"]["run_id"]
     except (LookupError, TypeError) as error:
         raise ValueError(f"{path} is not a checkpoint of vit") from error
 
@@ -194,7 +191,7 @@ class CheckpointStore:
             # A damaged one is passed over, as `load_latest` does.
             with _pass_over_damage():
                 if _is_intact(path):
-                    record = Checkpoint(**read_tensors(path, only_map=True)).identity
+                    record = read_tensors(path, only_map=True)["identity"]
                     owners.setdefault(str(record["run_id"]), path.name)
         if len(owners) > 1:
             (first, first_name), (second, second_name) = list(owners.items())[:2]

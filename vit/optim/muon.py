@@ -8,11 +8,9 @@ torch.optim.Muon (2.15) takes two-dimensional parameters only, orthogonalises pa
 and values as one matrix, and has no float32 products and no `found_inf`.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -69,28 +67,25 @@ def _iterate(work: Tensor) -> Tensor:
     return work
 
 
-@dataclass
-class _Stack:
-    """Parameters whose matrices all have one shape."""
+class _Stack(NamedTuple):
+    """Parameters of some groups whose matrices all have one shape.
+
+    Attributes:
+        members: Each parameter with its group.
+    """
 
     rows: int
     columns: int
-    # number of a group → parameters of this shape in it
-    members: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    members: list[tuple[Tensor, dict[str, Any]]]
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        return list(chain.from_iterable(self.members.values()))
-
-    def join(self, tensors: list[Tensor]) -> Float[Tensor, "M R C"]:
+    def join(self, tensors: Iterable[Tensor]) -> Float[Tensor, "M R C"]:
         """Stack tensors, one for each parameter, as matrices."""
         return torch.cat([tensor.reshape(-1, self.rows, self.columns) for tensor in tensors])
 
     def split(self, matrices: Float[Tensor, "M R C"]) -> list[Tensor]:
         """Undo `join`."""
-        parameters = self.parameters
-        counts = [parameter.shape[0] // self.rows for parameter in parameters]
-        parts = torch.split(matrices, counts)
+        parameters = [parameter for parameter, _ in self.members]
+        parts = matrices.split([parameter.shape[0] // self.rows for parameter in parameters])
         return [part.reshape(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
 
@@ -147,17 +142,22 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._dtype = dtype
-        # shape of matrices → their momentum, and its part for each parameter
-        self._momenta: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
+        stacks: dict[tuple[int, int], _Stack] = {}
         for group in self.param_groups:
             if not group["num_matrices"]:
                 self._step_adamw(group)
-
-        for stack in self._stack_matrices():
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rows = parameter.shape[0] // group["num_matrices"]
+                    shape = (rows, parameter[0].numel())
+                    stack = stacks.setdefault(shape, _Stack(*shape, []))
+                    stack.members.append((parameter, group))
+        for stack in stacks.values():
             directions = self._orthogonalize(self._update_momentum(stack))
             directions *= max(1.0, stack.rows / stack.columns) ** 0.5
             self._move(stack, directions)
@@ -192,64 +192,39 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _stack_matrices(self) -> list[_Stack]:
-        """Group Muon's parameters with a gradient by the shape of their matrices."""
-        stacks: dict[tuple[int, int], _Stack] = {}
-        for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                if group["num_matrices"] and parameter.grad is not None:
-                    rows = parameter.shape[0] // group["num_matrices"]
-                    shape = (rows, parameter[0].numel())
-                    stack = stacks.setdefault(shape, _Stack(*shape))
-                    stack.members[number].append(parameter)
-        return list(stacks.values())
-
     def _update_momentum(self, stack: _Stack) -> Float[Tensor, "M R C"]:
         """Update the momentum and return Nesterov's updates.
 
         The factor 1 − μ is left out, because the iteration normalises them.
         """
-        momentum = self._stack_momentum(stack)
-        gradient = stack.join([p.grad for p in stack.parameters if p.grad is not None])
+        buffers = []
+        for parameter, _ in stack.members:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers.append(self.state[parameter]["momentum_buffer"])
+        momentum = stack.join(buffers)
+        gradient = stack.join(p.grad for p, _ in stack.members if p.grad is not None)
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
         if self.found_inf is not None:
             # The momentum then stays, and the rate of `_move` is 0.
             gradient = torch.where(self.found_inf > 0, momentum, gradient)
         momentum.lerp_(gradient, 1 - MOMENTUM)
+        torch._foreach_copy_(buffers, stack.split(momentum))
         return gradient.lerp(momentum, MOMENTUM)
-
-    def _stack_momentum(self, stack: _Stack) -> Float[Tensor, "M R C"]:
-        """Return the momentum of all matrices of one shape. The state of each parameter is a view of
-        its part, so that nothing is joined or split in a step, and a checkpoint has a buffer for each
-        parameter."""
-        parameters = stack.parameters
-        buffers = [self.state[parameter].get("momentum_buffer") for parameter in parameters]
-        shape = (stack.rows, stack.columns)
-        momentum, views = self._momenta.get(shape, (None, []))
-        if momentum is not None and [*map(id, buffers)] == [*map(id, views)]:
-            return momentum
-        # The state is new or was loaded, or other parameters have a gradient.
-        momentum = stack.join(
-            [
-                torch.zeros_like(parameter) if buffer is None else buffer
-                for parameter, buffer in zip(parameters, buffers, strict=True)
-            ]
-        )
-        views = stack.split(momentum)
-        for parameter, view in zip(parameters, views, strict=True):
-            self.state[parameter]["momentum_buffer"] = view
-        self._momenta[shape] = momentum, views
-        return momentum
 
     def _move(self, stack: _Stack, directions: Float[Tensor, "M R C"]) -> None:
         """Set weights ← weights − rate · (directions + decay · weights)."""
-        changes = iter(stack.split(directions))
-        for number, parameters in stack.members.items():
-            group = self.param_groups[number]
+        changes = stack.split(directions)
+        places: dict[int, list[int]] = {}
+        for place, (_, group) in enumerate(stack.members):
+            places.setdefault(id(group), []).append(place)
+        for members in places.values():
+            parameters = [stack.members[place][0] for place in members]
+            group = stack.members[members[0]][1]
             # A few operations for all parameters: a loop would start three kernels for each.
             group_changes = torch._foreach_add(
-                [next(changes) for _ in parameters], parameters, alpha=group["weight_decay"]
+                [changes[place] for place in members], parameters, alpha=group["weight_decay"]
             )
             rate = group["lr"]
             if self.found_inf is not None:

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.config import Config, flatten_config, load_config, read_sections
-from vit.data.preprocess import Preprocess
+from vit.config import Config, load_config, read_sections
 from vit.data.sources.registry import find_kind
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import are_grey, survey_images
-from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
-from vit.training.model import load_initial_model, resize_model
 from vit.training.probe import is_probe_alone
 from vit.training.recipe import find_recipe
 
@@ -97,7 +94,6 @@ class _Rule(NamedTuple):
         reason: Reason of the image size; it may name attributes of the task.
         max_side: Pixels that larger images are scaled down to.
         changes: Keys of the recipe to override, with their new values.
-        hint: Advice for the user.
     """
 
     recipe: str
@@ -105,16 +101,11 @@ class _Rule(NamedTuple):
     reason: str = "the images' own size"
     max_side: int = _MAX_SMALL_SIDE
     changes: Mapping[str, Any] = {}
-    hint: str = ""
 
 
 # The first rule is taken whose condition holds.
 _RULES = (
-    _Rule(
-        "folder/finetune",
-        lambda task: task.starts_from_weights,
-        "the size of the images that its weights were trained on",
-    ),
+    _Rule("folder/finetune", lambda task: task.starts_from_weights, "that of the weights"),
     _Rule("digits", lambda task: task.side <= 16),
     _Rule("cifar10/speedrun", lambda task: task.is_small and task.device == "cuda"),
     # Images without colours are often drawn, scanned or centred: crops cost accuracy in few epochs.
@@ -143,7 +134,6 @@ _RULES = (
         "{num_images:,} images are too few, or {minutes:g} minutes too short, for more of {side} px",
         max_side=64,
         changes={"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1},
-        hint=_PRETRAINED_HINT,
     ),
 )
 
@@ -154,15 +144,11 @@ class Choice(NamedTuple):
     Attributes:
         reasons: Values that were chosen, with their reasons, by name.
         splits: The images, opened.
-        model: Model with the pretrained weights; None without any.
-        pretrained: Preprocessing that these weights were trained with.
     """
 
     config: Config
     reasons: dict[str, str]
     splits: DatasetSplits
-    model: VisionTransformer | None
-    pretrained: Preprocess | None
 
 
 def choose_config(
@@ -179,17 +165,17 @@ def choose_config(
     Raises:
         ValueError: The images can't be opened, or the overrides don't fit.
     """
-    if minutes is not None and not minutes > 0:
-        raise ValueError(f"minutes {minutes} must be more than 0")
     user = _read_overrides(overrides)
-    source = _find_source(data)
+    kind = find_kind(data)
+    source: dict[str, Any] = {"name": kind}
+    # A user's photos often are bursts, or were saved twice.
+    if kind == "folder":
+        source["group_duplicates"] = True
+    if kind != str(data):
+        source["root"] = str(data)
     # Listing needs no image size: 32 only fills the place of the size that is chosen later.
     splits = build_dataset(load_config({"data": source | user["data"] | {"image_size": 32}}))
     images = splits.split("train")
-    model = pretrained = None
-    if user["model"].get("init"):
-        recipe = load_config(find_recipe("folder/finetune"), overrides)
-        model, pretrained = load_initial_model(recipe, num_classes=len(images.class_names))
 
     device = choose_device(find_device(overrides)).type
     side = round(survey_images(images, count=_SAMPLE).shorter_side)
@@ -199,29 +185,33 @@ def choose_config(
         is_grey=side <= _MAX_SMALL_SIDE and are_grey(images, count=_SAMPLE),
         device=device,
         minutes=minutes or DEFAULT_MINUTES[device],
-        starts_from_weights=model is not None,
+        starts_from_weights=bool(user["model"].get("init")),
     )
     rule = next(rule for rule in _RULES if rule.condition(task))
-    sections = _read_recipe(rule, task)
+    sections: Sections = read_sections(find_recipe(rule.recipe))
+    # The fraction is for the recipe's own data set.
+    sections["data"].pop("validation_fraction", None)
     sections["data"] |= source
-    if model is None:
+    sections["train"]["class_balance"] = "auto"
+    for key, value in rule.changes.items():
+        section, _, name = key.partition(".")
+        # imagenette/cpu has as many images of its own
+        if key != "model.drop_path_rate" or task.num_images < 2 * _ENOUGH_PHOTOS:
+            sections[section][name] = value
+    if task.starts_from_weights:
+        num_validation = 0
+        if user["data"].get("validation_fraction") != 0:
+            num_validation = len(splits.split("validation"))
+        length = _fit_weights(sections, task, user, num_validation=num_validation)
+    else:
         _fit_images(sections, task, user, max_side=rule.max_side)
         length = f"as many as {task.num_images:,} images bear"
-    else:
-        validation = 0
-        if user["data"].get("validation_fraction") != 0:
-            validation = len(splits.split("validation"))
-        length = _fit_weights(sections, task, user, model, num_validation=validation)
     # What the user says about the length holds.
-    train = sections["train"]
     if not user["train"].keys() & {"epochs", "max_steps"}:
-        train["max_minutes"] = task.minutes
+        sections["train"]["max_minutes"] = task.minutes
         length += f", at most {task.minutes:g} minutes (--minutes) on this {device.upper()}"
-
     config = load_config(sections, overrides)
-    if model is not None:
-        resize_model(config, model)
-    return Choice(config, _explain(config, task, rule, user, length), splits, model, pretrained)
+    return Choice(config, _explain(config, task, rule, user, length), splits)
 
 
 def find_device(overrides: Sequence[str]) -> str:
@@ -235,31 +225,6 @@ def _read_overrides(overrides: Sequence[str]) -> Sections:
     sections = read_sections(None, overrides)
     known = {name: keys for name, keys in sections.items() if isinstance(keys, dict)}
     return {name: known.get(name, {}) for name in (*Config.model_fields, *known)}
-
-
-def _find_source(data: str | Path) -> dict[str, Any]:
-    """Return the keys of the section `data` that name the images."""
-    kind = find_kind(data)
-    source: dict[str, Any] = {"name": kind}
-    # A user's photos often are bursts, or were saved twice.
-    if kind == "folder":
-        source["group_duplicates"] = True
-    if kind != str(data):
-        source["root"] = str(data)
-    return source
-
-
-def _read_recipe(rule: _Rule, task: _Task) -> Sections:
-    """Return the recipe of a rule, without what is only for its own data set."""
-    sections: Sections = read_sections(find_recipe(rule.recipe))
-    sections["data"].pop("validation_fraction", None)
-    sections["train"]["class_balance"] = "auto"
-    for key, value in rule.changes.items():
-        section, _, name = key.partition(".")
-        # imagenette/cpu has as many images of its own
-        if key != "model.drop_path_rate" or task.num_images < 2 * _ENOUGH_PHOTOS:
-            sections[section][name] = value
-    return sections
 
 
 def _fit_images(sections: Sections, task: _Task, user: Sections, *, max_side: int) -> None:
@@ -288,22 +253,17 @@ def _fit_patches(sections: Sections, side: int, user: Sections) -> None:
     """Set image and patch size: about as many patches as in the recipe, an image of whole
     patches."""
     data, model = sections["data"], sections["model"]
-    user_size = user["data"].get("image_size")
-    height, width = (side, side)
-    if user_size is not None:
-        height, width = as_pair(user_size, name="data.image_size")
+    given = user["data"].get("image_size")
+    height, width = as_pair(given or side, name="data.image_size")
     ideal_patch = max(model["patch_size"] * min(height, width) / data["image_size"], 2)
-    patch_size = user["model"].get("patch_size")
-    if not patch_size:
-        sizes = list(range(1, min(height, width) + 1))
-        # Patches divide both sides of an image size that is given.
-        if user_size is not None:
-            sizes = [size for size in sizes if math.gcd(height, width) % size == 0]
-        # the nearest power of two, or else the nearest size
-        patch_size = min(
-            sizes,
-            key=lambda size: (not _is_power_of_two(size), abs(math.log(size / ideal_patch))),
-        )
+    # Patches divide both sides of an image size that is given. The nearest power of two is taken,
+    # or else the nearest size.
+    sizes = range(1, min(height, width) + 1)
+    fitting = [size for size in sizes if not given or math.gcd(height, width) % size == 0]
+    patch_size = user["model"].get("patch_size") or min(
+        fitting,
+        key=lambda size: (not _is_power_of_two(size), abs(math.log(size / ideal_patch))),
+    )
     patch_height, patch_width = as_pair(patch_size, name="model.patch_size")
     height = max(round(height / patch_height), 1) * patch_height
     width = max(round(width / patch_width), 1) * patch_width
@@ -318,20 +278,12 @@ def _is_power_of_two(size: int) -> bool:
     return size > 1 and size & (size - 1) == 0
 
 
-def _fit_weights(
-    sections: Sections,
-    task: _Task,
-    user: Sections,
-    model: VisionTransformer,
-    *,
-    num_validation: int,
-) -> str:
+def _fit_weights(sections: Sections, task: _Task, user: Sections, *, num_validation: int) -> str:
     """Fit batch and length of the recipe to images on which pretrained weights are trained further.
     Returns the reason of the length."""
     data, train = sections["data"], sections["train"]
-    height, width = model.patch_embed.img_size
-    data["image_size"] = height if height == width else [height, width]
-    # The weights have a crop of their own.
+    # The weights have a size and a crop of their own.
+    data["image_size"] = None
     del data["crop_pct"]
     # about ten steps an epoch, also with few images
     near_a_tenth = 2 ** round(math.log2(max(task.num_images, 1) / 10))
@@ -359,28 +311,25 @@ def _explain(
     config: Config, task: _Task, rule: _Rule, user: Sections, length: str
 ) -> dict[str, str]:
     """Return the values that were chosen, with their reasons, by name."""
-    size_keys = ["data.image_size"]
-    batch = "about ten steps an epoch"
-    if not task.starts_from_weights:
-        size_keys.append("model.patch_size")
-        batch = f"near √(2 × {task.num_images:,} images)"
+    sizes = f"image_size={config.data.image_size}, patch_size={config.model.patch_size}"
+    batch = f"near √(2 × {task.num_images:,} images)"
+    if task.starts_from_weights:
+        sizes = f"image_size={config.data.image_size or 'auto'}"
+        batch = "about ten steps an epoch"
     size = rule.reason.format(side=task.side, num_images=task.num_images, minutes=task.minutes)
-    chosen = {"image size": (size_keys, size)}
-    # No step follows the probe.
-    if not is_probe_alone(config):
-        chosen["length"] = (["train.epochs"], length)
-        chosen["batch"] = (["train.batch_size"], batch)
     reasons = {
-        "recipe": f"{rule.recipe}; set augment.flip=none where left and right matter, as in letters"
+        "recipe": f"{rule.recipe}; set augment.flip=none where left and right matter, as in letters",
+        "image size": f"{sizes} ({'given' if 'image_size' in user['data'] else size})",
+        "length": length,
     }
-    values = flatten_config(config)
-    given = {f"{section}.{key}" for section, keys in user.items() for key in keys}
-    for name, (keys, reason) in chosen.items():
-        text = ", ".join(f"{key.partition('.')[2]}={values[key]}" for key in keys)
-        # "given" only if the user set all of them
-        reasons[name] = f"{text} ({'given' if given.issuperset(keys) else reason})"
-    if is_probe_alone(config):
-        reasons["length"] = length
-    if rule.hint and task.num_images < _ENOUGH_PHOTOS:
-        reasons["pretrained weights"] = f"none; {rule.hint}"
+    # No step follows a probe alone.
+    if not is_probe_alone(config):
+        reasons["length"] = f"epochs={config.train.epochs} ({length})"
+        reasons["batch"] = f"batch_size={config.train.batch_size} ({batch})"
+        if "epochs" in user["train"]:
+            reasons["length"] = f"epochs={config.train.epochs} (given)"
+        if "batch_size" in user["train"]:
+            del reasons["batch"]
+    if rule.recipe == "folder/small" and task.num_images < _ENOUGH_PHOTOS:
+        reasons["pretrained weights"] = f"none; {_PRETRAINED_HINT}"
     return reasons

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,6 @@ def train(
         listed.append(config)
         config = None
     overrides = [*listed, *(overrides or [])]
-    _check(start, config, overrides, output=output)
 
     # torch, which takes seconds to import
     from vit.runtime.processes import ProcessLostError
@@ -100,39 +98,12 @@ def train(
             average = format_percent(result.best_map, result.num_validation)
             message += f": mean average precision {average} on {result.num_validation:,} images"
         echo(f"{message}; model: {result.model_path}", err=True)
-        if result.best_top1 is not None and result.best_top1 <= (result.guess_top1 or 0):
-            advice = "; train longer, or look at the labels (vit audit)"
-            if not result.starts_from_weights:
-                advice += ", or start from pretrained weights (--model timm:NAME)"
-            echo(f"warning: that is no better than guessing{advice}", err=True, color="yellow")
         echo(f"next: vit evaluate {output}; vit explain {output}", err=True)
 
 
 def _names_weights(model: str) -> bool:
     """Tell if --model names weights. Otherwise it is a preset."""
     return ":" in model or model in list_pretrained() or Path(model).exists()
-
-
-def _check(
-    start: partial[Any], config: str | None, overrides: Sequence[str], *, output: Path
-) -> None:
-    """Raise the error that the arguments would raise later, after torch is imported."""
-    # numpy and pydantic, which `vit --help` does without
-    from vit.data.dataset import LabelRule
-    from vit.data.open import check_place
-    from vit.training.resolve import resolve_arguments
-
-    values = start.keywords
-    names = ("init", "minutes", "group_by", "folds", "resume", "overwrite")
-    options = {name: values[name] for name in names}
-    labels = LabelRule(*(values.get(name) for name in LabelRule._fields))
-    _, all_overrides, resolved = resolve_arguments(
-        config, output=output, overrides=overrides, labels=labels, **options
-    )
-    if config is not None and resolved is None:
-        # A key of `data` may say how the images are found.
-        says_how = any(override.startswith("data.") for override in all_overrides)
-        check_place(config, with_classes=not says_how)
 
 
 COMMAND = Command(

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from vit.config import Config
 from vit.data.dataset import printable
+from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.out_of_fold import OutOfFold
-from vit.prediction.features import Features, compute_features
+from vit.prediction.features import Features
 from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.numbers import format_percent
 from vit.training.folds import (
@@ -24,7 +25,6 @@ from vit.training.linear_probe import fit_probe
 from vit.training.probe import is_probe_alone
 from vit.training.resolve import FOLDS_OVERRIDES
 from vit.training.run import Run
-from vit.training.validation import build_predictor
 
 
 def check_folds(config: Config) -> None:
@@ -37,23 +37,20 @@ def check_folds(config: Config) -> None:
 
 
 def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> str:
-    """Cross-validate the probe of a run on its training images, whose features are in the cache, and
-    write the predictions into its directory. All processes call it.
+    """Cross-validate the probe of a run on its training images, and write the predictions into its
+    directory. All processes call it.
 
     Returns:
         The result in a sentence.
     """
-    assert run.uncut_model is not None, "there is one where nothing follows the probe"
     images = run.data.decode(run.data.train)
-    predictor = build_predictor(run.data, run.uncut_model, device=run.trainer.train_step.device)
-    features = compute_features(predictor, images, cache_dir=run.data.splits.cache_dir)
+    features = run.compute_probe_features()
     process = run.trainer.process
     said = ""
     if process.is_main:
-        labels = images.labels
         folds, logits = predict_by_other_folds(
             features,
-            labels,
+            images.labels,
             num_classes=len(images.class_names),
             groups=images.groups,
             num_folds=num_folds,
@@ -66,11 +63,15 @@ def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> str:
             folds=folds[measured],
             logits=logits[measured],
         ).save(directory)
-        always_trained = [images.class_names[label] for label in list_always_trained(folds, labels)]
+        metrics = compute_metrics(score_logits(logits[measured], images.labels[measured]))
+        measure = "mAP" if images.is_multilabel else "top-1"
+        value = metrics["map" if images.is_multilabel else "top1"]
+        always_trained = list_always_trained(folds, images.labels)
+        names = [images.class_names[label] for label in always_trained]
         said = (
             f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images:"
-            f" {_describe_accuracy(logits[measured], labels[measured])}"
-            f"{describe_always_trained(always_trained)}; vit evaluate {directory} reports on them"
+            f" {measure} {format_percent(value, len(measured))}{describe_always_trained(names)};"
+            f" vit evaluate {directory} reports on them"
         )
     return process.broadcast(said)
 
@@ -129,17 +130,3 @@ def predict_by_other_folds(
         )
         logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
     return folds, logits
-
-
-def _describe_accuracy(logits: Float32s, labels: NDArray[Any]) -> str:
-    """Return the accuracy in words; the mean average precision where images have several labels."""
-    # scikit-learn takes a second to import
-    from sklearn.metrics import average_precision_score
-
-    count = len(labels)
-    if labels.ndim == 1:
-        num_correct = int((logits.argmax(axis=1) == labels).sum())
-        return f"{num_correct:,} correct ({format_percent(num_correct / count, count)})"
-    has_both = labels.any(axis=0) & ~labels.all(axis=0)
-    mean = float(average_precision_score(labels[:, has_both], logits[:, has_both]))
-    return f"mean average precision {format_percent(mean, count)}"

@@ -1,9 +1,9 @@
 """Config → the images of a run: its splits, their normalisation, and the loader of batches."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, LabelRule, choose_evenly
 from vit.data.gather import choose_stored, has_room
-from vit.data.loader import BatchOrder, Pipeline, TokenLoader, TrainLoader, choose_pipeline
+from vit.data.loader import BatchOrder, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
@@ -44,11 +44,11 @@ class TrainingData:
     """The images of a run, and what was decided about them.
 
     Attributes:
-        config: Configuration of the run, as it was given.
-        train, validation: Images; not decoded in the pipelines "cached" and "workers".
+        config: Configuration of the run, with the pipeline that was chosen.
+        train: Training images; not decoded in the pipelines "cached" and "workers".
+        validation: Validation images with their pixels; None without any.
         stored: Training images of the pipeline "cached", with their pixels; None in another.
         decode: Returns images of the run with their pixels; decoded images as they are.
-        pipeline: Chosen pipeline, where `config.data.pipeline` may say "auto".
     """
 
     config: Config
@@ -57,35 +57,10 @@ class TrainingData:
     validation: ImageDataset | None
     preprocess: Preprocess
     decode: Callable[[ImageDataset], ImageDataset]
-    pipeline: Pipeline
     pipeline_reason: str
+    class_balance: ClassBalance
+    class_balance_reason: str
     stored: ImageDataset | None = None
-
-    @property
-    def class_balance(self) -> ClassBalance:
-        """How the classes are balanced. Raises ValueError for a way that doesn't fit the labels."""
-        return self._balance[0]
-
-    @property
-    def class_balance_reason(self) -> str:
-        """Why they are, in words."""
-        return self._balance[1]
-
-    @cached_property
-    def _balance(self) -> tuple[ClassBalance, str]:
-        return choose_class_balance(self.train.labels, wanted=self.config.train.class_balance)
-
-    @cached_property
-    def listing(self) -> str | None:
-        """Fingerprint of the list of all images, by which the table of a model file that names images
-        outside its folder is known; None for other data."""
-        return self.splits.split("all").fingerprint if self.config.data.allow_outside else None
-
-    @cached_property
-    def decoded_validation(self) -> ImageDataset:
-        """The validation images with their pixels, decoded when they are first needed."""
-        assert self.validation is not None
-        return self.decode(self.validation)
 
 
 def build_dataset(
@@ -167,13 +142,13 @@ def build_data(
         ValueError: Images can't be read.
     """
     data = config.data
-    preprocess = pretrained or Preprocess(data.size)
     train = splits.split("train")
     if data.task == "multilabel" and not train.is_multilabel:
         raise ValueError(
-            f"data.task=multilabel, and the images of {splits.title or splits.name} have one class each;"
-            " list their labels in a table (docs/guides/data.md), or leave it out"
+            f"data.task=multilabel, and the images of {splits.title or splits.name} have one class"
+            " each; list their labels in a table (docs/guides/data.md), or leave it out"
         )
+    preprocess = pretrained or Preprocess(data.size)
     preprocess = replace(
         preprocess,
         image_size=data.size,
@@ -188,30 +163,30 @@ def build_data(
     if not is_measured and preprocess.resize_mode == "pad":
         # The border has the mean colour of what it surrounds.
         whole = replace(preprocess, resize_mode="stretch")
-        sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
-        preprocess = _normalize(config, preprocess, map(whole.to_uint8, sample))
+        sample = map(whole.to_uint8, _read_sample(train))
+        preprocess = _normalize(config, preprocess, sample)
         is_measured = True
-
-    validation = None
-    if config.data.validation_fraction > 0:
-        validation = splits.split("validation")
+    validation = splits.split("validation") if data.validation_fraction > 0 else None
 
     stored_as = choose_stored(preprocess, _build_crop(config))
     stored_bytes = len(train) * math.prod(stored_as.resize_size) * 3
+    decode_as = partial(
+        decode_dataset,
+        cache_dir=splits.cache_dir,
+        workers=data.workers,
+        max_unreadable_fraction=data.max_unreadable_fraction,
+    )
+    decode = partial(decode_as, size=preprocess.resize_size, preprocess=preprocess)
 
     # A resumed run names the pipeline, so that the memory that is free now doesn't change it.
-    pipeline: Pipeline
-    if config.data.pipeline != "auto":
-        pipeline = config.data.pipeline
-        reason = "data.pipeline says so"
-    elif has_transform:
-        pipeline = "workers"
-        reason = "the transform gets images in full size"
-    elif train.reader.is_remote:
-        pipeline = "workers"
-        reason = "images in object storage are read as training goes"
-    else:
-        num_images = len(train) + (len(validation) if validation is not None else 0)
+    pipeline = data.pipeline
+    reason = "data.pipeline says so"
+    if pipeline == "auto" and has_transform:
+        pipeline, reason = "workers", "the transform gets images in full size"
+    elif pipeline == "auto" and train.reader.is_remote:
+        pipeline, reason = "workers", "images in object storage are read as training goes"
+    elif pipeline == "auto":
+        num_images = len(train) + len(validation or ())
         num_bytes = num_images * math.prod(preprocess.resize_size) * 3
         choice = choose_pipeline(num_bytes, device=device)
         is_gpu = device.type != "cpu"
@@ -220,24 +195,6 @@ def build_data(
         # The main process decides for all; the free memory of their devices differs.
         pipeline, reason = current_process().broadcast(choice)
 
-    decode_as = partial(
-        decode_dataset,
-        cache_dir=splits.cache_dir,
-        workers=config.data.workers,
-        max_unreadable_fraction=config.data.max_unreadable_fraction,
-    )
-    decode = partial(decode_as, size=preprocess.resize_size, preprocess=preprocess)
-    listed = TrainingData(
-        config=config,
-        splits=splits,
-        train=train,
-        validation=validation,
-        preprocess=preprocess,
-        decode=decode,
-        pipeline=pipeline,
-        pipeline_reason=reason,
-    )
-    # Otherwise training images are decoded while training, and validation images when needed.
     stored = None
     if pipeline == "cached":
         stored = decode_as(train, size=stored_as.resize_size, preprocess=stored_as)
@@ -247,23 +204,34 @@ def build_data(
         reason = f"{stored_bytes / 1e9:,.1f} GB of {place}; {reason}"
     elif pipeline != "workers":
         train = decode(train)
-        validation = decode(validation) if validation is not None else None
+    if validation is not None:
+        validation = decode(validation)
 
     if not is_measured and train.pixels is not None:
         step = max(1, len(train) // _MEASURED_IMAGES)
         preprocess = _normalize(config, preprocess, train.pixels[::step])
     elif not is_measured:
-        sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
-        preprocess = _normalize(config, preprocess, map(preprocess.to_uint8, sample))
-
-    return replace(
-        listed,
+        sample = map(preprocess.to_uint8, _read_sample(train))
+        preprocess = _normalize(config, preprocess, sample)
+    class_balance, balance_reason = choose_class_balance(
+        train.labels, wanted=config.train.class_balance
+    )
+    return TrainingData(
+        config=config.with_data(pipeline=pipeline),
+        splits=splits,
         train=train,
         validation=validation,
         preprocess=preprocess,
+        decode=decode,
         pipeline_reason=reason,
+        class_balance=class_balance,
+        class_balance_reason=balance_reason,
         stored=stored,
     )
+
+
+def _read_sample(images: ImageDataset) -> Iterator[Any]:
+    return images.read_sample(choose_evenly(len(images), _SAMPLED_IMAGES))
 
 
 def _build_crop(config: Config) -> Crop:
@@ -297,13 +265,15 @@ def build_train_loader(
     """
     config = data.config
     train = data.train
-    if transform is not None and data.pipeline != "workers":
-        raise ValueError(
-            f"data.pipeline={data.pipeline} keeps no full-size images for the transform; use workers"
-        )
-    if transform is not None:  # refused now rather than in a worker
-        sample = train.read_sample(choose_evenly(len(train), _SAMPLED_IMAGES))
-        apply_transform(transform, data.preprocess.to_rgb(next(sample)), seed=0)
+    if transform is not None:
+        if config.data.pipeline != "workers":
+            raise ValueError(
+                f"data.pipeline={config.data.pipeline} keeps no full-size images for the transform;"
+                " use workers"
+            )
+        # It is refused now rather than in a worker.
+        sample = next(_read_sample(train))
+        apply_transform(transform, data.preprocess.to_rgb(sample), seed=0)
 
     # If there are fewer images than a batch, take as many as divide into pairs for each process.
     multiple = 2 * process.world_size

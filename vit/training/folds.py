@@ -105,7 +105,7 @@ def list_always_trained(
 
 
 def describe_always_trained(class_names: Sequence[str]) -> str:
-    """Return the end of a sentence about an accuracy, which names the classes that it leaves out."""
+    """Return the end of a sentence about an accuracy: the classes that it leaves out."""
     if not class_names:
         return ""
     names = shorten(", ".join(class_names))

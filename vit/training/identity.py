@@ -17,47 +17,19 @@ from vit.model.checkpoint import IdentityRecord
 from vit.runtime.arguments import shorten
 from vit.training.losses import Loss
 
-# The keys that change a number, by section; in the other sections all keys do. Everything else, such
-# as where images lie, how many processes decode them, or when a checkpoint is written, may be
-# another when a run goes on.
-_COUNTED = {
-    "data": {
-        "name",
-        "label_by",
-        "path_column",
-        "label_column",
-        "split_column",
-        "group_column",
-        "task",
-        "classes",
-        "corrections",
-        "image_size",
-        "crop_pct",
-        "resize_mode",
-        "value_range",
-        "mean",
-        "std",
-        "test_fraction",
-        "validation_fraction",
-        "split_seed",
-        "group_by",
-        "group_duplicates",
-        "pipeline",
-    },
-    "train": {
-        "epochs",
-        "max_steps",
-        "batch_size",
-        "seed",
-        "precision",
-        "label_smoothing",
-        "clip_grad",
-        "ema_decay",
-        "image_sizes",
-        "patch_drop_rates",
-        "class_balance",
-        "select_by",
-    },
+# The keys that change a number. Everything else, such as where images lie, how many processes
+# decode them, or when a checkpoint is written, may be another when a run goes on.
+_COUNTED_SECTIONS = ("augment", "model", "optimizer", "schedule")
+_COUNTED_KEYS = {
+    f"{section}.{key}"
+    for section, keys in {
+        "data": "name label_by path_column label_column split_column group_column task classes"
+        " corrections image_size crop_pct resize_mode value_range mean std test_fraction"
+        " validation_fraction split_seed group_by group_duplicates pipeline",
+        "train": "epochs max_steps batch_size seed precision label_smoothing clip_grad ema_decay"
+        " image_sizes patch_drop_rates class_balance select_by",
+    }.items()
+    for key in keys.split()
 }
 
 
@@ -168,8 +140,9 @@ class RunIdentity:
 
 def _counts(key: str) -> bool:
     """Return whether another value of a setting makes another run."""
-    section, _, name = key.partition(".")
-    return section not in _COUNTED or name in _COUNTED[section]
+    section = key.partition(".")[0]
+    passed = section.startswith("the argument")
+    return passed or section in _COUNTED_SECTIONS or key in _COUNTED_KEYS
 
 
 def _describe(function: object) -> str:

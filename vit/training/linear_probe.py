@@ -1,5 +1,5 @@
-"""A linear probe: scikit-learn's logistic regression on the features of one of a model's last blocks, as
-one linear layer. Where images have several labels, there is a regression for each label.
+"""A linear probe: scikit-learn's logistic regression on the features of one of a model's last
+blocks, as one linear layer. Where images have several labels, each label has a regression.
 
 Which block's features serve a new task best is not known beforehand: the last ones are the most
 specialised in what the weights were trained for (Yosinski et al. 2014, arXiv 1411.1792).
@@ -26,7 +26,7 @@ Balance = bool  # see `fit_probe`
 _NUM_BLOCKS = 4
 _MAX_IMAGES = 1000
 _MIN_IMAGES_A_CLASS = 10
-# Strengths, C of scikit-learn's LogisticRegression; the second one is that of the choice of a block.
+# Strengths, C of scikit-learn's LogisticRegression; a block is chosen at the second one.
 _STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0)
 _USUAL_STRENGTH = _STRENGTHS[1]
 # Bias of a class without training images, which makes its probability negligible.
@@ -51,7 +51,7 @@ class LinearProbe:
     strength: float
     weight: Float[np.ndarray, "C D"]
     bias: Float[np.ndarray, " C"]
-    top1: float | None
+    top1: float | None = None
     map: float | None = None
 
     def compute_logits(self, features: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n C"]:
@@ -112,9 +112,8 @@ def fit_probe(
             accuracy = tried[strength][1]
         values = as_array(features, readout)
         weight, bias = fit_regression(values, labels, strength, num_classes, balanced=balanced)
-    if several:
-        return LinearProbe(readout, strength, weight, bias, top1=None, map=accuracy)
-    return LinearProbe(readout, strength, weight, bias, top1=accuracy)
+    measure = "map" if several else "top1"
+    return LinearProbe(readout, strength, weight, bias, **{measure: accuracy})
 
 
 def _choose_readout(
@@ -249,20 +248,6 @@ def fit_regression(
     weight = weight / scaler.scale_
     shift = weight @ scaler.mean_
     return weight, bias - shift
-
-
-def fit_path(
-    features: FloatArray, labels: NDArray[Any], strengths: Sequence[float], *, balanced: bool
-) -> list[tuple[FloatArray, FloatArray, NDArray[np.int64]]]:
-    """Return weight, bias and classes of `fit_regression` for each strength; of classes only those
-    that have images."""
-    classes = np.arange(labels.shape[1]) if labels.ndim == 2 else np.unique(labels)
-    path = []
-    for strength in strengths:
-        num_classes = int(classes.max()) + 1
-        weight, bias = fit_regression(features, labels, strength, num_classes, balanced=balanced)
-        path.append((weight[classes], bias[classes], classes))
-    return path
 
 
 def _vary(labels: NDArray[np.bool_]) -> NDArray[np.bool_]:

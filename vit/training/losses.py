@@ -1,5 +1,5 @@
-"""The losses of a training step: functions from logits and targets to the mean loss and the number of
-images that are right."""
+"""The losses of a training step: functions from logits and targets to the mean loss and the number
+of images that are right."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,8 +34,15 @@ def build_loss(
         class_weights: Factor of an image's loss for each class; their mean over the training images
             is 1. With several labels, the factor of the loss where an image has the label.
         user_loss: Loss from Python instead.
+
+    Raises:
+        ValueError: The user's loss can't be used.
     """
+    weighs = class_weights is not None
     if user_loss is not None:
+        _check_user_loss(
+            user_loss, label_smoothing=label_smoothing, weighs_labels=multilabel and weighs
+        )
         compute: Any = partial(_compute_user_loss, user_loss, class_weights=class_weights)
     else:
         compute = partial(
@@ -111,17 +118,7 @@ def _count_right_labels(logits: Tensor, targets: Tensor) -> Tensor:
     return ((logits > 0) == (targets > 0.5)).all(dim=1).sum()
 
 
-def prepare_user_loss(
-    loss: Loss, *, device: Any, label_smoothing: float, weighs_labels: bool
-) -> None:
-    """Move a loss from Python to the device. Raise ValueError for one that can't be used.
-
-    Args:
-        loss: The loss.
-        device: Device of the training step.
-        label_smoothing: Smoothing that the configuration asks for.
-        weighs_labels: Images have several labels, and the configuration weighs them.
-    """
+def _check_user_loss(loss: Loss, *, label_smoothing: float, weighs_labels: bool) -> None:
     if label_smoothing:
         raise ValueError("loss takes the place of label smoothing; leave train.label_smoothing out")
     if weighs_labels:
@@ -129,8 +126,6 @@ def prepare_user_loss(
             "loss computes the loss of all labels of an image, which class weights can't weigh; set"
             " train.class_balance=none"
         )
-    if isinstance(loss, nn.Module):
-        loss.to(device)
-        if any(weight.requires_grad for weight in loss.parameters()):
-            name = type(loss).__name__
-            raise ValueError(f"{name} has weights of its own, which loss= doesn't train; move them")
+    if isinstance(loss, nn.Module) and any(weight.requires_grad for weight in loss.parameters()):
+        name = type(loss).__name__
+        raise ValueError(f"{name} has weights of its own, which loss= doesn't train; move them")

@@ -25,52 +25,60 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
     Raises:
         ValueError: A model, preset, image or patch size that doesn't fit.
     """
-    if config.model.init is not None:
-        model, preprocess = load_initial_model(config, num_classes=num_classes)
-        resize_model(config, model)
-        return model, preprocess
     torch.manual_seed(config.train.seed)
-    model = _build_vision_transformer(config, num_classes=num_classes)
-    set_up_training(config, model)
-    return model, None
-
-
-def load_initial_model(
-    config: Config, *, num_classes: int
-) -> tuple[VisionTransformer, Preprocess | None]:
-    """Load the model that `model.init` names, at the image size that its weights were trained
-    on."""
-    # timm takes seconds to import
-    from vit.model.timm_weights import load_pretrained
-
-    if config.model.init == FROM_PYTHON:
-        raise ValueError(
-            "the model of this run was passed from Python; pass it to vit.train(model=…) again"
-        )
-    assert config.model.init is not None
-    torch.manual_seed(config.train.seed)
-    model, values = load_pretrained(
-        config.model.init,
-        num_classes=num_classes,
-        drop_path_rate=config.model.drop_path_rate,
-        # The default isn't the user's choice.
-        num_heads=config.model.num_heads if "num_heads" in config.model.model_fields_set else None,
-    )
     preprocess = None
-    if values:
-        preprocess = Preprocess.from_dict(values)
+    if config.model.init is None:
+        model = _build_vision_transformer(config, num_classes=num_classes)
+    else:
+        model, preprocess = _load_model(config, config.model.init, num_classes=num_classes)
+    set_up_training(config, model)
     return model, preprocess
 
 
-def resize_model(config: Config, model: VisionTransformer) -> None:
-    """Give a loaded model the image and patch size of the configuration, and set up its
-    training."""
+def _load_model(
+    config: Config, init: str, *, num_classes: int
+) -> tuple[VisionTransformer, Preprocess | None]:
+    """Load the model that `model.init` names, and give it the sizes of the configuration."""
+    # timm takes seconds to import
+    from vit.model.timm_weights import load_pretrained
+
+    if init == FROM_PYTHON:
+        raise ValueError(
+            "the model of this run was passed from Python; pass it to vit.train(model=…) again"
+        )
+    given = config.model.model_fields_set  # defaults aren't the user's choice
+    model, values = load_pretrained(
+        init,
+        num_classes=num_classes,
+        drop_path_rate=config.model.drop_path_rate,
+        num_heads=config.model.num_heads if "num_heads" in given else None,
+    )
     patch_size = model.patch_embed.patch_size
-    if "patch_size" in config.model.model_fields_set:
+    if "patch_size" in given:
         patch_size = as_pair(config.model.patch_size, name="model.patch_size")
-    _check_image_sizes(config, patch_size)
-    model.set_input_size(config.data.size, patch_size)
-    set_up_training(config, model)
+    image_size = config.data.image_size or model.patch_embed.img_size
+    resolve_image_sizes(config.train.image_sizes, image_size=image_size, patch_size=patch_size)
+    model.set_input_size(image_size, patch_size)
+    return model, Preprocess.from_dict(values) if values else None
+
+
+def _build_vision_transformer(config: Config, *, num_classes: int) -> VisionTransformer:
+    preset = config.model.preset
+    # A key that the configuration doesn't set has the preset's value.
+    arguments = config.model.model_dump(
+        exclude={"init", "preset", "probe", "freeze"}, exclude_unset=preset is not None
+    )
+    if preset is not None:
+        check_choice(preset, PRESETS, name="model.preset")
+        arguments = PRESETS[preset] | arguments
+        resolve_image_sizes(
+            config.train.image_sizes,
+            image_size=config.data.size,
+            patch_size=as_pair(arguments["patch_size"], name="model.patch_size"),
+        )
+    arguments["img_size"] = config.data.size
+    arguments["num_classes"] = num_classes
+    return VisionTransformer(**arguments)
 
 
 def set_up_training(config: Config, model: VisionTransformer) -> None:
@@ -87,11 +95,12 @@ def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> N
     name = type(model).__name__
     if config.train.patch_drop_rates and not hasattr(model, "patch_drop_rate"):
         raise ValueError(f"train.patch_drop_rates is for vit's own models, and {name} is not one")
-    images = torch.zeros(2, 3, *config.data.size, device=next(model.parameters()).device)
+    device = next((weight.device for weight in model.parameters()), None)
+    images = torch.zeros(2, 3, *config.data.size, device=device)
     was_training = model.training
     try:
         with torch.no_grad():
-            output = model.eval()(images)
+            shape = describe_shape(model.eval()(images))
     except Exception as error:  # a module may raise anything for images of another size
         raise ValueError(
             f"{name} does not take images {list(images.shape)} ({first_line(error)}); "
@@ -99,32 +108,8 @@ def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> N
         ) from error
     finally:
         model.train(was_training)
-
-    shape = describe_shape(output)
     if shape != [2, num_classes]:
         raise ValueError(
             f"{name} makes {shape} of {list(images.shape)}, "
             f"not logits [2, {num_classes}] of the classes"
         )
-
-
-def _build_vision_transformer(config: Config, *, num_classes: int) -> VisionTransformer:
-    preset = config.model.preset
-    # A key that the configuration doesn't set has the preset's value.
-    arguments = config.model.model_dump(
-        exclude={"init", "preset", "probe", "freeze"}, exclude_unset=preset is not None
-    )
-    if preset is not None:
-        check_choice(preset, PRESETS, name="model.preset")
-        arguments = PRESETS[preset] | arguments
-        _check_image_sizes(config, as_pair(arguments["patch_size"], name="model.patch_size"))
-    arguments["img_size"] = config.data.size
-    arguments["num_classes"] = num_classes
-    return VisionTransformer(**arguments)
-
-
-def _check_image_sizes(config: Config, patch_size: tuple[int, int]) -> None:
-    """Raise ValueError where an image size of the run isn't a multiple of the patch."""
-    resolve_image_sizes(
-        config.train.image_sizes, image_size=config.data.image_size, patch_size=patch_size
-    )

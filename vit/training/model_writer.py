@@ -39,8 +39,7 @@ def read_run_model(directory: Path, *, run_id: str, step: int | None = None) -> 
         raise ValueError(
             f"{path} is {whose}, this is run {run_id}; move it away, or choose another --output"
         )
-    # Older files don't tell their step.
-    if step is not None and content.metadata.get("step") not in (step, None):
+    if step is not None and content.metadata.get("step") != step:
         return None
     return content
 
@@ -80,13 +79,14 @@ class BundleWriter:
         config["data"]["class_names"] = data.splits.renamed_classes or None
         config["data"]["corrections"] = dict(data.splits.corrections) or None
         listing: dict[str, object] = {}
-        if data.listing:
-            listing["listing"] = data.listing
+        if self.config.data.allow_outside:
+            # The table of a model file that names images outside its folder is known by it.
+            listing["listing"] = data.splits.split("all").fingerprint
         if data.train.is_multilabel:
             listing["task"] = MULTILABEL
         datasets = {"train": data.train}
         if data.validation is not None:
-            datasets["validation"] = data.decoded_validation
+            datasets["validation"] = data.validation
         # so that no later command draws a split again
         held_out = data.splits.list_held_out()
         table = self.directory / "splits.csv"

@@ -36,11 +36,6 @@ class TrainingPlan:
     image_sizes: tuple[tuple[float, tuple[int, int]], ...] = ()
     mix_until: float = 1.0
 
-    @property
-    def epochs(self) -> int:
-        """Epochs; the last one may be cut short by `total_steps`."""
-        return math.ceil(self.total_steps / self.steps_per_epoch)
-
     def find_end(self, fraction: float) -> int:
         """Return the step at which a fraction of the run has passed: the end of the epoch in which
         it passes; the very step in a run of few epochs, and in the last epoch."""

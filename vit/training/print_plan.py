@@ -1,5 +1,7 @@
 """The plan of a run for the user, before it starts: what it will do, and what may go wrong."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -23,7 +25,7 @@ _MAX_SCALE = 8
 # Images whose sizes are read.
 _SAMPLE = 200
 # Rows of the plan that are shown with --verbose.
-_FOR_FEW = ("fingerprint", "pipeline", "class balance", "batch", "regularisation")
+_FOR_FEW = ("pipeline", "class balance", "batch")
 
 
 def print_plan(run: Run, choices: dict[str, str], *, resumed: bool, verbose: bool = False) -> None:
@@ -39,14 +41,11 @@ def print_plan(run: Run, choices: dict[str, str], *, resumed: bool, verbose: boo
     rows = {"output": str(run.trainer.checkpoints.directory.parent)}
     rows |= summarize_run(run) | choices
     if not verbose:
-        hidden = set(_FOR_FEW)
-        # balanced classes and a batch of the usual size need no words
-        if run.data.class_balance != "none":
-            hidden.discard("class balance")
-        # decoded pixels take many GB, somewhere
+        # Balanced classes, and decoded pixels of many GB somewhere, concern everybody.
+        shown = {"class balance"} if run.data.class_balance != "none" else set()
         if run.data.stored is not None:
-            hidden.discard("pipeline")
-        rows = {name: text for name, text in rows.items() if name not in hidden}
+            shown.add("pipeline")
+        rows = {name: rows[name] for name in rows if name not in _FOR_FEW or name in shown}
     console.print(build_table(rows.items(), num_text_columns=2))
     for dataset in (run.data.train, run.data.validation):
         if dataset is None:
@@ -73,13 +72,9 @@ def summarize_run(run: Run) -> dict[str, str]:
         images += f", {len(data.validation):,} validation"
         num_unreadable += len(data.validation.unreadable)
     num_parameters = sum(parameter.numel() for parameter in train_step.module.parameters())
-    model = f"{num_parameters:,} parameters"
-    if run.config.optimizer.name == "muon":
-        groups = [group for group in train_step.optimizer.param_groups if group["num_matrices"]]
-        num_matrices = sum(parameter.numel() for group in groups for parameter in group["params"])
-        model += f"; muon updates {num_matrices:,} of them, adamw the others"
     device = f"{describe_device(train_step.device)}, {torch.get_num_threads()} threads"
-    length = f"{plan.epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images"
+    epochs = math.ceil(plan.total_steps / plan.steps_per_epoch)
+    length = f"{epochs} epochs of {plan.steps_per_epoch} steps of {plan.batch_size} images"
     length += f", {plan.total_steps:,} steps in all"
     if not plan.total_steps:
         length = "linear probe only"
@@ -96,16 +91,15 @@ def summarize_run(run: Run) -> dict[str, str]:
         "read as": "; ".join(data.splits.source.guesses),
         "splits": "; ".join(data.splits.describe_splits()),
         data.train.class_word: data.splits.describe_classes(),
-        "fingerprint": data.train.fingerprint[:16],
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",
         "values": values,
         "class balance": f"{data.class_balance} ({data.class_balance_reason})",
-        "model": model,
+        "model": f"{num_parameters:,} parameters",
         "device": f"{device}, {train_step.precision}",
         "run": length,
     }
     if run.probe is not None:
-        facts["probe"] = run.probe.describe()
+        facts["probe"] = run.probe.description
         if run.probe.curve is not None:
             facts["more photos"] = run.probe.curve.describe()
     # Other data sets have no files, most need no guesses, and images of 8 bits need no range.
@@ -153,3 +147,19 @@ def list_warnings(run: Run) -> list[str]:
     if survey.num_levels < MIN_LEVELS:
         warnings.append(describe_few_levels(survey.num_levels, data.preprocess.value_range))
     return warnings
+
+
+def warn_of_guessing(run: Run) -> str | None:
+    """Return a warning where the best model is no better than one that always answers the most
+    frequent class, or is right twice as often as by chance."""
+    validation = run.data.validation
+    top1 = run.trainer.progress.best.top1
+    if validation is None or validation.is_multilabel or top1 < 0:
+        return None
+    most = float(validation.class_counts.max()) / len(validation)
+    if top1 > max(most, min(2 / len(validation.class_names), 0.5)):
+        return None
+    advice = "train longer, or look at the labels (vit audit)"
+    if run.config.model.init is None:
+        advice += ", or start from pretrained weights (--model timm:NAME)"
+    return f"warning: the best model is no better than guessing; {advice}"

@@ -8,14 +8,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from torch import nn
 
 from vit.config import Config
 from vit.data.dataset import ImageDataset
 from vit.model.logits import cut_model
-from vit.model.model_file import ModelFile
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import build_to_fit
 from vit.prediction.features import Features, compute_features
 from vit.runtime.arguments import shorten
 from vit.runtime.console import build_console
@@ -44,50 +42,18 @@ class ProbeMeasurement(Protocol):
 
 @dataclass(frozen=True)
 class FittedProbe:
-    """A probe and the time that it took.
+    """A probe that was fitted for a run.
 
     Attributes:
         probe: The probe of the training images.
-        depth: Blocks of the model that it was fitted on.
-        num_images: Images that it was fitted on.
-        num_training_images: Training images, from which those were chosen.
-        features: Features that its head reads, of the images that it was fitted on, float32 [n, D].
-        feature_seconds: Seconds of the forward pass, or of reading its results from the cache.
-        fit_seconds: Seconds of the regressions.
-        always_trained: Classes that cross-validation doesn't measure. See `assign_folds`.
-        curve: Growth of the accuracy with the number of images; in the main process only.
+        description: The chosen readout, its accuracy and the time, for the user.
+        curve: Growth of the accuracy with the number of images; in the main process of a new run
+            only.
     """
 
     probe: LinearProbe
-    depth: int
-    num_images: int
-    num_training_images: int
-    features: Float[np.ndarray, "n D"]
-    feature_seconds: float
-    fit_seconds: float
-    always_trained: tuple[str, ...] = ()
+    description: str
     curve: ProbeMeasurement | None = None
-
-    def describe(self) -> str:
-        """The chosen readout, its accuracy and the time, for the user."""
-        depth, pool = self.probe.readout
-        text = f"features of block {depth} of {self.depth}, {_POOLING_NAMES[pool]}, C={self.probe.strength:.2g}"
-        if self.probe.top1 is not None:
-            text += (
-                f"; top-1 in cross-validation {format_percent(self.probe.top1, self.num_images)}"
-            )
-            text += describe_always_trained(self.always_trained)
-        elif self.probe.map is not None:
-            mean = format_percent(self.probe.map, self.num_images)
-            text += f"; mean average precision in cross-validation {mean}"
-        elif self.always_trained:
-            names = shorten(", ".join(self.always_trained))
-            text += f"; no cross-validation, because of one group or image: {names}"
-        count = f"{self.num_images:,}"
-        if self.num_images < self.num_training_images:
-            count += f" of {self.num_training_images:,}"
-        text += f" ({count} training images; features {self.feature_seconds:.0f} s,"
-        return f"{text} regressions {self.fit_seconds:.0f} s)"
 
 
 def uses_probe(config: Config) -> bool:
@@ -101,12 +67,21 @@ def is_probe_alone(config: Config) -> bool:
     return uses_probe(config) and config.model.freeze == "backbone"
 
 
+def compute_data_features(
+    data: TrainingData, images: ImageDataset, model: nn.Module, *, device: torch.device
+) -> Features:
+    """Compute the features of a run's images at each readout, or read them from the cache."""
+    predictor = build_predictor(data, model, device=device)
+    return compute_features(predictor, data.decode(images), cache_dir=data.splits.cache_dir)
+
+
 def fit_to_data(
     config: Config,
     model: VisionTransformer,
     data: TrainingData,
     *,
     device: torch.device,
+    measures_curve: bool = True,
 ) -> FittedProbe:
     """Fit a probe on the training images.
 
@@ -116,13 +91,12 @@ def fit_to_data(
         model: Model with the pretrained weights, on its device.
         data: Images of the run.
         device: The model's device.
+        measures_curve: Measure the learning curve, too.
     """
     # Images that are decoded while training are decoded here, and unreadable ones are left out.
     dataset = data.decode(_choose_images(data.train, config.model.probe))
     started_at = time.perf_counter()
-    predictor = build_predictor(data, model, device=device)
-    features = compute_features(predictor, dataset, cache_dir=data.splits.cache_dir)
-
+    features = compute_data_features(data, dataset, model, device=device)
     computed_at = time.perf_counter()
     balanced = data.class_balance == "weights"
     process = current_process()
@@ -141,23 +115,34 @@ def fit_to_data(
     # Other processes take the main process's probe, because their libraries may round differently.
     probe = process.broadcast(probe)
     assert probe is not None
-    fit_seconds = time.perf_counter() - computed_at
 
-    curve = None
-    if process.is_main:
-        curve = _measure_curve(features, dataset, probe, balanced=balanced)
-    always_trained = list_always_trained(folds, dataset.labels)
-    return FittedProbe(
-        probe,
-        depth=len(model.blocks),
-        num_images=len(dataset),
-        num_training_images=len(data.train),
-        features=features[probe.readout].numpy(),
-        feature_seconds=computed_at - started_at,
-        fit_seconds=fit_seconds,
-        always_trained=tuple(dataset.class_names[label] for label in always_trained),
-        curve=curve,
+    depth, pool = probe.readout
+    text = (
+        f"features of block {depth} of {len(model.blocks)}, {_POOLING_NAMES[pool]},"
+        f" C={probe.strength:.2g}"
     )
+    always_trained = list_always_trained(folds, dataset.labels)
+    names = [dataset.class_names[label] for label in always_trained]
+    if probe.top1 is not None:
+        text += f"; top-1 in cross-validation {format_percent(probe.top1, len(dataset))}"
+        text += describe_always_trained(names)
+    elif probe.map is not None:
+        mean = format_percent(probe.map, len(dataset))
+        text += f"; mean average precision in cross-validation {mean}"
+    elif names:
+        listed = shorten(", ".join(names))
+        text += f"; no cross-validation, because of one group or image: {listed}"
+    count = f"{len(dataset):,}"
+    if len(dataset) < len(data.train):
+        count += f" of {len(data.train):,}"
+    text += (
+        f" ({count} training images; features {computed_at - started_at:.0f} s,"
+        f" regressions {time.perf_counter() - computed_at:.0f} s)"
+    )
+    curve = None
+    if process.is_main and measures_curve:
+        curve = _measure_curve(features, dataset, probe, balanced=balanced)
+    return FittedProbe(probe, text, curve)
 
 
 def _measure_curve(
@@ -196,23 +181,6 @@ def build_probed_model(
     )
     set_up_training(config, probed)
     return probed
-
-
-def rebuild_probed_model(config: Config, content: ModelFile, *, origin: str) -> VisionTransformer:
-    """Build the model of a run's model file, which ends at the probe's block. Its weights are the
-    probe's until a better model is found.
-
-    Args:
-        config: Configuration of the run.
-        content: The model file.
-        origin: Its path, for messages.
-    """
-    architecture = dict(content.metadata["architecture"])
-    architecture["drop_path_rate"] = config.model.drop_path_rate
-    model = build_to_fit(architecture, content.weights, origin=origin)
-    model.load_state_dict(content.weights)
-    set_up_training(config, model)
-    return model
 
 
 def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDataset:

@@ -1,5 +1,4 @@
-"""From the arguments of `vit.train` to its configuration, without torch: a mistake in them is reported
-before torch is imported, which takes seconds."""
+"""From the arguments of `vit.train` to its configuration."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,8 @@ def resolve_arguments(
         one is to be chosen.
 
     Raises:
-        ValueError, OSError: See `vit.train`.
+        ValueError, OSError: There is no configuration, it is wrong, or these arguments don't fit
+            together. See `vit.train`.
     """
     if resume and overwrite:
         raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
@@ -65,40 +65,6 @@ def resolve_arguments(
         listed.append(f"model.init={json.dumps(find_initial_weights(init, directory))}")
     listed += overrides
 
-    config = resolve_config(
-        source, listed, directory, resume=resume, minutes=minutes, passed=passed
-    )
-    # In its folder of images, the directory would spoil the images for each later run.
-    root = source if config is None else config.data.root
-    if isinstance(root, str | Path) and (config is None or config.data.name == "folder"):
-        check_not_inside(directory, expand_home(root))
-    return directory, listed, config
-
-
-def resolve_config(
-    source: ConfigLike | None,
-    overrides: Sequence[str],
-    directory: Path,
-    *,
-    resume: bool = False,
-    minutes: float | None = None,
-    passed: Sequence[str] = (),
-) -> Config | None:
-    """Return the configuration of a run, or None for images, for which one is to be chosen.
-
-    Args:
-        source: A file, a recipe's name, sections or a `Config`; or images. None for the
-            configuration of the run that is to be resumed.
-        overrides: `key.path=value`, applied on top of it.
-        directory: Directory of the run.
-        resume: Continue the run in the directory, if there is one.
-        minutes: Minutes of training, where a configuration is chosen.
-        passed: "dataset" and "model", where they are passed from Python.
-
-    Raises:
-        ValueError: There is no configuration, it is wrong, or it differs from that of the run
-            that is to be resumed.
-    """
     saved = directory / CONFIG_FILE
     continues = resume and saved.exists()
     has_images = names_images(source)
@@ -107,12 +73,14 @@ def resolve_config(
             "--minutes is for a configuration that is chosen for images; others have train.epochs"
         )
     if has_images and not continues:
+        assert isinstance(source, str | Path)
         if passed:
             raise ValueError(
                 "a configuration is chosen for images and models that are named; "
                 "name a recipe to pass them from Python"
             )
-        return None
+        check_not_inside(directory, expand_home(source))
+        return directory, listed, None
     if source is None and not continues:
         usage = "vit train PHOTOS or CONFIG [key.path=value …] --output DIR"
         raise ValueError(f"which configuration? {usage}")
@@ -123,7 +91,7 @@ def resolve_config(
         source = plain_values(source)
     elif not isinstance(source, Mapping):
         source = find_recipe(source)
-    sections = read_sections(source, overrides)
+    sections = read_sections(source, listed)
     # The file of the configuration must not name images or weights that are not used.
     if "dataset" in passed:
         sections.setdefault("data", {}).update(name=FROM_PYTHON, root=None, classes=None)
@@ -132,6 +100,8 @@ def resolve_config(
     config = validate_config(sections)
     # The pipeline that was chosen at the start holds, whatever memory is free now.
     if continues and config.data.pipeline == "auto":
-        sections.setdefault("data", {})["pipeline"] = load_config(saved).data.pipeline
-        config = validate_config(sections)
-    return config
+        config = config.with_data(pipeline=load_config(saved).data.pipeline)
+    # In its folder of images, the directory would spoil the images for each later run.
+    if config.data.name == "folder" and config.data.root is not None:
+        check_not_inside(directory, expand_home(config.data.root))
+    return directory, listed, config

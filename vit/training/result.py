@@ -1,7 +1,6 @@
 """The result of a training run."""
 
 import copy
-import shutil
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,6 @@ from torch import nn
 
 from vit.bundle import MODEL_FILE, Bundle, load_bundle
 from vit.data.splits import DatasetSplits
-from vit.runtime.files import replace_output
 from vit.runtime.metrics_file import METRICS_FILE, load_metrics
 
 
@@ -27,9 +25,6 @@ class TrainingResult:
             images have several labels.
         num_validation: Number of validation images.
         best_map: Best mean average precision on them, where images have several labels.
-        guess_top1: Accuracy up to which a model is no better than guessing: that of always
-            answering the most frequent class, or twice that of chance, at most a half.
-        starts_from_weights: The run began with weights that were trained before.
         module: Model that was passed from Python, with the weights of the last step.
         passed_images: Images that were passed from Python.
     """
@@ -40,8 +35,6 @@ class TrainingResult:
     best_top1: float | None
     num_validation: int = 0
     best_map: float | None = None
-    guess_top1: float | None = None
-    starts_from_weights: bool = False
     module: nn.Module | None = None
     passed_images: DatasetSplits | None = None
 
@@ -60,17 +53,3 @@ class TrainingResult:
     def metrics(self) -> list[dict[str, Any]]:
         """One dictionary for each epoch, with losses, accuracies, learning rate and speed."""
         return load_metrics(self.directory / METRICS_FILE)
-
-    def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Copy the whole run, with its checkpoints.
-
-        Args:
-            directory: Directory of the copy.
-            overwrite: Replace an earlier copy.
-
-        Raises:
-            FileExistsError: The directory holds files, and `overwrite` is not set.
-        """
-        with replace_output(directory, overwrite=overwrite) as target:
-            ignore = shutil.ignore_patterns(".lock")
-            shutil.copytree(self.directory, target, dirs_exist_ok=True, ignore=ignore)

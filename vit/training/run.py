@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vit.config import Config
 from vit.data.loader import TrainLoader
-from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
 from vit.model.checkpoint import CheckpointStore
-from vit.model.model_file import MODEL_FILE, ModelFile
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
+from vit.prediction.features import Features
 from vit.runtime.arguments import resolve_image_sizes
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
@@ -32,24 +31,24 @@ from vit.runtime.processes import Process
 from vit.runtime.threads import BatchThreads
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.training.identity import RunIdentity
-from vit.training.losses import Loss, StepLoss, build_loss, prepare_user_loss
+from vit.training.losses import Loss, StepLoss, build_loss
 from vit.training.model import build_model, check_user_model
-from vit.training.model_writer import BundleWriter, read_run_model
+from vit.training.model_writer import BundleWriter
 from vit.training.observers import MetricsFile, Observer, ProgressBar
 from vit.training.plan import TrainingPlan
 from vit.training.probe import (
     FittedProbe,
     build_probed_model,
+    compute_data_features,
     fit_to_data,
     is_probe_alone,
-    rebuild_probed_model,
     uses_probe,
 )
 from vit.training.tensorboard import TensorBoard
 from vit.training.tokens import keep_tokens
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
-from vit.training.validation import HeldAside, ImageValidator
+from vit.training.validation import ImageValidator
 
 # FLOPs of a run on a GPU from which compiling its blocks is worth a minute.
 _WORTHWHILE_FLOPS = 1.6e16
@@ -57,32 +56,10 @@ _WORTHWHILE_FLOPS = 1.6e16
 # torch's limit of 8 the rest would not be, without a word.
 _MAX_COMPILED = 64
 # Bytes of a part's widest activation for each thread of a CPU: a core's own cache and its share of
-# the common one. Where memory bounds the time of a step, parts of this size are 1.1 × faster than the
-# whole batch at once, with half its memory.
+# the common one. Where memory bounds the time of a step, parts of this size are 1.1 × faster than
+# the whole batch at once, with half its memory.
 _CACHE_BYTES = 3 * 2**20
 _BYTES_PER_VALUE = 2  # bfloat16
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """Parts of a run that are there before it is built, from Python or since the configuration was
-    chosen.
-
-    Attributes:
-        splits: The images, opened.
-        transform: Function of one image, passed from Python.
-        user_model: Module passed from Python, which is trained.
-        loss: Function passed from Python, which takes the place of the cross-entropy.
-        model: Model of the run, with pretrained weights.
-        pretrained: Preprocessing that these weights were trained with.
-    """
-
-    splits: DatasetSplits | None = None
-    transform: Transform | None = None
-    user_model: nn.Module | None = None
-    loss: Loss | None = None
-    model: VisionTransformer | None = None
-    pretrained: Preprocess | None = None
 
 
 @dataclass(frozen=True)
@@ -90,10 +67,10 @@ class Run:
     """The parts of a training run that are needed once it is built.
 
     Attributes:
-        config: Configuration with the pipeline that was chosen. Whoever resumes the run takes the
-            same pipeline, whatever memory is free then.
+        config: Configuration with the image size and the pipeline that were chosen. Whoever resumes
+            the run takes the same ones, whatever memory is free then.
         image_loader: Loader of pictures, where the batches of the trainer hold tokens.
-        probe: Probe that the model starts from, if it was fitted for this run now.
+        probe: Probe that the model starts from, if there is one.
         uncut_model: Model that the probe was fitted on, where nothing is trained after it.
     """
 
@@ -104,6 +81,12 @@ class Run:
     probe: FittedProbe | None
     uncut_model: nn.Module | None
 
+    def compute_probe_features(self) -> Features:
+        """Compute the features that a probe alone was fitted on, or read them from the cache."""
+        assert self.uncut_model is not None, "there is one where nothing follows the probe"
+        device = self.trainer.train_step.device
+        return compute_data_features(self.data, self.data.train, self.uncut_model, device=device)
+
 
 def build_run(
     config: Config,
@@ -111,7 +94,10 @@ def build_run(
     directory: Path,
     process: Process,
     device_name: str,
-    parts: RunParts = RunParts(),
+    splits: DatasetSplits | None = None,
+    transform: Transform | None = None,
+    user_model: nn.Module | None = None,
+    loss: Loss | None = None,
     observers: Sequence[Observer] | None = None,
     resume: bool = False,
 ) -> Run:
@@ -122,40 +108,50 @@ def build_run(
         directory: Directory of the run.
         process: This process's place in the run.
         device_name: Device of this process, such as "cuda:1".
-        parts: Parts that are there already.
+        splits: The images, where they are open already.
+        transform: Function of one image, passed from Python.
+        user_model: Module passed from Python, which is trained.
+        loss: Function passed from Python, which takes the place of the cross-entropy.
         observers: Observers of the run. None: a progress bar, the metrics file and TensorBoard.
-        resume: If the run in `directory` has left a checkpoint, take its model instead of fitting a
-            probe.
+        resume: The run in `directory` goes on, if it has left a checkpoint.
     """
-    if parts.loss is not None and is_probe_alone(config):
+    if loss is not None and is_probe_alone(config):
         raise ValueError("loss is for training steps, and this run is a linear probe alone")
     device = choose_device(device_name)
     use_deterministic_algorithms(config.train.deterministic and device.type == "cuda")
     keep_freed_memory()
 
-    model, data = _build_model_and_data(config, parts, process, device)
+    splits = splits or build_dataset(config)
+    num_classes = len(splits.split("train").class_names)
+    model: nn.Module
+    pretrained = None
+    if user_model is not None:
+        model = user_model
+        check_user_model(config, model, num_classes=num_classes)
+    else:
+        model, pretrained = build_model(config, num_classes=num_classes)
+        if config.data.image_size is None:
+            config = config.with_data(image_size=model.patch_embed.img_size)
+    # The model moves first, because the optimizer creates its state on the device of the weights.
+    model.to(device)
+    data = build_data(
+        config, splits, device=device, pretrained=pretrained, has_transform=transform is not None
+    )
+    checkpoints = CheckpointStore(directory / "checkpoints")
     probe = None
     uncut_model = None
-    checkpoints = CheckpointStore(directory / "checkpoints")
     if uses_probe(config) and isinstance(model, VisionTransformer):
         if is_probe_alone(config):
             uncut_model = model
-        left_model = None
-        if resume:
-            if process.is_main:
-                left_model = _read_left_model(checkpoints, directory)
-            left_model = process.broadcast(left_model)
-        if left_model is not None:
-            origin = str(directory / MODEL_FILE)
-            model = rebuild_probed_model(config, left_model, origin=origin)
-        else:
-            probe = fit_to_data(config, model, data, device=device)
-            model = build_probed_model(config, model, probe.probe)
-        model.to(device)
-    data, tokens = keep_tokens(model, data, device=device, transform=parts.transform)
+        # The features of a run that goes on are in the cache, and its learning curve is written.
+        goes_on = resume and any(checkpoints.directory.glob("step-*.pt"))
+        probe = fit_to_data(config, model, data, device=device, measures_curve=not goes_on)
+        model = build_probed_model(config, model, probe.probe).to(device)
+    data, tokens = keep_tokens(config, model, data, device=device, transform=transform)
+    config = data.config
 
     build_loader = partial(
-        build_train_loader, data, device=device, process=process, transform=parts.transform
+        build_train_loader, data, device=device, process=process, transform=transform
     )
     image_loader = train_loader = build_loader()
     if tokens is not None:
@@ -167,30 +163,24 @@ def build_run(
         batch_size=train_loader.batch_size,
         multilabel=data.train.is_multilabel,
     )
-    loss = choose_loss(config, data, parts.loss, device=device)
     train_step = build_train_step(
         config,
         model,
         plan=plan,
         process=process,
         device=device,
-        loss=loss,
-        is_capturable=parts.loss is None,
+        loss=choose_loss(config, data, loss, device=device),
+        is_capturable=loss is None,
     )
 
-    validator = None
-    if data.validation is not None:
-        validator = ImageValidator(data, device, HeldAside(config.train.select_by))
+    validator = ImageValidator(data, device) if data.validation is not None else None
     writer = BackgroundWriter()
     if observers is None:
         observers = [
             ProgressBar(len(data.validation or ())),
             MetricsFile(directory, writer),
-            TensorBoard(directory, image_loader, validator),
+            TensorBoard(directory, image_loader),
         ]
-
-    section = config.data.model_copy(update={"pipeline": data.pipeline})
-    config = config.model_copy(update={"data": section})
     identity = RunIdentity.from_config(
         config,
         data_fingerprint=data.train.fingerprint,
@@ -199,9 +189,9 @@ def build_run(
             "the precision": train_step.precision,
             "torch's version": str(torch.__version__),
         },
-        transform=parts.transform,
-        model=parts.user_model,
-        loss=parts.loss,
+        transform=transform,
+        model=user_model,
+        loss=loss,
     )
     trainer = Trainer(
         train_step=train_step,
@@ -215,35 +205,9 @@ def build_run(
         identity=identity,
         writer=writer,
         keeps_first_model=uses_probe(config),
-        warns_of_loss=parts.loss is None,
+        warns_of_loss=loss is None,
     )
     return Run(config, data, trainer, image_loader, probe, uncut_model)
-
-
-def _build_model_and_data(
-    config: Config, parts: RunParts, process: Process, device: torch.device
-) -> tuple[nn.Module, TrainingData]:
-    """Return the model, on its device, and the images, opening what is not in `parts`."""
-    splits = parts.splits or build_dataset(config)
-    num_classes = len(splits.split("train").class_names)
-    model: nn.Module
-    pretrained = parts.pretrained
-    if parts.user_model is not None:
-        model = parts.user_model
-        check_user_model(config, model, num_classes=num_classes)
-    elif parts.model is not None:
-        model = parts.model
-    else:
-        model, pretrained = build_model(config, num_classes=num_classes)
-    data = build_data(
-        config,
-        splits,
-        device=device,
-        pretrained=pretrained,
-        has_transform=parts.transform is not None,
-    )
-    # The model moves first, because the optimizer creates its state on the device of the weights.
-    return model.to(device), data
 
 
 def choose_loss(
@@ -254,31 +218,14 @@ def choose_loss(
     if data.class_balance == "weights":
         weights = compute_class_weights(data.train.labels, len(data.train.class_names))
         class_weights = torch.from_numpy(weights).to(device)
-    if user_loss is not None:
-        prepare_user_loss(
-            user_loss,
-            device=device,
-            label_smoothing=config.train.label_smoothing,
-            weighs_labels=data.train.is_multilabel and class_weights is not None,
-        )
+    if isinstance(user_loss, nn.Module):
+        user_loss.to(device)
     return build_loss(
         multilabel=data.train.is_multilabel,
         label_smoothing=config.train.label_smoothing,
         class_weights=class_weights,
         user_loss=user_loss,
     )
-
-
-def _read_left_model(checkpoints: CheckpointStore, directory: Path) -> ModelFile | None:
-    """Read the model file of the run that left the checkpoints. None without checkpoints, with which
-    alone a run goes on, or without a model of ours. Raises ValueError for a file of another run."""
-    run_id = checkpoints.find_run_id()
-    if run_id is None:
-        return None
-    content = read_run_model(directory, run_id=run_id)
-    if content is None or "architecture" not in content.metadata:
-        return None
-    return content
 
 
 def build_plan(
@@ -318,7 +265,7 @@ def build_plan(
         total_steps=total_steps,
         batch_size=batch_size,
         image_sizes=resolve_image_sizes(
-            train.image_sizes, image_size=config.data.image_size, patch_size=patch_size
+            train.image_sizes, image_size=config.data.size, patch_size=patch_size
         ),
         mix_until=config.augment.mix_until,
     )
@@ -352,7 +299,7 @@ def build_train_step(
     if process.world_size > 1:
         parallel_model = DistributedDataParallel(model)
     compiles = False
-    if isinstance(model, VisionTransformer) and choose_compile(config, model, plan, device):
+    if isinstance(model, VisionTransformer) and _compiles(config, model, plan, device):
         _compile_blocks(config, model)
         compiles = True
     optimizer = create_optimizer(
@@ -426,7 +373,7 @@ def choose_threads(model: nn.Module, *, device: torch.device) -> BatchThreads | 
     return BatchThreads()
 
 
-def choose_compile(
+def _compiles(
     config: Config, model: VisionTransformer, plan: TrainingPlan, device: torch.device
 ) -> bool:
     """Return whether the blocks are compiled. Nothing is measured for it, so that a resumed run
@@ -443,11 +390,11 @@ def choose_compile(
 
 
 def _compile_blocks(config: Config, model: VisionTransformer) -> None:
-    """Let torch compile the encoder blocks when they are first run. Equal blocks share their code."""
+    """Let torch compile the encoder blocks when they first run. Equal blocks share their code."""
     # torch's own choice is the folder for temporary files, which is emptied now and then.
     directory = (config.data.cache_dir or default_cache_dir()) / "compiled"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
     torch._dynamo.config.recompile_limit = _MAX_COMPILED
     for block in model.blocks:
-        # From the third image size on, torch would make sizes symbols, which a CUDA graph can't have.
+        # From the third size on, torch would make sizes symbols, which a CUDA graph can't have.
         block.compile(dynamic=False)

@@ -1,7 +1,7 @@
 """The output directory of one run: its lock and what an earlier run left in it."""
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vit.runtime.console import echo
@@ -13,34 +13,20 @@ CONFIG_FILE = "config.yaml"
 _LOCK_FILE = ".lock"
 FIRST_BATCH_FILE = "first_batch.png"
 # Measurements of a run. A run that starts anew in its directory removes them.
-_RESULT_FILES = (
-    METRICS_FILE,
-    "tensorboard",
-    OUT_OF_FOLD_FILE,
-    "learning_curve.json",
-)
+_RESULT_FILES = (METRICS_FILE, "tensorboard", OUT_OF_FOLD_FILE, "learning_curve.json")
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
 _RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", FIRST_BATCH_FILE, CONFIG_FILE)
 
 
 @contextmanager
-def open_run_directory(
-    path: Path, *, resume: bool, overwrite: bool
-) -> Iterator[Callable[[], None]]:
+def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
     """Create and lock a directory for one run, for as long as the context lasts.
-
-    A new run that fails before it has saved anything leaves nothing in the directory, and a run
-    that was there as it was.
 
     Args:
         path: The directory.
         resume: A run that is there may be continued.
         overwrite: A run that is there may be removed.
-
-    Yields:
-        A function for the start of a new run. It removes the run that is overwritten, otherwise
-        what an earlier one has measured; its model file stays until there is a new one.
 
     Raises:
         NotADirectoryError: `path` is a file.
@@ -50,62 +36,36 @@ def open_run_directory(
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
-    # Files that are there already are kept if the run fails.
-    kept = {place for place in (path, *path.parents) if place.exists()}
-    if path in kept:
-        kept.update(path.iterdir())
     path.mkdir(parents=True, exist_ok=True)
     refusal = f"another process is training into {path}; wait for it or choose another --output"
     with lock_file(path / _LOCK_FILE, refusal=refusal):
-        try:
-            _prepare(path, resume=resume, overwrite=overwrite)
-
-            def start_anew() -> None:
-                if (path / CONFIG_FILE).exists() and not overwrite:
-                    echo(f"{path} holds no checkpoint; the run starts anew", err=True)
-                for name in _RUN_FILES if overwrite else _RESULT_FILES:
-                    remove(path / name)
-                    kept.discard(path / name)
-
-            yield start_anew
-        except BaseException:
-            # The error may be that of a disk.
-            with suppress(OSError):
-                _remove_new(path, kept)
-            raise
-
-
-def _prepare(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Check the files in a directory."""
-    holds_run = (path / CONFIG_FILE).exists()
-    # A run writes its configuration before anything else but these.
-    ours = [path / _LOCK_FILE, path / FIRST_BATCH_FILE, *path.glob(TEMPORARIES)]
-    foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
-    if resume:
-        # A job's log may lie there, and a run can go on from its checkpoints alone.
-        foreign.intersection_update(_RUN_FILES)
-        if "checkpoints" in foreign:
-            foreign.clear()
-    if foreign and not holds_run:
-        raise FileExistsError(
-            f"{path} holds {min(foreign)}, which is not part of a run; choose another --output"
-        )
-    if holds_run and not overwrite and not resume:
-        raise FileExistsError(
-            f"{path} already holds a run; continue it with --resume or replace it with --overwrite"
-        )
-    # A run that was killed has left them; nobody else writes here.
-    remove_temporaries(path)
+        holds_run = (path / CONFIG_FILE).exists()
+        # A run writes its configuration before anything else but these.
+        ours = [path / _LOCK_FILE, path / FIRST_BATCH_FILE, *path.glob(TEMPORARIES)]
+        foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
+        if resume:
+            # A job's log may lie there, and a run can go on from its checkpoints alone.
+            foreign.intersection_update(_RUN_FILES)
+            if "checkpoints" in foreign:
+                foreign.clear()
+        if foreign and not holds_run:
+            raise FileExistsError(
+                f"{path} holds {min(foreign)}, which is not part of a run; choose another --output"
+            )
+        if holds_run and not overwrite and not resume:
+            raise FileExistsError(
+                f"{path} already holds a run; continue it with --resume, or replace it with"
+                " --overwrite"
+            )
+        # A run that was killed has left them; nobody else writes here.
+        remove_temporaries(path)
+        yield
 
 
-def _remove_new(path: Path, kept: Collection[Path]) -> None:
-    """Remove the files of a run that failed before it saved a model or a checkpoint, but `kept`."""
-    if (path / "model.safetensors").exists() or any(path.glob("checkpoints/step-*")):
-        return
-    for file in {path / name for name in (*_RUN_FILES, _LOCK_FILE)}.difference(kept):
-        remove(file)
-    for folder in (path, *path.parents):
-        # another program may have put a file there
-        if folder in kept or any(folder.iterdir()):
-            break
-        folder.rmdir()
+def clear_run_directory(path: Path, *, overwrite: bool) -> None:
+    """Remove the run that is overwritten, otherwise what an earlier one has measured; its model
+    file stays until there is a new one."""
+    if (path / CONFIG_FILE).exists() and not overwrite:
+        echo(f"{path} holds no checkpoint; the run starts anew", err=True)
+    for name in _RUN_FILES if overwrite else _RESULT_FILES:
+        remove(path / name)

@@ -22,40 +22,12 @@ RunStep = Callable[[Tensor, Tensor], Any]  # from images and targets to a named 
 _WARM_UP_STEPS = 3
 
 
-class StepGraph:
-    """A captured step. Capturing computes nothing.
-
-    Args:
-        run: The step. It reads nothing from the device, and all that it uses except images and
-            targets lies at the same addresses each time.
-        optimizer: Optimizer of the step, which has made its state.
-        images, targets: A batch; all batches have its shapes.
-
-    Raises:
-        RuntimeError: The step does something that can't be captured, or doesn't fit into memory.
-    """
-
-    def __init__(self, run: RunStep, optimizer: Optimizer, images: Tensor, targets: Tensor) -> None:
-        self._images = images.clone()
-        self._targets = targets.clone()
-        self._graph = torch.cuda.CUDAGraph()
-        with _marked_capturable(optimizer), torch.cuda.graph(self._graph):
-            self._result = run(self._images, self._targets)
-
-    def replay(self, images: Tensor, targets: Tensor) -> Any:
-        """Run the step on another batch."""
-        self._images.copy_(images)
-        self._targets.copy_(targets)
-        self._graph.replay()
-        # The next replay overwrites the results.
-        return self._result._make([value.clone() for value in self._result])
-
-
 class StepGraphs:
     """Runs the first steps of each kind directly, and the others as replays of a CUDA graph.
 
     Args:
-        run: The step. See `StepGraph`.
+        run: The step. It reads nothing from the device, and all that it uses except images and
+            targets lies at the same addresses each time.
         optimizer: Optimizer of the step.
     """
 
@@ -63,8 +35,8 @@ class StepGraphs:
         self._run = run
         self._optimizer = optimizer
         self._counts: dict[Hashable, int] = {}
-        # kind of steps → their graph, or None if they can't be captured
-        self._graphs: dict[Hashable, StepGraph | None] = {}
+        # kind of steps → replay of their graph, or the step itself if it can't be captured
+        self._graphs: dict[Hashable, RunStep] = {}
 
     def forget(self) -> None:
         """Free all graphs and start again, because the optimizer's state has moved."""
@@ -84,13 +56,12 @@ class StepGraphs:
             return self._run(images, targets)
         if kind not in self._graphs:
             self._graphs[kind] = self._capture(images, targets)
-        graph = self._graphs[kind]
-        return self._run(images, targets) if graph is None else graph.replay(images, targets)
+        return self._graphs[kind](images, targets)
 
-    def _capture(self, images: Tensor, targets: Tensor) -> StepGraph | None:
-        """Capture a step; None if that fails."""
+    def _capture(self, images: Tensor, targets: Tensor) -> RunStep:
+        """Capture a step, which computes nothing; return the step itself if that fails."""
         try:
-            return StepGraph(self._run, self._optimizer, images, targets)
+            return capture_step(self._run, self._optimizer, images, targets)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError):
                 warnings.warn(
@@ -100,7 +71,36 @@ class StepGraphs:
                 )
         # Nothing was computed, but random numbers may have been drawn.
         torch.manual_seed(torch.initial_seed())
-        return None
+        return self._run
+
+
+def capture_step(run: RunStep, optimizer: Optimizer, images: Tensor, targets: Tensor) -> RunStep:
+    """Capture a step. See `StepGraphs`.
+
+    Args:
+        run: The step.
+        optimizer: Optimizer of the step, which has made its state.
+        images, targets: A batch; all batches have its shapes.
+
+    Returns:
+        A function that runs the step on another batch.
+
+    Raises:
+        RuntimeError: The step does something that can't be captured, or doesn't fit into memory.
+    """
+    images, targets = images.clone(), targets.clone()
+    graph = torch.cuda.CUDAGraph()
+    with _marked_capturable(optimizer), torch.cuda.graph(graph):
+        result = run(images, targets)
+
+    def replay(new_images: Tensor, new_targets: Tensor) -> Any:
+        images.copy_(new_images)
+        targets.copy_(new_targets)
+        graph.replay()
+        # The next replay overwrites the results.
+        return result._make([value.clone() for value in result])
+
+    return replay
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vit.config import Config
 from vit.data.loader import choose_pipeline
 from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
@@ -17,6 +18,7 @@ from vit.training.validation import build_predictor
 
 
 def keep_tokens(
+    config: Config,
     model: nn.Module,
     data: TrainingData,
     *,
@@ -26,8 +28,9 @@ def keep_tokens(
     """Compute the tokens of the training images, if the configuration and the memory allow it.
 
     Args:
+        config: Configuration of the run, as it was given.
         model: Model of the run, on its device, its blocks frozen.
-        data: Images of the run, with its configuration.
+        data: Images of the run.
         device: The model's device.
         transform: Function of one image, passed from Python.
 
@@ -37,7 +40,6 @@ def keep_tokens(
     Raises:
         ValueError: The configuration asks for tokens of a model or of images that have none.
     """
-    config = data.config
     wanted = config.data.pipeline
     if not isinstance(model, VisionTransformer) or transform is not None:
         if wanted == "tokens":
@@ -58,4 +60,5 @@ def keep_tokens(
     tokens = compute_tokens(
         predictor, data.train, mirrored=mirrored, cache_dir=data.splits.cache_dir
     )
-    return replace(data, pipeline="tokens", pipeline_reason=reason), tokens
+    config = data.config.with_data(pipeline="tokens")
+    return replace(data, config=config, pipeline_reason=reason), tokens

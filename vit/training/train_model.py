@@ -8,13 +8,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from vit.config import Config, dump_config, list_overrides
-from vit.data.dataset import ImageDataset, LabelRule
+from vit.data.dataset import LabelRule
 from vit.data.workers import Transform
-from vit.runtime.arguments import check_arguments, check_kind, describe_kind
+from vit.runtime.arguments import check_arguments, check_kind
 from vit.runtime.console import build_console
 from vit.runtime.files import write_text
 from vit.runtime.metrics_file import METRICS_FILE, check_metrics
@@ -25,14 +24,15 @@ from vit.training.data import build_dataset
 from vit.training.losses import Loss
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
-from vit.training.print_plan import print_plan
+from vit.training.print_plan import print_plan, warn_of_guessing
 from vit.training.recipe import ConfigLike
 from vit.training.resolve import resolve_arguments
 from vit.training.result import TrainingResult
-from vit.training.run import RunParts, build_run
+from vit.training.run import build_run
 from vit.training.run_directory import (
     CONFIG_FILE,
     FIRST_BATCH_FILE,
+    clear_run_directory,
     open_run_directory,
 )
 from vit.training.tensorboard import save_first_images
@@ -141,15 +141,10 @@ def train(
         >>> run = vit.train("photos", output="runs/photos", minutes=5)
         >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
     """
-    _check_arguments(
-        config,
-        output,
-        overrides,
-        transform=transform,
-        model=model,
-        callbacks=callbacks,
-    )
     _refuse_bootstrapping()
+    passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
+    check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
+    check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
     started_at = time.perf_counter()
     listed_overrides = list_overrides(overrides)
     if loss is not None:
@@ -168,24 +163,19 @@ def train(
         overwrite=overwrite,
         passed=passed,
     )
-    if resolved is None:
-        device = find_device(all_overrides)
-    else:
-        device = resolved.train.device
+    is_chosen = resolved is None
+    device = resolved.train.device if resolved else find_device(all_overrides)
     # A dry run leaves a run that is there alone.
     resume = resume and not dry_run
     with ExitStack() as stack:
         process, device_name = stack.enter_context(join_processes(device))
         if process.is_main and not dry_run:
-            opened = open_run_directory(directory, resume=resume, overwrite=overwrite)
-            start_anew = stack.enter_context(opened)
+            stack.enter_context(open_run_directory(directory, resume=resume, overwrite=overwrite))
         reasons: dict[str, str] = {}
-        splits = initial_model = pretrained = None
-        is_chosen = resolved is None
+        splits = None
         if is_chosen and process.is_main:
             assert isinstance(config, str | Path)
-            choice = choose_config(config, all_overrides, minutes)
-            resolved, reasons, splits, initial_model, pretrained = choice
+            resolved, reasons, splits = choose_config(config, all_overrides, minutes)
         resolved = process.broadcast(resolved)
         assert resolved is not None
         if folds is not None:
@@ -197,14 +187,10 @@ def train(
             directory=directory,
             process=process,
             device_name=device_name,
-            parts=RunParts(
-                splits=splits,
-                transform=transform,
-                user_model=model,
-                loss=loss,
-                model=initial_model,
-                pretrained=pretrained,
-            ),
+            splits=splits,
+            transform=transform,
+            user_model=model,
+            loss=loss,
             resume=resume,
         )
         trainer = run.trainer
@@ -217,48 +203,36 @@ def train(
         if is_resumed:
             check_metrics(directory / METRICS_FILE, steps_per_epoch=trainer.plan.steps_per_epoch)
         elif process.is_main and not dry_run:
-            start_anew()
+            clear_run_directory(directory, overwrite=overwrite)
             write_text(directory / CONFIG_FILE, dump_config(run.config))
             if run.probe is not None and run.probe.curve is not None:
                 run.probe.curve.save(directory)
-        if show_plan and process.is_main:
+        is_shown = show_plan and process.is_main
+        if is_shown:
             print_plan(run, reasons, resumed=is_resumed, verbose=verbose)
         if dry_run:
             save_first_images(run.image_loader, directory / FIRST_BATCH_FILE)
             return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()
-        calibrated = complete_model_file(run, directory, process)
-        if calibrated is not None and show_plan and process.is_main:
-            build_console(stderr=True).print(calibrated, soft_wrap=True)
+        sentences = [complete_model_file(run, directory)]
         if folds is not None:
-            said = cross_validate_run(run, num_folds=folds, directory=directory)
-            if process.is_main:
-                build_console(stderr=True).print(said, soft_wrap=True)
+            sentences.append(cross_validate_run(run, num_folds=folds, directory=directory))
+        sentences.append(warn_of_guessing(run))
+        for sentence in filter(None, sentences if is_shown else []):
+            build_console(stderr=True).print(sentence, soft_wrap=True)
 
     best = progress.best
-    best_top1 = best_map = passed_images = None
-    if run.data.train.is_multilabel:
-        if best.map >= 0:
-            best_map = best.map
-    elif best.top1 >= 0:
-        best_top1 = best.top1
-    num_validation = 0
-    if run.data.validation:
-        num_validation = len(run.data.decoded_validation)
-    if dataset is not None:
-        passed_images = run.data.splits
+    is_multilabel = run.data.train.is_multilabel
     return TrainingResult(
         directory,
         steps=progress.step,
         seconds=progress.elapsed_seconds,
-        best_top1=best_top1,
-        best_map=best_map,
-        num_validation=num_validation,
-        guess_top1=_find_guess(run.data.validation),
-        starts_from_weights=run.config.model.init is not None,
+        best_top1=best.top1 if best.top1 >= 0 and not is_multilabel else None,
+        best_map=best.map if best.map >= 0 and is_multilabel else None,
+        num_validation=len(run.data.validation or ()),
         module=model,
-        passed_images=passed_images,
+        passed_images=run.data.splits if dataset is not None else None,
     )
 
 
@@ -269,43 +243,3 @@ def _refuse_bootstrapping() -> None:
             "a worker process has run this script again; call vit.train under"
             " if __name__ == '__main__': in it"
         )
-
-
-def _check_arguments(
-    config: Any,
-    output: Any,
-    overrides: Any,
-    *,
-    transform: Any,
-    model: Any,
-    callbacks: Any,
-) -> None:
-    """Raise ValueError for an argument of another kind."""
-    sources = (str, Path, Mapping, Config, NoneType)
-    passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
-    for name, value, kinds, expected in (
-        ("config", config, sources, passing),
-        ("output", output, (str, Path), "the path of a directory"),
-        (
-            "overrides",
-            overrides,
-            (list, tuple, Mapping),
-            'a list of texts, such as ["train.epochs=20"], or a dictionary',
-        ),
-        ("model", model, (nn.Module, NoneType), "an object of an nn.Module"),
-        ("callbacks", callbacks, (list, tuple), "a list of objects of vit.Observer's subclasses"),
-    ):
-        check_kind(value, kinds, name=name, expected=expected)
-    if transform is not None and not callable(transform):
-        raise ValueError(f"transform is {describe_kind(transform)}, not a function of an image")
-    for callback in callbacks:
-        expected = "an object of a subclass of vit.Observer"
-        check_kind(callback, Observer, name="a callback", expected=expected)
-
-
-def _find_guess(validation: ImageDataset | None) -> float | None:
-    """Find the accuracy up to which a model is no better than guessing."""
-    if validation is None or validation.is_multilabel:
-        return None
-    counts = np.bincount(validation.labels)
-    return max(float(counts.max() / counts.sum()), min(2 / len(validation.class_names), 0.5))

@@ -1,5 +1,5 @@
-"""One training step: the parts of a batch are differentiated, their gradients are added in the order of
-the batch, and weights and their average are updated once."""
+"""One training step: the parts of a batch are differentiated, their gradients are added in the order
+of the batch, and weights and their average are updated once."""
 
 import copy
 import warnings
@@ -221,7 +221,7 @@ class TrainStep:
 
         def differentiate(part: _Part) -> _Derivative:
             loss, correct = self._compute_loss(part, len(images))
-            # Not loss.backward(): threads would add to the same .grad in an order that is not fixed.
+            # Not loss.backward(): threads would add to one .grad in an order that is not fixed.
             gradients = torch.autograd.grad(self._scale(loss), self._trainable, allow_unused=True)
             return loss.detach(), correct, gradients
 
@@ -233,7 +233,7 @@ class TrainStep:
         return self.threads.map(differentiate, parts, is_random=True)
 
     def _differentiate_in_processes(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Call `backward` on each part. The processes exchange their gradients with the last one."""
+        """Call `backward` on each part. The processes exchange gradients with the last one."""
         assert isinstance(self.model, DistributedDataParallel)
         parts = _divide(images, targets, self.grad_accum_steps)
         # mean loss over the processes, number of right images
@@ -247,7 +247,7 @@ class TrainStep:
         return totals[0], totals[1].long()
 
     def _compute_loss(self, part: _Part, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Return the loss of a part, times its share of the batch, and the number of right images."""
+        """Return the loss of a part, times its share of the batch, and its number of right images."""
         images, targets = part
         with autocast(self.device, self.precision):
             logits = self.model(images)

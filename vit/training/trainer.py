@@ -8,9 +8,9 @@ in any order.
 """
 
 import contextlib
+import copy
 import dataclasses
 import math
-import multiprocessing
 import time
 import traceback
 import warnings
@@ -104,7 +104,6 @@ class Trainer:
         self.progress = Progress()
         # `plan` and the step's schedule change if the time is too short for the full plan.
         self._full_plan = self.plan
-        self._is_shortened = False
         self._full_lr_factor = self.train_step.lr_factor
         # time at which this process began to train, and the run's step at that time
         self._speed_start = (0.0, 0)
@@ -126,7 +125,7 @@ class Trainer:
         Raises:
             TrainingInterrupted: SIGINT or SIGTERM arrived; the state is saved.
             OSError: A data-loading worker was killed, or a file can't be written.
-            ValueError: A loss or gradient is not finite, and the plan says to stop there.
+            ValueError: A loss or gradient is not finite.
         """
         self._started_at = time.perf_counter() - self.progress.elapsed_seconds
         self.process.set_timeout(self.plan.settings.timeout_seconds)
@@ -151,23 +150,14 @@ class Trainer:
                         break
                 self._wait_for_files()
             except (RuntimeError, ConnectionError, EOFError) as error:
-                # If a worker is killed, torch's signal handler raises wherever the loop is, unless
-                # the worker's pipe ends first.
+                # torch's signal handler raises wherever the loop is, unless the pipe of the worker
+                # ends first.
                 if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                     raise
-                # Each worker then runs the script again, and stops where it would start workers.
-                has_begun = self.progress.step > self._speed_start[1]
-                if multiprocessing.get_start_method() != "fork" and not has_begun:
-                    raise OSError(
-                        "the data-loading workers could not start, see the error above; a script"
-                        " calls vit.train under if __name__ == '__main__':"
-                    ) from error
-                text = (
-                    "a data-loading worker was killed (out of memory?); continue with --resume and"
-                )
-                if "Bus error" in str(error):
-                    text += " a larger /dev/shm (docker run --shm-size=8g), or"
-                raise OSError(f"{text} fewer data.workers") from error
+                raise OSError(
+                    "a data-loading worker was killed (out of memory, or a full /dev/shm?), or"
+                    " could not start, see above; continue with --resume and fewer data.workers"
+                ) from error
             finally:
                 # This comes first: nothing may be written after observers hear of the end.
                 self.writer.finish()
@@ -176,13 +166,13 @@ class Trainer:
         return self.progress
 
     @property
+    def _is_multilabel(self) -> bool:
+        return self.train_batches.dataset.is_multilabel
+
+    @property
     def _accuracy(self) -> str:
         """Name of the fraction of images that are classified correctly."""
         return "exact_match" if self._is_multilabel else "top1"
-
-    @property
-    def _is_multilabel(self) -> bool:
-        return self.train_batches.dataset.is_multilabel
 
     def _has_model(self) -> bool:
         """Return whether a model was kept already. With validation images, a model of step 0 has
@@ -192,27 +182,18 @@ class Trainer:
     def _keep_first_model(self) -> None:
         """Validate and write the model as it is before the first step."""
         model = self.train_step.averaged_model.eval()
-        validation = None
+        best = None
         if self.validator is not None:
-            validation = self.validator.validate(model, warn=self._message)
-            seconds = time.perf_counter() - self._started_at
-            count = len(self.validator.data.decoded_validation)
-            accuracy = (
-                f"{round(validation.top1 * count):,} of {count:,} validation images correct"
-                f" ({format_percent(validation.top1, count)})"
-            )
-            if self._is_multilabel:
-                mean = format_percent(validation.map, count)
-                accuracy = f"mean average precision {mean} on {count:,} validation images"
-            self._message(
-                f"linear probe: {accuracy}, macro F1"
-                f" {format_percent(validation.macro_f1, count)}  {seconds:.0f} s"
-            )
-        best = validation
-        if best is not None and self.plan.settings.select_by != "loss":
-            # If a trained model is equally accurate it replaces the probe: with few images, and
-            # with a loss that label smoothing has raised, the two can't be told apart.
-            best = best._replace(loss=math.inf)
+            best = self.validator.validate(model)
+            count = len(self.train_batches.dataset)
+            measures = {"mAP": best.map} if self._is_multilabel else {"top-1": best.top1}
+            measures["macro F1"] = best.macro_f1
+            texts = [f"{name} {format_percent(value, count)}" for name, value in measures.items()]
+            self._message(f"linear probe: {', '.join(texts)} on the validation images")
+            if self.plan.settings.select_by != "loss":
+                # If a trained model is equally accurate it replaces the probe: with few images, and
+                # with a loss that label smoothing has raised, the two can't be told apart.
+                best = best._replace(loss=math.inf)
         self.progress.record_best(best, select_by=self.plan.settings.select_by)
         self.model_writer.write(model, step=self.progress.step)
         self._save()
@@ -220,23 +201,22 @@ class Trainer:
     def _train_epoch(self) -> bool:
         """Train the rest of the current epoch, or of the plan. Returns whether it was finished."""
         progress = self.progress
-        plan = self.plan
         self.train_step.model.train()
         device = self.train_step.device
         if device.type == "mps":  # which has no float64
             progress.epoch_sums = progress.epoch_sums.float()
         progress.epoch_sums = progress.epoch_sums.to(device)
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
-        is_over = progress.step >= plan.total_steps
+        is_over = progress.step >= self.plan.total_steps
         rest = iter(()) if is_over else self._batches(start_step=progress.step_in_epoch)
         batches = LookAhead(rest)
         for batch in batches:
             self._fit_length()
-            if plan.settings.patch_drop_rates:
+            if self.plan.settings.patch_drop_rates:
                 # Only our models have it, as was checked when the run was built.
                 model = cast(Any, self.train_step.module)
                 model.patch_drop_rate = self.plan.patch_drop_rate(progress.step)
-            seed_step(plan.settings.seed, progress.step, self.process.rank)
+            seed_step(self.plan.settings.seed, progress.step, self.process.rank)
             result = self.train_step(batch.images, batch.targets)
 
             progress.step += 1
@@ -286,14 +266,12 @@ class Trainer:
         total_steps = self.process.broadcast(min(total_steps, full_plan.total_steps))
         change = abs(total_steps - self.plan.total_steps) / self.plan.total_steps
         if change > _MIN_LENGTH_CHANGE:
-            self._set_length(total_steps)
-            # a change of that is only another estimate
-            if not self._is_shortened:
+            if self.progress.total_steps is None:
                 self._message(
-                    f"shortened to about {total_steps:,} of {full_plan.total_steps:,} steps, which fit"
-                    f" into {max_minutes:.2g} minutes"
+                    f"shortened to about {total_steps:,} of {full_plan.total_steps:,} steps, which"
+                    f" fit into {max_minutes:.2g} minutes"
                 )
-            self._is_shortened = True
+            self._set_length(total_steps)
             self._save()
 
     def _set_length(self, total_steps: int) -> None:
@@ -315,7 +293,7 @@ class Trainer:
         model = self.train_step.averaged_model.eval()
         validation = None
         if is_due and self.validator is not None:
-            validation = self.validator.validate(model, warn=self._message)
+            validation = self.validator.validate(model)
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
@@ -351,11 +329,9 @@ class Trainer:
 
     def _warn_of_large_loss(self, train_loss: float) -> None:
         """Say once that the loss of an epoch is far above that of a model that knows nothing."""
-        if self._has_warned or not self.warns_of_loss:
-            return
         num_classes = len(self.train_batches.dataset.class_names)
         guess = math.log(2 if self._is_multilabel else max(num_classes, 2))
-        if train_loss > _LARGE_LOSS * guess:
+        if self.warns_of_loss and not self._has_warned and train_loss > _LARGE_LOSS * guess:
             self._has_warned = True
             self._message(
                 f"warning: the training loss is {train_loss:.3g}, and a model that guesses has"
@@ -389,31 +365,27 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint of the current state while training goes on."""
         self._check_finite()
-
         progress = self.progress
         progress.elapsed_seconds = time.perf_counter() - self._started_at
-        if self.process.is_main:
-            # At most one unwritten checkpoint is in memory, and a crash loses only its steps.
-            if self._saving is not None:
-                self._saving.result()
-            held_aside = None
-            if self.validator is not None:
-                held_aside = self.validator.held_aside.state_dict()
-            checkpoint = Checkpoint(
-                # A plain tuple, because a checkpoint holds no classes.
-                progress=vars(progress) | {"best": tuple(progress.best)},
-                state=self.train_step.state_dict(),
-                identity=self.identity.to_record(),
-                validator=held_aside,
-            )
-            save = partial(
-                self.checkpoints.save,
-                checkpoint.serialize(),
-                step=progress.step,
-                best_step=progress.best_step,
-            )
-            self._saving = self.writer.submit(save)
-            self._saved_step = progress.step
+        if not self.process.is_main:
+            return
+        # At most one unwritten checkpoint is in memory, and a crash loses only its steps.
+        if self._saving is not None:
+            self._saving.result()
+        checkpoint = Checkpoint(
+            # A plain tuple, because a checkpoint holds no classes.
+            progress=vars(progress) | {"best": tuple(progress.best)},
+            state=self.train_step.state_dict(),
+            identity=self.identity.to_record(),
+        )
+        save = partial(
+            self.checkpoints.save,
+            checkpoint.serialize(),
+            step=progress.step,
+            best_step=progress.best_step,
+        )
+        self._saving = self.writer.submit(save)
+        self._saved_step = progress.step
 
     def _wait_for_files(self) -> None:
         """Wait, in all processes, until all files of the run are on disk. Otherwise torchrun would
@@ -435,27 +407,26 @@ class Trainer:
             # A model of another run is not overwritten.
             self._from_main(lambda: self.model_writer.has_written(step=0))
             return False
-        checkpoint = self._restore(values)
+        self._restore(values)
         self._saved_step = self.progress.step
-        if changes := self.identity.describe_changed_conditions(checkpoint.identity):
+        if changes := self.identity.describe_changed_conditions(values["identity"]):
             self._message(changes)
 
         best_step = self.progress.best_step
         has_written = self._from_main(lambda: self.model_writer.has_written(best_step))
         if has_written or not self._has_model():
             return True
-
-        best_values = self._from_main(lambda: self.checkpoints.load(best_step))
-        if best_values is None:
+        best = self._from_main(lambda: self.checkpoints.load(best_step))
+        if best is None:
             raise ValueError(
                 "the model file is missing, damaged or of another step, and there is no intact"
                 f" checkpoint of its step, {best_step}; train again with --overwrite"
             )
-        self._restore(best_values)
-        self.model_writer.write(self.train_step.averaged_model.eval(), step=best_step)
+        model = copy.deepcopy(self.train_step.averaged_model).eval()
+        model.load_state_dict(best["state"]["average"])
+        self.model_writer.write(model, step=best_step)
         # An error before the first step must not leave a thread that writes.
         self.writer.wait()
-        self._restore(values)
         self._message(
             "the model file was missing, damaged or of another step; it is written again from step"
             f" {best_step}"
@@ -467,26 +438,15 @@ class Trainer:
         value = read() if self.process.is_main else None
         return self.process.broadcast(cast(T, value))
 
-    def _restore(self, values: dict[str, Any]) -> Checkpoint:
-        """Go back to the state that a checkpoint holds, and return it by name."""
-        # Its name has its checksum, so that it holds what a run has written, perhaps another one.
-        try:
-            checkpoint = Checkpoint(**values)
-            step = checkpoint.progress["step"]
-            self.identity.check(checkpoint.identity, origin=f"the checkpoint of step {step}")
-            progress = dict(checkpoint.progress)
-            self.progress = Progress(**progress | {"best": Validation(*progress["best"])})
-            if self.progress.total_steps is not None:
-                self._set_length(self.progress.total_steps)
-            self.train_step.load_state_dict(checkpoint.state)
-            if self.validator is not None:
-                self.validator.load_state_dict(checkpoint.validator or {})
-            return checkpoint
-        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise ValueError(
-                f"a checkpoint does not hold the state of this run ({reason}); remove it"
-            ) from error
+    def _restore(self, values: dict[str, Any]) -> None:
+        """Go back to the state that a checkpoint holds. Its name has its checksum, so that only the
+        run that has written it needs a check."""
+        progress = values["progress"]
+        self.identity.check(values["identity"], origin=f"the checkpoint of step {progress['step']}")
+        self.progress = Progress(**progress | {"best": Validation(*progress["best"])})
+        if self.progress.total_steps is not None:
+            self._set_length(self.progress.total_steps)
+        self.train_step.load_state_dict(values["state"])
 
     def _log(self, result: StepResult) -> None:
         """Report a step to the observers."""
@@ -517,13 +477,13 @@ class Trainer:
         """Stop at the first step that was not finite. It has not changed the weights."""
         if not self._unchecked:
             return
-        steps = list(self._unchecked)
         # With one tensor the host waits for the device once.
         flags = torch.stack(list(self._unchecked.values())).tolist()
+        steps = [
+            step for step, is_finite in zip(self._unchecked, flags, strict=True) if not is_finite
+        ]
         self._unchecked.clear()
-        for step, is_finite in zip(steps, flags, strict=True):
-            if is_finite:
-                continue
+        if steps:
             kept = "there is no checkpoint yet"
             if self._saved_step is not None:
                 kept = f"the checkpoint of step {self._saved_step} is kept"
@@ -531,7 +491,7 @@ class Trainer:
             if not self.warns_of_loss:
                 causes += ", and look for a logarithm or a division in loss="
             raise ValueError(
-                f"step {step}: the loss or a gradient is not finite, and {kept}; {causes}"
+                f"step {steps[0]}: the loss or a gradient is not finite, and {kept}; {causes}"
             )
 
     def _request_stop(self, signal_name: str) -> None:
@@ -572,9 +532,8 @@ class Trainer:
                 if observer.is_essential:
                     raise
                 self.observers.remove(observer)
-                # The author of an observer needs the traceback. Ours fail only if the disk does.
-                if not type(observer).__module__.startswith("vit."):
-                    traceback.print_exception(error)
+                # Its author needs the traceback.
+                traceback.print_exception(error)
                 self._message(
                     f"{type(observer).__name__} failed ({first_line(error)});"
                     " training goes on without it"
