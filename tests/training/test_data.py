@@ -86,7 +86,7 @@ def test_the_main_process_decides_for_all_where_images_are_kept(
 
     monkeypatch.setattr("vit.training.data.current_process", OtherProcess)
     data = build(root)
-    assert (data.pipeline, data.train.pixels) == ("workers", None)
+    assert (data.config.data.pipeline, data.train.pixels) == ("workers", None)
     assert data.pipeline_reason == "the memory of process 0 is full"
 
 
