@@ -36,6 +36,7 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; --output takes a directory")
+    is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     refusal = f"another process is training into {path}; wait for it or choose another --output"
     with lock_file(path / _LOCK_FILE, refusal=refusal):
@@ -59,7 +60,13 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
             )
         # A run that was killed has left them; nobody else writes here.
         remove_temporaries(path)
-        yield
+        try:
+            yield
+        except BaseException:
+            # A run that fails at once leaves no directory.
+            if is_new and {entry.name for entry in path.iterdir()} <= {_LOCK_FILE}:
+                remove(path)
+            raise
 
 
 def clear_run_directory(path: Path, *, overwrite: bool) -> None:
