@@ -212,8 +212,6 @@ class Bundle:
         return RecordedImages(
             self.config.get("data", {}),
             digests=None if self.training_hashes is None else self.training_hashes[0],
-            fingerprint=self.data.get("fingerprint"),
-            listing=self.data.get("listing"),
             preprocess=self.preprocess,
             task=self.data.get("task"),
             held_out=self.data.get("held_out"),

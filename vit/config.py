@@ -121,8 +121,6 @@ class DataConfig(_Section):
     pipeline: Literal["auto", "resident", "cached", "workers", "tokens"] = "auto"
     # processes that decode images; None: one for each core, at most 16
     workers: int | None = Field(None, ge=0)
-    # true: a table may name images outside its folder
-    allow_outside: bool = False
     # largest fraction of unreadable images
     max_unreadable_fraction: float = Field(0.05, ge=0, le=1)
     # folder of decoded images; None: $VIT_CACHE or ~/.cache/vit

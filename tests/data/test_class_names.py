@@ -45,9 +45,12 @@ def test_lines_are_classes_and_names_or_names_in_order(
     root = make_wnids(make_folder)
     dataset = open_dataset("folder", root=root, class_names=write(tmp_path, text))
     assert dataset.split("train").class_names == dataset.split("test").class_names == names
-    assert dataset.renamed_classes == dict(zip(WNIDS, names, strict=True))
+    assert dataset.images.renamed_classes == dict(zip(WNIDS, names, strict=True))
     by_name = open_dataset(
-        "folder", root=root, class_names=dataset.renamed_classes, classes=[names[1], WNIDS[0]]
+        "folder",
+        root=root,
+        class_names=dataset.images.renamed_classes,
+        classes=[names[1], WNIDS[0]],
     )
     assert by_name.split("all").class_names == names
 
@@ -131,7 +134,7 @@ def test_folders_of_wordnet_ids_show_words(make_folder: MakeFolder) -> None:
     splits = open_dataset("folder", root=root)
     assert splits.split("train").class_names == words
     # a model keeps them, so that a part of the classes is named alike
-    assert splits.renamed_classes == dict(zip(wnids, words, strict=True))
+    assert splits.images.renamed_classes == dict(zip(wnids, words, strict=True))
     chosen = open_dataset("folder", root=root, classes=["n03126707", "chain saw"])
     assert chosen.split("train").class_names == ("chain saw", "crane")
 

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from vit.data.python_images import convert_pixels
+from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import find_python_objects
 
 COUNT = 12
@@ -50,8 +51,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_keeps_images_and_labels_together(form: str) -> None:
-    source = find_python_objects(FORMS[form], None)
-    images = source.load("train")
+    images = number_listing(find_python_objects(FORMS[form], None)).split("train")
     assert [images.describe_labels(index) for index in range(COUNT)] == NAMES
     assert [images.image(index).getpixel((0, 0))[0] for index in range(COUNT)] == LEVELS.tolist()
     chosen = images.subset([5, 2])
@@ -61,10 +61,10 @@ def test_each_form_keeps_images_and_labels_together(form: str) -> None:
 def test_parts_are_splits_with_the_same_classes() -> None:
     first, second = (PIXELS[:9], NAMES[:9]), (PIXELS[9:], NAMES[9:])
     for parts in ((first, second), {"train": first, "val": second}):
-        source = find_python_objects(parts, None)
+        source = number_listing(find_python_objects(parts, None))
         assert list(source.origins) == ["train", "validation"]
-        assert source.load("validation").class_names == source.load("train").class_names
-        assert source.load("validation").ids[0] == "validation/000000"
+        assert source.split("validation").class_names == source.split("train").class_names
+        assert source.split("validation").ids[0] == "validation/000000"
     with pytest.raises(ValueError, match="name its sets train, validation"):
         find_python_objects({"x": first}, None)
 
@@ -80,14 +80,15 @@ def test_parts_are_splits_with_the_same_classes() -> None:
 )
 def test_several_labels_an_image(labels: Any) -> None:
     names = ("red", "green", "blue")
-    images = find_python_objects((PIXELS, labels), names).load("train")
+    images = number_listing(find_python_objects((PIXELS, labels), names)).split("train")
     marks = [[True, False, True], [False, True, False], [False] * 3, [False, False, True]] * 3
     assert images.labels.tolist() == marks
     # one label each: a class, or a label?
     one_hot = np.eye(3, dtype=int)[NUMBERS]
     with pytest.raises(ValueError, match=r"pass its index or name, or set data\.task=multilabel"):
         find_python_objects((PIXELS, one_hot), names)
-    images = find_python_objects((PIXELS, one_hot), names, task="multilabel").load("train")
+    listing = find_python_objects((PIXELS, one_hot), names, task="multilabel")
+    images = number_listing(listing).split("train")
     assert images.labels.tolist() == one_hot.astype(bool).tolist()
 
 

@@ -88,7 +88,7 @@ def test_a_name_is_never_opened_as_a_path(
     model = save_model(
         tmp_path / "m.safetensors",
         class_names=("ant", "bee"),
-        config={"data": {**data, "allow_outside": True}},
+        config={"data": data},
         training_hashes=hash_images(tmp_path.rglob("*.png")),
     )
     bundle = name_training_photos(model, [(name, 0), ("bee/in.png", 1)], np.ones((2, 24)))
@@ -114,7 +114,7 @@ def test_a_table_that_names_other_folders_is_not_followed(
     Image.new("RGB", (20, 20), "red").save(tmp_path / "secret.png")
     Image.new("RGB", (20, 20), "red").save(photos / "in.png")
     (photos / "labels.csv").write_text("path,label\n../secret.png,ant\nin.png,bee\n")
-    config = {"data": {"name": "folder", "root": str(photos), "allow_outside": True}}
+    config = {"data": {"name": "folder", "root": str(photos)}}
     model = save_model(
         tmp_path / "m.safetensors",
         class_names=("ant", "bee"),

@@ -19,6 +19,7 @@ from vit.data.class_names import sort_class_names
 from vit.data.dataset import LabelRule
 from vit.data.images import read_image
 from vit.data.open import open_dataset
+from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import find_python_objects
 from vit.data.sources.registry import find_kind
 from vit.data.splits import DatasetSplits
@@ -65,7 +66,7 @@ def read(place: Path, split: str = "all", **labels: str) -> dict[str, str]:
 
 def list_notes(place: Path, **labels: str) -> str:
     splits = open_place(place, **labels)
-    return "\n".join([*splits.source.guesses, *splits.split("all").notes])
+    return "\n".join([*splits.images.listing.read, *splits.split("all").notes])
 
 
 # ---- 60 tables as other programs write them
@@ -364,7 +365,7 @@ def test_a_table_in_the_folder_names_the_classes(tmp_path: Path, program: str) -
     splits = open_place(tmp_path)
     assert read(tmp_path) == {f"a/{n}.png": str(n % 2) for n in range(4)}
     assert "images in 'file_name', classes in 'label'; columns not read: site" in " ".join(
-        splits.source.guesses
+        splits.images.listing.read
     )
     assert splits.split("all").read_column is not None
     assert splits.split("all").read_column("site") == {f"a/{n}.png": "x" for n in range(4)}
@@ -408,7 +409,8 @@ def test_every_wrong_row_is_named_by_its_line_ten_at_most(tmp_path: Path) -> Non
     rows = "0.png,a\n1.png,\n0.png,b\n" + "".join(f"gone{n}.png,a\n" for n in range(20))
     table = write(tmp_path / "t.csv", f"path,label\n{rows}")
     with pytest.raises(
-        ValueError, match=r"line 3: label '' .*line 4: 0.png is listed a second time.*line 5: gone0"
+        ValueError,
+        match=r"line 3: label '' .*line 4: 0.png is listed with two classes.*line 5: gone0",
     ) as caught:
         read(table)
     assert "12 rows more" in str(caught.value)
@@ -481,7 +483,7 @@ def test_what_is_not_read_of_a_folder_is_said(tmp_path: Path) -> None:
     text = splits.describe_files()
     assert "8 images in 2 classes" in text
     assert ".txt 1" in text
-    assert "images in test/ 1" in text
+    assert "images in test/ itself 1" in text
 
 
 def test_ids_that_name_two_files_are_refused(tmp_path: Path) -> None:
@@ -542,8 +544,8 @@ def test_whole_numbers_are_ordered_as_numbers(tmp_path: Path) -> None:
     table = write(tmp_path / "t.jsonl", "\n".join(rows))
     assert open_place(table).split("all").class_names == numbers
     pixels = np.zeros((24, 4, 4, 3), dtype=np.uint8)
-    splits = find_python_objects((pixels, [str(n % 12) for n in range(24)]), None)
-    assert splits.load("train").class_names == numbers
+    listing = find_python_objects((pixels, [str(n % 12) for n in range(24)]), None)
+    assert listing.class_names == numbers
 
 
 def test_a_run_with_classes_in_another_order_is_not_resumed(
@@ -665,11 +667,12 @@ def test_labels_from_python_count_the_classes(labels: list[object], sentence: st
 
 def test_a_named_class_without_an_image_is_said() -> None:
     pixels = np.zeros((4, 4, 4, 3), dtype=np.uint8)
-    train = find_python_objects((pixels, [0, 2, 0, 2]), ["a", "b", "c"]).load("train")
+    listing = find_python_objects((pixels, [0, 2, 0, 2]), ["a", "b", "c"])
+    train = number_listing(listing).split("train")
     assert train.notes == ("no training image has the class b; leave it out of class_names",)
     # a model may be evaluated on one class
     one = find_python_objects((pixels, [1] * 4), None, split="test", numbered_classes=["a", "b"])
-    assert one.load("test").class_names == ("a", "b")
+    assert one.class_names == ("a", "b")
 
 
 def test_photos_with_large_suffixes_and_names_of_any_language_are_found(tmp_path: Path) -> None:

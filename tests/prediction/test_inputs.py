@@ -73,21 +73,13 @@ def write_shard(photos: Path, *, labels: bool) -> Path:
     return path
 
 
-def write_parquet(photos: Path, column: str, *, with_path: bool) -> Path:
+def write_parquet(photos: Path, column: str = "image") -> Path:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
     content = [photo.read_bytes() for photo in sorted(photos.glob("*.png"))]
-    values: Any = content
-    if column == "image":
-        values = [{"bytes": each, "path": None} for each in content]
-    elif column == "path":
-        values = [photo.name for photo in sorted(photos.glob("*.png"))]
-    columns = {column: values}
-    if with_path:
-        columns["path"] = [f"site/{number}.png" for number in range(_COUNT)]
     path = photos / "rows.parquet"
-    pq.write_table(pa.table(columns), path, row_group_size=2)
+    pq.write_table(pa.table({column: [{"bytes": each, "path": None} for each in content]}), path)
     return path
 
 
@@ -129,29 +121,23 @@ def test_shards_with_and_without_labels(photos: Path, labels: bool, tmp_path: Pa
     assert read([photos, tmp_path / "nothing"]) == [*expected, (str(tmp_path / "nothing"), None)]
 
 
-@pytest.mark.parametrize(
-    ("column", "with_path"), [("image", True), ("image", False), ("bytes", True), ("path", False)]
-)
-def test_parquet_of_bytes_and_of_paths(photos: Path, column: str, with_path: bool) -> None:
-    path = write_parquet(photos, column, with_path=with_path)
-    found = read(path)
-    assert [grey for _, grey in found] == EXPECTED
-    name = {(True, "image"): "site/3.png", (True, "bytes"): "site/3.png"}.get((with_path, column))
-    assert found[3][0] == name or str(photos) in found[3][0]
-    if column != "path":
-        for photo in photos.glob("*.png"):
-            photo.unlink()
-        assert [grey for _, grey in read(photos)] == EXPECTED
-
-
-def test_parquet_that_holds_no_images_or_is_damaged(photos: Path) -> None:
-    path = write_parquet(photos, "bytes", with_path=False)
+def test_parquet_without_labels(photos: Path) -> None:
+    pytest.importorskip("datasets")
+    path = write_parquet(photos)
+    expected = [(f"train/{number:05d}", grey) for number, grey in enumerate(EXPECTED)]
+    assert read(path) == expected
+    for photo in photos.glob("*.png"):
+        photo.unlink()
+    assert read(photos) == expected
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(OSError, match=r"rows.parquet can't be read as Parquet: "):
+    with pytest.raises(OSError, match=r"rows.parquet can't be read as a data set: "):
         read(path)
-    write_parquet(photos, "picture", with_path=False)
-    with pytest.raises(ValueError, match="has no column image, img, bytes, path"):
-        read(path)
+
+
+def test_parquet_that_holds_no_images(photos: Path) -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match="has no column image or img, only picture"):
+        read(write_parquet(photos, "picture"))
 
 
 def test_named_sets_addresses_and_memory(photos: Path) -> None:
@@ -178,9 +164,8 @@ def test_buckets(photos: Path) -> None:
         bucket = Bucket("photos", client)
         for photo in photos.glob("*.png"):
             bucket.put(f"photos/a/{photo.name}", photo)
-        bucket.put("rows/rows.parquet", write_parquet(photos, "image", with_path=True))
         bucket.put("shards/0.tar", write_shard(photos, labels=False))
-        for folder in ("photos", "rows", "shards"):
+        for folder in ("photos", "shards"):
             assert [grey for _, grey in read(f"{bucket.url}/{folder}")] == EXPECTED
         assert read(f"{bucket.url}/photos/a/3.png") == [(f"{bucket.url}/photos/a/3.png", 3)]
         for place in (f"{bucket.url}/none/", "s3://no-such-bucket/photos/"):

@@ -26,7 +26,6 @@ from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.duplicates import compute_dhash, hash_pixels
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ImageReader
-from vit.data.sources.remote import RemoteError
 from vit.runtime.files import (
     default_cache_dir,
     open_cached,
@@ -401,16 +400,12 @@ def _decode_chunk(
 
     facts = np.zeros((4, count), dtype=np.uint64)
     failures: dict[int, str] = {}
-    dataset.reader.fetch(range(count))
     for index, place in enumerate(places.tolist()):
         try:
             image = preprocess.to_rgb(dataset.image(index))
             facts[:, index] = hash_pixels(image), compute_dhash(image), *image.size
             if pixels is not None:
                 images[place] = preprocess.to_uint8(image)
-        except RemoteError:
-            # the image itself may be good
-            raise
         except (ValueError, OSError) as error:
             failures[place] = str(error)
     return places, facts, failures

@@ -5,18 +5,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import read_text
 
 ClassChoice = Sequence[str] | None
-# folder name → readable name
-Aliases = Mapping[str, str]
 
 
 def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
@@ -39,66 +33,22 @@ def find_alike(class_names: Iterable[str]) -> list[list[str]]:
     return [names for names in alike.values() if len(names) > 1]
 
 
-def number_labels(labels: Iterable[str], class_names: Iterable[str]) -> np.ndarray:
-    """Return the place of each label in `class_names`, int64 [n]."""
-    number_of = {name: number for number, name in enumerate(class_names)}
-    return np.array([number_of[label] for label in labels], dtype=np.int64)
-
-
-def check_labels(
-    labels: Mapping[str, Sequence[str]],
-    class_names: Collection[str],
-    classes: ClassChoice,
-    *,
-    origin: str,
-) -> None:
-    """Refuse classes that no model could learn.
-
-    Args:
-        labels: Split → the class of each of its images.
-        class_names: All classes.
-        classes: Classes that are kept; None keeps all.
-        origin: Name of the data, at the start of the message.
-
-    Raises:
-        ValueError: There are fewer than two classes, two look the same, or a class is in another
-            split and not in "train".
-    """
-    check_classes(class_names, origin=origin)
-    if "train" not in labels:
-        return
-    learned = set(labels["train"])
-    for split, split_labels in labels.items():
-        unknown = set(split_labels) - learned
-        if classes is not None:
-            unknown &= set(classes)
-        if unknown:
-            name = min(unknown)
-            count = Counter(split_labels)[name]
-            text = f"class {shorten(name)!r} has {count:,} images in the {split} split"
-            hint = "add some, or leave it out with data.classes"
-            raise ValueError(f"{origin}: {text} and none in the train split; {hint}")
-
-
 def choose_classes(
-    class_names: Sequence[str], classes: ClassChoice, *, aliases: Aliases | None = None
+    class_names: Sequence[str], classes: Sequence[str], *, aliases: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Choose the classes that `data.classes` keeps, in the order of the set.
 
     Args:
         class_names: All classes of the set.
-        classes: Classes to keep, each by its name or an alias; None keeps all.
+        classes: Classes to keep, each by its name or an alias.
         aliases: Class name → another name for it.
 
     Raises:
         ValueError: A class is unknown, or fewer than two are kept.
     """
-    if classes is None:
-        return tuple(class_names)
-
     # a class has its own name and perhaps an alias, such as "tench" for n01440764
     class_of = {name: name for name in class_names}
-    class_of |= {alias: name for name, alias in (aliases or {}).items() if name in class_of}
+    class_of |= {alias: name for name, alias in aliases.items() if name in class_of}
     for name in classes:
         check_choice(name, class_of, name="class of data.classes")
 
@@ -138,15 +88,6 @@ def read_words(path: Path) -> dict[str, str]:
     return words
 
 
-@cache
-def _load_wordnet() -> Any:
-    """Load timm's table of WordNet ids and their words, once."""
-    # takes seconds to import
-    from timm.data import ImageNetInfo
-
-    return ImageNetInfo()
-
-
 def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     """Find the names in words of classes that are WordNet ids: "chain saw" for n03000684.
 
@@ -156,7 +97,10 @@ def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     """
     if not all(re.fullmatch(r"n\d{8}", name) for name in class_names):
         return {}
-    table = _load_wordnet()
+    # takes seconds to import
+    from timm.data import ImageNetInfo
+
+    table = ImageNetInfo()
     words = dict(zip(class_names, class_names, strict=True))
     for name in class_names:
         with suppress(KeyError):
@@ -193,10 +137,8 @@ def _read_names(class_names: Sequence[str], file: Path) -> list[str]:
 
     # or the names alone, in the order of the classes
     lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    are_numbers = all(name.isdecimal() for name in class_names)
-    if are_numbers and max(map(int, class_names)) < len(lines):
+    if all(name.isdecimal() and int(name) < len(lines) for name in class_names):
         return [lines[int(name)] for name in class_names]
-
     if len(lines) != len(class_names):
         missing = next(name for name in class_names if name not in words)
         counts = f"{len(lines)} lines for {len(class_names)} classes and none for {missing!r}"

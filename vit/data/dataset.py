@@ -1,4 +1,4 @@
-"""Labelled images of one split, the splits of a data set, and the kinds of data sets."""
+"""Labelled images of one split, and what a user asks a source of images for."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from vit.data.class_names import ClassChoice, choose_classes
+from vit.data.class_names import ClassChoice
 from vit.data.images import UNREADABLE
 from vit.data.label_sets import count_labels, number_label_sets
 from vit.data.sources.base import ImageReader, Root
@@ -44,8 +43,6 @@ class ImageDataset:
     reader: ImageReader
     # sentences for the user: a split under another name, files that are not images
     notes: tuple[str, ...] = ()
-    # number of files that are not used, by suffix (".txt") or description ("images in …")
-    unused: Mapping[str, int] = field(default_factory=dict)
     # group of each image: one group is never on both sides of a split; None: each image is a group
     groups: Sequence[str] | None = None
     # uint8 [n, H, W, 3], memory-mapped; None: decoded when needed
@@ -101,16 +98,14 @@ class ImageDataset:
 
     def read_sample(self, indices: Iterable[int]) -> Iterator[Image.Image]:
         """Read the images at `indices` that can be read. Raises ValueError if none can."""
-        # fetched together: object storage answers many requests at once
-        sample = self.subset(list(indices))
-        sample.reader.fetch(range(len(sample)))
+        chosen = list(indices)
         num_read = 0
-        for index in range(len(sample)):
+        for index in chosen:
             with suppress(ValueError, OSError):
-                yield sample.image(index)
+                yield self.image(index)
                 num_read += 1
         if not num_read:
-            text = f"none of {len(sample)} images of {self.name} {self.split} can be read"
+            text = f"none of {len(chosen)} images of {self.name} {self.split} can be read"
             raise ValueError(f"{text}; check the files, such as {self.ids[0]}")
 
     @property
@@ -129,36 +124,20 @@ class ImageDataset:
         libjpeg versions may differ in a bit. Without hashes it covers the names of the images, too,
         in their order, and the sizes of their files.
         """
+        names: list[str] = [self.split, *self.class_names]
         if self.hashes is not None:
             # sorted, so that names and order of the files don't count
             labels = self.labels if self.is_multilabel else self.labels[:, None]
             pairs = np.concatenate([labels.astype(np.uint64), self.digests[:, None]], axis=1)
-            ordered = pairs[np.lexsort(pairs.T)].astype("<u8")
-            names = json.dumps([self.split, *self.class_names])
-            names += "several labels" * self.is_multilabel
-            return hashlib.sha256(names.encode() + ordered.tobytes()).hexdigest()
-
-        # sizes instead of times, which differ on another machine
-        names = json.dumps(["listed", self.split, *self.class_names, *self.ids])
-        sizes = self.reader.sizes()
-        contents = self.reader.cache_key() if sizes is None else sizes.astype("<i8").tobytes()
-        names += "several labels" * self.is_multilabel
-        facts = self.labels.astype("<i8").tobytes() + contents
-        return hashlib.sha256(names.encode() + facts).hexdigest()
-
-    def cache_key(self) -> str:
-        """Hexadecimal sha256 that changes with the files (name, size, times, inode), labels, class
-        names or split; found without decoding any image."""
-        texts = ("\n".join(self.class_names), self.split, "\n".join(self.ids))
-        names = "".join(text + "\0" for text in texts).encode(errors="surrogateescape")
-        facts = self.labels.tobytes() + self.reader.cache_key()
-        return hashlib.sha256(names + facts).hexdigest()
-
-    def count_groups(self, label: int) -> int:
-        """Count the groups of a class; the images, if each is its own group."""
-        has_label = self.labels[:, label] if self.is_multilabel else self.labels == label
-        indices = np.flatnonzero(has_label).tolist()
-        return len(indices if self.groups is None else {self.groups[index] for index in indices})
+            facts = pairs[np.lexsort(pairs.T)].astype("<u8").tobytes()
+        else:
+            # sizes instead of times, which differ on another machine
+            names = ["listed", *names, *self.ids]
+            sizes = self.reader.sizes()
+            contents = self.reader.cache_key() if sizes is None else sizes.astype("<i8").tobytes()
+            facts = self.labels.astype("<i8").tobytes() + contents
+        text = json.dumps(names) + "several labels" * self.is_multilabel
+        return hashlib.sha256(text.encode() + facts).hexdigest()
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> ImageDataset:
         """The images at `indices`, in that order."""
@@ -173,51 +152,6 @@ class ImageDataset:
             hashes=None if self.hashes is None else self.hashes[:, chosen],
             sizes=None if self.sizes is None else self.sizes[:, chosen],
         )
-
-    def keep_classes(self, classes: ClassChoice) -> ImageDataset:
-        """Keep the images of `classes` (None: all), with labels in the order of `class_names`. Where
-        images have several labels, all images and these labels. Raises the errors of
-        `choose_classes`."""
-        class_names = choose_classes(self.class_names, classes)
-        if self.is_multilabel:
-            places = [self.class_names.index(name) for name in class_names]
-            return replace(self, labels=self.labels[:, places], class_names=class_names)
-        # label before → label after, -1 for classes that are left out
-        label_of = {name: label for label, name in enumerate(class_names)}
-        new_labels = np.array([label_of.get(name, -1) for name in self.class_names])
-
-        chosen = self.subset(np.flatnonzero(new_labels[self.labels] >= 0))
-        return replace(chosen, labels=new_labels[chosen.labels], class_names=class_names)
-
-
-class SourceSplits(NamedTuple):
-    """The splits that a data set has of its own, out of "train", "validation" and "test".
-
-    Attributes:
-        origins: Split → the place of its images, as in a sentence: "train/".
-        load: Function that lists the images of a split.
-        unused: Number of files outside the splits that are not used, as in `ImageDataset`.
-        guesses: How the list of the images was read, a phrase each: "label in 'breed'".
-    """
-
-    origins: Mapping[str, str]
-    load: Callable[[str], ImageDataset]
-    unused: Mapping[str, int] = MappingProxyType({})
-    guesses: Sequence[str] = ()
-
-    def with_test_split(self) -> SourceSplits:
-        """Make a validation split without a test split, as in ImageNet, the test split."""
-        origins = dict(self.origins)
-        if "validation" not in origins or "test" in origins:
-            return self
-        origins["test"] = origins.pop("validation")
-        note = f"{origins['test']} is the test split; validation images are held out of the others"
-
-        def load(split: str) -> ImageDataset:
-            dataset = self.load("validation" if split == "test" else split)
-            return replace(dataset, notes=(*dataset.notes, note))
-
-        return self._replace(origins=origins, load=load)
 
 
 def choose_evenly(count: int, num_chosen: int) -> list[int]:
@@ -282,19 +216,20 @@ class Request(NamedTuple):
 
     Attributes:
         root: Place of the images, `data.root`.
-        classes: Classes to keep, by name; None keeps all.
+        classes: Classes that will be kept, by name; None keeps all.
         cache_dir: Folder for downloads and for what is read once.
-        allow_outside: A table may name images outside its folder.
         download: A published set that isn't on this machine may be downloaded.
         labels: How the class of an image is found.
+        needs_labels: False lists the images of shards and tables of rows, whether they have labels
+            or not.
     """
 
     root: Root
     classes: ClassChoice
     cache_dir: Path
-    allow_outside: bool = False
     download: bool = True
     labels: LabelRule = LabelRule()
+    needs_labels: bool = True
 
     @property
     def place(self) -> Path:

@@ -76,14 +76,63 @@ def find_groups(
     return tuple(groups)
 
 
-def hash_quickly(dataset: ImageDataset, cache_dir: Path, *, title: str = "") -> np.ndarray:
-    """Compute the hashes of `vit.data.duplicates`, from JPEG files decoded at a fraction of their
-    size. The cache keeps them by the bytes of the images.
+class Copies(NamedTuple):
+    """Groups of images in which copies and near-copies are together.
+
+    Attributes:
+        groups: Group of each image.
+        num_copies: Number of images that have a copy or a near-copy in their group.
+        reasons: A sentence about each kind of images that is, or isn't, kept together.
+        notes: Warnings for the user.
+    """
+
+    groups: tuple[str, ...]
+    num_copies: int
+    reasons: list[str]
+    notes: list[str]
+
+
+def group_copies(dataset: ImageDataset, cache_dir: Path, *, num_splits: int) -> Copies:
+    """Join the groups of images that share an image or a near-copy of one.
 
     Args:
-        dataset: The images.
-        cache_dir: The cache.
-        title: Name of the images in the cache.
+        dataset: The images; without groups, each is its own.
+        cache_dir: The cache of the hashes.
+        num_splits: See `join_duplicates`.
+    """
+    hashes = hash_quickly(dataset, cache_dir)
+    joined = join_duplicates(
+        dataset.groups or dataset.ids, dataset.strata, hashes, num_splits=num_splits
+    )
+    reasons = []
+    if len(dataset) > MAX_COMPARED:
+        reasons.append(
+            f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their files"
+            " alone, and near-copies may be on both sides"
+        )
+    if joined.num_alike:
+        reasons.append(
+            f"{joined.num_alike:,} images resemble so many others of their class (photos of one"
+            " texture?) that near-copies among them may be on both sides"
+        )
+    if joined.num_copies:
+        reasons.append(
+            f"{joined.num_copies:,} images have a copy or a near-copy, which is on the same side"
+        )
+    # images that are in several classes with the same pixels
+    pairs = np.unique(np.stack([hashes[0], dataset.strata.astype(np.uint64)]), axis=1)
+    values, num_classes = np.unique(pairs[0], return_counts=True)
+    num_wrong = int(np.isin(hashes[0], values[num_classes > 1]).sum())
+    text = f"{num_wrong:,} images are in two classes, with the same pixels"
+    if dataset.is_multilabel:
+        text = f"{num_wrong:,} images have other labels than their copies"
+    notes = [f"{text}; keep each image in one (vit audit names them)"] if num_wrong else []
+    return Copies(joined.groups, joined.num_copies, reasons, notes)
+
+
+def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
+    """Compute the hashes of `vit.data.duplicates`, from JPEG files decoded at a fraction of their
+    size. The cache keeps them by the bytes of the images.
 
     Returns:
         uint64 [2, n]. An image that can't be read has a hash of its own. Of more than 5,000 images,
@@ -99,37 +148,31 @@ def hash_quickly(dataset: ImageDataset, cache_dir: Path, *, title: str = "") -> 
         image = image.stretch() if isinstance(image, DeepImage) else image
         return hash_pixels(image), compute_dhash(image)
 
-    name = hash_bytes(f"{dataset.name} {dataset.reader.place} {title}".encode(errors="replace"))
+    name = hash_bytes(f"{dataset.name} {dataset.reader.place}".encode(errors="replace"))
     path = cache_dir / "copies" / f"{name:016x}.npz"
-    stored = open_cached(path, lambda: read_arrays(path))
-    known = None if stored is None else Contents(stored["digests"], stored["stats"])
+    stored = open_cached(path, lambda: read_arrays(path)) or {}
+    known = Contents(stored["digests"], stored["stats"]) if stored else None
     contents = read_contents(dataset.reader, known)
-    hashes = np.stack([contents.digests, np.zeros(len(dataset), dtype=np.uint64)])
-    if len(dataset) <= MAX_COMPARED:
-        row_of: dict[int, int] = {}
-        if stored is not None:
-            has_hashes = np.flatnonzero(stored["hashes"][0])
-            row_of = {int(stored["digests"][row]): row for row in has_hashes.tolist()}
-        rows = np.array([row_of.get(digest, -1) for digest in contents.digests.tolist()])
-        missing = np.flatnonzero(rows < 0)
-        if stored is not None:
-            hashes[:, rows >= 0] = stored["hashes"][:, rows[rows >= 0]]
+    digests = contents.digests.tolist()
+    hash_of: dict[int, Sequence[int]] = {}
+    if len(digests) <= MAX_COMPARED:
+        if stored:
+            hash_of = dict(
+                zip(stored["digests"].tolist(), stored["hashes"].T.tolist(), strict=True)
+            )
+        # zero: there were too many images
+        missing = [index for index, each in enumerate(digests) if not hash_of.get(each, (0,))[0]]
         with ThreadPoolExecutor() as pool:
-            found = list(pool.map(hash_image, missing.tolist()))
-        if found:
-            hashes[:, missing] = np.array(found, dtype=np.uint64).T
+            found = pool.map(hash_image, missing)
+            hash_of |= {digests[index]: each for index, each in zip(missing, found, strict=True)}
+    hashes = np.array([hash_of.get(digest, (0, 0)) for digest in digests], dtype=np.uint64).T
     facts = {"digests": contents.digests, "stats": contents.stats, "hashes": hashes}
-    if len(dataset) > MAX_COMPARED:
-        facts["hashes"] = np.zeros_like(hashes)
-    is_new = stored is None or any(
-        not np.array_equal(stored[key], value) for key, value in facts.items()
-    )
-    if is_new:
+    if not stored or any(not np.array_equal(stored[key], facts[key]) for key in facts):
         # a cache that can't be written costs time alone
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_arrays(path, facts)
-    return hashes
+    return hashes if hash_of else np.stack([contents.digests, hashes[1]])
 
 
 class JoinedGroups(NamedTuple):
@@ -216,18 +259,6 @@ def _join(
         # the first by name, so that the order of the files doesn't matter
         parents[roots[-1]] = roots[0]
     return [find_root(group) for group in groups], copies
-
-
-def count_contradictions(labels: np.ndarray, digests: np.ndarray) -> int:
-    """Count the images that are also in another class.
-
-    Args:
-        labels: Class of each image.
-        digests: Hash of the pixels of each image.
-    """
-    pairs = np.unique(np.stack([digests, labels.astype(np.uint64)]), axis=1)
-    values, num_classes = np.unique(pairs[0], return_counts=True)
-    return int(np.isin(digests, values[num_classes > 1]).sum())
 
 
 def choose_whole_groups(

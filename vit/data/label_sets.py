@@ -1,11 +1,8 @@
 """Several labels an image: their sets, and how splits are stratified over them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-
-from vit.data.class_names import check_classes
-from vit.runtime.arguments import shorten
 
 # images below which a set of labels is put together with others that have its rarest label
 _FEW = 10
@@ -69,39 +66,3 @@ def describe_label_sets(labels: np.ndarray) -> str:
         f"several labels an image: {labels.shape[1]} labels, {labels.sum(axis=1).mean():.1f} an image,"
         f" {100 * without:.0f} % with none"
     )
-
-
-def mark_splits(
-    label_sets: Mapping[str, Sequence[Iterable[str]]], class_names: Sequence[str], *, origin: str
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Mark the labels of the images of each split.
-
-    Args:
-        label_sets: Split → names of the labels of each of its images.
-        class_names: All labels, in the order of the columns.
-        origin: Name of the data, at the start of messages.
-
-    Returns:
-        Split → bool [n, C]; and sentences about labels that no training image has, or all have.
-
-    Raises:
-        ValueError: There are fewer than two labels, or two look the same.
-    """
-    if len(class_names) == 1:
-        raise ValueError(
-            f"{origin} has the label {shorten(class_names[0])!r} alone; give the images without it a"
-            " class of their own, and leave out data.task"
-        )
-    check_classes(class_names, origin=origin)
-    marks = {split: mark_labels(sets, class_names) for split, sets in label_sets.items()}
-    notes = []
-    if "train" in marks:
-        for places, text in (
-            (~marks["train"].any(axis=0), "no training image has the label"),
-            (marks["train"].all(axis=0), "every training image has the label"),
-        ):
-            names = [class_names[place] for place in np.flatnonzero(places).tolist()]
-            if names:
-                text = f"{text} {shorten(', '.join(names))}"
-                notes.append(f"{text}; add others, or leave it out with data.classes")
-    return marks, notes

@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache, partial
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit.data.class_names import read_words
-from vit.data.dataset import ImageDataset, LabelRule, Request, choose_evenly
-from vit.data.duplicates import hash_pixels
-from vit.data.images import list_files
+from vit.data.dataset import LabelRule, Request
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import Root
+from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.sources.registry import SOURCES, find_source, list_named_sets, require_kind
 from vit.data.sources.remote import is_remote
@@ -23,11 +20,6 @@ from vit.data.sources.tables import list_tables
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir, expand_home
-
-# images of which a model file's hashes are compared, and as many first ones of a class
-_NUM_COMPARED = 16
-# files of a folder that isn't listed to see if it can be divided
-_MANY = 2000
 
 
 def open_dataset(
@@ -37,7 +29,6 @@ def open_dataset(
     classes: Sequence[str] | None = None,
     class_names: Path | Mapping[str, str] | None = None,
     rule: SplitRule | None = None,
-    allow_outside: bool = False,
     download: bool = True,
     cache_dir: Path | None = None,
     labels: LabelRule = LabelRule(),  # noqa: B008 (immutable)
@@ -45,12 +36,11 @@ def open_dataset(
     """Find a data set by its name.
 
     Args:
-        name: Name of a registered source.
+        name: Name of a source.
         root: Place where the data is or will be downloaded to.
-        classes: Classes to keep, in the order of the set; None keeps all.
+        classes: Classes to keep, in the order of the set, by name or in words; None keeps all.
         class_names: Names of the classes in words, see `data.class_names` in docs/guides/data.md.
         rule: How splits that the set doesn't have are drawn; None for the defaults.
-        allow_outside: A table may name images outside its folder.
         download: A published set that isn't on this machine may be downloaded.
         cache_dir: Folder for decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
         labels: How the class of an image is found, in a folder or a table.
@@ -66,29 +56,18 @@ def open_dataset(
     kind = find_source(name)
     if root is None and kind.needs_root:
         raise ValueError(f"data.name={name} needs data.root, where the images are")
-
     if labels._replace(task=None) != LabelRule() and name != "folder":
         text = "label_by and the names of columns are for folders and tables"
         raise ValueError(f"{text}, not for data.name={name}; leave them out")
 
-    if class_names is not None and classes is not None:
-        # classes may be named in words, too
-        words = class_names if isinstance(class_names, Mapping) else read_words(class_names)
-        class_of = {word: class_name for class_name, word in words.items()}
-        classes = [class_of.get(word, word) for word in classes]
-
     cache_dir = cache_dir or default_cache_dir()
-    source = kind.find(Request(root, classes, cache_dir, allow_outside, download, labels))
-    # "all" and "train" are listed from the same folders, which are walked once
-    source = source._replace(load=cache(source.load))
-
+    listing = kind.find(Request(root, classes, cache_dir, download, labels))
     return DatasetSplits(
         name,
-        source,
+        number_listing(listing, classes=classes, class_names=class_names),
         rule or SplitRule(),
         cache_dir,
         title=name_data(name, root),
-        class_names=class_names,
         unit=kind.unit,
     )
 
@@ -108,27 +87,6 @@ def name_data(name: str, root: str | Path | None) -> str:
     return expand_home(hide_tokens(str(root)).partition("?")[0]).absolute().name
 
 
-def check_place(place: str, *, with_classes: bool = False) -> None:
-    """Raise the error of images that can't be opened, if it is found at once.
-
-    Args:
-        place: Name of a data set, or a place that `find_kind` knows.
-        with_classes: Of a folder with few files also look for the classes, as `open_dataset` does by
-            default, divide the images, and read one.
-    """
-    kind = require_kind(place)
-    path = expand_home(place)
-    # a table would be read twice
-    if kind != "folder" or not with_classes or list_tables(path):
-        return
-    # many would be listed twice
-    if len(list(islice(list_files(path, left_out=[]), _MANY))) < _MANY:
-        splits = open_dataset(kind, root=path)
-        splits.split("validation")
-        train = splits.split("train")
-        next(train.read_sample(choose_evenly(len(train), _NUM_COMPARED)))
-
-
 class RecordedImages(NamedTuple):
     """The record of the training images in a model file.
 
@@ -136,8 +94,6 @@ class RecordedImages(NamedTuple):
         config: Data section of the training's configuration.
         digests: Hashes of the training images' pixels, see `vit.data.duplicates`; None: not
             recorded.
-        fingerprint: Fingerprint of the training images, see `ImageDataset`.
-        listing: Fingerprint of the list of all images, if a table names some outside its folder.
         preprocess: Preprocessing of the model, which scales images of more than 8 bits.
         task: "multilabel" if an image may have several labels.
         held_out: Split → ids of the images that were held out of training; None: not recorded, they
@@ -146,8 +102,6 @@ class RecordedImages(NamedTuple):
 
     config: Mapping[str, Any] = MappingProxyType({})
     digests: np.ndarray | None = None
-    fingerprint: str | None = None
-    listing: str | None = None
     preprocess: Preprocess = Preprocess((1, 1))
     task: str | None = None
     held_out: Mapping[str, Sequence[str]] | None = None
@@ -164,10 +118,8 @@ def open_for_model(
     """Open the images on which a trained model is evaluated or explained.
 
     The default split is "test", and "all" for files without one: as far as we know, the model has
-    seen none of it. Classes get the names that the model has for them.
-
-    A place that the model file alone names is opened only if its training images are the recorded
-    ones. Nothing is downloaded because of a model file.
+    seen none of it. Classes get the names that the model has for them. Nothing is downloaded
+    because of a model file.
 
     Args:
         data: Name of a data set, or a place that `find_kind` knows; None for the images that the
@@ -179,11 +131,9 @@ def open_for_model(
         group_by: Groups of other images, see `SplitRule`.
 
     Raises:
-        ValueError: There are no such images, or `data` is None and the model file names none or
-            others than are there.
+        ValueError: There are no such images, or `data` is None and the model file names none.
     """
     config = recorded.config
-    given = {**labels._asdict(), "group_by": group_by}
     if data is None and not config:
         text = "this model doesn't say what it was trained on"
         raise ValueError(f"{text}; name the images with --data")
@@ -195,7 +145,7 @@ def open_for_model(
     )
     if data is None or _is_same(str(data), config):
         # other labels or groups would draw other splits
-        for name, value in given.items():
+        for name, value in {**labels._asdict(), "group_by": group_by}.items():
             if value is not None and str(value) != str(config.get(name)):
                 raise ValueError(
                     f"{name} {value} is not that of this model's training, {config.get(name)};"
@@ -204,35 +154,23 @@ def open_for_model(
         # an address is saved without its token
         if data is not None and HIDDEN in str(config.get("root")):
             root = root or data
-        is_named_by_user = root is not None or (data is not None and data not in SOURCES)
-        root = root or config.get("root")
-        if not is_named_by_user:
-            _check_is_local(root)
+        if root is None and (data is None or data in SOURCES):
+            _check_is_local(config.get("root"))
         rule_keys = config.keys() & {field.name for field in fields(SplitRule)}
-        allow_outside = config.get("allow_outside", False)
         splits = open_named(
             config["name"],
-            root=root,
+            root=root or config.get("root"),
             classes=config.get("classes"),
             rule=SplitRule(**{key: config[key] for key in rule_keys}),
             labels=read_label_rule(config)._replace(task=recorded.task or config.get("task")),
-            allow_outside=allow_outside,
             download=data is not None,
         )
-        if isinstance(recorded.held_out, Mapping):
-            splits = replace(splits, written=recorded.held_out)
-        corrections = config.get("corrections")
-        if isinstance(corrections, Mapping):
-            splits = replace(splits, corrections=corrections)
-        if allow_outside and splits.split("all").fingerprint != recorded.listing:
-            raise ValueError(
-                f"{root} names images outside its folder, and others than this model was trained on;"
-                " put links to them below the folder"
-            )
-        # a published set is the same for everybody
-        if not is_named_by_user and root is not None:
-            _check_images(splits.split("train"), recorded, root)
-        return splits
+        held_out, corrections = recorded.held_out, config.get("corrections")
+        return replace(
+            splits,
+            written=held_out if isinstance(held_out, Mapping) else None,
+            corrections=corrections if isinstance(corrections, Mapping) else {},
+        )
 
     kind = require_kind(data)
     rule = SplitRule(group_by=group_by)
@@ -240,16 +178,14 @@ def open_for_model(
         return open_named(kind, root=root, rule=rule, labels=labels._replace(task=recorded.task))
 
     # own images are named by their place, and their classes are found as those of the training were
-    place = expand_home(str(data))
     if kind == "folder" and labels == LabelRule():
         labels = read_label_rule(config)
-        if list_tables(place):
+        if list_tables(expand_home(str(data))):
             labels = labels._replace(label_by=None)
         elif labels.label_by is None:
             labels = LabelRule()
-    labels = labels._replace(task=recorded.task)
-    splits = open_named(kind, root=data, rule=rule, labels=labels)
-    default_split = "test" if "test" in splits.source.origins else "all"
+    splits = open_named(kind, root=data, rule=rule, labels=labels._replace(task=recorded.task))
+    default_split = "test" if "test" in splits.images.origins else "all"
     return replace(splits, default_split=default_split)
 
 
@@ -264,29 +200,6 @@ def _check_is_local(root: Root) -> None:
         raise ValueError(
             f"this model was trained on {root}, and the address in a model file is not opened unasked;"
             f" name it: --data {root}, or IMAGES of vit explain"
-        )
-
-
-def _check_images(train: ImageDataset, recorded: RecordedImages, root: Root) -> None:
-    """Check that a model was trained on these images: by a sample of them that has every class, or
-    by their list if the model file has no hashes.
-
-    Raises:
-        ValueError: It was trained on others.
-    """
-    if recorded.digests is None:
-        is_same = train.fingerprint == recorded.fingerprint
-    else:
-        _, first_of_class = np.unique(train.labels, return_index=True)
-        chosen = first_of_class[choose_evenly(len(first_of_class), _NUM_COMPARED)].tolist()
-        chosen += choose_evenly(len(train), _NUM_COMPARED)
-        sample = train.read_sample(sorted(set(chosen)))
-        digests = [hash_pixels(recorded.preprocess.to_rgb(image)) for image in sample]
-        is_same = bool(np.isin(digests, recorded.digests).all())
-    if not is_same:
-        raise ValueError(
-            f"the images in {root} are not those that this model was trained on; to use them"
-            f" nevertheless, name them: --data {root}, or IMAGES of vit explain"
         )
 
 
@@ -310,16 +223,16 @@ def open_passed(
     Raises:
         ValueError: See `find_python_objects`.
     """
-    source = find_python_objects(
+    listing = find_python_objects(
         dataset, class_names, split="test", numbered_classes=model_classes, task=task
     )
-    default_split = "test" if "test" in source.origins else "validation"
+    images = number_listing(listing)
     return DatasetSplits(
         FROM_PYTHON,
-        source,
+        images,
         SplitRule(validation_fraction=0.0),
         default_cache_dir(),
-        default_split=default_split,
+        default_split="test" if "test" in images.origins else "validation",
         title=FROM_PYTHON,
     )
 

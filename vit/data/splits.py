@@ -9,25 +9,17 @@ validation is held out of the training images.
 import csv
 import hashlib
 import io
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from vit.data.class_names import find_wordnet_names, resolve_class_names
 from vit.data.corrections import SEPARATOR, correct_labels
-from vit.data.dataset import ImageDataset, SourceSplits, printable
-from vit.data.groups import (
-    MAX_COMPARED,
-    choose_whole_groups,
-    count_contradictions,
-    find_groups,
-    hash_quickly,
-    join_duplicates,
-)
+from vit.data.dataset import ImageDataset, printable
+from vit.data.groups import choose_whole_groups, find_groups, group_copies
 from vit.data.sources.base import describe_counts
+from vit.data.sources.listing import Images
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import write_text
 from vit.runtime.patterns import check_pattern
@@ -68,35 +60,31 @@ class SplitRule:
 
 @dataclass(frozen=True, eq=False)
 class DatasetSplits:
-    """The splits of a data set, whose images are listed when a split is asked for, once.
+    """The splits of a data set. Those that it doesn't have are drawn when one is asked for, once.
 
     Attributes:
         name: The data.name.
-        source: The splits that the set has of its own; the others are held out of "train".
+        images: All images, in the splits that the set has of its own.
         rule: How the others are drawn.
         cache_dir: Folder of decoded images.
         default_split: Name of the split that `split()` returns.
         title: Name for readers: that of a named set, or of the folder of own images.
-        class_names: Other names of the classes, see `data.class_names` in docs/guides/data.md.
         corrections: Id of an image → its right class or labels, see `read_corrections`. Splits stay
             as they were drawn.
         written: Split → ids of its images, as they were held out in a training; None: they are
             drawn. See `RecordedImages`.
         unit: Word for what is counted in `describe_files`; empty for a published set.
-        renamed_classes: Class → its other name, in the splits that were listed.
     """
 
     name: str
-    source: SourceSplits
+    images: Images
     rule: SplitRule
     cache_dir: Path
     default_split: str = "test"
     title: str = ""
-    class_names: Path | Mapping[str, str] | None = None
     corrections: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, Sequence[str]] | None = None
     unit: str = ""
-    renamed_classes: dict[str, str] = field(default_factory=dict, init=False)
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
     # a sentence about each reason to keep images together
     _kept_together: list[str] = field(default_factory=list, init=False)
@@ -110,45 +98,38 @@ class DatasetSplits:
         Raises:
             ValueError: The split is unknown, isn't there or would be empty.
         """
-        dataset = self._find_split(name or self.default_split)
-        if not self.corrections:
-            return dataset
-        # a correction may use a class's own name or its other one
-        corrections = dict(self.corrections)
-        for image, label in corrections.items():
-            names = label.split(SEPARATOR) if dataset.is_multilabel else [label]
-            corrections[image] = SEPARATOR.join(
-                self.renamed_classes.get(name, name) for name in names
-            )
-        return correct_labels(dataset, corrections)
-
-    def _find_split(self, split: str) -> ImageDataset:
-        source_splits = self.source.origins
-        check_choice(split, SPLITS, name="split")
-        if split in self._listed:
-            return self._listed[split]
-
-        # a split that is held out is listed together with the rest of the training images
-        if split == "all" or (split in source_splits and split != "train"):
-            self._listed[split] = replace(self._load(split), split=split)
-        elif "train" not in source_splits:
-            have = ", ".join(source_splits)
-            raise ValueError(f"{self.name} has no {split} split, only {have}; choose one of these")
-        else:
-            self._hold_out()
-
-        if split not in self._listed:
+        name = name or self.default_split
+        origins = self.images.origins
+        check_choice(name, SPLITS, name="split")
+        if name not in self._listed:
+            if name == "all" or (name in origins and name != "train"):
+                self._listed[name] = replace(self._load(name), split=name)
+            elif "train" in origins:
+                # listed together with the rest of the training images
+                self._hold_out()
+            else:
+                have = ", ".join(origins)
+                raise ValueError(
+                    f"{self.name} has no {name} split, only {have}; choose one of these"
+                )
+        if name not in self._listed:
             rest = self._listed["train"]
             text = f"none of {len(rest):,} images are held out for it; choose another one"
-            if self._held_out[split]:
+            if self._held_out[name]:
                 text = f"all classes have too few images (such as {rest.class_names[0]!r})"
                 text += "; add images, or give the split a folder"
-            raise ValueError(f"the {split} split is empty: {text}")
-        return self._listed[split]
+            raise ValueError(f"the {name} split is empty: {text}")
+        # a correction may use a class's own name or its other one
+        renamed = self.images.renamed_classes
+        corrections = {
+            image: SEPARATOR.join(renamed.get(each, each) for each in label.split(SEPARATOR))
+            for image, label in self.corrections.items()
+        }
+        return correct_labels(self._listed[name], corrections)
 
     def describe_splits(self) -> list[str]:
         """Describe the origin of the test and the validation split, a sentence each."""
-        origins = self.source.origins
+        origins = self.images.origins
         rest = origins.get("train", "")
         sentences = []
         for split in ("test", "validation"):
@@ -161,12 +142,12 @@ class DatasetSplits:
         return sentences + self._kept_together
 
     def describe_classes(self) -> str:
-        """Count the images of each class in each split, and their groups; of many classes, the
-        smallest and the largest. Splits of a published set that aren't read yet are left out."""
+        """Count the images of each class in each split; of many classes, the smallest and the
+        largest. Splits of a published set that aren't read yet are left out."""
         names = [
             name
             for name in ("train", "validation", "test")
-            if name in self._listed or (self.unit and name in self.source.origins)
+            if name in self._listed or (self.unit and name in self.images.origins)
         ]
         datasets = [self.split(name) for name in names]
         class_names = datasets[0].class_names
@@ -175,14 +156,7 @@ class DatasetSplits:
         if len(order) > _MAX_CLASSES:
             by_size = np.argsort(counts.sum(axis=0), kind="stable").tolist()
             order = [*by_size[:_NUM_EXTREMES], *by_size[-_NUM_EXTREMES:]]
-        has_groups = all(dataset.groups is not None for dataset in datasets)
-        parts = []
-        for label in order:
-            text = f"{class_names[label]} {'/'.join(map(str, counts[:, label]))}"
-            if has_groups:
-                groups = [dataset.count_groups(label) for dataset in datasets]
-                text += f" ({'/'.join(map(str, groups))} group{'s' * (sum(groups) != 1)})"
-            parts.append(text)
+        parts = [f"{class_names[label]} {'/'.join(map(str, counts[:, label]))}" for label in order]
         if len(order) < len(class_names):
             parts.insert(_NUM_EXTREMES, "…")
         return f"{', '.join(parts)} ({'/'.join(names)})"
@@ -198,100 +172,96 @@ class DatasetSplits:
         """
         if not self.unit:
             return ""
-        datasets = [self._load(split) for split in self.source.origins]
-        unused = Counter(self.source.unused)
-        for dataset in datasets:
-            unused.update(dataset.unused)
-        num_images = sum(map(len, datasets)) - num_unreadable
-
-        # names without a space are suffixes; the others are descriptions
-        others = {name: count for name, count in unused.items() if " " not in name}
-        first = datasets[0]
-        preposition = "with" if first.is_multilabel else "in"
+        dataset = self.images.dataset
+        unused = self.images.listing.unused
+        preposition = "with" if dataset.is_multilabel else "in"
         parts = [
-            f"{num_images:,} images {preposition} {len(first.class_names):,} {first.class_word}"
+            f"{len(dataset) - num_unreadable:,} images {preposition}"
+            f" {len(dataset.class_names):,} {dataset.class_word}"
         ]
         if num_unreadable:
             parts.append(f"{num_unreadable:,} unreadable")
-        if others:
-            parts.append(f"{sum(others.values()):,} not images: {describe_counts(others)}")
-        if len(others) < len(unused):
-            rest = {name: count for name, count in unused.items() if name not in others}
-            parts.append(f"{sum(rest.values()):,} not used: {describe_counts(rest)}")
-        num_files = num_images + num_unreadable + sum(unused.values())
-        return f"{num_files:,} {self.unit}: {', '.join(parts)}"
+        for text, has_space in (("not images", False), ("not used", True)):
+            # names without a space are suffixes; the others are descriptions
+            counts = {name: count for name, count in unused.items() if (" " in name) == has_space}
+            if counts:
+                parts.append(f"{sum(counts.values()):,} {text}: {describe_counts(counts)}")
+        return f"{len(dataset) + sum(unused.values()):,} {self.unit}: {', '.join(parts)}"
+
+    def list_held_out(self) -> dict[str, list[str]]:
+        """List the ids of the images of each split that isn't the data set's own: split → ids."""
+        held_out = [split for split, fraction in self._held_out.items() if fraction]
+        return {split: list(self.split(split).ids) for split in held_out}
 
     @property
     def _held_out(self) -> dict[str, float]:
-        """Split → the fraction of the remaining training images that is held out for it."""
+        """Split → the fraction of the remaining training images that is held out for it, the test
+        split first: it doesn't depend on the fraction for validation."""
         fractions = {
             "test": self.rule.test_fraction,
             "validation": self.rule.validation_fraction,
         }
         return {
-            split: part for split, part in fractions.items() if split not in self.source.origins
+            split: part for split, part in fractions.items() if split not in self.images.origins
         }
 
     def _load(self, split: str) -> ImageDataset:
-        """A split that the data set has of its own."""
-        dataset = self.source.load(split)
-        if self.rule.group_by is not None:
-            groups = find_groups(dataset, self.rule.group_by, is_divided=split == "train")
-            dataset = replace(dataset, groups=groups)
-        source = self.class_names
-        if source is None:
-            source = find_wordnet_names(dataset.class_names)
-        if not source:
+        """A split that the data set has of its own, with the groups of the rule."""
+        dataset = self.images.split(split)
+        if self.rule.group_by is None:
             return dataset
-        names = resolve_class_names(dataset.class_names, source)
-        self.renamed_classes.update(zip(dataset.class_names, names, strict=True))
-        return replace(dataset, class_names=names)
+        groups = find_groups(dataset, self.rule.group_by, is_divided=split == "train")
+        return replace(dataset, groups=groups)
 
-    def list_held_out(self) -> dict[str, list[str]]:
-        """List the ids of the images of each split that isn't the data set's own: split → ids."""
-        held_out = [split for split, fraction in self._held_out.items() if fraction]
-        return {split: list(self._find_split(split).ids) for split in held_out}
-
-    def _take_written(self, written: Mapping[str, Sequence[str]]) -> None:
-        """Divide the images as they were divided in a training. Images that are new or missing are
-        counted in a note. Raises ValueError if none of a split is there."""
+    def _hold_out(self) -> None:
+        """Divide the training images."""
         rest = self._load("train")
-        places = {image_id: index for index, image_id in enumerate(rest.ids)}
-        is_taken = np.zeros(len(rest), dtype=bool)
+        notes = list(rest.notes)
+        if self.written is None:
+            rest = replace(rest, groups=self._group_images(rest, notes))
+            places = self._draw(rest)
+        else:
+            places = self._find_written(rest, self.written, notes)
+        held_out = [place for own in places.values() for place in own]
+        places["train"] = np.delete(np.arange(len(rest)), held_out)
+        datasets = {split: rest.subset(own) for split, own in places.items()}
+        for split, dataset in datasets.items():
+            is_missing = (rest.class_counts > 0) & (dataset.class_counts == 0)
+            missing = [rest.class_names[label] for label in np.flatnonzero(is_missing).tolist()]
+            if missing and len(dataset):
+                notes.append(f"the {split} split has no image of {shorten(', '.join(missing))}")
+        for split, dataset in datasets.items():
+            if len(dataset) or split == "train":
+                self._listed[split] = replace(dataset, split=split, notes=tuple(notes))
+
+    def _find_written(
+        self, rest: ImageDataset, written: Mapping[str, Sequence[str]], notes: list[str]
+    ) -> dict[str, np.ndarray]:
+        """Find the images that were held out in a training: split → their places. Images that are
+        new or missing are counted in a note. Raises ValueError if none of a split is there."""
+        place_of = {image_id: place for place, image_id in enumerate(rest.ids)}
+        places = {}
         for split, ids in written.items():
-            found = [places[image_id] for image_id in ids if image_id in places]
+            found = [place_of[image_id] for image_id in ids if image_id in place_of]
             if not found and ids:
                 raise ValueError(
                     f"none of the {len(ids):,} {split} images of the training is among those of"
                     f" {self.title or self.name}, such as {shorten(ids[0])}; name other images with"
                     " --data"
                 )
-            notes = rest.notes
             if len(found) < len(ids):
                 text = f"{len(ids) - len(found):,} of {len(ids):,} {split} images of the training"
-                notes = (*notes, f"{text} are missing")
-            dataset = replace(rest.subset(found), split=split, notes=notes)
-            self._listed[split] = dataset
-            is_taken[found] = True
-        self._listed["train"] = replace(rest.subset(np.flatnonzero(~is_taken)), split="train")
+                notes.append(f"{text} are missing")
+            places[split] = np.array(found, dtype=np.int64)
+        return places
 
-    def _hold_out(self) -> None:
-        if self.written is not None:
-            self._take_written(self.written)
-            return
-        # the test split first: it doesn't depend on the fraction for validation
-        rest = self._load("train")
+    def _draw(self, everything: ImageDataset) -> dict[str, np.ndarray]:
+        """Draw the images that are held out: split → their places."""
         num_splits = 1 + sum(fraction > 0 for fraction in self._held_out.values())
-        counts = dict(zip(rest.class_names, rest.class_counts.tolist(), strict=True))
-        few = {name: count for name, count in counts.items() if count < num_splits}
-        notes = list(rest.notes)
-        groups = self._group_images(rest, num_splits, notes)
-        if few and groups is None:
-            text = f"{len(few)} of {len(counts)} {rest.class_word} have too few images for {num_splits} splits"
-            notes.append(f"{text}: {shorten(describe_counts(few))}")
-        rest = everything = replace(rest, groups=groups)
-        drawn: dict[str, ImageDataset] = {}
+        places = {}
+        left = np.arange(len(everything))
         for split, fraction in self._held_out.items():
+            rest = everything.subset(left)
             salt = f"{self.rule.split_seed}:{split}"
             if rest.groups is None:
                 mask = _choose_stratified(rest, fraction, salt=salt)
@@ -300,53 +270,24 @@ class DatasetSplits:
                     rest.groups, rest.strata, fraction=fraction, salt=salt, num_splits=num_splits
                 )
                 num_splits -= fraction > 0
-            if mask.any():
-                drawn[split] = rest.subset(np.flatnonzero(mask))
-            rest = rest.subset(np.flatnonzero(~mask))
-        if groups is not None:
-            notes += [_describe_missing(everything, drawn[split], split) for split in drawn]
-        for split, dataset in {**drawn, "train": rest}.items():
-            self._listed[split] = replace(dataset, split=split, notes=tuple(filter(None, notes)))
+            places[split] = left[mask]
+            left = left[~mask]
+        return places
 
-    def _group_images(
-        self, dataset: ImageDataset, num_splits: int, notes: list[str]
-    ) -> Sequence[str] | None:
+    def _group_images(self, dataset: ImageDataset, notes: list[str]) -> Sequence[str] | None:
         """Find the groups of the images that splits are drawn from, and add to the notes."""
         groups = dataset.groups
         if groups is not None:
             self._kept_together.append(f"{len(set(groups)):,} groups stay whole")
         if not self.rule.group_duplicates:
             return groups
-        hashes = hash_quickly(dataset, self.cache_dir, title="rest")
-        if num_images := count_contradictions(dataset.strata, hashes[0]):
-            text = f"{num_images:,} images are in two classes, with the same pixels"
-            if dataset.is_multilabel:
-                text = f"{num_images:,} images have other labels than their copies"
-            notes.append(f"{text}; keep each image in one (vit audit names them)")
-        joined = join_duplicates(
-            groups or dataset.ids,
-            dataset.strata,
-            hashes,
-            # images that aren't split here may be divided into folds
-            num_splits=max(num_splits, 2),
-        )
-        if len(dataset) > MAX_COMPARED:
-            self._kept_together.append(
-                f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their files"
-                " alone, and near-copies may be on both sides"
-            )
-        if joined.num_alike:
-            self._kept_together.append(
-                f"{joined.num_alike:,} images resemble so many others of their class (photos of one"
-                " texture?) that near-copies among them may be on both sides"
-            )
+        # images that aren't split here may be divided into folds
+        num_splits = max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2)
+        copies = group_copies(dataset, self.cache_dir, num_splits=num_splits)
+        notes += copies.notes
+        self._kept_together.extend(copies.reasons)
         # without copies, the splits are those without `group_duplicates`
-        if not joined.num_copies:
-            return groups
-        self._kept_together.append(
-            f"{joined.num_copies:,} images have a copy or a near-copy, which is on the same side"
-        )
-        return joined.groups
+        return copies.groups if copies.num_copies else groups
 
 
 def write_splits(path: Path, held_out: Mapping[str, Sequence[str]]) -> None:
@@ -356,17 +297,6 @@ def write_splits(path: Path, held_out: Mapping[str, Sequence[str]]) -> None:
     table.writerow(["path", "split"])
     table.writerows([printable(name), split] for split, ids in held_out.items() for name in ids)
     write_text(path, text.getvalue())
-
-
-def _describe_missing(everything: ImageDataset, drawn: ImageDataset, split: str) -> str:
-    """Name the classes of which a split has no image in a sentence; empty if there are none."""
-    missing = np.flatnonzero((everything.class_counts > 0) & (drawn.class_counts == 0)).tolist()
-    counts = {label: everything.count_groups(label) for label in missing}
-    names = [
-        f"{everything.class_names[label]} ({count} group{'s' * (count != 1)})"
-        for label, count in counts.items()
-    ]
-    return f"the {split} split has no image of {shorten(', '.join(names))}" if names else ""
 
 
 def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:

@@ -207,7 +207,6 @@ def _describe_values(dataset: ImageDataset, candidates: list[int], count: int) -
     """Describe the values of each deep image of a sample."""
     chosen = [candidates[place] for place in choose_evenly(len(candidates), count)]
     sample = dataset.subset(chosen)
-    sample.reader.fetch(range(len(sample)))
 
     def describe(index: int) -> _Values | None:
         with suppress(ValueError, OSError):

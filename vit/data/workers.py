@@ -25,7 +25,6 @@ from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom, seed_generators
 from vit.data.sources.base import ImageReader
-from vit.data.sources.remote import RemoteError
 from vit.runtime.arguments import first_line
 from vit.runtime.drive import DriveError
 from vit.runtime.machine import count_workers
@@ -192,9 +191,6 @@ class Decoder(Dataset[Decoded]):
         while len(unreadable) <= self._max_unreadable:
             try:
                 return index, self._read(index)
-            except RemoteError:
-                # the image itself may be good
-                raise
             except (ValueError, OSError) as error:
                 unreadable[index] = str(error)
             index = (index + 1) % self._count

@@ -123,9 +123,7 @@ class TrainingPhotos:
         # the training folder may be deleted, or may contain other images
         with suppress(ValueError, OSError):
             if self._splits is not None:
-                dataset = self._splits.split("train")
-                # a page must not wait for a network
-                return None if dataset.reader.is_remote else dataset
+                return self._splits.split("train")
             recorded = self.bundle.recorded_images
             name, root = recorded.config.get("name", ""), recorded.config.get("root")
             if not is_here(name, root):

@@ -214,7 +214,6 @@ def read_dataset(dataset: ImageDataset, preprocess: Preprocess, start: int, stop
     """Return images start … stop-1 as the model sees them, uint8 [B, H, W, 3]."""
     if dataset.pixels is not None:
         return preprocess.crop(dataset.pixels[start:stop])
-    dataset.reader.fetch(range(start, stop))
     images = [preprocess.to_uint8(dataset.image(index)) for index in range(start, stop)]
     return np.stack(images)
 
@@ -229,7 +228,7 @@ def _cache_key(
     model = predictor.model
     architecture = getattr(model, "architecture", {})
     # decoded images are known by their pixels, even if their files are renamed or touched
-    images = dataset.cache_key()
+    images = hashlib.sha256(dataset.reader.cache_key()).hexdigest()
     if dataset.hashes is not None:
         images = hashlib.sha256(dataset.digests.tobytes()).hexdigest()
     conditions = [

@@ -21,6 +21,7 @@ from vit.data.gather import choose_stored, has_room
 from vit.data.loader import BatchOrder, TokenLoader, TrainLoader, choose_pipeline
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
+from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.data.statistics import (
@@ -87,7 +88,6 @@ def build_dataset(
                 group_by=data.group_by,
                 group_duplicates=data.group_duplicates,
             ),
-            allow_outside=data.allow_outside,
             labels=LabelRule(
                 data.label_by,
                 data.path_column,
@@ -107,7 +107,7 @@ def build_dataset(
     # are held out for validation.
     return DatasetSplits(
         FROM_PYTHON,
-        find_python_objects(user_dataset, class_names, task=data.task),
+        number_listing(find_python_objects(user_dataset, class_names, task=data.task)),
         SplitRule(
             validation_fraction=data.validation_fraction,
             test_fraction=0.0,
@@ -183,8 +183,6 @@ def build_data(
     reason = "data.pipeline says so"
     if pipeline == "auto" and has_transform:
         pipeline, reason = "workers", "the transform gets images in full size"
-    elif pipeline == "auto" and train.reader.is_remote:
-        pipeline, reason = "workers", "images in object storage are read as training goes"
     elif pipeline == "auto":
         num_images = len(train) + len(validation or ())
         num_bytes = num_images * math.prod(preprocess.resize_size) * 3

@@ -76,14 +76,9 @@ class BundleWriter:
         data = self.data
         config = values_to_save(self.config)
         # The values themselves: the files that they are from may change.
-        config["data"]["class_names"] = data.splits.renamed_classes or None
+        config["data"]["class_names"] = dict(data.splits.images.renamed_classes) or None
         config["data"]["corrections"] = dict(data.splits.corrections) or None
-        listing: dict[str, object] = {}
-        if self.config.data.allow_outside:
-            # The table of a model file that names images outside its folder is known by it.
-            listing["listing"] = data.splits.split("all").fingerprint
-        if data.train.is_multilabel:
-            listing["task"] = MULTILABEL
+        task = {"task": MULTILABEL} if data.train.is_multilabel else {}
         datasets = {"train": data.train}
         if data.validation is not None:
             datasets["validation"] = data.validation
@@ -114,7 +109,7 @@ class BundleWriter:
                 "unreadable": sum(len(dataset.unreadable) for dataset in datasets.values()),
                 "notes": list(data.train.notes),
                 "held_out": held_out,
-                **listing,
+                **task,
             },
             metadata={"run_id": self.run_id, "step": step},
             training_hashes=hashes,

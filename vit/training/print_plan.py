@@ -88,7 +88,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     facts = {
         "data": f"{data.splits.title}: {images}; {classes}",
         "files": data.splits.describe_files(num_unreadable),
-        "read as": "; ".join(data.splits.source.guesses),
+        "read as": "; ".join(data.splits.images.listing.read),
         "splits": "; ".join(data.splits.describe_splits()),
         data.train.class_word: data.splits.describe_classes(),
         "pipeline": f"{run.config.data.pipeline} ({data.pipeline_reason})",

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
 
 from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX, has_dicom
+from vit.data.duplicates import hash_pixels
 from vit.data.images import (
     HEIF_HINT,
     HEIF_SUFFIXES,
@@ -38,73 +40,101 @@ SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in name
 Root = Path | str | None
 
 
-@runtime_checkable
-class ImageReader(Protocol):
-    """Decodes the images of a dataset one by one.
+class ImageReader:
+    """A sequence of images, each the path or the bytes of a file, or a PIL image.
 
-    A class of your own needs `image`, `digest`, `__len__`, `cache_key` and `subset`.
+    A source gives `__len__`, `__getitem__` and `subset`; `get_name` if images are bytes; and
+    `stats` and `place` if they are in files.
     """
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
     in_process: ClassVar[bool] = False
-    # true if images come over a network: they are then read as training goes
-    is_remote: ClassVar[bool] = False
     # true if `subset` is small enough to be sent to a worker with every batch
     has_small_subsets: ClassVar[bool] = False
 
-    def image(self, index: int) -> Image.Image:
-        """Decode an image to RGB, see `vit.data.images.read_image`.
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-        Raises:
-            ValueError, OSError: It can't be decoded; the message names it.
-            RemoteError: Object storage can't be reached; the image itself may be good.
-            DriveError: The drive doesn't answer.
-        """
+    def __getitem__(self, index: int) -> Path | bytes | Image.Image:
+        """Return an image as it is stored. Raises the errors of `image`."""
+        raise NotImplementedError
 
-    def decode(self, index: int) -> Image.Image | np.ndarray:
-        """Decode an image, to an array of the same pixels if that is faster. See
-        `vit.data.images.read_pixels`. Raises the errors of `image`."""
-        return self.image(index)
-
-    def thumbnail(self, index: int, *, side: int) -> Image.Image:
-        """Decode an image to at least `side` pixels a side, if that is faster than its full size.
-        Raises the errors of `image`."""
-        return self.image(index)
-
-    def path(self, index: int) -> str | None:
-        """Path of an image's file; None for an image that isn't a file."""
-        return None
-
-    def fetch(self, indices: Iterable[int]) -> None:
-        """Download images of object storage, many at a time, before they are read. Raises
-        RemoteError."""
-        # other images are on this machine already
-        return
+    def subset(self, indices: np.ndarray) -> ImageReader:
+        """A reader of these images in this order alone, which may be sent to another process."""
+        raise NotImplementedError
 
     @property
     def place(self) -> str:
-        """Folder that holds the images; empty if they aren't files."""
+        """Folder or file that holds the images; empty if they aren't files."""
         return ""
 
     def stats(self) -> np.ndarray | None:
         """Facts of each image's file, see `read_stats`; None if the images aren't files."""
         return None
 
-    def digest(self, index: int) -> int:
-        """Hash of the bytes of an image, 64 bits."""
-
-    def __len__(self) -> int: ...
-
     def sizes(self) -> np.ndarray | None:
         """Bytes of each image's file, int64 [n], -1 for a missing file; None if the images aren't
         files."""
         return None
 
-    def cache_key(self) -> bytes:
-        """Bytes that change when an image changes, found without decoding any image."""
+    def path(self, index: int) -> str | None:
+        """Path of an image's file; None for an image that isn't a file."""
+        return None
 
-    def subset(self, indices: np.ndarray) -> ImageReader:
-        """A reader of these images in this order alone, which may be sent to another process."""
+    def get_name(self, index: int) -> str:
+        """Name of an image that isn't a file, for messages."""
+        return f"image {index}"
+
+    def image(self, index: int) -> Image.Image:
+        """Decode an image to RGB, see `vit.data.images.read_image`.
+
+        Raises:
+            ValueError, OSError: It can't be decoded; the message names it.
+            DriveError: The drive doesn't answer.
+        """
+        image: Image.Image = self._open(index, read_image)
+        return image
+
+    def decode(self, index: int) -> Image.Image | np.ndarray:
+        """Decode an image, to an array of the same pixels if that is faster. See
+        `vit.data.images.read_pixels`. Raises the errors of `image`."""
+        decoded: Image.Image | np.ndarray = self._open(index, read_pixels)
+        return decoded
+
+    def thumbnail(self, index: int, *, side: int) -> Image.Image:
+        """Decode an image to at least `side` pixels a side, if that is faster than its full size.
+        Raises the errors of `image`."""
+        image: Image.Image = self._open(index, partial(read_image, draft_side=side))
+        return image
+
+    def _open(self, index: int, read: Callable[..., Any]) -> Any:
+        stored = self[index]
+        if isinstance(stored, Path):
+            return read(stored)
+        if isinstance(stored, bytes):
+            return read(io.BytesIO(stored), name=self.get_name(index))
+        return to_rgb(stored)
+
+    def digest(self, index: int) -> int:
+        """Hash of the bytes of an image's file, or of its pixels, 64 bits."""
+        try:
+            stored = self[index]
+            if isinstance(stored, Image.Image):
+                return hash_pixels(to_rgb(stored))
+            return hash_bytes(read_bytes(stored) if isinstance(stored, Path) else stored)
+        except (ValueError, OSError):
+            # decoding the image names the fault
+            return hash_bytes(os.fsencode(self.path(index) or self.get_name(index)))
+
+    def cache_key(self) -> bytes:
+        """Bytes that change when an image changes; no image of a file is decoded for it."""
+        stats = self.stats()
+        if stats is not None:
+            return stats.tobytes()
+        digest = hashlib.sha256()
+        for index in range(len(self)):
+            digest.update(np.asarray(self.image(index)).data)
+        return digest.digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,23 +144,11 @@ class ArrayReader(ImageReader):
     pixels: np.ndarray
     in_process = True
 
-    def image(self, index: int) -> Image.Image:
-        return to_rgb(Image.fromarray(self.pixels[index]))
-
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def digest(self, index: int) -> int:
-        pixels = self.pixels[index]
-        return hash_bytes(repr(pixels.shape).encode() + np.ascontiguousarray(pixels).tobytes())
-
-    def cache_key(self) -> bytes:
-        digest = hashlib.sha256()
-        for image in self.pixels:
-            # the key of a grey image is that of its three equal channels
-            rgb = image if image.ndim == 3 else image[..., None].repeat(3, axis=-1)
-            digest.update(np.ascontiguousarray(rgb).data)
-        return digest.digest()
+    def __getitem__(self, index: int) -> Image.Image:
+        return Image.fromarray(self.pixels[index])
 
     def subset(self, indices: np.ndarray) -> ArrayReader:
         return ArrayReader(self.pixels[indices])
@@ -143,51 +161,30 @@ class FileReader(ImageReader):
     root: Path
     # relative to the root
     paths: Sequence[str]
-    has_small_subsets: ClassVar[bool] = True
-
-    def image(self, index: int) -> Image.Image:
-        return read_image(self.root / self.paths[index])
-
-    def decode(self, index: int) -> Image.Image | np.ndarray:
-        return read_pixels(self.root / self.paths[index])
-
-    def thumbnail(self, index: int, *, side: int) -> Image.Image:
-        return read_image(self.root / self.paths[index], draft_side=side)
-
-    def path(self, index: int) -> str:
-        return os.path.join(self.root, self.paths[index])
+    has_small_subsets = True
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def __getitem__(self, index: int) -> Path:
+        return self.root / self.paths[index]
+
+    def subset(self, indices: np.ndarray) -> FileReader:
+        return FileReader(self.root, [self.paths[index] for index in indices])
 
     @property
     def place(self) -> str:
         return os.path.realpath(self.root)
 
-    def stats(self) -> np.ndarray:
-        return self._read_stats()
+    def path(self, index: int) -> str:
+        # joining texts is many times faster than joining paths
+        return os.path.join(self.root, self.paths[index])
 
-    def digest(self, index: int) -> int:
-        path = self.root / self.paths[index]
-        try:
-            return hash_bytes(read_bytes(path))
-        except OSError:
-            # decoding the image names the fault
-            return hash_bytes(os.fsencode(path))
+    def stats(self) -> np.ndarray:
+        return read_stats(list(map(self.path, range(len(self)))))
 
     def sizes(self) -> np.ndarray:
-        return self._read_stats()[:, 0]
-
-    def cache_key(self) -> bytes:
-        return self._read_stats().tobytes()
-
-    def subset(self, indices: np.ndarray) -> FileReader:
-        return FileReader(self.root, [self.paths[index] for index in indices])
-
-    def _read_stats(self) -> np.ndarray:
-        # joining texts is many times faster than joining paths
-        root = os.fspath(self.root)
-        return read_stats([os.path.join(root, path) for path in self.paths])
+        return self.stats()[:, 0]
 
 
 def hash_bytes(content: bytes) -> int:
@@ -265,9 +262,8 @@ def count_system_images(folders: Iterable[str | Path]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for folder in folders:
         images = sum(map(is_image_name, list_files(folder)))
-        if images:
-            counts[f"images in folders {os.path.basename(folder)}"] += images
-    return counts
+        counts[f"images in folders {os.path.basename(folder)}"] += images
+    return +counts
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
@@ -275,7 +271,8 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     them."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     text = ", ".join(f"{name} {count:,}" for name, count in ordered)
-    has_heif = any(suffix in counts for suffix in HEIF_SUFFIXES)
     if DICOM_SUFFIX in counts and not has_dicom():
         return f"{text} ({DICOM_HINT})"
-    return f"{text} ({HEIF_HINT})" if has_heif else text
+    if any(suffix in counts for suffix in HEIF_SUFFIXES):
+        return f"{text} ({HEIF_HINT})"
+    return text

@@ -5,13 +5,8 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from vit.data.class_names import (
-    ClassChoice,
-    choose_classes,
-    find_wordnet_names,
-    sort_class_names,
-)
-from vit.data.dataset import LabelRule, Request, SourceSplits
+from vit.data.class_names import ClassChoice, sort_class_names
+from vit.data.dataset import LabelRule, Request
 from vit.data.images import is_image_name, is_system_folder, list_files
 from vit.data.sources.base import (
     SPLIT_OF,
@@ -22,7 +17,7 @@ from vit.data.sources.base import (
     find_split_folders,
     relative_path,
 )
-from vit.data.sources.listing import Listing, build_splits
+from vit.data.sources.listing import Listing
 from vit.data.sources.tables import find_tables, is_table, list_tables
 from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
@@ -30,14 +25,14 @@ from vit.runtime.patterns import check_pattern, search_group
 from vit.runtime.places import explain_file, is_archive, suggest
 
 
-def find_folder(request: Request) -> SourceSplits:
-    """Find the splits of a folder of the user's own images, or of a table of them."""
+def find_folder(request: Request) -> Listing:
+    """List a folder of the user's own images, or a table of them."""
     path = request.place
     if is_table(path):
         return find_tables(path.parent, [path], request)
     path = check_root(path)
     if request.labels.label_by is not None:
-        return find_by_name(path, request.labels.label_by, request)
+        return find_by_name(path, request.labels.label_by)
     tables = list_tables(path)
     if tables:
         return find_tables(path, tables, request)
@@ -63,21 +58,17 @@ def check_root(root: Path | str) -> Path:
     return folder
 
 
-def find_class_folders(
-    name: str, root: Path, classes: ClassChoice, *, in_words: bool = False
-) -> SourceSplits:
-    """Find the splits below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
+def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
+    """List the images below a folder: train/<class>/*, val/<class>/* and so on, or <class>/* alone,
     which is all "train".
 
     Args:
         name: The data.name.
         root: The folder.
-        classes: Classes to keep, by folder name or in words; None keeps all.
-        in_words: Classes that are WordNet ids are named in words.
+        classes: Classes that will be kept; None keeps all. The others may be empty.
 
     Raises:
-        ValueError: There are fewer than two classes, a split has a class that the training images
-            lack, or a folder may be a split or a class.
+        ValueError: There are no images, or a folder may be a split or a class.
     """
     folders, notes, unused = _find_splits(root)
     # the training images say which classes there are
@@ -86,73 +77,57 @@ def find_class_folders(
     labels: list[str] = []
     splits: list[str] = []
     for split, folder in folders.items():
-        for class_folder in _list_folders(folder):
+        for class_folder in list_classes(folder):
             left_out: list[str] = []
             files = list(list_files(folder / class_folder, left_out=left_out))
             unused += count_system_images(left_out)
             images = [file for file in files if is_image_name(file)]
             unused += count_suffixes(set(files) - set(images))
-            if not images and split == first and _is_kept(class_folder, classes):
-                _refuse_empty(folder / class_folder, files)
+            is_kept = classes is None or class_folder in classes
+            if not images and split == first and is_kept:
+                held = describe_counts(count_suffixes(files))
+                hint = "remove it, or name others in data.classes"
+                if any(map(is_archive, files)):
+                    hint = "unpack its archive there"
+                text = f"{folder / class_folder} holds no images{held and ', only '}{held}"
+                raise ValueError(f"{text}; {hint}")
             # cutting texts is many times faster than making a relative path for each image
-            start = len(os.fspath(root)) + 1
-            paths += [image[start:].replace(os.sep, "/") for image in images]
+            inside = relative_path(folder / class_folder, root)
+            start = len(os.path.join(folder / class_folder, ""))
+            paths += [f"{inside}/{image[start:].replace(os.sep, '/')}" for image in images]
             labels += [class_folder] * len(images)
             splits += [split] * len(images)
-    names = sort_class_names(labels)
-    others = {suffix: count for suffix, count in unused.items() if " " not in suffix}
-    if others:
-        notes.append(f"not images in {root.absolute().name}/: {describe_counts(others)}")
     if not paths:
         raise ValueError(f"{root} holds no images in folders of classes{_explain(root)}")
-    words = find_wordnet_names(names) if classes or in_words else {}
-    kept = None if classes is None else choose_classes(names, classes, aliases=words)
-    shown = words if in_words else {}
-    listing = Listing(
+    # a single class that holds folders alone may hold the classes
+    parents = {os.path.dirname(path) for path in paths}
+    inner = os.path.commonpath(parents)
+    hint = "" if inner in {"", *parents} else f" (did you mean {root / inner}?)"
+    return Listing(
         name=name,
-        origin=f"{root}/<class>/<image>{_suggest_inner(root, paths)}",
+        origin=f"{root}/<class>/<image>{hint}",
         ids=paths,
-        labels=[shown.get(label, label) for label in labels],
+        labels=labels,
         reader=FileReader(root, paths),
         splits=splits,
         origins={split: f"{folder.absolute().name}/" for split, folder in folders.items()},
         # their order is that of the folders
-        class_names=[shown.get(name, name) for name in names],
+        class_names=sort_class_names(labels),
         notes=notes,
-        unused=+unused,
+        unused=unused,
     )
-    kept = None if kept is None else tuple(shown.get(name, name) for name in kept)
-    return build_splits(listing, kept).with_test_split()
-
-
-def _suggest_inner(root: Path, paths: list[str]) -> str:
-    """Suggest the folder that holds several classes if a single class holds folders alone."""
-    folders = {os.path.dirname(path) for path in paths}
-    inner = os.path.commonpath(folders)
-    return "" if inner in {"", *folders} else f" (did you mean {root / inner}?)"
-
-
-def _is_kept(class_folder: str, classes: ClassChoice) -> bool:
-    return classes is None or class_folder in classes
-
-
-def _refuse_empty(folder: Path, files: list[str]) -> None:
-    held = describe_counts(count_suffixes(files))
-    hint = "remove it, or name others in data.classes"
-    if any(map(is_archive, files)):
-        hint = "unpack its archive there"
-    raise ValueError(f"{folder} holds no images{held and ', only '}{held}; {hint}")
 
 
 def _explain(root: Path) -> str:
     """Say what a folder without folders of classes holds, and what to do."""
-    archives = [entry.name for entry in root.iterdir() if is_archive(entry.name)]
+    entries = sorted(root.iterdir())
+    archives = [entry.name for entry in entries if is_archive(entry.name)]
     if archives:
-        return f", but the archive {min(archives)}; unpack it there"
-    tables = [entry.name for entry in sorted(root.iterdir()) if is_table(entry)]
+        return f", but the archive {archives[0]}; unpack it there"
+    tables = [entry.name for entry in entries if is_table(entry)]
     if tables:
         return f"; if {tables[0]} names the classes, use vit train {root / tables[0]}"
-    if any(is_image_name(entry.name) for entry in root.iterdir()):
+    if any(is_image_name(entry.name) for entry in entries):
         hint = "or find the class in their names with --label-by"
         return f"; move them into a folder for each class, {hint}"
     return "; check the path"
@@ -162,65 +137,63 @@ def _find_splits(root: Path) -> tuple[dict[str, Path], list[str], Counter[str]]:
     """Find the folder of each split; {"train": root} if the folders below the root are classes.
 
     Returns:
-        The folders; sentences about what isn't read; and the number of
-        files that aren't used.
+        The folders; sentences about what isn't read; and the number of files that aren't used.
 
     Raises:
         ValueError: Some folders are named like splits and others aren't, or the images of a split
             are in no folder of a class.
     """
-    unused = count_suffixes(
-        (entry.name for entry in root.iterdir() if entry.is_file()),
-        images=f"images in {root.absolute().name}/ itself",
-    )
-    unused += count_system_images(
-        entry for entry in root.iterdir() if entry.is_dir() and is_system_folder(entry.name)
-    )
+    unused = _count_files(root)
+    systems = [entry for entry in root.iterdir() if entry.is_dir() and is_system_folder(entry.name)]
+    unused += count_system_images(systems)
     notes: list[str] = []
     named = find_split_folders(root)
-    others = [name for name in _list_folders(root) if root / name not in named.values()]
     if not named:
         return {"train": root}, notes, unused
-    strangers = [name for name in others if _has_images(root / name)]
+    others = [name for name in list_classes(root) if root / name not in named.values()]
+    strangers = [
+        f"{name}/"
+        for name in others
+        if any(map(is_image_name, list_files(root / name, left_out=[])))
+    ]
     if strangers:
         splits = " and ".join(f"{folder.name}/" for folder in named.values())
         raise ValueError(
             f"{root} holds {splits}, which are names of splits, beside"
-            f" {shorten(', '.join(f'{name}/' for name in strangers))}; move these away, or rename"
-            f" {splits} if they are classes"
+            f" {shorten(', '.join(strangers))}; move these away, or rename {splits} if they are"
+            " classes"
         )
     folders: dict[str, Path] = {}
     for split, folder in named.items():
-        if _list_folders(folder):
+        unused += _count_files(folder)
+        if list_classes(folder):
             folders[split] = folder
-            unused += count_suffixes(
-                (entry.name for entry in folder.iterdir() if entry.is_file()),
-                images=f"images in {folder.name}/ itself",
-            )
             continue
         text = f"{folder} holds images in no folder of a class"
         if split != "test":
             raise ValueError(f"{text}; move them into {folder.name}/<class>/")
         notes.append(f"{text}: they are not used, and test images are taken from the others")
-        unused += count_suffixes(
-            (entry.name for entry in folder.iterdir()), images=f"images in {folder.name}/"
-        )
     return folders, notes, unused
 
 
-def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
-    """Find the splits of images whose class is in their path.
+def _count_files(folder: Path) -> Counter[str]:
+    names = (entry.name for entry in folder.iterdir() if entry.is_file())
+    return count_suffixes(names, images=f"images in {folder.absolute().name}/ itself")
+
+
+def find_by_name(root: Path, label_by: str) -> Listing:
+    """List images whose class is in their path.
 
     Args:
         root: Folder of the images. Those in its folders train/, val/ and test/ are these splits.
         label_by: Regular expression with one group, which is searched in the path below `root`.
-        request: Its `classes` are kept.
 
     Raises:
         ValueError: The expression is wrong, or finds no class.
     """
     # before images are listed
     check_pattern(label_by, name="data.label_by")
+    origin = f"data.label_by {label_by!r}"
     left_out: list[str] = []
     files = [relative_path(file, root) for file in list_files(root, left_out=left_out)]
     paths = sorted(filter(is_image_name, files))
@@ -228,13 +201,10 @@ def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
     found = {path: label for path, label in zip(paths, labels, strict=True) if label}
     if not found:
         example = f"paths such as {shorten(paths[0])!r}" if paths else f"{root}, without images"
-        raise ValueError(f"data.label_by {label_by!r} finds no class in {example}; try another one")
+        raise ValueError(f"{origin} finds no class in {example}; try another one")
     if {label.lower() for label in found.values()} <= SPLIT_OF.keys():
         names = " and ".join(sorted(set(found.values())))
-        raise ValueError(f"data.label_by {label_by!r} finds {names}, which are splits; correct it")
-    splits = [SPLIT_OF.get(path.partition("/")[0].lower(), "") for path in found]
-    # folders of other names would have no split
-    has_splits = all(splits) and "train" in splits
+        raise ValueError(f"{origin} finds {names}, which are splits; correct it")
     unused = count_suffixes(file for file in files if not is_image_name(file))
     unused += count_system_images(left_out)
     notes = []
@@ -243,20 +213,23 @@ def find_by_name(root: Path, label_by: str, request: Request) -> SourceSplits:
         unused["images without a class in their path"] = len(others)
         text = f"{len(others):,} images have no class by data.label_by, such as {others[0]}"
         notes.append(f"{text}; they are not used")
-    place = root.absolute().name
-    tops = [f"{path.partition('/')[0] if has_splits else place}/" for path in found]
-    listing = Listing(
+    tops = [path.partition("/")[0] for path in found]
+    splits = [SPLIT_OF.get(top.lower(), "") for top in tops]
+    # folders of other names would have no split
+    if not all(splits) or "train" not in splits:
+        splits = ["train"] * len(tops)
+        tops = [root.absolute().name] * len(tops)
+    return Listing(
         name="folder",
-        origin=f"data.label_by {label_by!r}",
+        origin=origin,
         ids=list(found),
         labels=list(found.values()),
         reader=FileReader(root, list(found)),
-        splits=splits if has_splits else None,
-        origins=dict(zip(splits if has_splits else ["train"] * len(found), tops, strict=True)),
+        splits=splits,
+        origins={split: f"{top}/" for split, top in zip(splits, tops, strict=True)},
         notes=notes,
         unused=unused,
     )
-    return build_splits(listing, request.classes).with_test_split()
 
 
 def check_not_inside(output: Path, root: Path) -> None:
@@ -280,14 +253,5 @@ def check_not_inside(output: Path, root: Path) -> None:
 
 def list_classes(folder: Path) -> list[str]:
     """List the folders in a folder that may be classes, sorted by name."""
-    return _list_folders(folder)
-
-
-def _list_folders(folder: Path) -> list[str]:
-    entries = (entry for entry in sorted(folder.iterdir()) if entry.is_dir())
-    names = [entry.name for entry in entries if not is_system_folder(entry.name)]
-    return [name for name in names if not name.startswith("__")]
-
-
-def _has_images(folder: Path) -> bool:
-    return any(map(is_image_name, list_files(folder, left_out=[])))
+    names = [entry.name for entry in sorted(folder.iterdir()) if entry.is_dir()]
+    return [name for name in names if not is_system_folder(name) and not name.startswith("__")]

@@ -4,28 +4,24 @@ Parquet files."""
 from __future__ import annotations
 
 import glob
-import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from vit.data.dataset import Request, SourceSplits
-from vit.data.images import read_image, read_pixels
+from vit.data.dataset import Request
 from vit.data.python_images import find_feature_names
-from vit.data.sources.base import SPLIT_OF, ImageReader, hash_bytes, read_stats
-from vit.data.sources.listing import Listing, as_labels, build_splits
+from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
+from vit.data.sources.listing import Listing, as_labels
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_shards
 from vit.runtime.arguments import first_line, shorten
-from vit.runtime.files import default_cache_dir, expand_home
+from vit.runtime.files import expand_home
 from vit.runtime.hub import offline_if_unreachable
 
 
@@ -38,32 +34,33 @@ class RowReader(ImageReader):
     ids: Sequence[str]
     # int64 [n, 2], numbers of the table and of the row
     places: np.ndarray
+    # beginnings of the paths that rows may name
+    inside: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def image(self, index: int) -> Image.Image:
-        image: Image.Image = self._read(index, read_image)
-        return image
-
-    def decode(self, index: int) -> Image.Image | np.ndarray:
-        decoded: Image.Image | np.ndarray = self._read(index, read_pixels)
-        return decoded
-
-    def _get(self, index: int) -> Mapping[str, Any]:
-        """Return the bytes and the path of an image."""
+    def __getitem__(self, index: int) -> Path | bytes:
         number, row = self.places[index].tolist()
         # one column
         (stored,) = self.tables[number][row].values()
-        return stored or {"bytes": None, "path": None}
-
-    def _read(self, index: int, read: Callable[..., Any]) -> Any:
-        stored = self._get(index)
+        stored = stored or {"bytes": None, "path": None}
         if stored["bytes"] is not None:
-            return read(io.BytesIO(stored["bytes"]), name=self.ids[index])
-        if stored["path"] is not None:
-            return read(Path(stored["path"]))
-        raise ValueError(f"{self.ids[index]} has no image")
+            content: bytes = stored["bytes"]
+            return content
+        if stored["path"] is None:
+            raise ValueError(f"{self.ids[index]} has no image")
+        if not os.path.abspath(stored["path"]).startswith(self.inside):
+            text = f"names {shorten(stored['path'])}, which is outside its folder"
+            raise ValueError(f"{self.ids[index]} {text}; save the images in the rows")
+        return Path(stored["path"])
+
+    def subset(self, indices: np.ndarray) -> RowReader:
+        ids = [self.ids[index] for index in indices]
+        return replace(self, ids=ids, places=self.places[indices])
+
+    def get_name(self, index: int) -> str:
+        return self.ids[index]
 
     @property
     def place(self) -> str:
@@ -71,22 +68,13 @@ class RowReader(ImageReader):
         return os.path.realpath(files[0]["filename"]) if files else ""
 
     def stats(self) -> np.ndarray | None:
-        # rows that hold a path change with the file
-        if self.list_paths():
-            return None
         files = [table.cache_files for table in self.tables]
-        if not all(files):
+        # rows that hold a path change with the file
+        if not all(files) or (self.sizes() < 0).any():
             return None
         stats: np.ndarray = read_stats([each[0]["filename"] for each in files])[self.places[:, 0]]
         stats[:, 0] = self.places[:, 1]
         return stats
-
-    def digest(self, index: int) -> int:
-        stored = self._get(index)
-        if stored["bytes"] is not None:
-            return hash_bytes(stored["bytes"])
-        path = stored["path"] or ""
-        return hash_bytes(read_stats([path]).tobytes() + os.fsencode(path))
 
     def sizes(self) -> np.ndarray:
         import pyarrow.compute as pc  # type: ignore[import-untyped]  # of the extra "datasets"
@@ -99,36 +87,11 @@ class RowReader(ImageReader):
             sizes[is_own] = lengths.to_numpy()[self.places[is_own, 1]]
         return sizes
 
-    def cache_key(self) -> bytes:
-        files = [file["filename"] for table in self.tables for file in table.cache_files]
-        return (
-            read_stats(files).tobytes()
-            + self.places.tobytes()
-            + read_stats(self.list_paths()).tobytes()
-        )
-
-    def list_paths(self) -> list[str]:
-        """List the files of the rows that hold a path alone."""
-        import pyarrow.compute as pc
-
-        paths: list[str] = []
-        for number, table in enumerate(self.tables):
-            rows = self.places[self.places[:, 0] == number, 1]
-            (column,) = table.with_format("arrow")[:].columns
-            is_path_alone = pc.struct_field(column, "bytes").is_null().take(rows)
-            own = pc.struct_field(column, "path").take(rows)
-            paths += own.filter(is_path_alone).drop_null().to_pylist()
-        return paths
-
-    def subset(self, indices: np.ndarray) -> RowReader:
-        ids = [self.ids[index] for index in indices]
-        return replace(self, ids=ids, places=self.places[indices])
-
 
 def is_dataset(path: Path) -> bool:
     """Return true for Parquet files and for a directory that save_to_disk wrote."""
     is_saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    return is_saved or bool(list_parquet(path))
+    return is_saved or bool(_list_parquet(path))
 
 
 def is_place(place: str) -> bool:
@@ -137,8 +100,8 @@ def is_place(place: str) -> bool:
     return not is_remote(place) and (place.startswith("hf:") or is_dataset(expand_home(place)))
 
 
-def find_huggingface(request: Request) -> SourceSplits:
-    """Find the splits of a data set that the library `datasets` reads.
+def find_huggingface(request: Request) -> Listing:
+    """List a data set that the library `datasets` reads.
 
     An image is in the column image or img; its class is in label, labels or class, as a text, a
     whole number, or a number that the file's features name; several labels are a list of these.
@@ -157,79 +120,86 @@ def find_huggingface(request: Request) -> SourceSplits:
     tables = _load(str(request.root), request.cache_dir / "datasets")
     features = next(iter(tables.values())).features
     image_column = _find_column(features, ("image", "img"), origin)
-    label_column = _find_column(features, ("label", "labels", "class"), origin)
-    names = find_feature_names(features[label_column])
-    splits: list[str] = []
+    label_column = None
+    if request.needs_labels:
+        label_column = _find_column(features, ("label", "labels", "class"), origin)
+    names = find_feature_names(features[label_column]) if label_column else None
     labels: list[Any] = []
     ids: list[str] = []
-    columns: list[Any] = []
-    places: list[tuple[int, int]] = []
-    name_of: dict[str, str] = {}
+    splits: list[str] = []
+    used: dict[str, str] = {}
     for name, table in tables.items():
-        split = SPLIT_OF.get(name.lower())
-        values = list(table[label_column])
+        values = list(table[label_column]) if label_column else [()] * len(table)
+        split = SPLIT_OF.get(name.lower()) if label_column else name
         # test splits of the Hub have -1
         if split is None or all(value in (None, -1, [], [-1]) for value in values):
             continue
-        if split in name_of:
+        if split in used.values():
             raise ValueError(
-                f"{origin} has the splits {name_of[split]!r} and {name!r}"
-                f", both names of the {split} split; rename one"
+                f"{origin} has several splits that are the {split} split, one of them {name!r};"
+                " rename one"
             )
-        name_of[split] = name
-        read = partial(_read_label, names=names, task=request.labels.task)
+        used[name] = split
         for row, value in enumerate(values):
             try:
-                labels.append(read(value))
+                labels.append(_read_label(value, names, request) if label_column else value)
             except ValueError as error:
                 raise ValueError(f"{origin} {name} row {row}: {error}") from error
-        own = [f"{name}/{row:05d}" for row in range(len(values))]
-        places += [(len(columns), row) for row in range(len(own))]
-        columns.append(_select_images(table, image_column, origin))
-        ids += own
-        splits += [split] * len(own)
-    if not name_of:
+        ids += [f"{name}/{row:05d}" for row in range(len(values))]
+        splits += [split] * len(values)
+    if not used:
         known = ", ".join(SPLIT_OF)
         have = ", ".join(tables)
         raise ValueError(f"{origin} has no labels in a split of {known}, only {have}; name one so")
-    reader = RowReader(columns, ids, np.array(places))
-    if not request.allow_outside:
-        _check_inside(reader, request, origin)
+    opened = [tables[name] for name in used]
+    places = [(number, row) for number, table in enumerate(opened) for row in range(len(table))]
+    root = expand_home(str(request.root)).absolute()
+    folders = (root if root.is_dir() else root.parent, request.cache_dir.absolute() / "datasets")
+    reader = RowReader(
+        [_select_images(table, image_column, origin) for table in opened],
+        ids,
+        np.array(places),
+        tuple(os.path.join(folder, "") for folder in folders),
+    )
     # the user is told, because a split may have been spelled in another way
-    left_out = [name for name in tables if name not in name_of.values()]
-    listing = Listing(
+    left_out = [name for name in tables if name not in used]
+    return Listing(
         name="huggingface",
         origin=origin,
         ids=ids,
         labels=labels,
         reader=reader,
         splits=splits,
-        origins={split: f"the split {name!r}" for split, name in name_of.items()},
+        origins={split: f"the split {name!r}" for name, split in used.items()},
         class_names=names,
-        columns=RowColumns([tables[name] for name in name_of.values()]),
+        columns=RowColumns(opened),
         notes=[f"the split {name!r} was left out" for name in left_out],
         unused={f"rows of {name!r}": len(tables[name]) for name in left_out},
     )
-    return build_splits(listing, request.classes).with_test_split()
 
 
-def _read_label(
-    value: Any, *, names: Sequence[str] | None, task: str | None
-) -> str | tuple[str, ...]:
+def _read_label(value: Any, names: Sequence[str] | None, request: Request) -> str | tuple[str, ...]:
     """Return the class of a row, or the labels in a list. Raises ValueError for anything else."""
-    if isinstance(value, list) and task == "classes":
-        raise ValueError(f"label {shorten(repr(value))} is a list, and data.task=classes")
+    task = request.labels.task
+    shown = shorten(repr(value))
     if isinstance(value, list):
-        return as_labels([str(_read_label(each, names=names, task=None)) for each in value])
+        if task == "classes":
+            raise ValueError(f"label {shown} is a list, and data.task=classes")
+        return as_labels([_name_label(each, names) for each in value])
     if task == "multilabel":
         parts = str("" if value is None else value).split("|")
         return tuple(filter(None, (part.strip() for part in parts)))
-    if isinstance(value, int) and not isinstance(value, bool) and names is not None:
+    return _name_label(value, names)
+
+
+def _name_label(value: Any, names: Sequence[str] | None) -> str:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if is_number and names is not None:
         if not 0 <= value < len(names):
             text = f"label {value} is not one of the {len(names)} classes"
             raise ValueError(f"{text}; correct it, or remove the row")
-        return names[value]
-    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
+        return str(names[value])
+    if not (is_number or (isinstance(value, str) and value)):
         text = f"label {shorten(repr(value))} is neither a text nor a whole number"
         raise ValueError(f"{text}; give each image one class")
     return str(value)
@@ -258,15 +228,6 @@ class RowColumns(Mapping[str, Sequence[Any]]):
         return len(self._tables[0].column_names)
 
 
-def open_rows(place: str) -> Iterator[RowReader]:
-    """Open each split of a data set, whether it has labels or not. See `find_huggingface`."""
-    for split, table in _load(place, default_cache_dir() / "datasets").items():
-        column = _find_column(table.features, ("image", "img"), place)
-        rows = _select_images(table, column, place)
-        ids = [f"{split}/{row:05d}" for row in range(len(table))]
-        yield RowReader([rows], ids, np.array([(0, row) for row in range(len(ids))]))
-
-
 def _select_images(table: Any, column: str, origin: str) -> Any:
     """Select the column of images, as the bytes or the paths of their files."""
     # an extra, imported by `_load` already
@@ -282,22 +243,7 @@ def _select_images(table: Any, column: str, origin: str) -> Any:
         ) from error
 
 
-def _check_inside(reader: RowReader, request: Request, origin: str) -> None:
-    """Raise ValueError if a row names an image that neither lies below the root nor was downloaded."""
-    root = expand_home(str(request.root)).absolute()
-    folder = root if root.is_dir() else root.parent
-    inside = tuple(
-        f"{place}{os.sep}" for place in (folder, request.cache_dir.absolute() / "datasets")
-    )
-    for path in reader.list_paths():
-        if not os.path.abspath(path).startswith(inside):
-            text = f"a row names {shorten(path)}, which is outside {folder}"
-            raise ValueError(
-                f"{origin}: {text}; use vit train with data.allow_outside=true to read it"
-            )
-
-
-def list_parquet(path: Path) -> dict[str, list[str]]:
+def _list_parquet(path: Path) -> dict[str, list[str]]:
     """List the Parquet files of each split at a path."""
     if path.suffix == ".parquet" and path.is_file():
         return {"train": [str(path)]}
@@ -316,7 +262,7 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
         ) from error
 
     path = expand_home(root)
-    parquet = list_parquet(path)
+    parquet = _list_parquet(path)
     with _quiet(datasets):
         try:
             if root.startswith("hf:"):

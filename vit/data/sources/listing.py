@@ -1,23 +1,27 @@
-"""The list that every source gives, and the splits that are made of it."""
+"""The list that every source gives, and the labelled images that are made of it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vit.data.class_names import (
     ClassChoice,
-    check_labels,
+    check_classes,
+    choose_classes,
     find_alike,
-    number_labels,
+    find_wordnet_names,
+    read_words,
+    resolve_class_names,
     sort_class_names,
 )
-from vit.data.dataset import ImageDataset, SourceSplits
-from vit.data.label_sets import mark_splits
+from vit.data.dataset import ImageDataset
+from vit.data.label_sets import mark_labels
 from vit.data.sources.base import ImageReader
 from vit.runtime.arguments import shorten
 
@@ -34,6 +38,8 @@ class Listing:
             have several.
         reader: Decodes the images.
         splits: "train", "validation" or "test" for each image; None: all are "train".
+        keeps_validation: Validation without a test split stays validation. Otherwise, as in
+            ImageNet, it becomes the test split.
         origins: Split → the place of its images, as in a sentence.
         class_names: Names of all classes in their order; None: those that occur.
         groups: Group of each image; None: each image is its own.
@@ -46,9 +52,10 @@ class Listing:
     name: str
     origin: str
     ids: Sequence[str]
-    labels: Sequence[str] | Sequence[tuple[str, ...]]
+    labels: Sequence[Any]
     reader: ImageReader
     splits: Sequence[str] | None = None
+    keeps_validation: bool = False
     origins: Mapping[str, str] = field(default_factory=dict)
     class_names: Sequence[str] | None = None
     groups: Sequence[str] | None = None
@@ -58,12 +65,43 @@ class Listing:
     unused: Mapping[str, int] = field(default_factory=dict)
 
 
-def build_splits(listing: Listing, classes: ClassChoice) -> SourceSplits:
-    """Number the classes of a list, and divide it into its splits.
+@dataclass(frozen=True, eq=False)
+class Images:
+    """All images of a source, numbered.
+
+    Attributes:
+        dataset: The images, those of one split after the other.
+        splits: Split of each image, as text [n].
+        origins: Split that the source has → the place of its images, as in a sentence.
+        renamed_classes: Class → its name in words, if it has another one.
+    """
+
+    listing: Listing
+    dataset: ImageDataset
+    splits: np.ndarray
+    origins: Mapping[str, str]
+    renamed_classes: Mapping[str, str]
+
+    def split(self, name: str) -> ImageDataset:
+        """Return the images of a split that the source has, or of "all"."""
+        if name == "all":
+            return self.dataset
+        return self.dataset.subset(np.flatnonzero(self.splits == name))
+
+
+def number_listing(
+    listing: Listing,
+    *,
+    classes: ClassChoice = None,
+    class_names: Path | Mapping[str, str] | None = None,
+) -> Images:
+    """Number the classes of a list, check them, and choose those that are kept.
 
     Args:
         listing: The list.
-        classes: Classes to keep; None keeps all.
+        classes: Classes to keep, by their names or in words; None keeps all.
+        class_names: Names of the classes in words, see `resolve_class_names`; None names WordNet's
+            ids.
 
     Raises:
         ValueError: There are fewer than two classes, or a class has no training images.
@@ -71,28 +109,95 @@ def build_splits(listing: Listing, classes: ClassChoice) -> SourceSplits:
     if not len(listing.ids):
         raise ValueError(f"{listing.origin} lists no images; check it")
     splits = np.array(listing.splits or ["train"] * len(listing.ids))
-    names = listing.class_names or find_names(listing.labels)
-    labels, notes = number_classes(listing, splits, names, classes)
-    everything = ImageDataset(
+    notes = list(listing.notes)
+    several = any(isinstance(label, tuple) for label in listing.labels)
+    names = tuple(listing.class_names or find_names(listing.labels))
+    notes += [
+        f"classes whose names differ in case or zeros alone: {' and '.join(map(repr, alike))}"
+        for alike in find_alike(names)
+    ]
+    if several and len(names) == 1:
+        raise ValueError(
+            f"{listing.origin} has the label {shorten(names[0])!r} alone; give the images without it"
+            " a class of their own, and leave out data.task"
+        )
+    check_classes(names, origin=listing.origin)
+    kept = names
+    if classes is not None:
+        aliases = dict(find_wordnet_names(names))
+        if class_names is not None:
+            own = read_words(class_names) if isinstance(class_names, Path) else class_names
+            aliases |= own
+        kept = choose_classes(names, classes, aliases=aliases)
+    if several:
+        labels: np.ndarray = mark_labels(listing.labels, names)
+        notes += _note_labels(labels[splits == "train"], names)
+        labels = labels[:, [names.index(name) for name in kept]]
+        chosen = np.arange(len(labels))
+    else:
+        # -1 for classes that are left out
+        place_of = {**dict.fromkeys(names, -1), **{name: place for place, name in enumerate(kept)}}
+        labels = np.array([place_of[label] for label in listing.labels], dtype=np.int64)
+        chosen = np.flatnonzero(labels >= 0)
+        _check_learned(labels, splits, kept, origin=listing.origin)
+
+    origins = {
+        split: listing.origins.get(split, listing.origin)
+        for split in dict.fromkeys(splits.tolist())
+    }
+    if "validation" in origins and "test" not in origins and not listing.keeps_validation:
+        splits[splits == "validation"] = "test"
+        origins = {"test" if name == "validation" else name: text for name, text in origins.items()}
+        notes.append(
+            f"{origins['test']} is the test split; validation images are held out of the others"
+        )
+    words = class_names if class_names is not None else find_wordnet_names(kept)
+    in_words = resolve_class_names(kept, words) if words else kept
+    dataset = ImageDataset(
         name=listing.name,
-        class_names=tuple(names),
+        class_names=in_words,
         labels=labels,
         ids=listing.ids,
         reader=listing.reader,
-        notes=(*listing.notes, *notes),
+        notes=tuple(notes),
         groups=listing.groups,
         read_column=None if listing.columns is None else partial(_read_column, listing),
     )
+    # those of one split after the other
+    places = {split: place for place, split in enumerate(origins)}
+    order = np.argsort([places[split] for split in splits[chosen].tolist()], kind="stable")
+    chosen = chosen[order]
+    renamed = dict(zip(kept, in_words, strict=True)) if words else {}
+    return Images(listing, dataset.subset(chosen), splits[chosen], origins, renamed)
 
-    present = dict.fromkeys(splits.tolist())
 
-    def load(split: str) -> ImageDataset:
-        parts = present if split == "all" else [split]
-        chosen = np.concatenate([np.flatnonzero(splits == part) for part in parts])
-        return everything.subset(chosen).keep_classes(classes)
+def _check_learned(
+    labels: np.ndarray, splits: np.ndarray, names: Sequence[str], *, origin: str
+) -> None:
+    """Raise ValueError for a class that another split has, and the training images lack."""
+    if "train" not in splits:
+        return
+    learned = np.unique(labels[splits == "train"])
+    for split in dict.fromkeys(splits.tolist()):
+        own = labels[splits == split]
+        unknown = sorted(names[label] for label in np.setdiff1d(own[own >= 0], learned))
+        if unknown:
+            count = int((own == names.index(unknown[0])).sum())
+            text = f"class {shorten(unknown[0])!r} has {count:,} images in the {split} split"
+            hint = "add some, or leave it out with data.classes"
+            raise ValueError(f"{origin}: {text} and none in the train split; {hint}")
 
-    origins = {split: listing.origins.get(split, listing.origin) for split in present}
-    return SourceSplits(origins, load, listing.unused, listing.read)
+
+def _note_labels(marks: np.ndarray, names: Sequence[str]) -> list[str]:
+    """Warn of labels that no training image has, or all have."""
+    notes = []
+    if len(marks):
+        for is_wrong, text in ((~marks.any(axis=0), "no"), (marks.all(axis=0), "every")):
+            wrong = [names[place] for place in np.flatnonzero(is_wrong).tolist()]
+            if wrong:
+                text = f"{text} training image has the label {shorten(', '.join(wrong))}"
+                notes.append(f"{text}; add others, or leave it out with data.classes")
+    return notes
 
 
 def as_labels(values: Sequence[str]) -> tuple[str, ...]:
@@ -110,32 +215,6 @@ def find_names(labels: Sequence[Any]) -> tuple[str, ...]:
     """Return the classes or labels that occur, in order."""
     each = (label if isinstance(label, tuple) else (label,) for label in labels)
     return sort_class_names(chain.from_iterable(each))
-
-
-def number_classes(
-    listing: Listing, splits: np.ndarray, names: Sequence[str], classes: ClassChoice
-) -> tuple[np.ndarray, list[str]]:
-    """Return the class of each image, int64 [n], or which labels it has, bool [n, C]; and warnings.
-
-    Raises:
-        ValueError: See `check_labels` and `mark_splits`.
-    """
-    by_split = {
-        split: [listing.labels[index] for index in np.flatnonzero(splits == split).tolist()]
-        for split in np.unique(splits).tolist()
-    }
-    notes = [
-        f"classes whose names differ in case or zeros alone: {' and '.join(map(repr, alike))}"
-        for alike in find_alike(names)
-    ]
-    if any(isinstance(label, tuple) for label in listing.labels):
-        marks, about_labels = mark_splits(by_split, names, origin=listing.origin)
-        labels = np.zeros((len(splits), len(names)), dtype=bool)
-        for split, rows in marks.items():
-            labels[splits == split] = rows
-        return labels, [*notes, *about_labels]
-    check_labels(cast(Any, by_split), names, classes, origin=listing.origin)
-    return number_labels(cast(Sequence[str], listing.labels), names), notes
 
 
 def _read_column(listing: Listing, column: str) -> dict[str, Any]:

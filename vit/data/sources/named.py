@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vit.data.dataset import Request, SourceSplits
+from vit.data.dataset import Request
 from vit.data.sources.base import (
     ArrayReader,
     FileReader,
@@ -22,7 +22,7 @@ from vit.data.sources.base import (
     relative_path,
 )
 from vit.data.sources.folders import check_root, find_class_folders
-from vit.data.sources.listing import Listing, build_splits
+from vit.data.sources.listing import Listing
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import default_cache_dir, open_regular
 
@@ -32,6 +32,8 @@ _IMAGENETTE_URL = f"https://s3.amazonaws.com/fast-ai-imageclas/{_IMAGENETTE}.tgz
 # largest idx file when it is unpacked; Extended MNIST has 547 million bytes
 _MAX_UNPACKED = 2**30
 
+# images of a split (paths, or pixels), their labels, and the class names
+_Published = tuple[Any, np.ndarray, Sequence[str] | None]
 # split → the arguments with which torchvision opens it
 _Splits = Mapping[str, Mapping[str, Any]]
 _ALL: _Splits = {"train": {}}
@@ -85,32 +87,30 @@ _SAMPLES: Mapping[str, Callable[[Any], Iterable[tuple[Any, int]]]] = {
 }
 
 
-def find_digits(request: Request) -> SourceSplits:
-    """Find scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, in the installed package."""
+def find_digits(request: Request) -> Listing:
+    """List scikit-learn's 1,797 scanned digits, 8×8 pixels of 0..16, in the installed package."""
     # takes a second to import
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     pixels = np.round(digits.images[..., None] * (255 / 16)).astype(np.uint8).repeat(3, axis=-1)
-    listing = Listing(
+    return Listing(
         name="digits",
         origin="scikit-learn's digits",
         ids=[f"digits/{index:05d}" for index in range(len(pixels))],
         labels=list(map(str, digits.target.tolist())),
         reader=ArrayReader(pixels),
     )
-    return build_splits(listing, request.classes)
 
 
-def find_imagenette(request: Request) -> SourceSplits:
-    """Find Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
+def find_imagenette(request: Request) -> Listing:
+    """List Imagenette v2: ten easy ImageNet classes, by wnid or name. Its val/ folder is the test
     split."""
     folder = choose_folder("imagenette", request.root)
     # the folder itself, or the place where the download was unpacked
-    for copy in (folder, *sorted(folder.glob("imagenette2*"))):
-        if is_imagenette(copy):
-            break
-    else:
+    copies = filter(is_imagenette, (folder, *sorted(folder.glob("imagenette2*"))))
+    copy = next(copies, None)
+    if copy is None:
         # takes seconds to import
         from torchvision.datasets import Imagenette
 
@@ -122,7 +122,7 @@ def find_imagenette(request: Request) -> SourceSplits:
             download=request.download,
         )
         copy = folder / _IMAGENETTE
-    return find_class_folders("imagenette", copy, request.classes, in_words=True)
+    return find_class_folders("imagenette", copy, request.classes)
 
 
 def is_imagenette(folder: Path) -> bool:
@@ -130,8 +130,8 @@ def is_imagenette(folder: Path) -> bool:
     return folder.is_dir() and {"train", "validation"} <= find_split_folders(folder).keys()
 
 
-def find_imagenet(request: Request) -> SourceSplits:
-    """Find an ImageNet folder, train/<wnid> and val/<wnid>, whose classes have a wnid and a name."""
+def find_imagenet(request: Request) -> Listing:
+    """List an ImageNet folder, train/<wnid> and val/<wnid>, whose classes have a wnid and a name."""
     folder = check_root(request.place)
     # as Kaggle packs it
     inner = folder / "ILSVRC" / "Data" / "CLS-LOC"
@@ -139,7 +139,7 @@ def find_imagenet(request: Request) -> SourceSplits:
     if "train" not in find_split_folders(folder):
         hint = "ImageNet is read as train/<wnid> and val/<wnid>"
         raise ValueError(f"data.root {folder} has no train/ folder; {hint}")
-    return find_class_folders("imagenet", folder, request.classes, in_words=True)
+    return find_class_folders("imagenet", folder, request.classes)
 
 
 def choose_folder(name: str, root: Root) -> Path:
@@ -191,8 +191,8 @@ def _explain_damage(name: str, folder: Path, error: Exception) -> ValueError:
     return ValueError(f"the files of {name} in {folder} are damaged ({reason}); copy them again")
 
 
-def find_torchvision(name: str, request: Request, *, set_name: str) -> SourceSplits:
-    """Find a set of torchvision; missing files are downloaded with torchvision's checksums.
+def find_torchvision(name: str, request: Request, *, set_name: str) -> Listing:
+    """List a set of torchvision; missing files are downloaded with torchvision's checksums.
 
     Splits are the published ones. Classes have torchvision's names, or numbers if it has none.
 
@@ -218,38 +218,34 @@ def find_torchvision(name: str, request: Request, *, set_name: str) -> SourceSpl
         )
     # Debian's packages and hand-made copies have idx files in the folder itself
     if issubclass(dataset_class, datasets.MNIST) and list(folder.glob("train-images?idx3*")):
-        pairs = {split: _read_idx_pair(folder, split) for split in ("train", "test")}
-        found = [(split, *pair, dataset_class.classes) for split, pair in pairs.items()]
-        return _build_published(set_name, folder, found, request, num_digits=5)
+        found = {
+            split: (*_read_idx_pair(folder, split), dataset_class.classes)
+            for split in ("train", "test")
+        }
+        return _list_published(set_name, folder, found, num_digits=5)
 
     open_set = partial(dataset_class, folder, download=False)
     # a `loader` of torchvision opens an image; this one returns its path
     if "loader" in inspect.signature(dataset_class).parameters:
         open_set = partial(open_set, loader=os.fspath)
+    title = name if is_cifar else set_name
     archive = f"the files of torchvision's {set_name}"
     if is_cifar:
         archive = f"{dataset_class.filename} (from {dataset_class.url})"
     opened = {
         split: open_or_download(
-            partial(open_set, **arguments),
-            name if is_cifar else set_name,
-            folder,
-            archive,
-            download=request.download,
+            partial(open_set, **arguments), title, folder, archive, download=request.download
         )
         for split, arguments in _SPLITS[set_name].items()
     }
     try:
-        found = [(split, *_read_published(each, set_name)) for split, each in opened.items()]
-        return _build_published(
-            name if is_cifar else set_name, folder, found, request, num_digits=5 if is_cifar else 6
-        )
+        found = {split: _read_published(each, set_name) for split, each in opened.items()}
+        return _list_published(title, folder, found, num_digits=5 if is_cifar else 6)
     except Exception as error:
         raise _explain_damage(set_name, folder, error) from error
 
 
-def _read_published(dataset: Any, set_name: str) -> tuple[Any, np.ndarray, Sequence[str] | None]:
-    """Return the images of a split (paths, or pixels), their labels and the class names."""
+def _read_published(dataset: Any, set_name: str) -> _Published:
     # Caltech's sets call them categories
     names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
     labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
@@ -270,53 +266,48 @@ def _read_published(dataset: Any, set_name: str) -> tuple[Any, np.ndarray, Seque
     return items, np.array([label for _, label in samples], dtype=np.int64), names
 
 
-def _build_published(
-    name: str,
-    folder: Path,
-    found: Sequence[tuple[str, Any, np.ndarray, Sequence[str] | None]],
-    request: Request,
-    *,
-    num_digits: int,
-) -> SourceSplits:
-    """Build the splits of a published set: (split, images, labels, names of the classes) each."""
-    splits = [split for split, images, _, _ in found for _ in images]
-    numbers = np.concatenate([labels for _, _, labels, _ in found])
+def _list_published(
+    name: str, folder: Path, found: Mapping[str, _Published], *, num_digits: int
+) -> Listing:
+    """List the splits of a published set."""
+    splits = [split for split, (images, _, _) in found.items() for _ in images]
+    numbers = np.concatenate([labels for _, labels, _ in found.values()])
+    known = next(iter(found.values()))[2]
     # without names, there are at most as many classes as images
-    limit = len(found[0][3] or numbers)
+    limit = len(known or numbers)
     if numbers.min() < 0 or numbers.max() >= limit:
         raise ValueError(f"labels from {numbers.min()} to {numbers.max()} for {limit} classes")
-    names = found[0][3] or [str(number) for number in range(int(numbers.max()) + 1)]
-    first = found[0][1]
+    names = known or list(map(str, range(int(numbers.max()) + 1)))
+    items = [image for images, _, _ in found.values() for image in images]
     reader: ArrayReader | FileReader
-    if isinstance(first[0], str | os.PathLike):
-        ids = [relative_path(path, folder) for _, images, _, _ in found for path in images]
+    if isinstance(items[0], str | os.PathLike):
+        ids = [relative_path(path, folder) for path in items]
         reader = FileReader(folder, ids)
     else:
         ids = [
             f"{split}/{index:0{num_digits}d}"
-            for split, images, _, _ in found
+            for split, (images, _, _) in found.items()
             for index in range(len(images))
         ]
-        if all(isinstance(images, np.ndarray) for _, images, _, _ in found):
-            pixels = np.concatenate([images for _, images, _, _ in found])
+        # images of several sizes are an array of arrays
+        pixels = np.empty(len(items), dtype=object)
+        if all(isinstance(images, np.ndarray) for images, _, _ in found.values()):
+            pixels = np.concatenate([images for images, _, _ in found.values()])
         else:
-            # images of several sizes
-            pixels = np.empty(len(ids), dtype=object)
-            for index, image in enumerate(image for _, images, _, _ in found for image in images):
+            for index, image in enumerate(items):
                 pixels[index] = image
         reader = ArrayReader(pixels)
     titles = {"train": "training", "validation": "validation", "test": "test"}
-    listing = Listing(
+    return Listing(
         name=name,
         origin=name,
         ids=ids,
         labels=[str(names[number]) for number in numbers.tolist()],
         reader=reader,
         splits=splits,
-        origins={split: f"the published {titles[split]} set" for split in set(splits)},
+        origins={split: f"the published {titles[split]} set" for split in found},
         class_names=tuple(map(str, names)),
     )
-    return build_splits(listing, request.classes)
 
 
 def _read_idx_pair(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -352,7 +343,7 @@ def _read_idx(folder: Path, pattern: str, dimensions: int) -> np.ndarray:
 
 
 _TORCHVISION = {**_SHORT_NAMES, **{f"torchvision:{set_name}": set_name for set_name in _SPLITS}}
-NAMED: Mapping[str, Callable[[Request], SourceSplits]] = {
+NAMED: Mapping[str, Callable[[Request], Listing]] = {
     "digits": find_digits,
     "imagenette": find_imagenette,
     **{

@@ -10,7 +10,6 @@ import numpy as np
 from PIL import Image
 
 from vit.data.class_names import check_classes, sort_class_names
-from vit.data.dataset import SourceSplits
 from vit.data.duplicates import hash_pixels
 from vit.data.images import list_images
 from vit.data.python_images import (
@@ -23,7 +22,7 @@ from vit.data.python_images import (
 )
 from vit.data.sources.base import SPLIT_OF, ImageReader
 from vit.data.sources.huggingface import RowColumns
-from vit.data.sources.listing import Listing, build_splits
+from vit.data.sources.listing import Listing
 from vit.runtime.arguments import as_tuple, describe_kind, shorten
 
 # data.name of such a run
@@ -44,7 +43,7 @@ class ItemReader(ImageReader):
     def __len__(self) -> int:
         return len(self.places)
 
-    def image(self, index: int) -> Image.Image:
+    def __getitem__(self, index: int) -> Image.Image:
         number, place = self.places[index].tolist()
         return _read_item(self.sets[number], place)[0]
 
@@ -65,8 +64,8 @@ def find_python_objects(
     split: str = "train",
     numbered_classes: Sequence[str] | None = None,
     task: str | None = None,
-) -> SourceSplits:
-    """Find the splits of images passed from Python.
+) -> Listing:
+    """List images passed from Python.
 
     Args:
         dataset: A set of items, see `split_item`; images and labels [n]; a pair of such sets
@@ -93,21 +92,19 @@ def find_python_objects(
     elif isinstance(dataset, tuple) and len(dataset) == 2 and not _is_images_and_labels(dataset):
         parts = {"train": dataset[0], "validation": dataset[1]}
 
-    names: Sequence[str] | None = None if class_names is None else as_tuple(class_names)
-    own_names = [find_class_names(part) for part in parts.values()]
-    if names is None:
-        names = own_names[0]
-        if any(each not in (None, names) for each in own_names[1:]):
-            theirs = next(each for each in own_names[1:] if each not in (None, names)) or ()
-            raise ValueError(
-                f"the validation images have classes {', '.join(theirs)}, the training images"
-                f" {', '.join(names or ())}; pass class_names"
-            )
+    known: Sequence[str] | None = None if class_names is None else as_tuple(class_names)
+    if known is None:
+        own_names = list(filter(None, dict.fromkeys(map(find_class_names, parts.values()))))
+        if len(own_names) > 1:
+            texts = " and ".join(shorten(", ".join(names)) for names in own_names)
+            raise ValueError(f"the sets of dataset have the classes {texts}; pass class_names")
+        known = own_names[0] if own_names else None
     sets = [_list_set(part) for part in parts.values()]
     splits: list[str] = []
     labels: list[Any] = []
     digests: list[int] = []
-    for name, items in zip(parts, sets, strict=True):
+    places: list[tuple[int, int]] = []
+    for number, (name, items) in enumerate(zip(parts, sets, strict=True)):
         if not len(items):
             raise ValueError("dataset holds no images; pass at least one")
         # every item is read now, for its label and for the hash by which the image is known
@@ -116,23 +113,23 @@ def find_python_objects(
             digests.append(hash_pixels(image))
             labels.append(as_plain(label))
             splits.append(name)
-    named, names = _name_labels(labels, names or None, numbered_classes, task=task)
-    places = [(number, index) for number, items in enumerate(sets) for index in range(len(items))]
+            places.append((number, index))
+    named, names = _name_labels(labels, known, numbered_classes, task=task)
     tables = [part for part in parts.values() if hasattr(part, "select_columns")]
-    listing = Listing(
+    return Listing(
         name=FROM_PYTHON,
         origin="dataset",
         ids=[f"{name}/{index:06d}" for name, (_, index) in zip(splits, places, strict=True)],
         labels=named,
         reader=ItemReader(sets, np.array(places), np.array(digests, dtype=np.uint64)),
         splits=splits,
+        keeps_validation=True,
         origins=dict.fromkeys(parts, "the images passed from Python"),
         class_names=names,
         columns=RowColumns(tables) if len(tables) == len(parts) else None,
         # a model that is evaluated knows its classes already
         notes=[] if numbered_classes is not None else _note_unused(named, splits, names),
     )
-    return build_splits(listing, None)
 
 
 def _list_set(part: Any) -> Any:

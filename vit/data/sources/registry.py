@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from vit.data.dataset import Request, SourceSplits
+from vit.data.dataset import Request
 from vit.data.sources import folders, huggingface, named, shards
 from vit.data.sources.base import Root
+from vit.data.sources.listing import Listing
 from vit.runtime.arguments import shorten
 from vit.runtime.places import explain_file, suggest
 
@@ -15,7 +16,7 @@ class Source(NamedTuple):
     """A kind of data set.
 
     Attributes:
-        find: Function that finds the splits of a request.
+        find: Function that lists the images of a request.
         recognizes: Function that is true for a place of such images; None for a data set that is
             known by its name.
         needs_root: The data set can't be found without `data.root`.
@@ -23,21 +24,19 @@ class Source(NamedTuple):
             counted.
     """
 
-    find: Callable[[Request], SourceSplits]
+    find: Callable[[Request], Listing]
     recognizes: Callable[[str], bool] | None = None
     needs_root: bool = False
     unit: str = ""
 
 
-# if several recognise the same place, the last one is taken
+# if several recognise the same place, the first one is taken
 SOURCES = {
+    "huggingface": Source(huggingface.find_huggingface, huggingface.is_place, True, "rows"),
+    "webdataset": Source(shards.find_shards, shards.is_place, True, "files"),
+    "folder": Source(folders.find_folder, folders.is_folder, True, "files"),
+    "imagenet": Source(named.find_imagenet, None, True, "files"),
     **{name: Source(find) for name, find in named.NAMED.items()},
-    "imagenet": Source(named.find_imagenet, needs_root=True, unit="files"),
-    "folder": Source(folders.find_folder, folders.is_folder, needs_root=True, unit="files"),
-    "webdataset": Source(shards.find_shards, shards.is_place, needs_root=True, unit="files"),
-    "huggingface": Source(
-        huggingface.find_huggingface, huggingface.is_place, needs_root=True, unit="rows"
-    ),
 }
 
 
@@ -79,12 +78,12 @@ def find_kind(data: object) -> str | None:
     # an unknown set of a known prefix is refused when it is opened, which names the known ones
     if text in list_named_sets() or text.startswith("torchvision:"):
         return text
-    known = [name for name, source in SOURCES.items() if source.recognizes is not None]
-    for name in reversed(known):
-        recognizes = SOURCES[name].recognizes
-        if recognizes is not None and recognizes(text):
-            return name
-    return None
+    kinds = (
+        name
+        for name, source in SOURCES.items()
+        if source.recognizes is not None and source.recognizes(text)
+    )
+    return next(kinds, None)
 
 
 def require_kind(data: object) -> str:
@@ -103,12 +102,9 @@ def require_kind(data: object) -> str:
     return kind
 
 
-def is_here(name: str | None, root: Root) -> bool:
+def is_here(name: str, root: Root) -> bool:
     """Return true if the images of a data set can be read without a download."""
-    if name == "digits":
-        return True
-    if root is None or not Path(root).exists():
-        return False
-    return name in ("folder", "imagenet") or (
-        name == "imagenette" and named.is_imagenette(Path(root))
-    )
+    is_found = root is not None and Path(root).exists()
+    if name == "imagenette":
+        return is_found and named.is_imagenette(Path(str(root)))
+    return name == "digits" or (is_found and name in ("folder", "imagenet"))

@@ -8,7 +8,6 @@ with files. Shards in object storage are copied into the cache.
 from __future__ import annotations
 
 import glob
-import io
 import json
 import math
 import os
@@ -17,26 +16,24 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from braceexpand import braceexpand
-from PIL import Image
 
-from vit.data.dataset import Request, SourceSplits
-from vit.data.images import is_image_name, read_image, read_pixels
+from vit.data.dataset import Request
+from vit.data.images import is_image_name
 from vit.data.sources.base import (
     SPLIT_NAMES,
     ImageReader,
     count_suffixes,
-    hash_bytes,
     read_stats,
 )
-from vit.data.sources.listing import Listing, as_labels, build_splits
+from vit.data.sources.listing import Listing, as_labels
 from vit.data.sources.remote import fetch_files, is_remote, list_addresses
 from vit.runtime.arguments import hide_tokens, shorten
 from vit.runtime.drive import wait_for_drive
-from vit.runtime.files import default_cache_dir, expand_home, open_regular
+from vit.runtime.files import expand_home, open_regular
 
 _MAX_SHARDS = 1_000_000
 # bytes of a label's file that are read
@@ -60,23 +57,12 @@ class ShardReader(ImageReader):
     names: Sequence[str]
     # int64 [n, 3]: shard, offset, size in bytes
     places: np.ndarray
-    has_small_subsets: ClassVar[bool] = True
+    has_small_subsets = True
 
     def __len__(self) -> int:
         return len(self.places)
 
-    @property
-    def place(self) -> str:
-        return os.path.realpath(self.shards[0]) if self.shards else ""
-
-    def image(self, index: int) -> Image.Image:
-        return read_image(io.BytesIO(self.load(index)), name=self.names[index])
-
-    def decode(self, index: int) -> Image.Image | np.ndarray:
-        return read_pixels(io.BytesIO(self.load(index)), name=self.names[index])
-
-    def load(self, index: int) -> bytes:
-        """Read the file of an image."""
+    def __getitem__(self, index: int) -> bytes:
         shard, offset, size = self.places[index].tolist()
 
         def read() -> bytes:
@@ -86,28 +72,29 @@ class ShardReader(ImageReader):
 
         return wait_for_drive(read, self.shards[shard])
 
+    def subset(self, indices: np.ndarray) -> ShardReader:
+        names = [self.names[index] for index in indices]
+        return replace(self, names=names, places=self.places[indices])
+
+    def get_name(self, index: int) -> str:
+        return self.names[index]
+
+    @property
+    def place(self) -> str:
+        return os.path.realpath(self.shards[0])
+
     def stats(self) -> np.ndarray:
         # the shard's facts and the place in it
         stats: np.ndarray = read_stats(self.shards)[self.places[:, 0]]
         stats[:, 0] = self.places[:, 1]
         return stats
 
-    def digest(self, index: int) -> int:
-        return hash_bytes(self.load(index))
-
     def sizes(self) -> np.ndarray:
         return self.places[:, 2]
 
-    def cache_key(self) -> bytes:
-        return self.stats().tobytes()
 
-    def subset(self, indices: np.ndarray) -> ShardReader:
-        names = [self.names[index] for index in indices]
-        return replace(self, names=names, places=self.places[indices])
-
-
-def find_shards(request: Request) -> SourceSplits:
-    """Find the splits of shards.
+def find_shards(request: Request) -> Listing:
+    """List the images of shards.
 
     As with image folders, val without test is the test split. Labels name the classes.
 
@@ -118,56 +105,48 @@ def find_shards(request: Request) -> SourceSplits:
             ("s3://bucket/{000..009}.tar").
 
     Raises:
-        ValueError: A shard is damaged, a label is wrong, or a class has no training images.
+        ValueError: A shard is damaged, or a label is wrong.
         FileNotFoundError: There are no shards.
         RemoteError: Object storage can't be read.
     """
-    assert request.root is not None
-    path = os.path.expanduser(request.root).rstrip("/")
-    by_split = _find_splits(path)
+    path = os.path.expanduser(str(request.root)).rstrip("/")
+    # object storage can't be asked whether an address is a folder
+    if not os.path.isdir(path) and (not is_remote(path) or ".tar" in path):
+        by_split = {"train": expand_pattern(path)}
+    else:
+        by_split = list_shards(path)
     if not by_split:
         raise FileNotFoundError(f"data.root {request.root} holds no .tar shards; check the path")
-    named = [(split, shard) for split, shards in by_split.items() for shard in shards]
-    shards = [shard for _, shard in named]
+    shards = [shard for each in by_split.values() for shard in each]
     files = fetch_files(shards, request.cache_dir / "remote") if is_remote(path) else shards
-    splits: list[str] = []
-    labels: list[str | tuple[str, ...]] = []
+    labels: list[Any] = []
     names: list[str] = []
     places: list[tuple[int, int, int]] = []
+    counts: list[int] = []
     several = request.labels.task == "multilabel"
-    for number, ((split, shard), file) in enumerate(zip(named, files, strict=True)):
-        for sample in _index(file, name=hide_tokens(shard)):
-            splits.append(split)
-            labels.append(_read_label(sample, shard, several=several))
-            names.append(f"{_get_name(shard)}/{sample.key}")
+    for number, (shard, file) in enumerate(zip(shards, files, strict=True)):
+        shard = hide_tokens(shard)
+        samples = _index(file, name=shard)
+        counts.append(len(samples))
+        for sample in samples:
+            if request.needs_labels:
+                labels.append(_read_label(sample, shard, several=several))
+            names.append(f"{shard.partition('?')[0].rpartition('/')[2]}/{sample.key}")
             places.append((number, sample.offset, sample.size))
-    is_list = any(isinstance(label, tuple) for label in labels)
-    listing = Listing(
+    if any(isinstance(label, tuple) for label in labels):
+        labels = [label if isinstance(label, tuple) else (label,) for label in labels]
+    split_of = [split for split, each in by_split.items() for _ in each]
+    return Listing(
         name="webdataset",
         origin=path,
         ids=names,
-        labels=[_as_set(label) if is_list else label for label in labels],  # type: ignore[arg-type]
+        labels=labels,
         reader=ShardReader(files, names, np.array(places, dtype=np.int64).reshape(-1, 3)),
-        splits=splits,
+        splits=np.repeat(split_of, counts).tolist(),
         origins={
             split: f"{SPLIT_NAMES[split][0]}*" if len(by_split) > 1 else path for split in by_split
         },
     )
-    return build_splits(listing, request.classes).with_test_split()
-
-
-def open_shard(path: str) -> ShardReader:
-    """Open the images of a shard, whether they have labels or not. See `find_shards`."""
-    name = _get_name(path)
-    if is_remote(path):
-        (path,) = fetch_files([path], default_cache_dir() / "remote")
-    samples = _index(path, name=name)
-    places = np.array([(0, sample.offset, sample.size) for sample in samples])
-    return ShardReader([path], [f"{name}/{sample.key}" for sample in samples], places)
-
-
-def _get_name(path: str) -> str:
-    return path.partition("?")[0].rpartition("/")[2]
 
 
 def is_place(place: str) -> bool:
@@ -179,28 +158,15 @@ def is_place(place: str) -> bool:
 def _read_label(sample: _Sample, shard: str, *, several: bool) -> str | tuple[str, ...]:
     text = sample.label
     if text is not None and text.startswith("["):
-        values = json.loads(text)
-        return as_labels([str(value) for value in values])
+        return as_labels([str(value) for value in json.loads(text)])
     if several:
         return tuple(filter(None, map(str.strip, re.split(r"[|\n]", text or ""))))
     if not text:
         raise ValueError(
-            f"{hide_tokens(shard)} has no label {sample.key}.cls for the image {sample.key}; write"
-            f" its class, a name or a number, into {sample.key}.cls"
+            f"{shard} has no label {sample.key}.cls for the image {sample.key}; write its class, a"
+            f" name or a number, into {sample.key}.cls"
         )
     return text
-
-
-def _as_set(label: str | tuple[str, ...]) -> tuple[str, ...]:
-    return label if isinstance(label, tuple) else (label,)
-
-
-def _find_splits(path: str) -> dict[str, list[str]]:
-    """Find the shards of each split at a path, pattern or address."""
-    # object storage can't be asked whether an address is a folder
-    if not os.path.isdir(path) and (not is_remote(path) or ".tar" in path):
-        return {"train": expand_pattern(path)}
-    return list_shards(path)
 
 
 def list_shards(folder: str, suffix: str = ".tar") -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.dataset import LabelRule, Request, SourceSplits
+from vit.data.dataset import LabelRule, Request
 from vit.data.images import is_image_name, list_files
 from vit.data.sources.base import (
     SPLIT_NAMES,
@@ -24,7 +24,7 @@ from vit.data.sources.base import (
     find_split_folders,
     relative_path,
 )
-from vit.data.sources.listing import Listing, as_labels, build_splits, count_other_files
+from vit.data.sources.listing import Listing, as_labels, count_other_files
 from vit.runtime.arguments import shorten
 from vit.runtime.files import read_bytes
 
@@ -71,26 +71,34 @@ class Table(NamedTuple):
     rows: Sequence[tuple[int, Mapping[str, Any]]]
     notes: Sequence[str]
 
-    def find(self, given: str | None, known: Sequence[str], option: str) -> str | None:
+    def find(
+        self, given: str | None, known: Sequence[str], option: str, *, what: str = ""
+    ) -> str | None:
         """Find the column that the user names, or the one with a known name.
 
         Raises:
-            ValueError: There is no column of the name that is given, or several have known names.
+            ValueError: There is no column of the name that is given, none at all although `what`
+                says what it is needed for, or several have known names.
         """
+        columns = shorten(", ".join(map(repr, self.columns)), 300)
+        hint = f"its columns are {columns}; name the right one with {option}"
         if given is not None:
             if given not in self.columns:
-                raise ValueError(f"{self.path} has no column {given!r}; {self.describe(option)}")
+                raise ValueError(f"{self.path} has no column {given!r}; {hint}")
             return given
         found = [name for name in self.columns if name.strip().lower() in known]
         if len(found) > 1:
             names = " and ".join(map(repr, found))
             raise ValueError(f"{self.path} has {names}; name the right one with {option}")
+        if what and not found:
+            raise ValueError(f"{self.path} has no column {what} ({', '.join(known)}); {hint}")
         return found[0] if found else None
 
-    def describe(self, option: str) -> str:
-        """Say which columns there are."""
-        columns = shorten(", ".join(map(repr, self.columns)), 300)
-        return f"its columns are {columns}; name the right one with {option}"
+    def find_paths(self, given: str | None) -> str:
+        """Find the column that names the images. Raises ValueError if there is none."""
+        column = self.find(given, _PATHS, "--path-column", what="that names the images")
+        assert column is not None
+        return column
 
 
 def read_table(path: Path) -> Table:
@@ -165,8 +173,8 @@ class _Row(NamedTuple):
     values: Mapping[str, Any]
 
 
-def find_tables(root: Path, tables: Sequence[Path], request: Request) -> SourceSplits:
-    """Find the splits of tables.
+def find_tables(root: Path, tables: Sequence[Path], request: Request) -> Listing:
+    """List the images of tables.
 
     Without a column of splits, the images of a table in a folder train, val or test are those of
     this split.
@@ -174,11 +182,10 @@ def find_tables(root: Path, tables: Sequence[Path], request: Request) -> SourceS
     Args:
         root: Folder of the table, or of the folders with one table each.
         tables: The tables.
-        request: Its `classes`, `labels` and `allow_outside` count.
+        request: Its `labels` count.
 
     Raises:
-        ValueError: Rows are wrong (the message has the numbers of their lines), there are fewer
-            than two classes, or a class has no training images.
+        ValueError: Rows are wrong; the message has the numbers of their lines.
     """
     problems: list[str] = []
     rows: dict[str, _Row] = {}
@@ -187,7 +194,7 @@ def find_tables(root: Path, tables: Sequence[Path], request: Request) -> SourceS
     files = FileFinder(root)
     num_doubled = 0
     for path in tables:
-        reader = _TableReader(read_table(path), request, files, root)
+        reader = _TableReader(read_table(path), request.labels, files)
         notes += reader.table.notes
         ways.append(reader.describe())
         for line, row in reader.read_rows(problems):
@@ -198,11 +205,10 @@ def find_tables(root: Path, tables: Sequence[Path], request: Request) -> SourceS
             if isinstance(row.label, tuple) and isinstance(first.label, tuple):
                 labels = tuple(dict.fromkeys((*first.label, *row.label)))
                 rows[row.file] = first._replace(label=labels)
-            if first.split != row.split or (
-                isinstance(row.label, str) and first.label != row.label
-            ):
-                text = f"{shorten(row.file, 60)} is listed a second time, with another"
-                problems.append(f"{path.name} line {line}: {text} class or split")
+            elif first.label != row.label:
+                problems.append(f"{path.name} line {line}: {row.file} is listed with two classes")
+            if first.split != row.split:
+                problems.append(f"{path.name} line {line}: {row.file} is listed in two splits")
     if problems:
         more = len(problems) - _MAX_LISTED
         rest = f"; {more:,} rows more" if more > 0 else ""
@@ -213,31 +219,28 @@ def find_tables(root: Path, tables: Sequence[Path], request: Request) -> SourceS
     if num_doubled:
         ways.append(f"{num_doubled:,} rows list an image again")
     listed = list(rows.values())
-    groups = None
-    if any(row.group for row in listed):
-        groups = [row.group or row.file for row in listed]
     columns = dict.fromkeys(name for row in listed for name in row.values)
     splits = [row.split or "train" for row in listed]
     others = [file for file in files.all_files if not is_image_name(file)]
     unused = count_suffixes(file for file in others if root / file not in tables)
-    listing = Listing(
+    return Listing(
         name="folder",
         origin=str(tables[0]),
-        ids=[row.file for row in listed],
-        labels=[row.label for row in listed],  # type: ignore[arg-type]  # all of one kind
-        reader=FileReader(root, [row.file for row in listed]),
+        ids=list(rows),
+        labels=[row.label for row in listed],
+        reader=FileReader(root, list(rows)),
         splits=splits,
+        # the splits that a table names stay as they are
+        keeps_validation=any(row.split for row in listed),
         origins={split: f"{split} in {tables[0].name}" for split in set(splits)},
-        groups=groups,
+        groups=[row.group or row.file for row in listed]
+        if any(row.group for row in listed)
+        else None,
         columns={name: [row.values.get(name) for row in listed] for name in columns},
         read=ways,
         notes=notes,
         unused=unused + count_other_files(files.images, list(rows)),
     )
-    source = build_splits(listing, request.classes)
-    # the splits that a table names stay as they are
-    has_splits = any(row.split for row in listed)
-    return source if has_splits else source.with_test_split()
 
 
 class FileFinder:
@@ -278,43 +281,27 @@ class _TableReader:
 
     Args:
         table: The table.
-        request: Columns that the user names.
+        rule: Columns that the user names.
         files: Finds the images.
-        root: Folder of the images.
 
     Raises:
         ValueError: It has no such column, or none of paths or labels.
     """
 
-    def __init__(self, table: Table, request: Request, files: FileFinder, root: Path) -> None:
+    def __init__(self, table: Table, rule: LabelRule, files: FileFinder) -> None:
         self.table = table
         self._files = files
-        self._allow_outside = request.allow_outside
-        self._folder = relative_path(table.path.parent, root)
-        rule = request.labels
-        self._path = table.find(rule.path_column, _PATHS, "--path-column")
-        if self._path is None:
-            raise ValueError(
-                f"{table.path} has no column that names the images ({', '.join(_PATHS)});"
-                f" {table.describe('--path-column')}"
-            )
+        self._folder = relative_path(table.path.parent, files.root)
+        self._path = table.find_paths(rule.path_column)
         self._several = rule.task == "multilabel"
         self._split = table.find(rule.split_column, ("split",), "--split-column")
         self._group = table.find(rule.group_column, ("group",), "--group-column")
-        self._own_split = (
-            SPLIT_OF.get(table.path.parent.name.lower()) if self._folder != "." else None
-        )
         names = [rule.label_column]
         if rule.label_column is not None and rule.label_column not in table.columns:
             names = [name.strip() for name in rule.label_column.split(",")]
-        found = [table.find(name, _LABELS, "--label-column") for name in names]
+        option = "--label-column, or several with commas between them, each a class of 0 and 1"
+        found = [table.find(name, _LABELS, option, what="of classes") for name in names]
         self._labels = [name for name in found if name is not None]
-        if not self._labels:
-            raise ValueError(
-                f"{table.path} has no column of classes ({', '.join(_LABELS)});"
-                f" {table.describe('--label-column')}, or several with commas between them, each a"
-                " class of 0 and 1"
-            )
 
     def describe(self) -> str:
         """Say how the table is read."""
@@ -339,17 +326,16 @@ class _TableReader:
                 problems.append(f"{self.table.path.name} line {line}: {error}")
 
     def _read_row(self, values: Mapping[str, Any]) -> _Row:
-        written = str(values.get(self._path or "") or "")
+        written = str(values.get(self._path) or "")
         files = self._files.find(written, folder=self._folder)
         shown = shorten(written, 60) or "nothing"
         if not files:
             raise ValueError(f"{shown} is not a file or the name of one below {self._files.root}")
         if len(files) > 1:
             raise ValueError(f"{shown} may be {files[0]} or {files[1]}; write the path")
-        if files[0].startswith("..") and not self._allow_outside:
+        if files[0].startswith(".."):
             raise ValueError(
-                f"{shown} is outside {self._files.root}; put a link to it below the folder, or use"
-                " vit train with data.allow_outside=true"
+                f"{shown} is outside {self._files.root}; put the table above all its images"
             )
         group = values.get(self._group) if self._group is not None else None
         return _Row(
@@ -362,12 +348,13 @@ class _TableReader:
 
     def _read_split(self, values: Mapping[str, Any]) -> str | None:
         if self._split is None:
-            return self._own_split
-        value = str(values.get(self._split) or "")
-        if value.strip().lower() not in SPLIT_OF:
+            is_inside = self._folder != "."
+            return SPLIT_OF.get(self.table.path.parent.name.lower()) if is_inside else None
+        value = str(values.get(self._split) or "").strip().lower()
+        if value not in SPLIT_OF:
             known = ", ".join(SPLIT_NAMES)
             raise ValueError(f"unknown split {shorten(value, 30)!r}; known: {known}")
-        return SPLIT_OF[value.strip().lower()]
+        return SPLIT_OF[value]
 
     def _read_class(self, values: Mapping[str, Any]) -> str:
         if len(self._labels) > 1:
@@ -377,11 +364,7 @@ class _TableReader:
                 raise ValueError(f"{found} is 1; keep one class, or set data.task=multilabel")
             return marked[0]
         value = values.get(self._labels[0])
-        if (
-            isinstance(value, bool | float)
-            or value in (None, "")
-            or not isinstance(value, str | int)
-        ):
+        if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
             raise ValueError(f"label {shorten(repr(value), 60)} is no text or whole number")
         return str(value)
 
@@ -405,7 +388,7 @@ class _TableReader:
         return marked
 
 
-def list_table_images(path: Path, rule: LabelRule = LabelRule()) -> Iterator[str]:  # noqa: B008
+def list_table_images(path: Path) -> Iterator[str]:
     """Yield the image file that each row of a table names, whether it has labels or not; what is
     written where there is no such file.
 
@@ -414,16 +397,12 @@ def list_table_images(path: Path, rule: LabelRule = LabelRule()) -> Iterator[str
     """
     table = read_table(path)
     files = FileFinder(path.parent)
-    column = table.find(rule.path_column, _PATHS, "--path-column")
     if len(table.columns) == 1 and files.find(table.columns[0]):
         # a list of paths, which has no header
         column = table.columns[0]
         table = table._replace(rows=[(1, {column: column}), *table.rows])
-    if column is None:
-        raise ValueError(
-            f"{path} has no column that names the images ({', '.join(_PATHS)});"
-            f" {table.describe('--path-column')}"
-        )
+    else:
+        column = table.find_paths(None)
     if not table.rows:
         raise ValueError(f"{path} holds no rows; write an image into each")
     for _, values in table.rows:
