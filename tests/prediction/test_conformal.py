@@ -158,7 +158,7 @@ def test_answers_of_a_model_and_none_without_a_threshold(bundle: Bundle) -> None
     # a temperature doesn't change the sets
     metadata = {**bundle.metadata, "conformal": conformal, "temperature": 50.0}
     some = replace(bundle, metadata=metadata)
-    assert predict_sets(some, logits) == [[1], []]
+    assert predict_sets(some, logits) == [[bundle.class_names[1]], []]
     measured = measure_sets(some, logits, np.array([1, 0]))
     assert measured is not None
     assert (measured.measured, measured.single, measured.single_correct) == (0.5, 0.5, 1.0)

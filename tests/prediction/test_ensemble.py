@@ -135,3 +135,7 @@ def test_labels_are_averaged_and_explained(
     bundle = open_model(models)
     logits = bundle.model(bundle.preprocess([Image.open(path) for path in paths]))
     assert logits.sigmoid().detach().numpy() == pytest.approx(together, abs=1e-6)
+    explained = vit.explain(models, paths[:1], device="cpu")
+    # evidence for a class of the average, whose attention is that of no single model
+    assert explained.methods[0].startswith("libra")
+    assert len(explained.images[0].maps) >= 1

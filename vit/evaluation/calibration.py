@@ -82,11 +82,14 @@ def fit_temperature(logits: Float32s, labels: Ints | Bools) -> float:
     supported = (len(logits) + 1) / (len(logits) + 2)
 
     def find_excess(log_temperature: float) -> float:
-        # that a label isn't there may be certain, too
+        # a model may be sure that a label isn't there
         found = score(log_temperature).probabilities
-        sure = np.maximum(found, 1 - found) if labels.ndim == 2 else found.max(axis=1)
-        return float(sure.mean()) - supported
+        if labels.ndim == 2:
+            found = np.stack([found, 1 - found], axis=-1)
+        return float(found.max(axis=-1).mean()) - supported
 
-    if minimum.x < 0 and find_excess(minimum.x) > 0:
-        return float(np.exp(brentq(find_excess, minimum.x, 0))) if find_excess(0) < 0 else 1.0
-    return float(np.exp(minimum.x))
+    if minimum.x >= 0 or find_excess(minimum.x) <= 0:
+        return float(np.exp(minimum.x))
+    if find_excess(0) >= 0:
+        return 1.0
+    return float(np.exp(brentq(find_excess, minimum.x, 0)))

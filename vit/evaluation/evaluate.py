@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from vit.bundle import Bundle, Models, collect_versions, keeps_mode, open_model, require_classifier
@@ -17,7 +16,7 @@ from vit.data.dataset import LabelRule, printable
 from vit.data.splits import DatasetSplits
 from vit.evaluation.calibration import find_model_file, was_used_for_epoch
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
-from vit.evaluation.metrics import Scores, bin_confidence, measure, score_logits
+from vit.evaluation.metrics import Scores, bin_confidence, find_known, measure, score_logits
 from vit.evaluation.out_of_fold import CROSS_VALIDATION, load_out_of_fold
 from vit.evaluation.result import Cost, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import build_tables, read_values
@@ -133,9 +132,11 @@ def evaluate(
             )
         labels = LabelRule(label_by, path_column, label_column)
         splits = open_data(bundle, data, root, dataset, labels=labels, group_by=group_by)
+        # the default split may be the validation images, too
         if rule is not None and (split or splits.default_split) == "validation":
             raise ValueError(hint)
         is_own = data is None and dataset is None
+        # the probes of the folds have not seen the images that they predict
         found = None
         if is_own and split in (None, CROSS_VALIDATION):
             found = load_out_of_fold(bundle)
@@ -145,9 +146,10 @@ def evaluate(
             )
         if found is not None:
             split = "train"
-        columns = (by,) if isinstance(by, str) else by
         source = splits.split(split)
-        values = {column: read_values(source, column) for column in columns}
+        if isinstance(by, str):
+            by = (by,)
+        values = {column: read_values(source, column) for column in by}
         # All images are decoded before anything is computed: errors in them are reported first.
         images = load_images(bundle, splits, split)
         if is_own:
@@ -164,6 +166,7 @@ def evaluate(
             count = len(bundle.model.models)
             notes.append(f"the mean probabilities of {count} models were measured")
         notes = _describe_images(bundle, images) + notes
+        # the operating point changes what is predicted, but no logits
         fitted = bundle
         if rule is not None:
             point, said = _choose_point(bundle, predictor, splits, rule, out_of_fold)
@@ -178,7 +181,7 @@ def evaluate(
             rate = len(images) / (time.perf_counter() - start)
         scores = score_logits(
             logits,
-            images.labels.astype(bool) if bundle.is_multilabel else images.labels,
+            images.labels,
             temperature=bundle.temperature,
             thresholds=read_thresholds(fitted),
             threshold=read_class_threshold(fitted),
@@ -215,6 +218,7 @@ def _choose_point(
     Raises:
         ValueError: There is no model file to keep it in, or no such operating point.
     """
+    # a model without a file is refused before anything is predicted
     find_model_file(bundle)
     if out_of_fold is None:
         images = load_images(bundle, splits, "validation")
@@ -273,9 +277,7 @@ def _describe(
         overlap = find_overlap(bundle, images, is_correct=scores.correct)
     return Evaluation(
         task="multilabel" if bundle.is_multilabel else "classes",
-        metrics={
-            name: None if np.isnan(value) else value for name, value in measured.metrics.items()
-        },
+        metrics={name: find_known(value) for name, value in measured.metrics.items()},
         intervals=measured.intervals,
         per_class=measured.per_class,
         reliability=bin_confidence(scores),
@@ -307,6 +309,7 @@ def count_flops(bundle: Bundle, precision: Precision) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     net: Any = bundle.model
+    # the number of operations doesn't depend on the pixels
     image = torch.zeros(1, 3, *bundle.preprocess.image_size, device=bundle.device)
     with autocast(bundle.device, precision), FlopCounterMode(display=False) as counter:
         if hasattr(net, "forward_features") and hasattr(net, "forward_head"):
@@ -324,6 +327,7 @@ def _predict(predictor: BatchPredictor, images: EvaluationSet, *, title: str) ->
 
 def _describe_conditions(predictor: BatchPredictor) -> dict[str, str]:
     """Return the conditions that an evaluation records, by name."""
+    # `python -m vit` is the command, too
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
         program = "vit"

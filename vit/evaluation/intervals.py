@@ -56,7 +56,7 @@ def bound_rate(values: Sequence[float], step: float) -> Interval:
         values: The metric, then without each part of the images; NaN where it isn't defined.
         step: Change of the metric by one more error.
     """
-    value, left_out = values[0], np.array(values[1:])
+    value, left_out = float(values[0]), np.array(values[1:])
     if np.isnan(value):
         return 0.0, 1.0
     # without any success, the jackknife knows nothing about the errors

@@ -258,6 +258,7 @@ def compute_metrics(scores: Scores) -> dict[str, float]:
     }
     if scores.is_multilabel:
         return {**averages, "exact_match": accuracy, **shared}
+    # with many classes, a one-hot matrix of the labels would double the memory
     squares = (scores.probabilities**2).sum(axis=1)
     # sum over classes of (p - y)², with y one at the label
     brier = float((squares - 2 * scores.label_probability + 1).mean())
@@ -308,6 +309,13 @@ def measure(
     return Measures(metrics, intervals, rows)
 
 
+def find_known(value: float) -> float | None:
+    """Return a metric as files hold it: None for one that isn't defined, whose value is NaN."""
+    if np.isnan(value):
+        return None
+    return float(value)
+
+
 def _measure_classes(scores: Scores, kept: Bools | slice, *, ranks: bool) -> dict[str, Floats]:
     """Measure each class or label on some of the images.
 
@@ -325,6 +333,7 @@ def _measure_classes(scores: Scores, kept: Bools | slice, *, ranks: bool) -> dic
         masks = (labels, predicted, labels & predicted)
         counts = np.stack([mask.sum(axis=0) for mask in masks])
     else:
+        # counted, because marks for each image and class would take too much memory
         columns = (labels, predicted, labels[labels == predicted])
         counts = np.stack([np.bincount(each, minlength=scores.num_classes) for each in columns])
     support, guessed, hits = counts
@@ -370,13 +379,19 @@ def compute_areas(labels: Bools, probabilities: Floats) -> tuple[float, float]:
 
 def _average(scores: Scores, table: dict[str, Floats]) -> dict[str, float]:
     """Return the metrics that are averages over classes or labels. See `_measure_classes`."""
+    columns = _CLASS_AVERAGES
     averages = {}
-    for name, column in (_LABEL_AVERAGES if scores.is_multilabel else _CLASS_AVERAGES).items():
-        known = table[column][~np.isnan(table[column])]
-        averages[name] = float(known.mean()) if len(known) else np.nan
     if scores.is_multilabel:
-        support, guessed, hits = table["counts"].sum(axis=1)
-        averages["micro_f1"] = 2 * hits / (support + guessed) if support + guessed else np.nan
+        columns = _LABEL_AVERAGES
+        support, guessed, hits = table["counts"].sum(axis=1).tolist()
+        averages["micro_f1"] = np.nan
+        if support + guessed:
+            averages["micro_f1"] = 2 * hits / (support + guessed)
+    for name, column in columns.items():
+        known = table[column][~np.isnan(table[column])]
+        averages[name] = np.nan
+        if len(known):
+            averages[name] = float(known.mean())
     return averages
 
 
@@ -393,8 +408,7 @@ def _build_row(
     support = int(has_class.sum())
     values: dict[str, Any] = {}
     for key in ("precision", "recall", "f1", "average_precision", "roc_auc"):
-        value = float(tables[0][key][place])
-        values[key] = None if np.isnan(value) else value
+        values[key] = find_known(tables[0][key][place])
     threshold = float(scores.thresholds[place])
     if not np.isnan(threshold):
         # one more image at the wrong place

@@ -130,6 +130,7 @@ class Evaluation(BaseModel):
 
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
+        # four digits, so that two results can be told apart
         name = self.headline
         value = self.metrics[name]
         low, high = self.intervals[name]
@@ -191,6 +192,7 @@ class Evaluation(BaseModel):
     def one_against_rest(self) -> ClassMetrics | None:
         """The class of the operating point, or the rarer of two classes, with its curves; None for
         labels, more classes and images of one class."""
+        # both of two classes have thresholds
         rows = [row for row in self.per_class if row.thresholds]
         if self.is_multilabel or not rows:
             return None

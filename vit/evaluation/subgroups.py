@@ -9,7 +9,7 @@ import numpy as np
 
 from vit.data.dataset import ImageDataset, printable
 from vit.evaluation.clusters import Interval
-from vit.evaluation.metrics import Scores, measure
+from vit.evaluation.metrics import Scores, find_known, measure
 from vit.runtime.arguments import shorten
 from vit.runtime.numbers import format_interval, format_percent
 
@@ -130,26 +130,22 @@ def build_tables(
     metric, title = "top1", "Top-1 accuracy"
     if scores.is_multilabel:
         metric, title = "map", "Mean average precision"
-    group_of = None if groups is None else np.array(groups, dtype=object)
     has_groups = groups is not None and len(set(groups)) < len(groups)
     tables = []
     for column, texts in values.items():
         names = np.array([text or "no value" for text in texts], dtype=object)
         rows = []
         for name in dict.fromkeys(names.tolist()):
+            # images of one value, and the groups among them
             chosen = names == name
-            part = None if group_of is None else group_of[chosen].tolist()
-            found = measure(scores.subset(chosen), part)
-            value = found.metrics[metric]
-            rows.append(
-                Subgroup(
-                    name,
-                    int(chosen.sum()),
-                    num_groups=len(set(part)) if has_groups and part else None,
-                    metric=None if np.isnan(value) else value,
-                    interval=found.intervals[metric],
-                )
-            )
+            own = num_groups = None
+            if groups is not None:
+                own = np.array(groups, dtype=object)[chosen].tolist()
+            if has_groups and own:
+                num_groups = len(set(own))
+            found = measure(scores.subset(chosen), own)
+            value, interval = find_known(found.metrics[metric]), found.intervals[metric]
+            rows.append(Subgroup(name, int(chosen.sum()), num_groups, value, interval))
         rows.sort(key=lambda row: (row.metric is None, row.metric or 0.0, -row.num_images))
         tables.append(SubgroupTable(column, title, rows))
     return tables

@@ -74,6 +74,7 @@ def parse_rule(text: str, class_names: Sequence[str], *, is_multilabel: bool = F
         rate = float((match and match["value"]) or 0.5)
     except ValueError:
         rate = np.nan
+    # NaN is no rate between 0 and 1
     if match is None or not 0 < rate < 1:
         raise ValueError(
             f"--operating-point {text} is no rule; write {_EXAMPLES}, with rates above 0 and below 1"
@@ -118,6 +119,7 @@ def choose_operating_point(
         places = [int(marks.sum(axis=0).argmin())]
     if rule.label is not None:
         places = [names.index(rule.label)]
+    # copies of one photo tell about one photo
     clusters = number_clusters(validation.dataset.groups, len(validation))
     images = f"{len(validation):,} images ({validation.dataset.split})"
     thresholds = {}
@@ -197,6 +199,7 @@ def _count_errors(probabilities: Floats, is_positive: Bools) -> tuple[Floats, Fl
     middle = (lower + upper) / 2
     # there may be no number between two neighbours
     thresholds = np.where(middle > lower, middle, upper)
+    # both by the number of neighbours that lie below a threshold
     missed = np.append(0.0, np.cumsum(np.bincount(places, is_positive)))
     spared = np.append(0.0, np.cumsum(np.bincount(places, ~is_positive)))
     # no threshold excludes an image of 100 %
@@ -213,6 +216,7 @@ def _measure_group_size(clusters: Ints) -> float:
 def _count_allowed(is_counted: Bools, rule: Rule, clusters: Ints, what: str) -> float:
     """Return how many of some held-out images may be on the wrong side, so that the promised rate
     holds for new ones."""
+    # n images and a new one of the same kind
     count = int(is_counted.sum())
     group_size = _measure_group_size(clusters[is_counted])
     risk = 1 - rule.value
@@ -247,6 +251,7 @@ def measure_thresholds(
     if count in (0, len(is_positive)):
         return []
     thresholds, missed, alarms = _count_errors(probabilities, is_positive)
+    # the threshold that decides comes first
     chosen = [("", threshold)]
     for level in LEVELS:
         # the lowest threshold that reaches a specificity; there may be none

@@ -1,17 +1,15 @@
 """Several classifiers as one module."""
 
+import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.model.logits import compute_logits
 from vit.runtime.tensors import Images
-
-# Smallest probability that is kept apart from 0, and the smallest distance from 1.
-_SMALLEST = 1e-37
-_EPSILON = 1e-7
 
 
 class AveragedModel(nn.Module):
@@ -41,13 +39,15 @@ class AveragedModel(nn.Module):
 
     def forward(self, images: Images) -> Float[Tensor, "B C"]:
         """Return logits whose softmax, or sigmoid for labels, is the mean probability."""
-        mean: Tensor | float = 0.0
-        for model, temperature, order in zip(
-            self.models, self.temperatures, self.orders, strict=True
-        ):
-            logits = compute_logits(model, images)[:, order] / temperature
-            mean = mean + (logits.sigmoid() if self.is_multilabel else logits.softmax(dim=-1))
-        probabilities = torch.as_tensor(mean / len(self.models)).clamp_min(_SMALLEST)
+        parts = zip(self.models, self.temperatures, self.orders, strict=True)
+        logits = torch.stack(
+            [
+                compute_logits(model, images)[:, order] / temperature
+                for model, temperature, order in parts
+            ]
+        )  # [M, B, C]
+        # sums of probabilities by their logarithms, which hold the smallest ones, too
         if self.is_multilabel:
-            return probabilities.log() - (1 - probabilities).clamp_min(_EPSILON).log()
-        return probabilities.log()
+            found, missing = (F.logsigmoid(sign * logits).logsumexp(dim=0) for sign in (1, -1))
+            return found - missing
+        return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(self.models))

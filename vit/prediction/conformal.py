@@ -77,12 +77,12 @@ def read_threshold(bundle: Bundle) -> float | None:
     if bundle.is_multilabel or bundle.operating_point:
         return None
     thresholds = bundle.metadata.get("conformal", {}).get("thresholds", {})
-    threshold = thresholds.get(str(COVERAGE))
-    return None if threshold is None else float(threshold)
+    threshold: float | None = thresholds.get(str(COVERAGE))
+    return threshold
 
 
-def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[int]] | None:
-    """Return the prediction set of each image, as indices of classes; None without a threshold.
+def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[str]] | None:
+    """Return the prediction set of each image, as names of classes; None without a threshold.
 
     Args:
         bundle: The model. Its temperature, which may have been fitted after the threshold, doesn't
@@ -92,7 +92,8 @@ def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[int]] | None:
     threshold = read_threshold(bundle)
     if threshold is None:
         return None
-    return build_sets(np.exp(compute_log_probabilities(logits, 1.0)), threshold)
+    sets = build_sets(np.exp(compute_log_probabilities(logits, 1.0)), threshold)
+    return [[bundle.class_names[index] for index in chosen] for chosen in sets]
 
 
 def predict_p_values(bundle: Bundle, features: Float32s | None) -> list[float] | None:

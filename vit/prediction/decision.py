@@ -31,6 +31,7 @@ class ClassThreshold(NamedTuple):
 
 def read_thresholds(bundle: Bundle) -> Floats:
     """Return the probability from which each label of a model counts as predicted, [C]."""
+    # labels without a threshold of their own need a half
     chosen = bundle.operating_point.get("thresholds", {})
     return np.array([chosen.get(name, THRESHOLD) for name in bundle.class_names])
 

@@ -89,6 +89,7 @@ class Predictor:
         self.keeps_probabilities = False
 
     def __getstate__(self) -> dict[str, Any]:
+        # a process that is sent a predictor opens the model itself
         opened = ("bundle", "batch_predictor")
         return {name: value for name, value in vars(self).items() if name not in opened}
 
@@ -124,6 +125,7 @@ class Predictor:
             `precision` and `error`. An image that can't be read has an error, NaN for numbers and
             None for the rest.
         """
+        # what the caller needs to join the rows with its own comes back
         others, named = _split_columns(images)
         self.keeps_probabilities = True
         predictions = list(self.predict_items(named))
@@ -140,8 +142,10 @@ class Predictor:
             # numpy would make a matrix of lists of equal length
             column = np.empty(len(rows), dtype=object)
             column[:] = [row.get(name) for row in rows]
+            columns[name] = column
+        for name in ("probability", "p_value"):
             # None becomes NaN
-            columns[name] = column.astype(float) if name in ("probability", "p_value") else column
+            columns[name] = columns[name].astype(float)
         matrices = {"probabilities": [each.probabilities for each in predictions]}
         widths = {"probabilities": len(self.bundle.class_names)}
         if self.embeddings:
@@ -165,7 +169,9 @@ class Predictor:
         """
         for batch in decode_batches(items, self.bundle.preprocess, self.batch_size):
             readable = [(name, pixels) for name, pixels in batch if not isinstance(pixels, str)]
-            predictions = iter(self.predict_pixels(readable)) if readable else iter(())
+            predictions: Iterator[Prediction] = iter(())
+            if readable:
+                predictions = self.predict_pixels(readable)
             for name, pixels in batch:
                 if isinstance(pixels, str):
                     precision = self.batch_predictor.precision
@@ -187,11 +193,18 @@ class Predictor:
             logits, features = predictor.predict_with_features(read, count=count)
         # the temperature changes probabilities, but neither the order of classes nor the sets
         probabilities = compute_probabilities(bundle, logits)
-        sets = predict_sets(bundle, logits)
-        p_values = predict_p_values(bundle, features)
-        neighbours = None
-        if self.similar and features is not None:
-            neighbours = find_similar(bundle, features, self.similar)
+        # what some models, or nobody, asked for
+        columns: dict[str, Sequence[Any] | None] = {
+            "prediction_set": predict_sets(bundle, logits),
+            "p_value": predict_p_values(bundle, features),
+        }
+        if self.keeps_probabilities:
+            columns["probabilities"] = list(probabilities)
+        if features is not None and self.similar:
+            columns["similar"] = find_similar(bundle, features, self.similar)
+        if features is not None and self.embeddings:
+            columns["features"] = list(features)
+        known = {name: values for name, values in columns.items() if values is not None}
         order = probabilities.copy()
         if bundle.operating_point and not bundle.is_multilabel:
             # the predicted class comes first, whatever its probability
@@ -204,12 +217,8 @@ class Predictor:
                 path,
                 [(index, names[index], float(probabilities[row, index])) for index in best],
                 labels=find_labels(bundle, probabilities[row]),
-                prediction_set=None if sets is None else [names[index] for index in sets[row]],
-                p_value=None if p_values is None else p_values[row],
-                features=features[row] if self.embeddings and features is not None else None,
-                similar=None if neighbours is None else neighbours[row],
-                probabilities=probabilities[row] if self.keeps_probabilities else None,
                 precision=predictor.precision,
+                **{name: values[row] for name, values in known.items()},
             )
 
 

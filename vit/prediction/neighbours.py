@@ -55,6 +55,7 @@ def find_nearest(
             start = sum(len(values) for values, _ in found)
             cosines[:, start:].fill_diagonal_(-2)
         found.append(cosines.topk(count))
+    # an empty batch gives empty results
     values, indices = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
     return indices, values
 

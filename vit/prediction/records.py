@@ -73,8 +73,9 @@ class Prediction:
         without thresholds."""
         if self.p_value is not None and self.p_value <= MAX_P_UNUSUAL:
             return "unusual"
-        is_sure = self.prediction_set is None or len(self.prediction_set) == 1
-        return "" if is_sure else "unsure"
+        if self.prediction_set is not None and len(self.prediction_set) != 1:
+            return "unsure"
+        return ""
 
     @property
     def predicted(self) -> str | None:
@@ -153,8 +154,9 @@ def describe_similar(images: Sequence[Similar]) -> list[dict[str, Any]]:
     described = []
     for image in images:
         values = asdict(image)
-        class_name = values.pop("class_name")
-        described.append(values | ({"class": class_name} if class_name else {}))
+        if class_name := values.pop("class_name"):
+            values["class"] = class_name
+        described.append(values)
     return described
 
 
@@ -204,7 +206,10 @@ def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[
                 # thresholds may leave out the most probable label
                 found = {name: value for _, name, value in prediction.classes}
                 first = next(iter(prediction.labels), "")
-                percent = f"{100 * found[first]:5.1f} %" if first in found else ""
+                # it may be beyond the classes that were asked for
+                percent = ""
+                if first in found:
+                    percent = f"{100 * found[first]:5.1f} %"
                 name = ", ".join(prediction.labels) or "no label"
             name = replace_control_characters(name)
             # a longer name moves the columns; the lines before it are printed already
@@ -241,9 +246,10 @@ def write_output(
         raise ValueError(f"--output {path}: there is no folder {path.parent}; make it")
     if path.exists() and not resume:
         raise ValueError(f"{path} is there already; add --resume, or choose another --output")
+    # a file of a command that was stopped; without one, all is still to do
     if resume and path.exists():
         _skip(path, items)
-    write = write_jsonl if path.suffix == ".jsonl" else write_csv
+    write = {".jsonl": write_jsonl, ".csv": write_csv}[path.suffix]
     # a line is written whole, at once; a second process finds the file
     with path.open(
         "a" if resume else "x", encoding="utf-8", errors="surrogateescape", buffering=1
@@ -266,12 +272,11 @@ def _skip(path: Path, items: Items) -> None:
                 raise ValueError(
                     f"line {number:,} of {path} is no prediction; choose another --output"
                 ) from None
-            image, _ = next(items, (None, None))
+            image, _ = next(items, ("missing", None))
             if image != name:
-                found = "missing" if image is None else shorten(image, 100)
                 raise ValueError(
                     f"line {number:,} of {path} is {shorten(name, 100)}, and that image is now"
-                    f" {found}; name the same images, or choose another --output"
+                    f" {shorten(image, 100)}; name the same images, or choose another --output"
                 )
             end += len(line)
     os.truncate(path, end)

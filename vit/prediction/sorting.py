@@ -45,8 +45,11 @@ class PhotoSorter:
         Raises:
             ValueError: It is inside one.
         """
-        named = [images] if isinstance(images, str | Path) else images
-        for name in named if isinstance(named, Sequence) else ():
+        if isinstance(images, str | Path):
+            images = [images]
+        if not isinstance(images, Sequence):
+            return
+        for name in images:
             is_folder = isinstance(name, str | Path) and os.path.isdir(name)
             if is_folder and self.directory.resolve().is_relative_to(Path(str(name)).resolve()):
                 raise ValueError(
@@ -73,6 +76,7 @@ class PhotoSorter:
         source = Path(prediction.path)
         if prediction.error is not None or not source.is_file():
             return prediction
+        # a name may come from a system with other rules
         stem, suffix = clean_name(source.stem), clean_name(source.suffix[1:])
         for name in self.choose_folders(prediction):
             folder = self.directory / name

@@ -64,6 +64,7 @@ def draw_chart(
         is_unit: Both axes are from 0 to 1.
     """
     with mpl.rc_context(_TEXT_COLOURS):
+        # as wide as a column of the page
         figure = Figure(figsize=(4.2, 2.9), layout="constrained")
         axes = figure.subplots()
         draw(axes)
@@ -146,6 +147,7 @@ def plot_confusion(scores: Scores, *, class_names: Sequence[str]) -> Figure:
         confused = np.concatenate([scores.labels[is_wrong], scores.predicted[is_wrong]])
         num_errors = np.bincount(confused, minlength=scores.num_classes)
         chosen = np.sort(np.argsort(-num_errors, kind="stable")[:_MAX_CLASSES])
+    # scikit-learn refuses labels that aren't among the classes that are shown
     is_shown = np.isin(scores.labels, chosen) & np.isin(scores.predicted, chosen)
     counts = np.zeros((len(chosen), len(chosen)), int)
     if is_shown.any():
@@ -153,6 +155,7 @@ def plot_confusion(scores: Scores, *, class_names: Sequence[str]) -> Figure:
             scores.labels[is_shown], scores.predicted[is_shown], labels=chosen
         )
     support = np.bincount(scores.labels, minlength=scores.num_classes)[chosen]
+    # a class without images stays white
     fractions = counts / np.maximum(support, 1)[:, None]
     side = min(2.5 + 0.3 * len(chosen), 11)
     # outside of pyplot, whose figures stay in memory

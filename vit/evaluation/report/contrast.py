@@ -70,6 +70,7 @@ def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
     label in turn an image where it is missed and one where it is falsely found, the clearest
     first."""
     if not scores.is_multilabel:
+        # among equally confident ones, the first comes first
         surest_first = np.argsort(-scores.confidence, kind="stable")
         chosen = surest_first[~scores.correct[surest_first]][:count]
         return [
@@ -79,6 +80,7 @@ def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
     ranked: list[tuple[int, Mistake]] = []
     for place in range(scores.num_classes):
         has_label, is_found = scores.mark(place)
+        # missed ones have the least probability first, falsely found ones the most
         order = np.argsort(scores.probabilities[:, place], kind="stable")
         is_wrong = (has_label != is_found)[order]
         for is_missed, indices in ((True, order[is_wrong]), (False, order[is_wrong][::-1])):

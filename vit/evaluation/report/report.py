@@ -109,7 +109,7 @@ def build_report(result: "EvaluationResult") -> str:
         sentences.append(section.sentence)
     classes = evaluation.per_class
     if len(classes) > _MAX_CLASSES:
-        # those without images come last
+        # classes without images come last
         classes = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))[:_MAX_CLASSES]
     matrix = None
     labels = {"x_label": "probability", "y_label": "frequency"}
@@ -144,12 +144,14 @@ def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[ShownMist
     pixels: list[Pixels] = [
         result.images.read(mistake.index, mistake.index + 1)[0] for mistake in mistakes
     ]
+    # without maps and training photos, a mistake has its picture alone
     contrasts: Sequence[Contrast | None] = [None] * len(mistakes)
     neighbours: Sequence[list[Neighbour]] = [[] for _ in mistakes]
     problem = ""
     if result.evaluation.split == CROSS_VALIDATION and mistakes:
         problem = "the model has seen these images, unlike the probes of the folds"
     elif mistakes:
+        # they are the ones that the model file names, if they are on this machine
         photos = TrainingPhotos(bundle, side=SIDE, splits=result.images.splits)
         if scores.is_multilabel:
             neighbours = photos.find(pixels, 2)
@@ -188,7 +190,7 @@ def _describe_mistake(mistake: Mistake, scores: Scores, names: Sequence[str]) ->
     probability = percent(row[mistake.predicted])
     if not scores.is_multilabel:
         own = percent(row[mistake.place])
-        return f"{name} {own}, predicted {names[mistake.predicted]} {probability}"
+        return f"{name} ({own}), predicted {names[mistake.predicted]} ({probability})"
     has = ", ".join(compress(names, scores.labels[mistake.index])) or "none"
     kind = "missed" if mistake.is_missed else "falsely found"
     return f"{name} {kind}, probability {probability}; labels: {has}"
@@ -220,6 +222,7 @@ def _choose_details(
 ) -> list[ShownClass]:
     """Return the classes with curves or mistakes, the worst first."""
     rest = evaluation.one_against_rest
+    # a label that is ranked badly, or a class with many errors
     rows = sorted(
         enumerate(evaluation.per_class),
         key=lambda item: (item[1].average_precision or item[1].f1 or 0, item[0]),
@@ -240,10 +243,10 @@ def _choose_details(
 def describe_in_plain_words(evaluation: "Evaluation", scores: Scores) -> list[str]:
     """Return a sentence each on guessing, the worst class, whether the model can be trusted alone,
     and problems in the data; without those that are unknown."""
-    failures = _describe_labels if scores.is_multilabel else _describe_failures
+    describe = {True: _describe_labels, False: _describe_failures}[scores.is_multilabel]
     sentences = [
         evaluation.describe_guessing(),
-        failures(evaluation, scores),
+        describe(evaluation, scores),
         _describe_trust(evaluation),
         _describe_data(evaluation),
     ]
@@ -265,6 +268,7 @@ def _describe_failures(evaluation: "Evaluation", scores: Scores) -> str:
         recall, support, name = min(rows, key=lambda row: row[0])
         hits = round(recall * support)
         sentences.append(f"It fails most on {name}: {hits} of {support} images are recognised.")
+    # a matrix of all pairs of classes might not fit into memory
     errors = np.stack([scores.labels[is_wrong], scores.predicted[is_wrong]])
     pairs, counts = np.unique(errors, axis=1, return_counts=True)
     label, predicted = (evaluation.per_class[place].name for place in pairs[:, counts.argmax()])
