@@ -332,7 +332,9 @@ def _average(members: Sequence[Bundle]) -> Bundle:
             raise ValueError(f"{names} predict one class and several labels an image")
         if sorted(other.class_names) != sorted(first.class_names):
             only = ", ".join(sorted(set(first.class_names) ^ set(other.class_names)))
-            raise ValueError(f"{names} have other classes: {shorten(only) or 'equal names'} in one")
+            raise ValueError(
+                f"{names} have other classes: {shorten(only) or 'equal names'} in one of them"
+            )
         if other.preprocess != first.preprocess:
             raise ValueError(
                 f"{names} see images in another way: {first.preprocess} and {other.preprocess}"
