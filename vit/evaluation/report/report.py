@@ -126,6 +126,7 @@ def build_report(result: "EvaluationResult") -> str:
         "interval": partial(format_interval, count=evaluation.num_images),
         "number": format_number,
         "classes": classes,
+        "names": names,
         "thresholds": dict(zip(names, scores.thresholds.tolist(), strict=True)),
         "details": _choose_details(evaluation, scores, mistakes),
         "problem": problem,
