@@ -94,7 +94,7 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert "18 images of set (test)" in screen
     metrics = json.loads((out / "evaluation.json").read_text())
     assert metrics["num_images"] == 18
-    assert (metrics["split"], metrics["data"], metrics["seed"]) == ("test", "set", 1)
+    assert (metrics["split"], metrics["data"]) == ("test", "set")
     assert metrics["model_sha256"] == load_bundle(model_file).sha256
     assert metrics["duplicates_of_training"] == {
         "exact": 0,
