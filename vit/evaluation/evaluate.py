@@ -298,6 +298,7 @@ def _describe(
         fingerprint=dataset.fingerprint,
         model=bundle.name,
         model_sha256=bundle.sha256,
+        run_id=bundle.metadata.get("run_id"),
         conditions=_describe_conditions(predictor),
     )
 

@@ -115,6 +115,8 @@ class Evaluation(BaseModel):
     # path or name that the model was loaded from
     model: str
     model_sha256: str
+    # hash of the configuration and the images that the training run began with
+    run_id: str | None = None
     # device, precision, batch size, command, time, versions
     conditions: dict[str, str]
 
