@@ -41,6 +41,7 @@ from vit.model.model_info import (
     unwrap_model,
 )
 from vit.model.modules import (
+    ForeignModel,
     build,
     check_class_names,
     describe,
@@ -411,7 +412,7 @@ def load_bundle(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         if isinstance(path, str) or path.is_dir():
-            found = open_folder(str(path).removeprefix("timm:"), pretrained=True)
+            found = open_folder(str(path).removeprefix("timm:"))
         else:
             content = read_weights(path)
             if content.metadata:
@@ -420,9 +421,10 @@ def load_bundle(
                 bundle = build_bundle(content, path, model=model, device=device)
                 return dataclasses.replace(bundle, name=str(source))
             if model is None:
-                found = open_file(path, content.weights, num_heads=num_heads)
+                model = open_file(path, content, num_heads=num_heads)
             else:
-                found = load_into(model, path)
+                load_into(model, content.weights, origin=str(path))
+            found = ForeignModel(model)
     if preprocess is None and found.preprocess is not None:
         preprocess = Preprocess.from_dict(found.preprocess)
     if class_names is None:
@@ -444,7 +446,7 @@ def build_bundle(
     """Build the model in the content of a model file. See `load_bundle`."""
     metadata = content.metadata
     if model is None:
-        model = build(content, origin=str(path), is_random=False)
+        model = build(content, origin=str(path))
     else:
         check_fit(model, content.weights, origin=str(path))
     if content.likeness is not None:

@@ -9,7 +9,6 @@ from PIL import Image
 from threadpoolctl import threadpool_limits
 
 from vit.analysis.audit.suspects import Audit, audit_images
-from vit.analysis.learning_curve.curve import measure_learning_curve
 from vit.data.dataset import ImageDataset
 from vit.data.groups import find_groups
 from vit.data.open import open_dataset
@@ -19,6 +18,7 @@ from vit.evaluation.clusters import compute_clustered_interval
 from vit.prediction.features import Features
 from vit.training.cross_validation import predict_by_other_folds
 from vit.training.folds import assign_folds, list_always_trained
+from vit.training.learning_curve import measure_learning_curve
 from vit.training.linear_probe import LinearProbe, fit_probe
 
 
@@ -129,17 +129,10 @@ def test_folds_of_a_class_of_one_group_say_what_they_leave_out() -> None:
     rng = np.random.default_rng(0)
     values, labels, groups = draw_sites(rng, 8, rng.normal(size=(4, 8)), rare=True)
     features: Features = {(1, "avg"): torch.from_numpy(values).float()}
-    names = ("Dachs", "Reh", "Fuchs", "Luchs")
     folds, _ = predict_by_other_folds(features, labels, num_classes=4, groups=groups, num_folds=4)
     assert (folds.max() + 1, (folds >= 0).sum()) == (4, 96)
     assert list_always_trained(folds, labels) == [3]
-    curve = measure_learning_curve(
-        features,
-        labels,
-        fit_probe(features, labels, num_classes=4, groups=groups),
-        class_names=names,
-        groups=groups,
-    )
+    curve = measure_learning_curve(values, labels, strength=0.01, groups=groups)
     assert len(curve.points) == 6
     assert curve.num_folds == 5
 

@@ -71,21 +71,6 @@ class TestFormula:
         actual = scaled_dot_product_attention(query, key, value, MASKS[name], causal=causal)
         torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
 
-    def test_three_tokens_worked_by_hand(self):
-        # width 1: the scale is 1. The query 1 scores ln 1, ln 2, ln 5 and so weighs 1/8, 2/8, 5/8
-        key = torch.tensor([[1.0], [2.0], [5.0]], dtype=torch.float64).log()
-        value = torch.tensor([[8.0, 0.0], [0.0, 8.0], [8.0, 16.0]], dtype=torch.float64)
-        query = torch.tensor([[1.0], [0.0], [-1.0]], dtype=torch.float64)
-        output, weights = scaled_dot_product_attention(query, key, value)
-        third = 1 / (1 + 1 / 2 + 1 / 5)
-        expected = [[1 / 8, 2 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3], [third, third / 2, third / 5]]
-        torch.testing.assert_close(
-            weights, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=0
-        )
-        torch.testing.assert_close(
-            output[0], torch.tensor([6.0, 12.0], dtype=torch.float64), atol=1e-14, rtol=0
-        )
-
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize(
         "name", ["none", "key [B,1,1,Nk]", "pair [B,1,Nq,Nk]", "nothing for query 1"]
@@ -114,13 +99,6 @@ class TestMasks:
         gradients = [tokens.grad, *(parameter.grad for parameter in layer.parameters())]
         assert all(bool(gradient.isfinite().all()) for gradient in gradients)
         assert layer.forward_with_weights(tokens, mask=mask)[1][0, :, 1].abs().sum() == 0
-
-    def test_key_padding_mask_is_the_opposite_convention(self):
-        mask = mask_from_key_padding(PADDING)
-        assert mask.shape == (2, 1, 1, 5)
-        assert mask[0, 0, 0].tolist() == [True, True, True, False, False]
-        with pytest.raises(ValueError, match=r"boolean \(True = ignored\), not torch.int64"):
-            mask_from_key_padding(PADDING.long())
 
     @pytest.mark.parametrize("backend", ["fused", "explicit"])
     @pytest.mark.parametrize("mask", [~PADDING[:, None, None], MASKS["key [Nk]"]])
@@ -205,14 +183,6 @@ class TestAgainstTorch:
         for tensor, gradient in zip(inputs, gradients, strict=True):
             torch.testing.assert_close(tensor.grad, gradient, atol=1e-6, rtol=0)
 
-    @pytest.mark.parametrize(("queries", "keys"), [(3, 5), (5, 3), (4, 4)])
-    def test_causal_with_unequal_lengths_is_torch_s(self, queries, keys):
-        query, key, value = draw(queries=queries, keys=keys, value_width=6)
-        expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        output, weights = scaled_dot_product_attention(query, key, value, causal=True)
-        torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
-        assert weights[0, 0, 0, 1:].abs().sum() == 0
-
     @pytest.mark.parametrize(
         "options",
         [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"dropout": 0.25}],
@@ -244,16 +214,6 @@ class TestLayer:
         with_weights = layer.forward_with_weights(tokens)[0]
         torch.testing.assert_close(with_weights, results[0][0], atol=tolerance, rtol=0)
 
-    def test_norms_are_called_per_head_and_scale_comes_after(self):
-        layer, seen = MultiHeadAttention(12, 3, qk_norm=True), []
-        for norm in (layer.q_norm, layer.k_norm):
-            norm.register_forward_hook(lambda _, __, result: seen.append(result))
-        weights = layer.forward_with_weights(torch.randn(2, 5, 12))[1]
-        query, key = seen
-        assert query.shape == (2, 3, 5, 4)
-        expected = (query @ key.transpose(-2, -1) * layer.scale).softmax(-1)
-        torch.testing.assert_close(weights, expected)
-
     def test_the_default_follows_the_measurements(self):
         bfloat16, float32 = torch.bfloat16, torch.float32
         assert choose_backend("cpu", bfloat16, 64, True) == "explicit"
@@ -263,21 +223,6 @@ class TestLayer:
         assert choose_backend("cpu", float32, 64, True) == "fused"
         assert choose_backend("cpu", float32, 197, False) == "fused"
         assert choose_backend("cuda", bfloat16, 64, True) == "fused"
-
-    @pytest.mark.parametrize(("amx", "backend"), [(True, "fused"), (False, "explicit")])
-    def test_bfloat16_inference_is_fused_where_amx_carries_it(self, monkeypatch, amx, backend):
-        monkeypatch.setattr("vit.model.attention.cpu_flags", lambda: {"amx_bf16"} if amx else set())
-        assert choose_backend("cpu", torch.bfloat16, 64, False) == backend
-
-    def test_heads_that_do_not_divide_the_width_are_refused(self):
-        with pytest.raises(
-            ValueError, match="num_heads 5 does not divide embed_dim 192; try 4 or 6"
-        ):
-            MultiHeadAttention(192, 5)
-        with pytest.raises(
-            ValueError, match="unknown attention backend 'flash'; known: auto, explicit, fused"
-        ):
-            MultiHeadAttention(8, 2, backend="flash")
 
     @pytest.mark.parametrize("backend", ["fused", "explicit"])
     @pytest.mark.parametrize(

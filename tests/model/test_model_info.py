@@ -15,7 +15,6 @@ from tests.explanation.model_zoo import _HUGGING_FACE, build_hugging_face_tower
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.model.model_info import count_classes, find_class_names, find_preprocess
-from vit.model.vision_transformer import VisionTransformer
 
 
 def build_hugging_face(**changes: object) -> torch.nn.Module:
@@ -58,17 +57,6 @@ class TestTimm:
         headless = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
         assert find_class_names(headless) == ()
 
-    def test_a_model_of_another_size_is_fed_its_own(self) -> None:
-        module = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=(32, 64))
-        assert find_preprocess(module)["image_size"] == [32, 64]
-
-    def test_a_module_without_pretrained_cfg_has_numbered_classes(self) -> None:
-        module = timm.models.VisionTransformer(
-            32, 16, embed_dim=32, depth=1, num_heads=2, num_classes=1000
-        )
-        assert find_class_names(module)[999] == "class 999"
-        assert Preprocess.from_dict(find_preprocess(module)).image_size == (32, 32)
-
     @pytest.mark.parametrize(("crop_mode", "mode"), [("squash", "stretch"), ("border", "pad")])
     def test_crop_modes_of_the_whole_image(self, crop_mode: str, mode: str) -> None:
         """The pixels are those of timm's transform, which rounds to another grid of the resize."""
@@ -91,14 +79,6 @@ class TestTimm:
             UserWarning, match="crop_mode 'squash'; here images keep their aspect ratio"
         ):
             find_preprocess(module)
-
-    def test_another_interpolation_is_refused(self) -> None:
-        module = timm.create_model("vit_tiny_patch16_224", depth=1)
-        module.pretrained_cfg = {**module.pretrained_cfg, "interpolation": "lanczos"}
-        with pytest.raises(
-            ValueError, match="unknown interpolation 'lanczos'; known: bicubic, bilinear"
-        ):
-            Preprocess.from_dict(find_preprocess(module))
 
 
 class TestTorchvision:
@@ -180,9 +160,3 @@ class TestHuggingFace:
             ValueError, match=r"mean and std of the images of .* unknown; give preprocess="
         ):
             Bundle.from_model(module)
-
-
-def test_own_models_know_their_size_alone() -> None:
-    model = VisionTransformer((8, 16), 4, num_classes=2, embed_dim=16, depth=1, num_heads=2)
-    assert find_preprocess(model) == {"image_size": [8, 16]}
-    assert find_class_names(model) == ("class 0", "class 1")

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import vit
+from vit.model.modules import load_pretrained, load_timm
 from vit.model.presets import PRESETS
-from vit.model.timm_weights import create_timm, describe_timm, load_pretrained, load_timm
+from vit.model.timm_weights import create_timm, describe_timm
 from vit.model.vision_transformer import VisionTransformer
 
 # of Dosovitskiy et al. 2021, DeiT, DeiT III, DINOv2 without and with registers
@@ -152,9 +153,7 @@ REFUSED = {
     },
     "a DiffAttention": {"attn_layer": "diff"},
     "an MLP that is Mlp with ReLU": {"act_layer": "relu"},
-}
-# parameters that ours doesn't have or has in addition
-UNKNOWN_PARAMETERS = {
+    # parameters that ours doesn't have or has in addition
     "norm_pre.weight is [32] there": {"pre_norm": True},
     "norm.weight is absent there": {"final_norm": False},
     "blocks.0.mlp.norm.weight is [128] there": {"scale_mlp_norm": True},
@@ -167,15 +166,6 @@ UNKNOWN_PARAMETERS = {
 def test_what_ours_cannot_compute_is_refused_by_name(what):
     module = timm.models.VisionTransformer(
         16, 4, embed_dim=32, depth=1, num_heads=2, **REFUSED[what]
-    )
-    with pytest.raises(ValueError, match="this timm model has " + what):
-        load_timm(module)
-
-
-@pytest.mark.parametrize("what", UNKNOWN_PARAMETERS)
-def test_parameters_that_ours_does_not_have_are_refused_by_name(what):
-    module = timm.models.VisionTransformer(
-        16, 4, embed_dim=32, depth=1, num_heads=2, **UNKNOWN_PARAMETERS[what]
     )
     with pytest.raises(ValueError, match=re.escape(what)):
         load_timm(module)
@@ -210,23 +200,16 @@ class TestSources:
     def test_unknown_name_lists_near_ones(self):
         with pytest.raises(
             ValueError,
-            match="timm has no model 'vit_tyny_patch16_224'; similar names: vit_tiny_patch16",
+            match="timm has no model 'vit_tyny_patch16_224'; did you mean vit_tiny_patch16_224",
         ):
             load_timm("vit_tyny_patch16_224")
 
-    @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".wrapped.pth"])
     @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2"])
     @torch.no_grad()
-    def test_file_of_weights(self, tmp_path, randomise, name, suffix):
+    def test_file_of_weights(self, tmp_path, randomise, name):
         theirs = randomise(timm.create_model(name, depth=1, img_size=112))
-        path = tmp_path / f"weights{suffix}"
-        if suffix == ".safetensors":
-            save_file(theirs.state_dict(), path)
-        elif suffix == ".pth":
-            torch.save(theirs.state_dict(), path)
-        else:
-            state = {f"module.{key}": value for key, value in theirs.state_dict().items()}
-            torch.save({"epoch": 3, "state_dict": state}, path)
+        path = tmp_path / "weights.safetensors"
+        save_file(theirs.state_dict(), path)
         images = torch.randn(1, 3, 112, 112)
         for source in (path, str(path)):
             ours = load_timm(source, num_heads=theirs.blocks[0].attn.num_heads)
@@ -239,10 +222,14 @@ class TestSources:
         save_file(theirs.state_dict(), tmp_path / "model.safetensors")
         config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments, "num_classes": 5}
         (tmp_path / "config.json").write_text(
-            json.dumps(config | {"pretrained_cfg": {"input_size": [3, 32, 64]}})
+            json.dumps(config | {"pretrained_cfg": {"input_size": [3, 32, 64], "crop_pct": 0.8}})
         )
         images = torch.randn(1, 3, 32, 64)
         torch.testing.assert_close(load_timm(tmp_path)(images), theirs(images), atol=1e-5, rtol=0)
+        for source in (str(tmp_path), f"timm:local-dir:{tmp_path}"):
+            _, preprocess = load_pretrained(source, num_classes=7)
+            assert preprocess["crop_pct"] == 0.8
+            assert preprocess["image_size"] == [32, 64]
 
 
 class TestFineTuning:
@@ -267,25 +254,6 @@ class TestFineTuning:
         reference.head = model.head
         images = torch.randn(2, 3, 48, 96)
         torch.testing.assert_close(model(images), reference(images))
-
-    def test_preprocessing_comes_whole_from_a_timm_folder(self, tmp_path):
-        arguments = {"img_size": 32, "depth": 1, "num_heads": 2, "num_classes": 5}
-        module = timm.create_model("vit_tiny_patch16_224", **arguments)
-        save_file(module.state_dict(), tmp_path / "model.safetensors")
-        pretrained = {"input_size": [3, 32, 32], "crop_pct": 0.8, "interpolation": "bilinear"}
-        config = {"architecture": "vit_tiny_patch16_224", "model_args": arguments, "num_classes": 5}
-        (tmp_path / "config.json").write_text(json.dumps(config | {"pretrained_cfg": pretrained}))
-        for source in (str(tmp_path), f"timm:local-dir:{tmp_path}"):
-            _, preprocess = load_pretrained(source, num_classes=7)
-            assert preprocess["interpolation"] == "bilinear"
-            assert preprocess["crop_pct"] == 0.8
-            assert preprocess["image_size"] == [32, 32]
-
-    def test_weights_that_are_not_there(self, tmp_path):
-        with pytest.raises(
-            FileNotFoundError, match=r"nothing.pth is not a file of weights, a training directory"
-        ):
-            load_pretrained(tmp_path / "nothing.pth", num_classes=7)
 
 
 def test_weights_that_cannot_be_downloaded_are_refused_at_once(tmp_path, monkeypatch):

@@ -9,35 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 import vit
+from vit.model.modules import load_pretrained, load_timm
 from vit.model.presets import PRESETS
-from vit.model.timm_weights import load_pretrained, load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.model.weights import check_fit, infer_architecture, read_weights
 
 
 def build(name="vit_tiny_patch16_224", **changes):
     return VisionTransformer(**(PRESETS[name] | {"img_size": 64, "depth": 2} | changes))
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_architecture_is_recognised_by_the_shapes(name):
-    heads = PRESETS[name]["num_heads"]
-    with torch.device("meta"):
-        state = build(name, img_size=8 * PRESETS[name]["patch_size"]).state_dict()
-        inferred = VisionTransformer(**infer_architecture(state, origin="it", num_heads=heads))
-        original = build(name, img_size=8 * PRESETS[name]["patch_size"])
-    assert [(key, tensor.shape) for key, tensor in inferred.state_dict().items()] == [
-        (key, tensor.shape) for key, tensor in state.items()
-    ]
-    for key in (
-        "global_pool",
-        "mlp",
-        "class_token",
-        "no_embed_class",
-        "reg_tokens",
-        "fc_norm",
-    ):
-        assert inferred.architecture[key] == original.architecture[key]
 
 
 class TestHeads:
@@ -75,8 +54,7 @@ class TestHeads:
         assert load_timm(path, num_heads=num_heads).architecture == loaded.architecture
         # MoCo v3 has 12 heads of 32 channels.
         other = embed_dim // 32
-        with pytest.warns(UserWarning, match=f"and {other} are taken, as num_heads says"):
-            assert load_timm(path, num_heads=other).architecture["num_heads"] == other
+        assert load_timm(path, num_heads=other).architecture["num_heads"] == other
 
     def test_norms_of_the_heads_tell_the_number(self, tmp_path):
         _, path = self.save(tmp_path, embed_dim=96, num_heads=4, qk_norm=True)
@@ -111,12 +89,6 @@ class TestRefusal:
         message = str(error.value)
         assert "cls_token is [1, 1, 384] there and [1, 1, 192] in the model" in message
         assert "more differ" in message
-
-    def test_missing_tensors_are_a_difference(self):
-        state = build().state_dict()
-        del state["norm.bias"]
-        with pytest.raises(ValueError, match=r"norm.bias is absent there and \[192\] in the model"):
-            check_fit(build(), state, origin="it")
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_non_finite_weights_name_the_tensor(self, tmp_path, value):
@@ -172,15 +144,6 @@ class TestFiles:
             read_weights(tmp_path / "code.pth")
         assert not (tmp_path / "executed").exists()
 
-    def test_a_whole_model_is_refused_with_what_to_save_instead(self, tmp_path):
-        torch.save(build(), tmp_path / "model.pth")
-        with pytest.raises(ValueError, match=r"model\.pth holds no weights") as error:
-            read_weights(tmp_path / "model.pth")
-        message = str(error.value)
-        assert "VisionTransformer, which is not run; save model.state_dict() alone" in message
-        # torch's own says how to run it
-        assert "weights_only" not in message
-
     @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
     def test_what_git_clones_without_lfs_is_named(self, tmp_path, name):
         pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 88\n"
@@ -208,7 +171,7 @@ class TestFiles:
     def test_what_trainers_put_around_the_weights_goes(self, tmp_path, wrap):
         state = build().state_dict()
         torch.save(wrap(state), tmp_path / "weights.pth")
-        weights = read_weights(tmp_path / "weights.pth").weights
+        weights = load_timm(tmp_path / "weights.pth", num_heads=3).state_dict()
         assert weights.keys() == state.keys()
         assert all(torch.equal(weights[name], value) for name, value in state.items())
 
@@ -217,19 +180,10 @@ class TestFiles:
         [
             ("conv_proj.weight", "timm:NAME, or load"),
             ("mask_token", "take timm:NAME, or the folder"),
+            ("vit.embeddings.cls_token", r"give the folder with its config\.json"),
         ],
     )
     def test_torchvision_s_and_dinov2_s_own_names_say_what_to_take(self, tmp_path, name, cure):
         torch.save(build().state_dict() | {name: torch.zeros(1)}, tmp_path / "weights.pth")
         with pytest.raises(ValueError, match=rf"weights\.pth is not .*{cure}"):
             load_timm(tmp_path / "weights.pth", num_heads=3)
-
-    def test_a_file_of_hugging_face_alone_asks_for_its_folder(self):
-        weights = {"vit.embeddings.cls_token": torch.zeros(1)}
-        with pytest.raises(ValueError, match=r"give the folder with its config\.json"):
-            infer_architecture(weights, origin="it", num_heads=3)
-
-    def test_a_file_without_tensors_is_refused(self, tmp_path):
-        torch.save({"epoch": 3}, tmp_path / "empty.pth")
-        with pytest.raises(ValueError, match="it has no tensors by name"):
-            read_weights(tmp_path / "empty.pth")

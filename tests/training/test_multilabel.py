@@ -1,6 +1,5 @@
 """Training with several labels an image: the loss, exact resume, evaluation and prediction."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +147,6 @@ def test_pretrained_features_get_a_probe_of_each_label(run: Any, tmp_path: Path)
     order = [int(path.removesuffix(".png")) for path in left_out["ids"]]
     assert sorted(order) == list(range(NUM_IMAGES))
     precision = average_precision_score(MARKS[order], left_out["logits"], average="macro")
-    curve = json.loads((tmp_path / "folds" / "learning_curve.json").read_text())
-    assert curve["measure"] == "map"
-    assert len(curve["points"]) >= 4
     # the model file holds the regression of all images
     evaluated = vit.evaluate(folded.bundle, data=str(table), split="all", precision="float32")
     assert (evaluated.evaluation.metrics["map"] or 0) > precision

@@ -17,11 +17,6 @@ from sklearn.preprocessing import StandardScaler
 
 import vit
 from tests.conftest import BuildOnce, Launcher, SaveModel
-from vit.analysis.learning_curve.curve import (
-    LearningCurve,
-    load_learning_curve,
-    measure_learning_curve,
-)
 from vit.bundle import load_bundle
 from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
@@ -32,6 +27,7 @@ from vit.prediction.features import compute_features
 from vit.prediction.predictor import BatchPredictor
 from vit.training import automatic
 from vit.training.folds import assign_folds
+from vit.training.learning_curve import LearningCurve, measure_learning_curve
 from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.trainer import Trainer
 
@@ -85,7 +81,7 @@ def test_info_tells_the_accuracy_of_a_probe(probe_alone: Path, cli: Launcher) ->
 @pytest.fixture
 def no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the learning curve, which takes a third of the time of a probe."""
-    monkeypatch.setattr("vit.training.probe.find_product", lambda purpose: None)
+    monkeypatch.setattr("vit.training.probe._measure_curve", lambda *values, **options: None)
 
 
 def read_top1(run: Path) -> float:
@@ -145,11 +141,10 @@ def test_the_probe_is_a_model_like_any_other(
 ) -> None:
     assert not (probe_alone / "metrics.jsonl").exists()
     cli.succeed("evaluate", probe_alone, "-o", tmp_path / "evaluation", "--device", "cpu")
-    curve = load_learning_curve(probe_alone)
-    assert curve is not None
-    assert curve.num_images == 387
+    curve = json.loads((probe_alone / "learning_curve.json").read_text())
+    assert curve["num_images"] == 387
     report = html.unescape((tmp_path / "evaluation" / "report.html").read_text())
-    assert report.count(curve.describe()) == 2
+    assert report.count(curve["sentence"]) == 2
     cli.succeed(
         "explain", probe_alone, "-o", tmp_path / "maps", "--num-images", "2", "--device", "cpu"
     )
@@ -187,7 +182,7 @@ def test_a_learning_curve_that_fails_costs_the_curve_alone(
     def fail(*arguments: object, **settings: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("vit.analysis.learning_curve.curve.measure_learning_curve", fail)
+    monkeypatch.setattr("vit.training.probe.measure_learning_curve", fail)
     run = tmp_path / "run"
     outcome = cli.succeed(
         "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
@@ -290,7 +285,7 @@ def test_images_of_one_group_are_in_one_fold(
         return measure_learning_curve(*args, **options)
 
     monkeypatch.setattr("vit.training.probe.fit_probe", fit)
-    monkeypatch.setattr("vit.analysis.learning_curve.curve.measure_learning_curve", measure)
+    monkeypatch.setattr("vit.training.probe.measure_learning_curve", measure)
     vit.train(
         "folder/finetune",
         output=tmp_path / "run",

@@ -13,8 +13,8 @@ from vit.runtime.tensors import Images
 
 
 class AveragedModel(nn.Module):
-    """A module whose probabilities are the mean of those of several models (Lakshminarayanan, Pritzel
-    & Blundell 2017).
+    """A module whose probabilities are the mean of those of several models (Lakshminarayanan,
+    Pritzel & Blundell 2017).
 
     Args:
         models: The models, which take the same images.

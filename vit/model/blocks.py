@@ -46,12 +46,12 @@ class Block(nn.Module):
             qk_norm=qk_norm,
             backend=attention_backend,
         )
-        self.ls1 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
-        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.ls1 = _build_scale(embed_dim, init_values)
+        self.drop_path1 = _build_drop(drop_path)
         self.norm2 = build_norm(embed_dim)
         self.mlp = Mlp(embed_dim, round(embed_dim * mlp_ratio), activation=mlp)
-        self.ls2 = nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
-        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.ls2 = _build_scale(embed_dim, init_values)
+        self.drop_path2 = _build_drop(drop_path)
 
     def forward(
         self, tokens: Tokens, *, num_out_tokens: int | None = None
@@ -128,6 +128,14 @@ class LayerScale(nn.Module):
 
     def forward(self, tokens: Tokens) -> Tokens:
         return tokens * self.gamma
+
+
+def _build_scale(embed_dim: int, init_values: float | None) -> nn.Module:
+    return nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
+
+
+def _build_drop(rate: float) -> nn.Module:
+    return DropPath(rate) if rate else nn.Identity()
 
 
 class DropPath(nn.Module):

@@ -10,8 +10,8 @@ theirs.
 import hashlib
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,15 +99,17 @@ def _is_intact(path: Path) -> bool:
     return compute_sha256(path).startswith(path.stem.rpartition("-")[2])
 
 
-@contextmanager
-def _pass_over_damage() -> Iterator[None]:
-    """Suppress the errors of a damaged file. One that may not be read is not damaged."""
+def _read(path: Path, *, only_map: bool = False) -> dict[str, Any] | None:
+    """Return the content of a checkpoint; None if it is damaged. See `read_tensors`."""
     try:
-        yield
+        if not _is_intact(path):
+            return None
+        content = read_tensors(path, only_map=only_map)
     except PermissionError:
         raise
-    except (OSError, ValueError, LookupError, TypeError):
-        pass
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 @dataclass(frozen=True)
@@ -164,16 +166,14 @@ class CheckpointStore:
         Raises:
             ValueError: All checkpoints are damaged.
         """
-        damaged = []
-        for number, path in reversed(self._list()):
-            state = self.load(number)
-            if state is None:
-                damaged.append(path.name)
-                continue
-            for name in damaged:
-                warn(f"checkpoint {name} is damaged; falling back to the one before")
-            return state
-
+        damaged: list[Path] = []
+        for _, path in reversed(self._list()):
+            state = _read(path)
+            if state is not None:
+                for each in damaged:
+                    warn(f"checkpoint {each.name} is damaged; falling back to the one before")
+                return state
+            damaged.append(path)
         if damaged:
             raise ValueError(
                 f"every checkpoint in {self.directory} is damaged; start again with --overwrite"
@@ -188,11 +188,10 @@ class CheckpointStore:
         """
         owners: dict[str, str] = {}
         for _, path in self._list():
-            # A damaged one is passed over, as `load_latest` does.
-            with _pass_over_damage():
-                if _is_intact(path):
-                    record = read_tensors(path, only_map=True)["identity"]
-                    owners.setdefault(str(record["run_id"]), path.name)
+            content: Any = _read(path, only_map=True)
+            # A damaged one, and one of other content, are passed over.
+            with suppress(LookupError, TypeError):
+                owners.setdefault(str(content["identity"]["run_id"]), path.name)
         if len(owners) > 1:
             (first, first_name), (second, second_name) = list(owners.items())[:2]
             raise ValueError(
@@ -203,16 +202,8 @@ class CheckpointStore:
 
     def load(self, step: int) -> dict[str, Any] | None:
         """Load the checkpoint of global step `step`. None if it is missing or damaged."""
-        for number, path in self._list():
-            if number != step:
-                continue
-            # It may not be a file, or be damaged in spite of its checksum.
-            with _pass_over_damage():
-                if _is_intact(path):
-                    state = read_tensors(path)
-                    if isinstance(state, dict):
-                        return state
-        return None
+        found = (_read(path) for number, path in self._list() if number == step)
+        return next((state for state in found if state is not None), None)
 
     def _list(self) -> list[tuple[int, Path]]:
         """(global step, file) of every checkpoint, oldest first."""

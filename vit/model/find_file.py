@@ -36,7 +36,7 @@ def is_folder_of_library(source: str | Path) -> bool:
 
 def is_model_name(text: str) -> bool:
     """Tell a model that a user names from images: timm:NAME, a file of weights, a run, a folder of
-    another library, or the name of a model of the package, unless a file or folder has that name."""
+    another library, or the name of a model of the package that no file or folder has."""
     path = expand_home(text)
     if text.startswith(_TIMM) or path.name.endswith(_WEIGHTS):
         return True
@@ -81,8 +81,8 @@ def find_model(source: str | Path) -> str | Path:
     if is_model(str(source)):
         return f"{_TIMM}{source}"
     raise FileNotFoundError(
-        f"{source} does not exist; a model is a run, a file of weights, a folder of timm or Hugging "
-        f"Face, timm:NAME or {' or '.join(names)}{suggest(source, names)}"
+        f"{source} does not exist; a model is a run, a file of weights, a folder of timm or "
+        f"Hugging Face, timm:NAME or {' or '.join(names)}{suggest(source, names)}"
     )
 
 

@@ -53,13 +53,20 @@ _PREFIX = re.compile(r"^(vit|dinov2|dinov2_with_registers)\.")
 _UNUSED = re.compile(r"mask_token$|^pooler\.")
 
 
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Read a folder's config.json; empty if there is none, or no JSON object in it."""
+    file = folder / CONFIG_FILE
+    values = None
+    if file.is_file():
+        values = read_json(file)
+    if not isinstance(values, dict):
+        return {}
+    return values
+
+
 def is_huggingface(folder: Path) -> bool:
-    """Tell a folder of Hugging Face's library from one of timm, whose config.json has no model_type."""
-    config = folder / CONFIG_FILE
-    if not config.is_file():
-        return False
-    values = read_json(config)
-    return isinstance(values, dict) and "model_type" in values
+    """Tell a folder of Hugging Face's library from one of timm, whose config has no model_type."""
+    return "model_type" in read_config(folder)
 
 
 def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str, Any]]:
@@ -71,7 +78,16 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
         ValueError: The model is of another kind, or the weights can't be read.
         OSError: A file is missing.
     """
-    config = _check_config(folder)
+    config, origin = read_config(folder), folder / CONFIG_FILE
+    check_choice(str(config["model_type"]), MODEL_TYPES, name=f"model_type in {origin}")
+    check_choice(str(config.get("hidden_act", "gelu")), ["gelu"], name=f"hidden_act in {origin}")
+    # The learned positions are for this size.
+    img_size = as_pair(config.get("image_size", ()), name=f"{origin}: image_size")
+    num_heads = config.get("num_attention_heads")
+    if not isinstance(num_heads, int) or num_heads < 1:
+        raise ValueError(
+            f"{origin}: num_attention_heads is {shorten(repr(num_heads))}, not a positive number"
+        )
     path = next((folder / name for name in _WEIGHTS_FILES if (folder / name).is_file()), None)
     if path is None:
         raise FileNotFoundError(
@@ -79,28 +95,21 @@ def read_huggingface(folder: Path) -> tuple[StateDict, Architecture, Mapping[str
         )
     weights = _rename(read_weights(path).weights)
 
-    width = config["hidden_size"]
-    head = weights.get("head.weight")
+    width = len(weights.get("norm.weight", ()))
+    head = weights.pop("head.weight", None)
     if head is not None and head.ndim == 2 and not head[:, width:].any():
-        # An export of ours, which reads the class token alone.
-        head = weights["head.weight"] = head[:, :width].contiguous()
-    if head is not None and (head.ndim != 2 or head.shape[1] != width):
-        del weights["head.weight"], weights["head.bias"]
+        # ViT's reads the class token, and so does DINOv2's in an export of ours.
+        weights["head.weight"] = head[:, :width].contiguous()
+    else:
+        weights.pop("head.bias", None)
     if "reg_token" in weights:
         # DINOv2 has positions for the class token and the patches, ours for all prefix tokens or
         # none.
         positions = weights["pos_embed"]
         weights["cls_token"] = weights["cls_token"] + positions[:, :1]
         weights["pos_embed"] = positions[:, 1:]
-
-    # The learned positions are for this size.
-    size = config["image_size"]
-    img_size = (size, size) if isinstance(size, int) else tuple(size)
     architecture = infer_architecture(
-        weights,
-        origin=str(folder),
-        num_heads=config["num_attention_heads"],
-        img_size=img_size,
+        weights, origin=str(folder), num_heads=num_heads, img_size=img_size
     )
     return weights, architecture, _read_preprocess(folder, img_size)
 
@@ -177,22 +186,6 @@ def _replace(name: str, pairs: Iterable[tuple[str, str]]) -> str:
     return name
 
 
-def _check_config(folder: Path) -> Mapping[str, Any]:
-    """Read config.json. Raises ValueError for a model that ours can't compute."""
-    path = folder / CONFIG_FILE
-    config: Mapping[str, Any] = read_json(path)
-    check_choice(str(config["model_type"]), MODEL_TYPES, name=f"model_type in {path}")
-    for name in ("hidden_size", "num_attention_heads", "image_size"):
-        value = config.get(name)
-        sides = value if isinstance(value, list) and name == "image_size" else [value]
-        if not all(isinstance(side, int) and side > 0 for side in sides):
-            raise ValueError(f"{path}: {name} is {shorten(repr(value))}, not a positive number")
-    activation = config.get("hidden_act", "gelu")
-    if activation != "gelu":
-        raise ValueError(f"{path}: hidden_act {activation!r}; only gelu is supported")
-    return config
-
-
 def _rename(theirs: StateDict) -> StateDict:
     """Rename the weights, and join queries, keys and values in one matrix."""
     weights: StateDict = {}
@@ -210,7 +203,8 @@ def _rename(theirs: StateDict) -> StateDict:
 
 
 def _read_preprocess(folder: Path, img_size: tuple[int, ...]) -> Mapping[str, Any]:
-    """Read a `Preprocess` from preprocessor_config.json, else return ViTImageProcessor's defaults."""
+    """Read a `Preprocess` from preprocessor_config.json. Without that file return the defaults of
+    ViTImageProcessor."""
     path = folder / "preprocessor_config.json"
     processor = read_json(path) if path.is_file() else {}
     if not isinstance(processor, dict):

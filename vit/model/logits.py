@@ -4,6 +4,7 @@ Hugging Face.
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from vit.model.model_info import count_classes
 from vit.model.vision_transformer import VisionTransformer
+from vit.model.weights import build_to_fit
 from vit.runtime.tensors import Images
 
 # A readout is a number of blocks and a pooling: "token" is the class token, "avg" the mean of the
@@ -60,43 +62,30 @@ def _forward_features(net: Any, images: Tensor) -> Any:
 
 def _call(model: nn.Module, images: Tensor) -> Any:
     """Call a model of any library. Some take images by keyword only."""
-    try:
+    parameters: Mapping[str, inspect.Parameter] = {}
+    with suppress(TypeError, ValueError):  # compiled code
         parameters = inspect.signature(model.forward).parameters
-    except (TypeError, ValueError):  # compiled code
-        return model(images)
     if "spatial_shapes" in parameters:
         raise ValueError(
             f"{type(model).__name__} takes patches with their spatial_shapes, not images; wrap it "
             "in a module that turns images into patches"
         )
-
-    kinds = {parameter.kind for parameter in parameters.values()}
-    positional = {
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-    }
+    first = next(iter(parameters.values()), None)
+    if first is not None and first.kind is inspect.Parameter.KEYWORD_ONLY:
+        return model(**{first.name: images})
     # Hugging Face calls the images pixel_values.
-    if "pixel_values" in parameters or kinds == {inspect.Parameter.VAR_KEYWORD}:
+    if "pixel_values" in parameters or (first is not None and first.kind is first.VAR_KEYWORD):
         return model(pixel_values=images)
-    if kinds.isdisjoint(positional):
-        return model(**{next(iter(parameters)): images})
     return model(images)
 
 
 def _find_logits(model: nn.Module, output: Any) -> Float[Tensor, "_ classes"]:
     """Find the logits in the output of a forward pass."""
     if isinstance(output, Mapping):
-        candidates = [output.get("logits")]
-    elif isinstance(output, tuple | list) and not hasattr(output, "logits"):
-        candidates = list(output)
-    else:
-        candidates = [getattr(output, "logits", output)]
-    matrices = [
-        candidate
-        for candidate in candidates
-        if isinstance(candidate, Tensor) and candidate.ndim == 2
-    ]
+        output = output.get("logits")
+    output = getattr(output, "logits", output)
+    candidates = output if isinstance(output, tuple | list) else [output]
+    matrices = [each for each in candidates if isinstance(each, Tensor) and each.ndim == 2]
     if len(matrices) == 1:
         return matrices[0]
     name = type(model).__name__
@@ -207,18 +196,16 @@ def cut_model(
     """
     depth, global_pool = readout
     values = {"depth": depth, "global_pool": global_pool, "num_classes": len(weight)}
-    # Without memory: the weights below replace it, so that no random ones are drawn.
-    with torch.device("meta"):
-        cut = VisionTransformer(**model.architecture | values)
-    kept = cut.state_dict().keys()
-    weights = {name: value.clone() for name, value in model.state_dict().items() if name in kept}
-    head = {"head.weight": weight, "head.bias": bias}
-    head = {name: value.to(model.pos_embed.device) for name, value in head.items()}
-    cut.load_state_dict(weights | head, assign=True)
-    # Fixed positions are no weights.
-    if not isinstance(cut.pos_embed, nn.Parameter):
-        cut.pos_embed = model.pos_embed.clone()
-    return cut.train(model.training)
+    left_out = tuple(f"blocks.{layer}." for layer in range(depth, len(model.blocks)))
+    weights = {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if not name.startswith(("head.", *left_out))
+    }
+    device = model.pos_embed.device
+    weights |= {"head.weight": weight.to(device), "head.bias": bias.to(device)}
+    cut = build_to_fit(model.architecture | values, weights, origin="the model")
+    return cut.to(device).train(model.training)
 
 
 def count_channels(model: nn.Module) -> int:

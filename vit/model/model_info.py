@@ -73,18 +73,21 @@ def find_class_names(model: nn.Module) -> tuple[str, ...]:
     classes is unknown (`count_classes`).
     """
     net: Any = model
-    count = count_classes(model) or 0
-    names: tuple[str, ...] | None = None
+    known: Mapping[int, str | None] = {}
     match _find_library(model):
         case "timm":
-            names = _find_timm_names(net)
+            known = _find_timm_names(net)
         case "torchvision":
             if weights := _find_torchvision_weights(net):
-                names = tuple(weights.meta["categories"])
+                known = dict(enumerate(weights.meta["categories"]))
         case "transformers":
             known = getattr(getattr(net, "config", None), "id2label", None) or {}
-            names = tuple(str(known.get(index) or f"class {index}") for index in range(count))
-    return names or tuple(f"class {index}" for index in range(count))
+    return name_classes(known, count_classes(model) or 0)
+
+
+def name_classes(known: Mapping[int, str | None], count: int) -> tuple[str, ...]:
+    """Return the name of each class by its number, "class N" where it has none."""
+    return tuple(str(known.get(number) or f"class {number}") for number in range(count))
 
 
 def find_problem_type(model: nn.Module) -> str | None:
@@ -150,20 +153,20 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
     }
 
 
-def _find_timm_names(model: Any) -> tuple[str, ...] | None:
-    """Return the names in a timm model's pretrained_cfg or ImageNet's, or None for other classes."""
+def _find_timm_names(model: Any) -> Mapping[int, str]:
+    """Return the names in a timm model's pretrained_cfg, or ImageNet's; none for other classes."""
     from timm.data import ImageNetInfo, infer_imagenet_subset  # a second to import
 
     config = getattr(model, "pretrained_cfg", None)
     if not config or not model.num_classes:
-        return None
+        return {}
     if len(config.get("label_names") or ()) == model.num_classes:
-        return tuple(config["label_names"])
+        return dict(enumerate(config["label_names"]))
     subset = infer_imagenet_subset(model)
     if not subset:
-        return None
+        return {}
     info = ImageNetInfo(subset)
-    return tuple(info.index_to_description(index) for index in range(model.num_classes))
+    return {number: info.index_to_description(number) for number in range(model.num_classes)}
 
 
 def _find_timm_preprocess(model: nn.Module) -> Mapping[str, Any]:
@@ -220,7 +223,8 @@ def _find_library(model: nn.Module) -> str | None:
 
 
 def _find_torchvision_weights(model: Any) -> Any:
-    """Return torchvision's first weights with this architecture, image size and class count, or None."""
+    """Return torchvision's first weights with this architecture, image size and class count; None
+    if there are none."""
     from torchvision.models import get_model_weights, list_models
 
     letter = {768: "b", 1024: "l", 1280: "h"}.get(getattr(model, "hidden_dim", 0))

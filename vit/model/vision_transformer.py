@@ -180,7 +180,8 @@ class VisionTransformer(nn.Module):
         """Compute the tokens after the final norm: prefix tokens, then patches row by row.
 
         Args:
-            images: Normalised images [B, C, height, width], or tokens of `forward_frozen` [B, N, D].
+            images: Normalised images [B, C, height, width], or tokens [B, N, D] of
+                `forward_frozen`.
             num_out_tokens: Number of leading tokens to return. None returns all.
         """
         is_embedded = images.ndim == 3
@@ -214,7 +215,8 @@ class VisionTransformer(nn.Module):
         return logits
 
     def pool(self, tokens: Tokens, global_pool: str) -> Float[Tensor, "B D"]:
-        """Pool the tokens of `forward_features`: the class token, or with "avg" the patches' mean."""
+        """Pool the tokens of `forward_features`: the class token, or the mean of the patches with
+        "avg"."""
         if global_pool == "token":
             pooled = tokens[:, 0]
         else:
@@ -359,8 +361,8 @@ def _check_architecture(architecture: Architecture) -> None:
 def init_weights(module: nn.Module) -> None:
     """Draw initial weights as DeiT and timm do.
 
-    Linear maps and learned positions are truncated normal with σ = 0.02, biases are zero, tokens are
-    near zero. Convolutions are normal with a variance that keeps the scale of the signal (LeCun et
+    Linear maps and learned positions are truncated normal with σ = 0.02, biases are zero, tokens
+    are near zero. Convolutions are normal with a variance that keeps the scale of the signal (LeCun et
     al. 1998, before ReLU He et al. 2015).
     """
     if any(parameter.is_meta for parameter in module.parameters()):

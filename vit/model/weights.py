@@ -15,7 +15,8 @@ from vit.runtime.arguments import first_line
 from vit.runtime.files import read_tensors
 
 _MAX_PATCHES = 2**16
-# Channels → heads of the published ViTs (Dosovitskiy et al. 2021; 512: Touvron et al. 2022, DeiT III).
+# Channels → heads of the published ViTs (Dosovitskiy et al. 2021; 512 is DeiT III's, Touvron et al.
+# 2022).
 # Other widths have no usual number: timm alone has 1,536 channels with 12, 16 and 24 heads.
 _PUBLISHED_HEADS = {192: 3, 384: 6, 512: 8, 768: 12, 1024: 16, 1280: 16}
 # Part of a tensor's name → what to do with the weights of another program, which have it.
@@ -32,63 +33,48 @@ _PATCHES = "patch_embed.proj.weight"
 def read_weights(path: Path) -> ModelFile:
     """Read a safetensors file or, with `weights_only=True`, a torch file.
 
-    What trainers put around the weights is removed: keys, and prefixes of their names.
-
     Raises:
         ValueError: The file is of another kind, or its weights are not finite.
         OSError: The file is missing or not a regular file.
     """
     if path.suffix == ".safetensors" or CHECKPOINT_NAME.fullmatch(path.name):
-        content = read_model_file(path)
-        if content.metadata:
-            return content
-    return ModelFile(_remove_prefix(read_state_dict(path)))
-
-
-def read_state_dict(path: Path) -> StateDict:
-    """Read the weights of a file of another program under its own names. See `read_weights`."""
-    if path.suffix == ".safetensors":
-        return read_model_file(path).weights
+        return read_model_file(path)
     try:
         state = read_tensors(path)
         # Trainers store the weights under a key.
         for key in ("state_dict", "model", "teacher"):
             if isinstance(state, dict) and isinstance(state.get(key), dict):
                 state = state[key]
-        weights = {}
-        if isinstance(state, dict):
-            weights = {
-                str(name): value for name, value in state.items() if isinstance(value, Tensor)
-            }
-        if not weights:
+        if not isinstance(state, dict) or not any(isinstance(v, Tensor) for v in state.values()):
             raise ValueError("it has no tensors by name")
     except ValueError as error:
         raise ValueError(
             f"{path} holds no weights that can be read ({first_line(error)})"
         ) from error
+    weights = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     check_finite(weights, origin=str(path))
-    return weights
+    return ModelFile(weights)
 
 
-def _remove_prefix(weights: StateDict) -> StateDict:
+def remove_prefix(weights: StateDict, name: str = _PATCHES) -> StateDict:
     """Remove the prefix of DataParallel ("module."), torch.compile, Lightning and others, and the
-    weights outside the network."""
-    start = next((name.removesuffix(_PATCHES) for name in weights if name.endswith(_PATCHES)), "")
+    weights outside the network, one of whose tensors has this name."""
+    prefixes = [each.removesuffix(name) for each in weights if each.endswith(name)]
+    start = min(prefixes, key=len, default="")
     return {
-        name.removeprefix(start): tensor
-        for name, tensor in weights.items()
-        if name.startswith(start)
+        each.removeprefix(start): tensor
+        for each, tensor in weights.items()
+        if each.startswith(start)
     }
 
 
 def build_to_fit(
-    architecture: Architecture, weights: StateDict, *, origin: str, is_random: bool = True
+    architecture: Architecture, weights: StateDict, *, origin: str
 ) -> VisionTransformer:
-    """Build an untrained model of `architecture`, after a check that the weights fit it. Unless it
-    `is_random`, it has the weights, and none are drawn.
+    """Build a model in evaluation mode around its weights, after a check that they fit it.
 
     The check runs on "meta", without memory. So a damaged or malicious file can't allocate more
-    memory than its own weights take.
+    memory than its own weights take. No random weights are drawn.
 
     Raises:
         ValueError: The arguments contradict each other, an image has more than 65,536 patches, or
@@ -115,8 +101,6 @@ def build_to_fit(
     except (ValueError, RuntimeError, LookupError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{origin} {first_line(error)}") from error
     check_fit(model, weights, origin=origin)
-    if is_random:
-        return VisionTransformer(**architecture)
     # to_empty would import torch's compiler
     kinds = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     given = {name: weights[name].to(kind) for name, kind in kinds.items()}
@@ -124,7 +108,7 @@ def build_to_fit(
     # fixed positions are no weights
     if not isinstance(model.pos_embed, nn.Parameter):
         model.pos_embed = build_sincos_positions(model.grid_size, model.embed_dim)
-    return model
+    return model.eval()
 
 
 def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
@@ -145,51 +129,25 @@ def check_fit(model: nn.Module, weights: StateDict, *, origin: str) -> None:
     raise ValueError(f"{origin} does not fit this model: {message}")
 
 
-def find_num_heads(weights: StateDict, given: int | None, *, origin: str) -> int:
-    """Find the number of attention heads of a file of weights, which seldom tells it.
-
-    Args:
-        weights: Weights with timm's names.
-        given: The user's number. None: that of the published ViTs of this width, with a warning.
-        origin: Name of the weights in messages.
-
-    Raises:
-        ValueError: The number isn't given, and no published ViT has this width.
-    """
-    norm = weights.get("blocks.0.attn.q_norm.weight")
-    embedding = weights.get(_PATCHES)
-    if embedding is None or norm is not None:
-        # Norms have the width of a head. `infer_architecture` refuses weights without patches.
-        return 1 if embedding is None or norm is None else len(embedding) // len(norm)
-    published = _PUBLISHED_HEADS.get(len(embedding))
-    if given is None and published is None:
-        raise ValueError(
-            f"{origin} doesn't say how many attention heads share its {len(embedding)} channels; give"
-            " the number: model.num_heads=N with --init, or vit.load_timm(…, num_heads=N)"
-        )
-    if published is not None and published != given:
-        choice = "they are taken" if given is None else f"{given} are taken, as num_heads says"
-        warnings.warn(
-            f"{origin} doesn't say its number of attention heads; published ViTs of "
-            f"{len(embedding)} channels have {published}, and {choice}",
-            stacklevel=2,
-        )
-    return given or published or 1
-
-
 def infer_architecture(
-    weights: StateDict, *, origin: str, num_heads: int, img_size: tuple[int, int] | None = None
+    weights: StateDict,
+    *,
+    origin: str,
+    num_heads: int | None,
+    img_size: tuple[int, int] | None = None,
 ) -> Architecture:
     """Infer the arguments of a VisionTransformer from the names and shapes of its weights.
 
     Args:
         weights: Weights with timm's names.
         origin: Name of the weights in messages.
-        num_heads: Number of heads, which the shapes don't tell. See `find_num_heads`.
+        num_heads: Number of heads, which the shapes don't tell. None: that of the published ViTs of
+            this width, with a warning.
         img_size: Height and width of the images. None: the patch grid is square.
 
     Raises:
-        ValueError: The weights belong to another kind of network, or the grid isn't square.
+        ValueError: The weights belong to another kind of network, the grid isn't square, or the
+            number of heads is needed.
     """
     hint = next(
         (text for part, text in _OTHERS.items() if any(part in name for name in weights)), None
@@ -203,8 +161,8 @@ def infer_architecture(
         is_gated = hidden_dim != weights["blocks.0.mlp.fc2.weight"].shape[1]
     except (KeyError, ValueError):
         raise ValueError(
-            f"{origin} is not a plain vision transformer with timm's names and learned positions, but "
-            f"holds {', '.join(list(weights)[:3])} …; "
+            f"{origin} is not a plain vision transformer with timm's names and learned positions, "
+            f"but holds {', '.join(list(weights)[:3])} …; "
             f"{hint or 'give its module: vit.load_bundle(path, model=…)'}"
         ) from None
 
@@ -230,7 +188,7 @@ def infer_architecture(
         "num_classes": len(weights.get("head.weight", ())),
         "embed_dim": embed_dim,
         "depth": len({name.split(".")[1] for name in weights if name.startswith("blocks.")}),
-        "num_heads": num_heads,
+        "num_heads": num_heads or _guess_num_heads(weights, embed_dim, origin=origin),
         "mlp_ratio": hidden_dim / embed_dim,
         "mlp": "swiglu" if is_gated else "gelu",
         "qkv_bias": "blocks.0.attn.qkv.bias" in weights,
@@ -242,3 +200,26 @@ def infer_architecture(
         "no_embed_class": no_embed_class,
         "reg_tokens": reg_tokens,
     }
+
+
+def _guess_num_heads(weights: StateDict, embed_dim: int, *, origin: str) -> int:
+    """Return the number of attention heads of a file of weights, which seldom tells it.
+
+    Raises:
+        ValueError: No published ViT has this width.
+    """
+    norm = weights.get("blocks.0.attn.q_norm.weight")
+    if norm is not None:
+        return embed_dim // len(norm)  # Norms have the width of a head.
+    published = _PUBLISHED_HEADS.get(embed_dim)
+    if published is None:
+        raise ValueError(
+            f"{origin} doesn't say how many attention heads share its {embed_dim} channels; give"
+            " the number: model.num_heads=N with --init, or vit.load_timm(…, num_heads=N)"
+        )
+    warnings.warn(
+        f"{origin} doesn't say its number of attention heads; published ViTs of {embed_dim}"
+        f" channels have {published}, and they are taken",
+        stacklevel=2,
+    )
+    return published

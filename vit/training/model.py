@@ -40,7 +40,7 @@ def _load_model(
 ) -> tuple[VisionTransformer, Preprocess | None]:
     """Load the model that `model.init` names, and give it the sizes of the configuration."""
     # timm takes seconds to import
-    from vit.model.timm_weights import load_pretrained
+    from vit.model.modules import load_pretrained
 
     if init == FROM_PYTHON:
         raise ValueError(

@@ -101,7 +101,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     if run.probe is not None:
         facts["probe"] = run.probe.description
         if run.probe.curve is not None:
-            facts["more photos"] = run.probe.curve.describe()
+            facts["more photos"] = run.probe.curve.sentence
     # Other data sets have no files, most need no guesses, and images of 8 bits need no range.
     optional = ("files", "read as", "values")
     return {name: text for name, text in facts.items() if text or name not in optional}

@@ -3,8 +3,6 @@
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,25 +17,15 @@ from vit.runtime.arguments import shorten
 from vit.runtime.console import build_console
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
-from vit.runtime.products import find_product
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
 from vit.training.folds import assign_folds, describe_always_trained, list_always_trained
+from vit.training.learning_curve import LearningCurve, measure_learning_curve
 from vit.training.linear_probe import LinearProbe, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
 _POOLING_NAMES = {"token": "the class token", "avg": "the mean of the patches"}
-
-
-class ProbeMeasurement(Protocol):
-    """A product's measurement of a probe, such as its learning curve."""
-
-    def save(self, directory: Path) -> None:
-        """Write its file into a run's directory."""
-
-    def describe(self) -> str:
-        """Return the result in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ class FittedProbe:
 
     probe: LinearProbe
     description: str
-    curve: ProbeMeasurement | None = None
+    curve: LearningCurve | None = None
 
 
 def uses_probe(config: Config) -> bool:
@@ -147,21 +135,19 @@ def fit_to_data(
 
 def _measure_curve(
     features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: bool
-) -> ProbeMeasurement | None:
-    measure = find_product("learning curve")
-    if measure is None:
+) -> LearningCurve | None:
+    """Measure the learning curve of the probe; None for several labels an image."""
+    if dataset.is_multilabel:
         return None
     try:
         with show_progress("learning curve"):
-            curve: ProbeMeasurement = measure(
-                features,
+            return measure_learning_curve(
+                features[probe.readout].numpy().astype(np.float64),
                 dataset.labels,
-                probe,
-                class_names=dataset.class_names,
+                strength=probe.strength,
+                class_weight="balanced" if balanced else None,
                 groups=dataset.groups,
-                balanced=balanced,
             )
-        return curve
     except Exception as error:  # it only informs, and must not cost the run
         message = f"warning: no learning curve: {type(error).__name__}: {error}"
         build_console(stderr=True).print(message, style="yellow", soft_wrap=True)

@@ -1,37 +1,36 @@
 """An audit finds planted label errors and copies, and judges no image by its copy or its group."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from cleanlab.filter import find_label_issues
-from PIL import Image
 from sklearn.datasets import load_digits
+from sklearn.kernel_approximation import Nystroem
 
 from vit.analysis.audit.suspects import find_confused, find_label_errors, predict_out_of_fold
-from vit.data.duplicates import compute_dhash, find_pairs, hash_pixels
 
 
 def mark(labels: np.ndarray, num_classes: int) -> np.ndarray:
     return labels[:, None] == np.arange(num_classes)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_planted_errors_of_digits_are_found(seed: int) -> None:
-    """From the pixels, as `vit audit` does from features: 63 to 75 of 90 for ten seeds and models."""
+    """From features that are as good as a model's: the packaged one finds 69 to 71 of 90."""
     images, labels = load_digits(return_X_y=True)
+    kernel = Nystroem(gamma=5e-4, n_components=200, random_state=0)
+    features = kernel.fit_transform(images).astype(np.float32)
     rng = np.random.default_rng(seed)
     swapped = rng.choice(len(labels), 90, replace=False)
     noisy = labels.copy()
     noisy[swapped] = (labels[swapped] + rng.integers(1, 10, 90)) % 10
     probabilities = predict_out_of_fold(
-        images.astype(np.float32), noisy, np.arange(len(labels)), strata=noisy, num_classes=10
+        features, noisy, np.arange(len(labels)), strata=noisy, num_classes=10
     )
     errors = find_label_errors(probabilities, mark(noisy, 10), is_multilabel=False)
     suspects = np.array([row for row, _, _ in errors])
     is_right = np.isin(suspects, swapped)
     assert len(suspects) <= 100
-    assert is_right.sum() >= 60
+    assert is_right.sum() >= 65
     # the first ones to look at are errors
     assert is_right[:40].mean() > 0.9
     suggested = np.array([marks.argmax() for _, marks, _ in errors])
@@ -96,18 +95,3 @@ def test_classes_that_cannot_be_told_apart_by_hand() -> None:
     predicted[20] = 0
     (pair,) = find_confused(labels, predicted, ("ant", "bee", "cow"))
     assert (pair.classes, pair.confused, pair.count) == (("ant", "bee"), 5, 20)
-
-
-def test_copies_are_found_also_recoded_and_mirrored(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    photos = []
-    for _ in range(4):
-        pixels = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
-        photos.append(Image.fromarray(pixels).resize((64, 64), Image.Resampling.BICUBIC))
-    photos[1].save(tmp_path / "again.jpg", quality=70)
-    with Image.open(tmp_path / "again.jpg") as file:
-        recoded = file.convert("RGB")
-    mirrored = photos[2].transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    images = [*photos, photos[0], recoded, mirrored]
-    hashes = np.array([[f(image) for image in images] for f in (hash_pixels, compute_dhash)])
-    assert find_pairs(hashes.astype(np.uint64)) == [(0, 4, True), (1, 5, False), (2, 6, False)]

@@ -193,33 +193,3 @@ def test_wrong_and_missing_labels_are_named(audited: Any, labelled: Path, tmp_pa
     corrections.write_text("path,given,label\n01.png,blue,red|green\n")
     with pytest.raises(ValueError, match="the label 'green', which is not one of blue, red"):
         build_dataset(data).split("all")
-
-
-@pytest.mark.browser
-def test_accepted_labels_are_saved_as_sets(
-    audited: Any, browser: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    folder = tmp_path_factory.mktemp("sets")
-    audited.save(folder / "audit")
-    browser.execute_cdp_cmd(
-        "Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)}
-    )
-    browser.get((folder / "audit" / "audit.html").as_uri())
-    for key in ("j", "a", "a"):
-        browser.find_element("tag name", "body").send_keys(key)
-    browser.find_element("id", "save").send_keys(Keys.ENTER)
-    for _ in range(100):
-        if (folder / "corrections.csv").exists():
-            break
-        time.sleep(0.05)
-    saved = read_corrections(folder / "corrections.csv")
-    assert {path: set(text.split("|")) for path, text in saved.items()} == {
-        "01.png": {"red"},
-        "03.png": {"red", "blue"},
-    }
-    with phone(browser):
-        browser.refresh()
-        assert find_wide(browser) == []
-    assert find_unnamed(browser) == []

@@ -43,24 +43,6 @@ def test_it_measures_the_methods_asked_for_on_the_models_own_data(
     assert (output / "faithfulness.md").is_file()
 
 
-def test_the_same_seed_measures_the_same(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
-    values = []
-    for name in ("first", "second"):
-        cli.succeed(
-            "faithfulness",
-            tiny_run,
-            "--method",
-            "rollout",
-            "--num-images",
-            8,
-            "--output",
-            tmp_path / name,
-        )
-        content = json.loads((tmp_path / name / "faithfulness.json").read_text())
-        values.append(content["values"])
-    assert values[0] == values[1]
-
-
 def test_mistakes_get_a_sentence(cli: Launcher, tiny_run: Path, tmp_path: Path) -> None:
     assert "unknown method 'lrp'" in cli.fail(
         "faithfulness", tiny_run, "--method", "lrp", "--output", tmp_path / "out"

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.pretend_device import pretend_device
-from vit.analysis.faithfulness.gains import build_baselines, compute_gain, find_order
-from vit.analysis.faithfulness.map_metrics import estimate, find_best
-from vit.analysis.faithfulness.result import FaithfulnessResult
+from vit.analysis.faithfulness.gains import build_baselines, compute_gain
+from vit.analysis.faithfulness.result import FaithfulnessResult, estimate, find_best
 from vit.explanation.checks.token_ablation import (
     Fill,
     Predict,
@@ -21,8 +20,6 @@ from vit.explanation.checks.token_ablation import (
     leave_one_out,
     tile_patches,
 )
-from vit.explanation.methods.maps import compute_maps
-from vit.explanation.methods.registry import list_methods
 
 GRID = (4, 4)
 
@@ -47,9 +44,9 @@ def test_the_gain_tells_a_good_map_from_a_random_one(trained, fill: Fill) -> Non
     maps = {"good": compute_drops(predict, 128), **build_baselines(128, GRID, seed=0)}
     gains = {name: compute_gain(predict, values).numpy() for name, values in maps.items()}
     means = estimate(gains)
-    assert means["good"].mean > 0.3
-    assert means["good"].low > means["random"].high
-    assert abs(means["random"].mean) < 0.05
+    assert means["good"]["mean"] > 0.3
+    assert means["good"]["low"] > means["random"]["high"]
+    assert abs(means["random"]["mean"]) < 0.05
 
 
 def test_a_maps_gain_is_minus_that_of_its_opposite(trained) -> None:
@@ -60,25 +57,6 @@ def test_a_maps_gain_is_minus_that_of_its_opposite(trained) -> None:
     gain = compute_gain(predict, maps)
     assert gain.abs().max() > 0.01
     assert (gain + compute_gain(predict, -maps)).abs().max() < 1e-5
-
-
-@pytest.mark.extended
-def test_bfloat16_agrees_where_it_is_used(trained) -> None:
-    images, classes = trained.images, trained.classes
-    maps = build_baselines(len(images), GRID, seed=0) | {
-        "drops": compute_drops(build_predict(trained, len(images)), len(images))
-    }
-    for fill in ("auto", "mean"):
-        exact, close = (
-            build_probability(
-                build_removal(trained.model, images, grid=GRID, fill=fill, precision=precision),
-                classes,
-            )
-            for precision in ("float32", "bfloat16")
-        )
-        for values in maps.values():
-            difference = compute_gain(exact, values).mean() - compute_gain(close, values).mean()
-            assert abs(difference) < 0.002
 
 
 @pytest.mark.extended
@@ -98,20 +76,6 @@ def test_the_numbers_of_an_accelerator_are_those_of_the_host(trained) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
-def test_planted_evidence_is_found(trained) -> None:
-    """Where a glyph decides the class, the maximum of a map should lie on it. How the methods rank is
-    not demanded."""
-    has_glyph = trained.glyph >= 0
-    images, glyphs = trained.images[has_glyph], trained.glyph[has_glyph]
-    accuracy = {}
-    for method in list_methods():
-        _, _, (maps,) = compute_maps(trained.model, images, methods=[method])
-        accuracy[method] = float((maps.values.flatten(1).argmax(dim=1) == glyphs).float().mean())
-    assert max(accuracy.values()) >= 0.9
-    # and some do point elsewhere: the test can tell
-    assert min(accuracy.values()) < 0.5
-
-
 def test_the_report_is_files_that_agree(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).normal(size=(2, 200)).astype(np.float32)
     gains = {"rollout": noise[0] - 0.1, "gae": noise[0], "random": noise[1]}
@@ -129,8 +93,8 @@ def test_the_report_is_files_that_agree(tmp_path: Path) -> None:
     assert mean == pytest.approx(np.mean(figures["values"]["srg"]["gae"]))
     assert figures["metrics"]["srg"]["best"] == ["gae"]
     row = next(line for line in result.table.splitlines() if line.startswith("| gae"))
-    assert f"**{mean:.3f}" in row
-    assert row.count("**") == 4
+    assert f"{mean:.3f} (" in row
+    assert row.count("*") == 2
 
 
 def test_intervals_are_paired_and_those_of_resampled_means() -> None:
@@ -138,10 +102,12 @@ def test_intervals_are_paired_and_those_of_resampled_means() -> None:
     resamples = np.random.default_rng(0).integers(0, 50, (2000, 50))
     low, high = np.quantile(values[resamples].mean(axis=1), [0.025, 0.975])
     found = estimate({"a": values, "b": values + 1})
-    assert (found["a"].mean, found["a"].low, found["a"].high) == pytest.approx(
+    assert (found["a"]["mean"], found["a"]["low"], found["a"]["high"]) == pytest.approx(
         (values.mean(), low, high), abs=1e-12
     )
-    assert abs(found["b"].low - found["a"].low - 1) < 1e-9  # the same images were drawn for both
+    assert (
+        abs(found["b"]["low"] - found["a"]["low"] - 1) < 1e-9
+    )  # the same images were drawn for both
 
 
 def test_the_best_are_those_not_told_apart_from_the_highest() -> None:
@@ -154,10 +120,6 @@ def test_the_best_are_those_not_told_apart_from_the_highest() -> None:
     level = {"high": high, "level": high - 0.05 + noise[1]}
     assert set(find_best(level)) == {"high", "level"}
     assert find_best({"a": noise[2], "b": noise[2]}) == ["a", "b"]
-
-
-def test_order_falls_and_ties_stay_in_reading_order() -> None:
-    assert find_order(torch.tensor([[[1.0, 3.0], [3.0, 2.0]]])).tolist() == [[1, 2, 3, 0]]
 
 
 def test_baselines_depend_only_on_what_they_should() -> None:

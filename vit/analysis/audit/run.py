@@ -149,7 +149,7 @@ def _open_backbone(source: ModelLike, device: str) -> Bundle:
     bundle = open_model(source, device=device)
     if not isinstance(bundle.model, VisionTransformer):
         # timm, which takes seconds to import
-        from vit.model.timm_weights import load_timm
+        from vit.model.modules import load_timm
 
         # other architectures have features, too, but those before their logits alone
         with suppress(ValueError):

@@ -17,6 +17,8 @@ from vit.runtime.files import FileContent, Result, format_json
 SIGNIFICANCE = 0.05
 Interval = tuple[float, float]
 _NUM_DRAWS = 20_000
+# the columns of predictions.csv that are read
+_COLUMNS = ("path", "predicted", "label", "labels", "group", "rank")
 
 
 @dataclass(frozen=True)
@@ -189,55 +191,60 @@ def compute_paired_test(changes: Ints, clusters: Ints) -> tuple[float, Interval]
 
 
 def _compare_pair(a: ComparedEvaluation, b: ComparedEvaluation) -> Pair:
-    order = _find_order(a, b)
-    correct_b = b.correct[order]
+    _check_same_images(a, b)
     # 1 where only B is correct, -1 where only A is, else 0
-    changes = correct_b.astype(int) - a.correct
-    clusters = np.arange(len(a.ids))
+    changes = b.correct.astype(int) - a.correct
     # the evaluation of an earlier version doesn't know the groups of its images
-    groups = a.groups
-    if groups is None and b.groups is not None:
-        groups = [b.groups[place] for place in order]
-    if groups is not None:
-        clusters = np.unique(np.array(groups, dtype=object), return_inverse=True)[1]
+    groups = a.groups or b.groups or a.ids
+    clusters = np.unique(np.array(groups, dtype=object), return_inverse=True)[1]
     p_value, interval = compute_paired_test(changes, clusters)
-    difference = float(changes.mean())
-    recall_changes = []
-    if not a.is_multilabel:
-        recall_changes = _find_recall_changes(a.labels, a.correct, correct_b)
     ids = np.array(a.ids, dtype=object)
     return Pair(
         a=a.name,
         b=b.name,
-        difference=difference,
+        difference=float(changes.mean()),
         interval=interval,
         p_value=p_value,
         is_significant=p_value < SIGNIFICANCE,
-        recall_changes=recall_changes,
+        recall_changes=[] if a.is_multilabel else _find_recall_changes(a, b),
         only_a=ids[changes < 0].tolist(),
         only_b=ids[changes > 0].tolist(),
     )
 
 
 def _load(directory: Path, name: str) -> ComparedEvaluation:
+    """Read an evaluation's directory; its images are sorted by name.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: Its files are of another kind, or don't belong together.
+    """
     path, table = directory / "evaluation.json", directory / "predictions.csv"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no evaluation.json; run vit evaluate first")
     facts = read_json(path)
     if not isinstance(facts, dict) or not {"fingerprint", "data", "split"} < set(facts):
         raise ValueError(f"{path} has no fingerprint, data and split; evaluate again")
-    columns = _read_predictions(table)
-    ids, predicted = columns["path"], columns["predicted"]
+    lines = read_table(table)
+    _, header = next(lines, ("", []))
+    places = {each: header.index(each) for each in _COLUMNS if each in header}
+    if not {"path", "predicted"} < set(places) or not {"label", "labels"} & set(places):
+        raise ValueError(f"{table} has no columns path, label and predicted; evaluate again")
+    rows = []
+    for line, row in lines:
+        if len(row) != len(header):
+            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
+        rows.append([row[place] for place in places.values()])
     # both files are of one evaluation only if nobody replaced one of them
-    if not 0 < len(ids) == facts.get("num_images"):
+    if not 0 < len(rows) == facts.get("num_images"):
         raise ValueError(
-            f"{table} has {len(ids)} predictions of {facts.get('num_images')} images; evaluate"
-            " again"
+            f"{table} has {len(rows)} predictions of {facts.get('num_images')} images; evaluate again"
         )
+    columns = dict(zip(places, map(list, zip(*sorted(rows), strict=True)), strict=True))
     # Names may hold the separator of labels, so that cells are compared whole: in both columns, the
     # names have the order of the model's classes.
     labels = columns["labels" if "labels" in columns else "label"]
-    correct = [label == other for label, other in zip(labels, predicted, strict=True)]
+    correct = [label == other for label, other in zip(labels, columns["predicted"], strict=True)]
     # an image whose logits are not numbers is wrong, whichever class is predicted
     if "rank" in columns:
         correct = [rank == "0" for rank in columns["rank"]]
@@ -245,7 +252,7 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
         name=name,
         data=f"{facts['data']} ({facts['split']})",
         fingerprint=str(facts["fingerprint"]),
-        ids=ids,
+        ids=columns["path"],
         labels=labels,
         groups=columns.get("group"),
         correct=np.array(correct),
@@ -253,34 +260,8 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
     )
 
 
-def _read_predictions(path: Path) -> dict[str, list[str]]:
-    """Return the columns of a predictions file by name, without the probabilities.
-
-    Raises:
-        ValueError: A column is missing, or a line has another number of fields.
-    """
-    table = read_table(path)
-    _, header = next(table, ("", []))
-    if not {"path", "predicted"} < set(header) or not {"label", "labels"} & set(header):
-        raise ValueError(f"{path} has no columns path, label and predicted; evaluate again")
-    columns: dict[str, list[str]] = {
-        name: [] for name in header if not name.startswith("probability of ")
-    }
-    for line, row in table:
-        if len(row) != len(header):
-            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
-        for name, cell in zip(header, row, strict=True):
-            if name in columns:
-                columns[name].append(cell)
-    return columns
-
-
-def _find_order(a: ComparedEvaluation, b: ComparedEvaluation) -> Ints:
-    """Return the place in B of each image of A.
-
-    Raises:
-        ValueError: They are other images.
-    """
+def _check_same_images(a: ComparedEvaluation, b: ComparedEvaluation) -> None:
+    """Raise ValueError if two evaluations are of other images or labels."""
     if a.is_multilabel != b.is_multilabel:
         several, single = (a, b) if a.is_multilabel else (b, a)
         raise ValueError(
@@ -293,29 +274,20 @@ def _find_order(a: ComparedEvaluation, b: ComparedEvaluation) -> Ints:
             f" ({a.data} {a.fingerprint[:12]}, {b.data} {b.fingerprint[:12]});"
             " evaluate both on the same images, with labels in the same order"
         )
-    position = {name: index for index, name in enumerate(b.ids)}
-    if not len(a.ids) == len(b.ids) == len(position) or set(position) != set(a.ids):
+    if a.ids != b.ids:
         raise ValueError(
             f"the same images have different names in {a.name} and {b.name}; evaluate both on the"
             " same copy of the images"
         )
-    return np.array([position[name] for name in a.ids])
 
 
-def _find_recall_changes(
-    labels: Sequence[str], correct_a: Bools, correct_b: Bools
-) -> list[RecallChange]:
+def _find_recall_changes(a: ComparedEvaluation, b: ComparedEvaluation) -> list[RecallChange]:
     # An array of text would reserve room for the longest name in every element.
-    names, classes = np.unique(np.array(labels, dtype=object), return_inverse=True)
+    names, classes = np.unique(np.array(a.labels, dtype=object), return_inverse=True)
+    support = np.bincount(classes)
+    recalls = [(np.bincount(classes, each.correct) / support).tolist() for each in (a, b)]
     changes = [
-        RecallChange(name, of_a / count, of_b / count, count)
-        for name, of_a, of_b, count in zip(
-            names.tolist(),
-            np.bincount(classes, correct_a).tolist(),
-            np.bincount(classes, correct_b).tolist(),
-            np.bincount(classes).tolist(),
-            strict=True,
-        )
+        RecallChange(*row) for row in zip(names.tolist(), *recalls, support.tolist(), strict=True)
     ]
     changes.sort(key=lambda change: -abs(change.recall_b - change.recall_a))
     return [change for change in changes if change.recall_a != change.recall_b]

@@ -16,23 +16,18 @@ def faithfulness(measure: Call, *, output: Path, overwrite: bool = False) -> Non
         output: Directory for the results.
         overwrite: Replace an earlier result.
     """
+    from vit.analysis.faithfulness.result import HEADINGS  # it imports torch
+
     result = compute_and_save(measure, output, overwrite=overwrite)
-    rows = []
-    for name in result.names:
-        cells = [f"{cell} {'*' * is_best:1}" for cell, is_best in result.format_gains(name)]
-        time = result.milliseconds.get(name)
-        rows.append([name, *cells, "" if time is None else f"{time:.1f}"])
     console = build_console()
-    headings = ("map", "tokens dropped", "filled with the mean", "ms")
     title = f"Symmetric relevance gain on {len(result.ids)} images"
-    console.print(build_table(rows, headings, title=title))
+    console.print(build_table(result.rows, HEADINGS, title=title))
     console.print(
         "Means and 95 % intervals. *: tied for best: "
         "the interval of the difference to the highest includes 0"
     )
-    for note in result.notes:
+    for note in (*result.notes, f"written to {output}"):
         console.print(note)
-    console.print(f"written to {output}")
 
 
 COMMAND = Command(

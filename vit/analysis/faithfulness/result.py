@@ -1,20 +1,22 @@
 """The result of `vit.measure_faithfulness`: a table, and the numbers of every image."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from vit.analysis.faithfulness.gains import PerImage
-from vit.analysis.faithfulness.map_metrics import estimate, find_best, to_markdown
 from vit.explanation.checks.token_ablation import Fill
-from vit.explanation.methods.registry import METHODS
 from vit.runtime.files import FileContent, Result
 
 # Symmetric relevance gains, and how patches are removed: their tokens dropped, or filled with the
 # image's mean colour.
 GAINS: dict[str, Fill] = {"srg": "auto", "srg_mean": "mean"}
+HEADINGS = ("map", "tokens dropped", "filled with the mean", "ms")
+Estimate = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class FaithfulnessResult(Result):
         return {
             "metrics": {
                 metric: {
-                    "maps": {name: asdict(mean) for name, mean in estimate(gains).items()},
+                    "maps": estimate(gains),
                     "best": find_best({name: gains[name] for name in self.milliseconds}),
                 }
                 for metric, gains in self.values.items()
@@ -53,32 +55,27 @@ class FaithfulnessResult(Result):
         }
 
     @property
-    def names(self) -> list[str]:
-        """Methods and baselines by falling gain with tokens dropped."""
-        return sorted(self.values["srg"], key=lambda name: -self.values["srg"][name].mean())
+    def rows(self) -> list[list[str]]:
+        """Cells of the table by falling gain with tokens dropped: the map, both gains with their
+        intervals, "*" where a method is tied for best, and the milliseconds of a method."""
+        names = sorted(self.values["srg"], key=lambda name: -self.values["srg"][name].mean())
+        rows = []
+        for name in names:
+            row = [name]
+            for metric in self.summary["metrics"].values():
+                mark = "*" if name in metric["best"] else " "
+                row.append(
+                    "{mean:.3f} ({low:.3f}–{high:.3f}) ".format(**metric["maps"][name]) + mark
+                )
+            time = self.milliseconds.get(name)
+            rows.append([*row, "" if time is None else f"{time:.1f}"])
+        return rows
 
     @property
     def table(self) -> str:
-        """Methods and baselines in Markdown. Gains that are tied for best are bold."""
-        rows = []
-        for name in self.names:
-            is_method = name in self.milliseconds
-            kind = "baseline"
-            if is_method:
-                kind = "yes" if METHODS[name].class_specific else "no"
-            cells = [
-                f"**{cell}**" if is_best else cell for cell, is_best in self.format_gains(name)
-            ]
-            time = f"{self.milliseconds[name]:.1f}" if is_method else ""
-            rows.append([name, kind, *cells, time])
-        return to_markdown(["map", "of a class", "SRG", "SRG, mean fill", "ms"], rows)
-
-    def format_gains(self, name: str) -> list[tuple[str, bool]]:
-        """Return each gain of a map with its interval, and whether it is tied for best."""
-        return [
-            (format_estimate(metric["maps"][name]), name in metric["best"])
-            for metric in self.summary["metrics"].values()
-        ]
+        """The table in Markdown. Gains that are tied for best have an asterisk."""
+        lines = [HEADINGS, ["---"] * len(HEADINGS), *self.rows]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("*", r"\*")
 
     def build_files(self) -> dict[str, FileContent]:
         content = {
@@ -97,6 +94,35 @@ class FaithfulnessResult(Result):
         }
 
 
-def format_estimate(mean: Mapping[str, Any]) -> str:
-    """Format a mean with its interval."""
-    return f"{mean['mean']:.3f} ({mean['low']:.3f}–{mean['high']:.3f})"
+def estimate(values: Mapping[str, PerImage]) -> dict[str, Estimate]:
+    """Compute the mean of each map's values with a 95 % percentile bootstrap interval (Efron &
+    Tibshirani 1993, chapter 13). All maps use the same resamples of the images."""
+    from scipy.stats import bootstrap  # a second to import
+
+    table = np.stack([column.astype(np.float64) for column in values.values()])
+    found = bootstrap(
+        (table,),
+        np.mean,
+        axis=1,
+        n_resamples=2000,
+        batch=100,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    columns = (each.tolist() for each in (table.mean(axis=1), found.low, found.high))
+    rows = (
+        dict(zip(("mean", "low", "high"), row, strict=True)) for row in zip(*columns, strict=True)
+    )
+    return dict(zip(values, rows, strict=True))
+
+
+def find_best(values: Mapping[str, PerImage]) -> Sequence[str]:
+    """Find the methods that are statistically tied for best, highest mean first.
+
+    The 95 % interval of their paired difference to the highest mean includes 0. It is not corrected
+    for the number of methods.
+    """
+    # the paired difference to the highest: intervals of means overlap too easily
+    ordered = sorted(values, key=lambda name: -values[name].mean())
+    estimates = estimate({name: values[name] - values[ordered[0]] for name in ordered})
+    return [name for name in ordered if estimates[name]["high"] >= 0]

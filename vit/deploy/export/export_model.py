@@ -8,7 +8,7 @@ from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.deploy.export.card import write_card
 from vit.deploy.export.onnx_file import check_onnx, export_onnx
 from vit.deploy.export.python_formats import convert_to_timm, convert_to_transformers, write_folder
-from vit.model.timm_weights import load_timm
+from vit.model.modules import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_arguments
 from vit.runtime.files import expand_home, replace_output

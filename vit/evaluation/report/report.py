@@ -26,6 +26,7 @@ from vit.evaluation.report.contrast import (
     explain_mistakes,
     whiten,
 )
+from vit.evaluation.report.learning_curve import build_curve_section
 from vit.explanation.render.page import (
     encode_photo,
     encode_picture,
@@ -38,7 +39,6 @@ from vit.explanation.training_photos import Neighbour, TrainingPhotos
 from vit.model.find_file import find_model
 from vit.prediction.predictor import Pixels
 from vit.runtime.numbers import format_interval, format_number, format_percent
-from vit.runtime.products import find_product
 
 if TYPE_CHECKING:
     # A result writes its own report.
@@ -51,22 +51,6 @@ _MAX_CLASSES = 1000
 _MAX_CURVES = 40
 # With fewer images of a class, its recall says little.
 _MIN_SUPPORT = 5
-
-
-class Section(NamedTuple):
-    """A section that a product adds to the report: the product's "report section" returns it.
-
-    Attributes:
-        anchor: Its id in the page.
-        title: Its name in the navigation.
-        html: Its content, already escaped; empty: only the sentence is shown.
-        sentence: One more sentence at the top of the report.
-    """
-
-    anchor: str
-    title: str
-    html: str
-    sentence: str
 
 
 class Picture(NamedTuple):
@@ -103,8 +87,7 @@ def build_report(result: "EvaluationResult") -> str:
     names = [row.name for row in evaluation.per_class]
     mistakes, problem = _show_mistakes(result)
     sentences = describe_in_plain_words(evaluation, scores)
-    build_section = find_product("report section")
-    section: Section | None = build_section and build_section(result)
+    section = build_curve_section(find_run(evaluation.model))
     if section is not None:
         sentences.append(section.sentence)
     classes = evaluation.per_class

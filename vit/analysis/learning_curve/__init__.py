@@ -1,1 +1,0 @@
-"""Estimate how accuracy grows with more images."""
