@@ -5,7 +5,6 @@ import errno
 import os
 import signal
 import textwrap
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -88,40 +87,10 @@ def test_processes_and_this_process_build_the_same(
     source = folder_source(make_folder, count=20)
     monkeypatch.setattr(decoding, "_FEW", 0)
     monkeypatch.setattr(decoding, "_CHUNK", 7)
-    called = []
-
-    def wait_for_pixels() -> None:
-        (pixels,) = (cache / "many").glob("*.building/images.u8")
-        while not any(pixels.read_bytes()):
-            time.sleep(0.01)
-        called.append(pixels)
-
-    many = build(source, cache / "many", workers=2, while_decoding=wait_for_pixels)
-    one = build(source, cache / "one", workers=1, while_decoding=pytest.fail)
+    many = build(source, cache / "many", workers=2)
+    one = build(source, cache / "one", workers=1)
     assert_same(many, one)
-    assert len(called) == 1
-    assert_same(build(source, cache / "many", workers=2, while_decoding=pytest.fail), one)
-
-
-@pytest.mark.extended
-# a thread of joblib's may look for a task that was cancelled, whatever interrupts
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_interruption_while_processes_decode_ends_them(
-    make_folder: MakeFolder, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = folder_source(make_folder, count=20)
-    monkeypatch.setattr(decoding, "_FEW", 0)
-    monkeypatch.setattr(decoding, "_CHUNK", 1)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), warnings.catch_warnings(record=True) as caught:
-        build(source, cache, workers=2, while_decoding=interrupt)
-    # joblib's own, about results that nobody takes
-    assert not [warning for warning in caught if "tasks" in str(warning.message)]
-    assert not [path for path in cache.iterdir() if path.is_dir()]
-    assert_same(build(source, cache, workers=2), build(source, cache / "one", workers=1))
+    assert_same(build(source, cache / "many", workers=2), one)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +118,8 @@ def test_a_process_that_is_killed_is_one_error_and_the_next_run_is_right(
     reader = KillingReader(tmp_path / "images", source.ids, tmp_path / "killed")
     killing = replace(source, reader=reader)
 
-    def wait_for_kill() -> None:
-        while not reader.mark.exists():
-            time.sleep(0.01)
-
     with pytest.raises(OSError, match="a data-loading worker has ended"):
-        build(killing, cache, workers=2, while_decoding=wait_for_kill)
+        build(killing, cache, workers=2)
     assert not [path for path in cache.iterdir() if path.is_dir()]
     assert_same(build(killing, cache, workers=2), build(source, cache / "one", workers=1))
 

@@ -56,24 +56,9 @@ def test_uniforms_and_integers_are_the_upper_bits_exactly(device: str) -> None:
 
 def test_random_numbers_never_change_between_versions() -> None:
     # a resumed run must see the pictures it would have seen
-    assert StatelessRandom(0, 0, torch.arange(8)).integers("crop y", below=9).tolist() == [
-        5,
-        2,
-        4,
-        5,
-        5,
-        4,
-        2,
-        4,
-    ]
-    assert StatelessRandom(0, 0, torch.arange(8)).permutation().tolist() == [6, 2, 0, 4, 5, 1, 7, 3]
-
-
-def test_uniforms_fill_the_interval_evenly() -> None:
-    values = StatelessRandom(0, 0, torch.arange(100_000)).uniform("x")
-    assert values.min() >= 0
-    assert values.max() < 1
-    assert chi_square_p(torch.histc(values, 100, 0, 1)) > 1e-3
+    rng = StatelessRandom(0, 0, torch.arange(8))
+    assert rng.integers("crop y", below=9).tolist() == [5, 2, 4, 5, 5, 4, 2, 4]
+    assert rng.permutation().tolist() == [6, 2, 0, 4, 5, 1, 7, 3]
 
 
 def test_every_bit_is_a_fair_coin() -> None:
@@ -116,11 +101,3 @@ def test_order_is_a_permutation_and_places_are_uniform() -> None:
     )
     for sample in (0, 7, 19):
         assert chi_square_p(torch.bincount(places[:, sample], minlength=20).double()) > 1e-3
-
-
-def test_epochs_have_different_orders() -> None:
-    orders = {
-        tuple(StatelessRandom(0, epoch, torch.arange(50)).permutation().tolist())
-        for epoch in range(100)
-    }
-    assert len(orders) == 100

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -48,8 +47,8 @@ _CHUNK = 256
 # images below which starting processes costs more than it saves
 _FEW = 1000
 
-# places of images in the dataset, facts uint64 [4, n], place → why the image can't be read
-_Chunk = tuple[np.ndarray, np.ndarray, dict[int, str]]
+# facts of images: two hashes, width and height, uint64 [4, n]
+_Facts = np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +116,27 @@ class _Place:
         index = self.folder / "index.npz"
         return open_cached(self.folder, lambda: read_arrays(index))
 
+    def open_images(self, index: dict[str, np.ndarray]) -> np.ndarray | None:
+        """Map the pixels, uint8 [n, H, W, 3]; None if they are damaged."""
+        assert self.size is not None
+        path = self.folder / "images.u8"
+        shape = (len(index["readable"]), *self.size, 3)
+        checksums = index["checksums"]
+        # evenly spaced blocks, because reading a large file whole would take minutes
+        blocks = range(0, len(checksums), max(1, len(checksums) // _CHECKED_BLOCKS))
+
+        def map_pixels() -> np.ndarray:
+            has_right_size = path.stat().st_size == math.prod(shape)
+            if not has_right_size or (_compute_checksums(path, blocks) != checksums[blocks]).any():
+                raise ValueError(f"{path} is damaged")
+            if not shape[0]:
+                # an empty file can't be mapped
+                return np.zeros(shape, dtype=np.uint8)
+            # copy-on-write: torch can use the memory, and the file can't be changed through it
+            return np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
+
+        return open_cached(self.folder, map_pixels)
+
 
 def decode_dataset(
     dataset: ImageDataset,
@@ -127,7 +147,6 @@ def decode_dataset(
     max_unreadable_fraction: float = 0.05,
     progress: bool = True,
     preprocess: Preprocess | None = None,
-    while_decoding: Callable[[], object] | None = None,
 ) -> ImageDataset:
     """Decode every image once, or open what was decoded earlier.
 
@@ -139,8 +158,6 @@ def decode_dataset(
         max_unreadable_fraction: Fraction of the images that may be unreadable, 0 to 1.
         progress: Show a progress bar.
         preprocess: How images are scaled, apart from the size; None for a bicubic crop.
-        while_decoding: Called once when other processes have begun to decode; not if this one
-            decodes.
 
     Returns:
         The readable images, with `pixels` (None without a size), `hashes`, `sizes` and `unreadable`.
@@ -153,9 +170,6 @@ def decode_dataset(
         return dataset
 
     place = _find_place(dataset, size, cache_dir, preprocess)
-    decode = partial(
-        _decode_images, workers=workers, progress=progress, while_decoding=while_decoding
-    )
     decoded, contents = _open_decoded(place, dataset)
     if decoded is None:
         place.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +182,7 @@ def decode_dataset(
                 mark = "" if is_locked else f".{secrets.token_hex(4)}"
                 building = place.folder.with_name(f"{place.folder.name}{mark}.building")
                 try:
-                    _build(dataset, contents, place, building, decode)
+                    _build(dataset, contents, place, building, workers=workers, progress=progress)
                     # the outdated one, or a damaged one
                     shutil.rmtree(place.folder, ignore_errors=True)
                     rename_durably(building, place.folder)
@@ -180,17 +194,6 @@ def decode_dataset(
     assert decoded is not None
     check_unreadable(decoded.unreadable, len(dataset), max_unreadable_fraction)
     return decoded
-
-
-def is_decoded(dataset: ImageDataset, preprocess: Preprocess, cache_dir: Path) -> bool:
-    """Return true if `decode_dataset` has no images to decode for this preprocessing. No file is
-    read for it."""
-    if dataset.pixels is not None:
-        return True
-    place = _find_place(dataset, preprocess.resize_size, cache_dir, preprocess)
-    index = place.read_index()
-    stats = dataset.reader.stats()
-    return index is not None and (stats is None or np.array_equal(index["stats"], stats))
 
 
 def _find_place(
@@ -223,10 +226,12 @@ def _build(
     contents: Contents,
     place: _Place,
     building: Path,
-    decode: Callable[..., tuple[np.ndarray, dict[int, str]]],
+    *,
+    workers: int | None,
+    progress: bool,
 ) -> None:
     """Write the images into the folder `building`: those that are in a folder of the same kind are
-    copied, and `decode` (see `_decode_images`) decodes the others. The caller removes it."""
+    copied, and the others are decoded. The caller removes it."""
     # a process that was killed may have left it
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
@@ -245,10 +250,10 @@ def _build(
     missing = np.flatnonzero(~is_copied)
     failures: dict[int, str] = {}
     if len(missing):
-        decoded, failures = decode(
-            dataset, missing, pixels if place.size is not None else None, place.preprocess
+        file_of_pixels = None if place.size is None else pixels
+        facts[:, missing], failures = _decode_images(
+            dataset, missing, file_of_pixels, place.preprocess, workers=workers, progress=progress
         )
-        facts[:, missing] = decoded
 
     # unreadable images have no place in the file, only in the index
     readable = np.delete(np.arange(count), list(failures))
@@ -279,24 +284,20 @@ def _build(
 
 
 def _copy_known(
-    other: _Place, contents: Contents, pixels: Path, facts: np.ndarray, is_copied: np.ndarray
+    other: _Place, contents: Contents, pixels: Path, facts: _Facts, is_copied: np.ndarray
 ) -> None:
     """Copy the images that another folder has, and their facts. Damaged folders have none."""
     index = other.read_index()
     if index is None or is_copied.all():
         return
-    readable = index["readable"]
-    row_of = {digest: row for row, digest in enumerate(index["digests"][readable].tolist())}
+    digests = index["digests"][index["readable"]].tolist()
+    row_of = {digest: row for row, digest in enumerate(digests)}
     rows = np.array([row_of.get(digest, -1) for digest in contents.digests.tolist()])
     chosen = np.flatnonzero((rows >= 0) & ~is_copied)
     if not len(chosen):
         return
     if other.size is not None:
-        shape = (len(readable), *other.size, 3)
-        stored = open_cached(
-            other.folder,
-            lambda: _open_images(other.folder / "images.u8", shape, index["checksums"]),
-        )
+        stored = other.open_images(index)
         if stored is None:
             return
         images = np.memmap(pixels, np.uint8, mode="r+", shape=(len(rows), *other.size, 3))
@@ -335,47 +336,42 @@ def _decode_images(
     *,
     workers: int | None,
     progress: bool,
-    while_decoding: Callable[[], object] | None,
-) -> tuple[np.ndarray, dict[int, str]]:
+) -> tuple[_Facts, dict[int, str]]:
     """Write the pixels of the images at `indices` into their places of a file, unless it is None,
     and hash them.
 
     Returns:
-        Facts of the images, uint64 [4, n]: two hashes, width and height; and index of an image →
-        why it can't be read.
+        Facts of the images, and index of an image → why it can't be read.
     """
-    count = len(indices)
-    places = dict(zip(indices.tolist(), range(count), strict=True))
-    facts = np.zeros((4, count), dtype=np.uint64)
-    failures: dict[int, str] = {}
+    # takes long to import; it starts new processes (a fork is unsafe with threads) that import no
+    # __main__
+    from joblib import Parallel, delayed  # type: ignore[import-untyped]
+
+    is_alone = workers in (0, 1) or len(indices) < _FEW or dataset.reader.in_process
+    pool = Parallel(
+        n_jobs=1 if is_alone else workers or -1, return_as="generator_unordered", max_nbytes=None
+    )
     # a generator, because the parts of millions of images would take much memory
     tasks = (
-        (dataset.subset(chunk), chunk, len(dataset), pixels, preprocess)
-        for chunk in (indices[start : start + _CHUNK] for start in range(0, count, _CHUNK))
+        delayed(_decode_chunk)(
+            dataset.subset(indices[start : start + _CHUNK]),
+            range(start, min(start + _CHUNK, len(indices))),
+            indices[start : start + _CHUNK],
+            len(dataset),
+            pixels,
+            preprocess,
+        )
+        for start in range(0, len(indices), _CHUNK)
     )
+    facts = np.zeros((4, len(indices)), dtype=np.uint64)
+    failures: dict[int, str] = {}
     title = f"decoding {dataset.name} {dataset.split}"
-    with show_progress(title, count, shown=progress) as advance:
-        if workers in (0, 1) or count < _FEW or dataset.reader.in_process:
-            chunks: Iterator[_Chunk] = (_decode_chunk(*task) for task in tasks)
-        else:
-            # joblib starts new processes (a fork is unsafe with threads) and imports no __main__
-            from joblib import Parallel, delayed  # type: ignore[import-untyped]
-
-            pool = Parallel(n_jobs=workers or -1, return_as="generator_unordered", max_nbytes=None)
-            decoded = pool(delayed(_decode_chunk)(*task) for task in tasks)
-            try:
-                if while_decoding is not None:
-                    while_decoding()
-            except BaseException as error:
-                # ends the processes, as if raised while waiting for them
-                decoded.throw(error)
-            chunks = decoded
-
+    with show_progress(title, len(indices), shown=progress) as advance:
         try:
-            for chunk, chunk_facts, chunk_failures in chunks:
-                facts[:, [places[index] for index in chunk.tolist()]] = chunk_facts
+            for rows, chunk_facts, chunk_failures in pool(tasks):
+                facts[:, rows] = chunk_facts
                 failures |= chunk_failures
-                advance(len(chunk))
+                advance(len(rows))
         except BrokenProcessPool as error:
             raise OSError(
                 "a data-loading worker has ended (out of memory? try fewer data.workers; a script"
@@ -386,19 +382,22 @@ def _decode_images(
 
 def _decode_chunk(
     dataset: ImageDataset,
-    places: Sequence[int] | np.ndarray,
+    rows: range,
+    places: np.ndarray,
     total: int,
     pixels: Path | None,
     preprocess: Preprocess,
-) -> _Chunk:
-    """Decode a chunk, and write its pixels into these places of the file of `total` images."""
-    count = len(dataset)
-    places = np.asarray(places)
+) -> tuple[range, _Facts, dict[int, str]]:
+    """Decode a chunk, and write its pixels into these places of the file of `total` images.
+
+    Returns:
+        `rows` as they are, and what `_decode_images` returns.
+    """
     if pixels is not None:
         shape = (total, *preprocess.image_size, 3)
         images = np.memmap(pixels, dtype=np.uint8, mode="r+", shape=shape)
 
-    facts = np.zeros((4, count), dtype=np.uint64)
+    facts = np.zeros((4, len(dataset)), dtype=np.uint64)
     failures: dict[int, str] = {}
     for index, place in enumerate(places.tolist()):
         try:
@@ -408,7 +407,7 @@ def _decode_chunk(
                 images[place] = preprocess.to_uint8(image)
         except (ValueError, OSError) as error:
             failures[place] = str(error)
-    return places, facts, failures
+    return rows, facts, failures
 
 
 def _open_decoded(
@@ -434,39 +433,17 @@ def _open_decoded(
     if (contents.stats != index["stats"]).any():
         # so that files that only look new aren't read the next time
         write_arrays(place.folder / "index.npz", {**index, "stats": contents.stats})
-    readable = index["readable"]
-    images = None
-    if place.size is not None:
-        shape = (len(readable), *place.size, 3)
-        images = open_cached(
-            place.folder,
-            lambda: _open_images(place.folder / "images.u8", shape, index["checksums"]),
-        )
-        if images is None:
-            return None, contents
+    images = None if place.size is None else place.open_images(index)
+    if images is None and place.size is not None:
+        return None, contents
     decoded = replace(
-        dataset.subset(readable),
+        dataset.subset(index["readable"]),
         pixels=images,
         hashes=index["hashes"],
         sizes=index["sizes"],
         unreadable=[(name, reason) for name, reason in index["unreadable"].tolist()],
     )
     return decoded, contents
-
-
-def _open_images(path: Path, shape: tuple[int, ...], checksums: np.ndarray) -> np.ndarray:
-    """Map the pixels in a file. Raises ValueError if it is damaged."""
-    # evenly spaced blocks, because reading a large file whole would take minutes
-    blocks = range(0, len(checksums), max(1, len(checksums) // _CHECKED_BLOCKS))
-    has_right_size = path.stat().st_size == math.prod(shape)
-    if not has_right_size or (_compute_checksums(path, blocks) != checksums[blocks]).any():
-        raise ValueError(f"{path} is damaged")
-
-    if not shape[0]:
-        # an empty file can't be mapped
-        return np.zeros(shape, dtype=np.uint8)
-    # copy-on-write: torch can use the memory, and the file can't be changed through it
-    return np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
 
 
 def _compute_checksums(path: Path, blocks: range) -> np.ndarray:

@@ -103,7 +103,6 @@ class DeepImage(Image.Image):
         values: [H, W] or [H, W, 3], integers or floats.
         limits: Smallest and largest value that the file says it may hold, or None.
         is_inverted: Large values are dark.
-        preview: The RGB pixels, if they are known already.
     """
 
     def __init__(
@@ -112,15 +111,13 @@ class DeepImage(Image.Image):
         *,
         limits: tuple[float, float] | None = None,
         is_inverted: bool = False,
-        preview: Image.Image | None = None,
     ) -> None:
         super().__init__()
         self.values = values
         self.limits = limits
         self.is_inverted = is_inverted
-        if preview is None:
-            # not inverted: so were these files read before there were ranges
-            preview = self._scale(0, 65535) if self.has_integers else self.stretch()
+        # not inverted: so were these files read before there were ranges
+        preview = self._scale(0, 65535) if self.has_integers else self.stretch()
         self.__dict__.update(vars(preview))
 
     @property
@@ -385,11 +382,8 @@ def _read_deep(image: Image.Image) -> DeepImage | None:
     """Return an upright image of more than 8 bits a channel; None for another."""
     if not is_deep(image):
         return None
-    values, limits, is_inverted = read_values(image)
-    # Pillow has decoded the high bytes of 16-bit colours
-    is_colour = image.mode in ("RGB", "RGBA")
-    preview = _convert(ImageOps.exif_transpose(image)) if is_colour else None
-    return DeepImage(values, limits=limits, is_inverted=is_inverted, preview=preview)
+    values, is_inverted = read_values(image)
+    return DeepImage(values, is_inverted=is_inverted)
 
 
 def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:

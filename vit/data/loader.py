@@ -22,7 +22,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.workers import Decoding, DecodingWorkers, Steps
 from vit.runtime.device import copy_to_device, count_free_bytes
-from vit.runtime.machine import count_free_memory, count_workers
+from vit.runtime.machine import count_free_memory
 from vit.runtime.processes import Process
 
 Pipeline = Literal["resident", "cached", "workers", "tokens"]
@@ -171,13 +171,8 @@ class TrainLoader:
             yield from ((rng, None) for rng in samples)
             return
         assert self.dataset.pixels is not None
-        workers = self.decoding.workers
-        yield from gather(
-            self.dataset.pixels,
-            samples,
-            num_threads=max(count_workers() if workers is None else workers, 1),
-            pinned=torch.device(self.device).type not in ("cpu", "mps"),
-        )
+        pinned = torch.device(self.device).type not in ("cpu", "mps")
+        yield from gather(self.dataset.pixels, samples, pinned=pinned)
 
     def _augment_batch(
         self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool
