@@ -166,7 +166,7 @@ class Decoder(Dataset[Decoded]):
         self._max_unreadable = min(max_unreadable, self._count - 1)
 
     def __getitem__(self, tasks: Sequence[Task]) -> Decoded:
-        pixels = np.zeros((len(tasks), *self._transform.size, 3), dtype=np.uint8)
+        pixels = np.empty((len(tasks), *self._transform.size, 3), dtype=np.uint8)
         indices = torch.empty(len(tasks), dtype=torch.int64)
         unreadable: dict[int, str] = {}
         error = ""
@@ -307,7 +307,9 @@ class DecodingWorkers:
             for part in parts:
                 self._check(part, on_warning)
             indices = torch.cat([part.indices for part in parts])
-            pixels = torch.cat([part.pixels for part in parts])
+            pixels = parts[0].pixels
+            if len(parts) > 1:
+                pixels = torch.cat([part.pixels for part in parts])
             yield replace(sent.popleft(), sample_ids=indices), pixels
 
     def _build_loader(self) -> DataLoader[Decoded]:
