@@ -91,6 +91,7 @@ def test_every_shipped_recipe_is_valid(path: Path) -> None:
         ("train.epohcs=3", r"unknown key train\.epohcs; did you mean train\.epochs\?"),
         ("train.lr=1", r"unknown key train\.lr; did you mean optimizer\.lr\?"),
         ("tran.epochs=3", "unknown key tran; did you mean train"),
+        ("train.calibrate=true", r"train\.calibrate is a key of an earlier version; leave it out"),
         ("train.epochs=three", r"train\.epochs: .*integer.*'three'"),
         ("train.epochs=0", r"train\.epochs: .*greater than 0"),
         (

@@ -36,6 +36,11 @@ from vit.runtime.arguments import (
 from vit.runtime.documents import explain_error, parse_yaml
 from vit.runtime.files import expand_home, read_text
 
+# Keys of version 0.2.0 that are gone, which its runs and their model files hold.
+_FORMER_KEYS = {
+    *("augment.re_prob", "augment.rand_augment", "data.check_cache", "train.calibrate"),
+    *("train.gradient_exchange", "train.on_nonfinite", "train.teacher", "train.tf32"),
+}
 Triple = tuple[float, float, float]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 DropRate = Annotated[float, Field(ge=0, lt=1)]
@@ -436,13 +441,13 @@ def _explain(error: Any) -> str:
         return explain_error(error)
 
     key = ".".join(map(str, error["loc"]))
+    if key in _FORMER_KEYS:
+        return f"{key} is a key of an earlier version; leave it out, or begin its run anew"
     known = list(flatten_config(Config()) if "." in key else Config.model_fields)
     # A right name in the wrong section is as common as a misspelled one.
     near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0.5)
+    hint = f"known sections: {', '.join(Config.model_fields)}"
     if near:
-        return f"unknown key {shorten(key)}; did you mean {near[0]}?"
-    return (
-        f"unknown key {shorten(key)}; leave it out, also if an earlier version has written it (known"
-        f" sections: {', '.join(Config.model_fields)})"
-    )
+        hint = f"did you mean {near[0]}?"
+    return f"unknown key {shorten(key)}; {hint}"
