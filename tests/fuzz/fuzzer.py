@@ -122,7 +122,6 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
     import torch
 
     from tests.fuzz.data_cases import build_data_cases
-    from tests.training.test_identity import rewrite
     from vit.bundle import load_bundle
     from vit.config import load_config
     from vit.data.cache import decode_dataset
@@ -184,10 +183,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         run = folder / "run"
         shutil.copytree(corpus.run / "checkpoints", run / "checkpoints")
         path = run / "checkpoints" / corpus.checkpoint.name
-        if rng.random() < 0.5:
-            path.write_bytes(mutate(path.read_bytes(), rng))
-        else:
-            rewrite(path, lambda state: change_value(state, rng))
+        path.write_bytes(mutate(path.read_bytes(), rng))
         with refusals(), contextlib.redirect_stderr(io.StringIO()):
             config = load_config(corpus.config)
             trainer = build_run(

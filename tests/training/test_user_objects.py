@@ -456,20 +456,3 @@ def test_the_documented_mlflow_callback_logs_to_a_folder(
     assert run.data.params["train.batch_size"] == "16"
     assert run.data.metrics["val_top1"] == pytest.approx(result.metrics[-1]["val_top1"])
     assert run.info.status == "FINISHED"
-
-
-@pytest.mark.extended
-def test_the_documented_wandb_callback_logs_to_a_folder(
-    documented: dict[str, Any], arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    callback = documented["WandB"]()
-    result = vit.train(CONFIG, output=tmp_path / "run", dataset=arrays, callbacks=[callback])
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    assert callback.run.config["train.batch_size"] == 16
-    # its records are JSON between bytes of protobuf
-    content = file.read_bytes()
-    assert content.count(b"val_loss") >= len(result.metrics)
-    assert str(result.metrics[-1]["val_loss"]).encode() in content
