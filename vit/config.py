@@ -389,15 +389,6 @@ def plain_values(config: Config) -> dict[str, Any]:
     return values
 
 
-def flatten_config(config: Config) -> dict[str, Any]:
-    """Return the values by 'section.key'."""
-    return {
-        f"{section}.{key}": value
-        for section, keys in config.model_dump().items()
-        for key, value in keys.items()
-    }
-
-
 def values_to_save(config: Config) -> dict[str, Any]:
     """Return `plain_values` for files that others may read: without tokens of addresses."""
     values = plain_values(config)
@@ -443,7 +434,10 @@ def _explain(error: Any) -> str:
     key = ".".join(map(str, error["loc"]))
     if key in _FORMER_KEYS:
         return f"{key} is a key of an earlier version; leave it out, or begin its run anew"
-    known = list(flatten_config(Config()) if "." in key else Config.model_fields)
+    known = list(Config.model_fields)
+    if "." in key:
+        sections = Config().model_dump().items()
+        known = [f"{section}.{name}" for section, keys in sections for name in keys]
     # A right name in the wrong section is as common as a misspelled one.
     near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0.5)
