@@ -40,6 +40,7 @@ from vit.runtime.files import expand_home, read_text
 _FORMER_KEYS = {
     *("augment.re_prob", "augment.rand_augment", "data.check_cache", "train.calibrate"),
     *("train.gradient_exchange", "train.on_nonfinite", "train.teacher", "train.tf32"),
+    "train.timeout_seconds",
 }
 Triple = tuple[float, float, float]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -270,8 +271,6 @@ class TrainConfig(_Section):
     checkpoint_every_steps: int | None = Field(None, gt=0)
     # training images whose features the model file keeps, for p_value and similar
     max_training_features: int = Field(2000, ge=0)
-    # seconds after which a silent process counts as lost
-    timeout_seconds: float = Field(600, gt=0)
 
 
 class Config(_Section):

@@ -44,6 +44,8 @@ T = TypeVar("T")
 # A run's speed is measured this number of times; a smaller change of its length is ignored.
 _NUM_SPEED_CHECKS = 10
 _MIN_LENGTH_CHANGE = 0.05
+# Seconds after which a silent process counts as lost.
+TIMEOUT_SECONDS = 600.0
 # Training losses above this multiple of the loss of guessing are warned of.
 _LARGE_LOSS = 3.0
 
@@ -128,7 +130,7 @@ class Trainer:
             ValueError: A loss or gradient is not finite.
         """
         self._started_at = time.perf_counter() - self.progress.elapsed_seconds
-        self.process.set_timeout(self.plan.settings.timeout_seconds)
+        self.process.set_timeout(TIMEOUT_SECONDS)
         with stop_on_signals(self._request_stop):
             try:
                 self._notify(
