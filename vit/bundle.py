@@ -213,7 +213,6 @@ class Bundle:
         return RecordedImages(
             self.config.get("data", {}),
             digests=None if self.training_hashes is None else self.training_hashes[0],
-            preprocess=self.preprocess,
             task=self.data.get("task"),
             held_out=self.data.get("held_out"),
         )

@@ -88,9 +88,9 @@ class DataConfig(_Section):
     path_column: str | None = None
     # see --label-column
     label_column: str | None = None
-    # column of a table that names the splits; null takes "split"
+    # see --split-column
     split_column: str | None = None
-    # column of a table that names the groups; null takes "group"
+    # see --group-column
     group_column: str | None = None
     # classes: one class an image; multilabel: any number of labels; null: as the labels look
     task: Literal["classes", "multilabel"] | None = None

@@ -335,7 +335,7 @@ def test_the_columns_and_groups_of_another_table_may_be_named(
     for index, name in enumerate(load_bundle(tiny_run).class_names):
         file = f"{'ab'[index % 2]}{index}.png"
         Image.fromarray(np.full((9, 9), 20 * index, dtype=np.uint8)).save(tmp_path / file)
-        rows.append(f"{file},{name},{index % 3},x")
+        rows.append(f"{file},{name},{index % 3},h{index % 4}")
     table = tmp_path / "own.csv"
     table.write_text("\n".join(["Datei,Art,group,Klasse", *rows]))
     arguments = ["evaluate", tiny_run, "--data", table, "--output", tmp_path / "out"]
@@ -347,6 +347,9 @@ def test_the_columns_and_groups_of_another_table_may_be_named(
     evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert evaluation["num_images"] == len(rows)
     assert f"these {len(rows)} images are of 2 groups" in evaluation["notes"][0]
+    cli.succeed(*arguments, "--label-column", "Art", "--group-column", "Klasse", "--overwrite")
+    evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert f"these {len(rows)} images are of 4 groups" in evaluation["notes"][0]
 
 
 def test_a_root_without_training_images_is_evaluated(

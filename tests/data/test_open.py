@@ -160,41 +160,6 @@ def test_images_are_read_below_class_folders_at_any_depth(make_folder: MakeFolde
     assert source.image(2).size == (32, 24)
 
 
-def test_hidden_files_and_other_files_are_counted_not_read(make_folder: MakeFolder) -> None:
-    root = make_folder(*grid("."), ".git/x.png", "cat/.hidden.png", "cat/.thumbs/1.png")
-    (root / "dog" / "notes.txt").write_text("woof")
-    source = open_dataset("folder", root=root).split("all")
-    assert len(source) == 20
-    assert source.class_names == ("cat", "dog")
-    told = open_dataset("folder", root=root).describe_files()
-    assert "2 not images: .txt 1, hidden 1, " in told
-    assert "images in folders .thumbs 1" in told
-
-
-@pytest.mark.parametrize(
-    ("paths", "sentence"),
-    [
-        ([], "images holds no images in folders of classes; check the path"),
-        (["cat/1.png"], "<class>/<image> names fewer than two classes: 'cat'"),
-        (
-            ["train/cat/1.png", "train/dog/1.png", "test/cow/1.png"],
-            "class 'cow' has 1 images in the test split and none",
-        ),
-        (["cat/1.png", "dog/1.txt.png/x.json.png"], None),
-    ],
-)
-def test_folders_that_cannot_be_learned_from_are_refused(
-    make_folder: MakeFolder, tmp_path: Path, paths: list[str], sentence: str | None
-) -> None:
-    (tmp_path / "images").mkdir()
-    root = make_folder(*paths) if paths else tmp_path / "images"
-    if sentence is None:
-        assert len(open_dataset("folder", root=root).split("all")) == 2
-    else:
-        with pytest.raises(ValueError, match=sentence):
-            open_dataset("folder", root=root).split("train")
-
-
 def test_an_empty_class_folder_is_named(make_folder: MakeFolder) -> None:
     root = make_folder(*grid("."))
     (root / "empty").mkdir()
@@ -222,23 +187,6 @@ def test_a_label_file_names_classes_and_splits(make_folder: MakeFolder) -> None:
     )
     assert (train.ids, train.labels.tolist()) == (["x/2.png", "3.png"], [1, 0])
     assert (test.ids, test.labels.tolist(), test.class_names) == (["x/1.png"], [0], ("elk", "owl"))
-
-
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("2.png", "line 3: label '' is no text"),
-        ("2.png,", "line 3: label '' is no text"),
-        ("9.png,elk", "line 3: 9.png is not a file"),
-        ("1.png,elk", "line 3: 1.png is listed with two classes"),
-    ],
-)
-def test_a_wrong_line_of_a_label_file_is_named_by_its_number(
-    make_folder: MakeFolder, line: str, sentence: str
-) -> None:
-    root = write_labels(make_folder("1.png", "2.png"), "path,label", "1.png,owl", line)
-    with pytest.raises(ValueError, match=sentence):
-        open_dataset("folder", root=root).split("train")
 
 
 # --- published sets, from fixtures in their layout --------------------

@@ -522,6 +522,9 @@ def test_folders_of_systems_are_left_out_with_a_count(tmp_path: Path) -> None:
     assert "8 images in 2 classes" in text
     assert "27 not used" in text
     assert "images in folders @eaDir 6" in text
+    save(tmp_path / "cat/.hidden.png")
+    write(tmp_path / "dog/notes.txt", "woof")
+    assert "2 not images: .txt 1, hidden 1" in open_place(tmp_path).describe_files()
 
 
 def test_a_split_of_fewer_classes_is_matched_by_name(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ _NEAR = 6
 _FLAT = 8
 # pixels; many smaller images of one class have equal hashes
 _MIN_SIDE = 16
-# pairs compared at once: temporaries of 16 MiB stay in the processor's cache
-_BLOCK = 1 << 21
 
 
 def hash_pixels(image: Image.Image) -> int:
@@ -82,16 +80,17 @@ def find_duplicates(
     # in the order of the training images, so that the first of equally close ones is found
     candidates = np.sort(np.unique(training_dhashes, return_index=True)[1])
     candidates = candidates[_is_distinctive(training_dhashes[candidates])]
-    mirrored = _mirror(query_dhashes)
-    closest, distances = _find_closest(
-        np.concatenate([query_dhashes, mirrored]), training_dhashes[candidates]
-    )
-    # the mirror image may be more similar
-    closest = closest.reshape(2, -1)
-    distances = distances.reshape(2, -1)
-    closest = np.where(distances[1] < distances[0], closest[1], closest[0])
-    is_near = distances.min(axis=0)[inverse] <= max_distance
-    near_pairs = np.stack([queries[is_near], candidates[closest[inverse][is_near]]], axis=1)
+    known = training_dhashes[candidates]
+    found = np.full(len(query_dhashes), -1)
+    if len(known):
+        # brute force: 10,000 images against 50,000 take a second
+        for place, pair in enumerate(zip(query_dhashes, _mirror(query_dhashes), strict=True)):
+            # the mirror image may be more similar
+            distances = min((np.bitwise_count(known ^ dhash) for dhash in pair), key=np.min)
+            if distances.min() <= max_distance:
+                found[place] = candidates[distances.argmin()]
+    nearest = found[inverse]
+    near_pairs = np.stack([queries, nearest], axis=1)[nearest >= 0]
     return exact_pairs, near_pairs
 
 
@@ -147,24 +146,3 @@ def _mirror(dhashes: np.ndarray) -> np.ndarray:
 def _is_distinctive(dhashes: np.ndarray) -> np.ndarray:
     num_ones = np.bitwise_count(dhashes)
     return np.asarray((num_ones >= _FLAT) & (num_ones <= 64 - _FLAT))
-
-
-def _find_closest(queries: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the first of the closest training hashes of each query.
-
-    Returns:
-        Its index, int64 [n], and the number of different bits, 65 if there are no training hashes.
-    """
-    closest = np.zeros(len(queries), dtype=np.int64)
-    distances = np.full(len(queries), 65)
-    if not len(training):
-        return closest, distances
-
-    # brute force: 10,000 images against 50,000 take half a second
-    rows = max(1, _BLOCK // len(training))
-    for start in range(0, len(queries), rows):
-        block = slice(start, start + rows)
-        num_different = np.bitwise_count(queries[block, None] ^ training)
-        closest[block] = num_different.argmin(axis=1)
-        distances[block] = num_different.min(axis=1)
-    return closest, distances

@@ -2,9 +2,8 @@
 burst, and copies. Otherwise a test measures how well the model has memorised them."""
 
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import compress
@@ -292,30 +291,31 @@ def choose_whole_groups(
         members.setdefault(group, Counter())[label] += 1
     num_groups = Counter(label for counts in members.values() for label in counts)
 
-    best: set[str] = set()
-    least = (math.inf, math.inf)
-    for draw in range(_NUM_DRAWS if fraction else 1):
-        chosen, distance = _draw_groups(
-            members,
-            fraction=fraction,
-            salt=f"{salt}:{draw}" if draw else salt,
-            smallest_only=not draw,
-        )
+    def rate(chosen: Set[str], distance: int) -> tuple[int, int]:
+        """Count the classes that lack a group on either side. Fewer are better."""
         num_chosen = Counter(label for group in chosen for label in members[group])
         num_lacking = sum(
             not 1 <= num_chosen[label] <= count - num_splits + 1
             for label, count in num_groups.items()
             if count >= num_splits
         )
-        if (num_lacking, distance) < least:
-            best, least = chosen, (num_lacking, distance)
-        if not draw and not num_lacking:
-            break
+        return num_lacking, distance
+
+    best, distance = _draw_groups(members, fraction, salt, num_groups=None)
+    least = rate(best, distance)
+    if fraction and least[0]:
+        for draw in range(1, _NUM_DRAWS):
+            drawn, distance = _draw_groups(members, fraction, f"{salt}:{draw}", num_groups)
+            if rate(drawn, distance) < least:
+                best, least = drawn, rate(drawn, distance)
     return np.array([group in best for group in groups])
 
 
 def _draw_groups(
-    members: Mapping[str, Counter[int]], *, fraction: float, salt: str, smallest_only: bool
+    members: Mapping[str, Counter[int]],
+    fraction: float,
+    salt: str,
+    num_groups: Mapping[int, int] | None,
 ) -> tuple[set[str], int]:
     """Choose groups in the order of their hashes. See `choose_whole_groups`.
 
@@ -323,8 +323,9 @@ def _draw_groups(
         members: Group → class → number of its images.
         fraction: Fraction of the images to choose.
         salt: Text that decides the order.
-        smallest_only: A class without a chosen group gets its smallest one or none, instead of the
-            smallest one that can be chosen.
+        num_groups: Number of groups of each class. A class without a chosen group then gets its
+            smallest one that can be chosen, the class with the fewest groups first. None: it gets
+            its smallest one or none.
 
     Returns:
         The groups, and by how many images of all classes they miss the fraction.
@@ -332,26 +333,26 @@ def _draw_groups(
     class_sizes: Counter[int] = Counter()
     for counts in members.values():
         class_sizes += counts
-    # at least one image, but never all of a class
-    targets = {
+    # images that each class still lacks: at least one is chosen, but never all of a class
+    lacking = {
         label: min(max(round(fraction * size), fraction > 0), size - 1)
         for label, size in class_sizes.items()
     }
+    left = class_sizes.copy()
     chosen: set[str] = set()
-    num_chosen: Counter[int] = Counter()
+
+    def choose(group: str) -> None:
+        chosen.add(group)
+        for label, count in members[group].items():
+            lacking[label] -= count
+            left[label] -= count
 
     def leaves_some(group: str) -> bool:
-        return all(
-            num_chosen[label] + count < class_sizes[label]
-            for label, count in members[group].items()
-        )
+        return all(count < left[label] for label, count in members[group].items())
 
     def measure_gain(group: str) -> int:
-        return sum(
-            abs(targets[label] - num_chosen[label])
-            - abs(targets[label] - num_chosen[label] - count)
-            for label, count in members[group].items()
-        )
+        counts = members[group].items()
+        return sum(abs(lacking[label]) - abs(lacking[label] - count) for label, count in counts)
 
     def hash_group(group: str) -> bytes:
         text = f"{salt}:{group}".encode(errors="surrogateescape")
@@ -359,18 +360,14 @@ def _draw_groups(
 
     for group in sorted(members, key=hash_group):
         if measure_gain(group) > 0 and leaves_some(group):
-            chosen.add(group)
-            num_chosen.update(members[group])
-    num_groups = Counter(label for counts in members.values() for label in counts)
-    # A group of a class with few groups may bring other classes, too.
-    order = targets if smallest_only else sorted(targets, key=lambda label: num_groups[label])
-    for label in order:
-        if targets[label] and not num_chosen[label]:
-            class_groups = [group for group in members if label in members[group]]
-            class_groups.sort(key=lambda group: (members[group].total(), hash_group(group)))
-            candidates = class_groups[:1] if smallest_only else class_groups
+            choose(group)
+    # a group of a class with few groups may bring other classes, too
+    for label in sorted(lacking, key=num_groups.__getitem__) if num_groups else list(lacking):
+        if lacking[label] > 0 and left[label] == class_sizes[label]:
+            own = [group for group in members if label in members[group]]
+            own.sort(key=lambda group: (members[group].total(), hash_group(group)))
+            candidates = own if num_groups else own[:1]
             smallest = next(filter(leaves_some, candidates), None)
             if smallest is not None:
-                chosen.add(smallest)
-                num_chosen.update(members[smallest])
-    return chosen, sum(abs(target - num_chosen[label]) for label, target in targets.items())
+                choose(smallest)
+    return chosen, sum(map(abs, lacking.values()))

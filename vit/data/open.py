@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit.data.dataset import LabelRule, Request
-from vit.data.preprocess import Preprocess
 from vit.data.sources.base import Root
 from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
@@ -94,7 +93,6 @@ class RecordedImages(NamedTuple):
         config: Data section of the training's configuration.
         digests: Hashes of the training images' pixels, see `vit.data.duplicates`; None: not
             recorded.
-        preprocess: Preprocessing of the model, which scales images of more than 8 bits.
         task: "multilabel" if an image may have several labels.
         held_out: Split → ids of the images that were held out of training; None: not recorded, they
             are drawn by the rule in `config`.
@@ -102,7 +100,6 @@ class RecordedImages(NamedTuple):
 
     config: Mapping[str, Any] = MappingProxyType({})
     digests: np.ndarray | None = None
-    preprocess: Preprocess = Preprocess((1, 1))
     task: str | None = None
     held_out: Mapping[str, Sequence[str]] | None = None
 

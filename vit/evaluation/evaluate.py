@@ -48,6 +48,8 @@ def evaluate(
     label_by: str | None = None,
     path_column: str | None = None,
     label_column: str | None = None,
+    split_column: str | None = None,
+    group_column: str | None = None,
     by: str | Sequence[str] = (),
     operating_point: str | None = None,
     num_examples: int = 16,
@@ -80,6 +82,8 @@ def evaluate(
         label_by: See `vit.train`.
         path_column: See `vit.train`.
         label_column: See `vit.train`.
+        split_column: See `vit.train`.
+        group_column: See `vit.train`.
         by: Columns of the images' table, such as site,camera: accuracy, or
             mean average precision, for each of at most 100 values, with
             intervals, the worst first. folder is the folder of an image, group
@@ -130,7 +134,13 @@ def evaluate(
             rule = parse_rule(
                 operating_point, bundle.class_names, is_multilabel=bundle.is_multilabel
             )
-        labels = LabelRule(label_by, path_column, label_column)
+        labels = LabelRule(
+            label_by,
+            path_column,
+            label_column,
+            split_column=split_column,
+            group_column=group_column,
+        )
         splits = open_data(bundle, data, root, dataset, labels=labels, group_by=group_by)
         # the default split may be the validation images, too
         if rule is not None and (split or splits.default_split) == "validation":

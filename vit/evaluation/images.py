@@ -171,7 +171,7 @@ def check_data(data: str | Path | None, dataset: Any) -> None:
 def check_no_rule(labels: LabelRule, group_by: int | str | None) -> None:
     """Raise ValueError for options that images from Python don't have."""
     if labels != LabelRule() or group_by is not None:
-        names = "group_by, label_by, path_column and label_column"
+        names = "group_by, label_by and the names of columns"
         raise ValueError(f"{names} are for folders and tables, not for dataset=…; leave them out")
 
 

@@ -50,6 +50,8 @@ def train(
     label_by: str | None = None,
     path_column: str | None = None,
     label_column: str | None = None,
+    split_column: str | None = None,
+    group_column: str | None = None,
     folds: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -89,6 +91,10 @@ def train(
         path_column: Column of a table that names the images. None: recognised.
         label_column: Column of a table that names the classes. None:
             recognised.
+        split_column: Column of a table that names the splits. None: the column
+            "split".
+        group_column: Column of a table that names the groups. None: the column
+            "group".
         folds: With `init`: cross-validate a linear probe on all images in this
             number of folds. Each image is predicted by a probe of
             the other folds, which has seen neither it nor its group. The
@@ -157,7 +163,13 @@ def train(
         init=init,
         minutes=minutes,
         group_by=group_by,
-        labels=LabelRule(label_by, path_column, label_column),
+        labels=LabelRule(
+            label_by,
+            path_column,
+            label_column,
+            split_column=split_column,
+            group_column=group_column,
+        ),
         folds=folds,
         resume=resume,
         overwrite=overwrite,

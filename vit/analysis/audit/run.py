@@ -53,6 +53,8 @@ def audit(
     label_by: str | None = None,
     path_column: str | None = None,
     label_column: str | None = None,
+    split_column: str | None = None,
+    group_column: str | None = None,
     batch_size: int | None = None,
     device: str = "auto",
     precision: str = "auto",
@@ -74,6 +76,8 @@ def audit(
         label_by: See `vit.train`.
         path_column: See `vit.train`.
         label_column: See `vit.train`.
+        split_column: See `vit.train`.
+        group_column: See `vit.train`.
         batch_size: See `vit.evaluate`.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
@@ -102,7 +106,13 @@ def audit(
     # before minutes of work
     if find_spec("cleanlab") is None:
         raise ValueError("vit audit needs cleanlab: pip install '.[audit]' in the clone of vit")
-    labels = LabelRule(label_by, path_column, label_column)
+    labels = LabelRule(
+        label_by,
+        path_column,
+        label_column,
+        split_column=split_column,
+        group_column=group_column,
+    )
     if dataset is None:
         splits = open_for_model(
             data, root=root, recorded=RecordedImages(), labels=labels, group_by=group_by
