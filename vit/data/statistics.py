@@ -290,8 +290,8 @@ def choose_class_balance(
 def compute_class_weights(labels: np.ndarray, num_classes: int) -> np.ndarray:
     """Compute the weights that balance the classes, float32 [C].
 
-    Of classes they are inversely proportional to the number of images, as scikit-learn's
-    "balanced"; their mean over the images is 1, and a class without images has 0. Of labels they
+    Weights of classes are inversely proportional to the number of images, as scikit-learn's
+    "balanced"; their mean over the images is 1, and a class without images has 0. Weights of labels
     are the number of images without the label for one that has it, which is the weight of the
     latter in the binary cross-entropy; a label that no image has, or all have, has 1.
 

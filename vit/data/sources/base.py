@@ -49,8 +49,6 @@ class ImageReader:
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
     in_process: ClassVar[bool] = False
-    # true if `subset` is small enough to be sent to a worker with every batch
-    has_small_subsets: ClassVar[bool] = False
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -161,7 +159,6 @@ class FileReader(ImageReader):
     root: Path
     # relative to the root
     paths: Sequence[str]
-    has_small_subsets = True
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -57,7 +57,6 @@ class ShardReader(ImageReader):
     names: Sequence[str]
     # int64 [n, 3]: shard, offset, size in bytes
     places: np.ndarray
-    has_small_subsets = True
 
     def __len__(self) -> int:
         return len(self.places)
