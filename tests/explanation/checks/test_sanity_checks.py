@@ -14,15 +14,13 @@ from vit.explanation.capture.forward import run_forward
 from vit.explanation.checks import sanity_checks
 from vit.explanation.checks.sanity_checks import (
     MAX_ALTERNATIVES,
-    MIN_ALTERNATIVES,
-    Evidence,
-    Groups,
     SanityCheck,
     check_map,
     check_maps,
-    choose_groups,
+    choose_tiles,
     list_alternatives,
-    measure_evidence,
+    measure_drops,
+    tile_patches,
 )
 from vit.explanation.methods.maps import compute_maps
 
@@ -34,9 +32,11 @@ def draw_smooth(count: int, *, seed: int, side: int = 8) -> torch.Tensor:
 
 
 def compare_all(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
-    return check_map(
-        maps, Evidence(drops.flatten(1), Groups(torch.eye(drops[0].numel()) > 0, 1))
-    ).to_list()
+    """Maps with what is lost without tiles, here the mean of `drops` over each."""
+    grid = (maps.shape[1], maps.shape[2])
+    tiles = tile_patches(grid, choose_tiles(grid, torch.device("cpu")).side)
+    shares = tiles / tiles.sum(dim=1, keepdim=True)
+    return check_map(maps, drops.flatten(1) @ shares.T).to_list()
 
 
 def count_agreeing(checks: list[SanityCheck]) -> float:
@@ -79,8 +79,7 @@ def test_the_p_value_counts_alternatives_that_agree_as_well() -> None:
     shift that does."""
     drops = torch.zeros(1, 5, 8)
     drops[0, 1, 2] = 1
-    chosen = Evidence(drops.flatten(1)[:, :39], Groups(torch.eye(40)[:39] > 0, 1))
-    (check,) = check_map(2 * drops, chosen).to_list()
+    (check,) = compare_all(2 * drops, drops)
     assert check.alternatives == 160
     assert check.p_value == pytest.approx(4 / 160)
     assert check.verdict == "confirmed"
@@ -112,7 +111,10 @@ def test_alternatives_are_rearrangements_of_the_map(grid: tuple[int, int], count
         ((5, 5), 25, 1),
         ((6, 6), 36, 1),
         ((7, 7), 49, 1),
-        ((8, 8), 16, 2),
+        ((8, 8), 64, 1),
+        ((7, 9), 63, 1),
+        ((6, 11), 66, 1),
+        ((8, 9), 20, 2),
         ((14, 14), 49, 2),
         ((16, 16), 36, 3),
         ((37, 37), 49, 6),
@@ -122,43 +124,50 @@ def test_alternatives_are_rearrangements_of_the_map(grid: tuple[int, int], count
 def test_groups_are_the_smallest_tiles_of_the_image(
     grid: tuple[int, int], count: int, side: int
 ) -> None:
-    groups = choose_groups(grid)
-    assert (len(groups.members), groups.side) == (count, side)
-    assert groups.members.sum(dim=0).eq(1).all()
+    tiles = choose_tiles(grid, torch.device("cpu"))
+    assert tiles.side == side
+    kept = [row for rows in tiles.kept for row in rows.tolist()]
+    patches = set(range(grid[0] * grid[1]))
+    assert sorted(patch for row in kept for patch in patches - set(row)) == sorted(patches)
+    assert len(kept) == count
 
 
 def test_what_cannot_be_checked_says_so() -> None:
-    constant, tiny = (
-        compare_all(torch.ones(1, 8, 8), draw_smooth(1, seed=0)),
-        compare_all(*torch.rand(2, 1, 2, 2)),
-    )
-    assert (constant[0].verdict, constant[0].reason) == (
-        "not confirmed",
-        "every patch has the same value",
-    )
-    assert tiny[0].alternatives < MIN_ALTERNATIVES
-    assert (tiny[0].verdict, tiny[0].reason.split()[0]) == ("not tested", "with")
+    (constant,) = compare_all(torch.ones(1, 8, 8), draw_smooth(1, seed=0))
+    assert constant.verdict == "not confirmed"
+    assert constant.reason == "every patch has the same value"
+    # a patch that decides is also that of 8 of the 128 shifted copies
+    for side in (2, 4):
+        drops = torch.rand(1, side, side)
+        (tiny,) = compare_all(drops, drops)
+        assert tiny.verdict == "not tested"
+        assert f"with {side} × {side} patches" in tiny.reason
 
 
-def compare_groups(maps: torch.Tensor, drops: torch.Tensor) -> list[SanityCheck]:
-    """Maps with what groups of patches lose, here the mean of `drops` over each."""
-    groups = choose_groups((maps.shape[1], maps.shape[2]))
-    shares = groups.members / groups.members.sum(dim=1, keepdim=True)
-    return check_map(maps, Evidence(drops.flatten(1) @ shares.T, groups)).to_list()
+def test_a_perfect_map_of_8_x_8_patches_is_confirmed_and_noise_is_not() -> None:
+    """A patch decides, as with a glyph: 16 tiles could not show it."""
+    drops = torch.zeros(100, 64)
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(64, (100,), generator=generator)
+    drops[torch.arange(100), places] = 1
+    drops = drops.reshape(100, 8, 8)
+    assert count_agreeing(compare_all(drops, drops)) == 1
+    noise = torch.rand(100, 8, 8, generator=generator)
+    assert count_agreeing(compare_all(noise, drops)) <= 0.08
 
 
 @pytest.mark.parametrize("grid_side", [14, 16])
 def test_groups_give_few_false_alarms_and_find_what_is_there(grid_side: int) -> None:
     maps = draw_smooth(60, seed=0, side=grid_side)
     drops = draw_smooth(60, seed=1, side=grid_side)
-    assert count_agreeing(compare_groups(maps, drops)) <= 0.05
+    assert count_agreeing(compare_all(maps, drops)) <= 0.05
     mixed = maps + 0.5 * drops * maps.std() / drops.std()
-    assert count_agreeing(compare_groups(mixed, maps)) > 0.8
+    assert count_agreeing(compare_all(mixed, maps)) > 0.8
 
     line = torch.linspace(-1, 1, grid_side)
     distance = line[:, None] ** 2 + line**2
     centre = torch.exp(-2 * distance).expand(60, -1, -1)
-    assert count_agreeing(compare_groups(centre, 5 * drops - 2 * distance)) <= 0.05
+    assert count_agreeing(compare_all(centre, 5 * drops - 2 * distance)) <= 0.05
 
 
 def test_a_single_patch_that_decides_is_found_within_a_tile() -> None:
@@ -167,16 +176,19 @@ def test_a_single_patch_that_decides_is_found_within_a_tile() -> None:
     drops = torch.zeros(60, 196)
     drops[torch.arange(60), torch.randint(196, (60,), generator=generator)] = 1
     maps = (drops + 0.02 * torch.randn(60, 196, generator=generator)).reshape(60, 14, 14)
-    assert count_agreeing(compare_groups(maps, drops.reshape(60, 14, 14))) > 0.8
-    assert count_agreeing(compare_groups(maps, drops.roll(1, 0).reshape(60, 14, 14))) <= 0.05
+    assert count_agreeing(compare_all(maps, drops.reshape(60, 14, 14))) > 0.8
+    assert count_agreeing(compare_all(maps, drops.roll(1, 0).reshape(60, 14, 14))) <= 0.05
 
 
 def test_leaving_patches_out_supports_itself_and_not_its_reverse(trained) -> None:
     forward = run_forward(trained.model, trained.images[:40], gradients=True)
-    (evidence,) = measure_evidence(forward, trained.classes[:40, None])
-    drops = evidence.drops.reshape(40, 4, 4)
-    assert count_agreeing(check_map(drops, evidence).to_list()) > 0.6
-    assert count_agreeing(check_map(-drops, evidence).to_list()) == 0
+    (drops,) = measure_drops(forward, trained.classes[:40, None])
+    # the test of 4 × 4 patches has a p-value, but can't tell
+    of_drops, of_reverse = (
+        check_map(sign * drops.reshape(40, 4, 4), drops).p_value for sign in (1, -1)
+    )
+    assert (of_drops <= 0.05).float().mean() > 0.6
+    assert (of_reverse <= 0.05).sum() == 0
 
 
 def test_a_map_that_misses_planted_evidence_is_not_supported(trained) -> None:
@@ -184,11 +196,11 @@ def test_a_map_that_misses_planted_evidence_is_not_supported(trained) -> None:
     with_glyph = trained.glyph >= 0
     images, glyph = trained.images[with_glyph], trained.glyph[with_glyph]
     forward = run_forward(trained.model, images, gradients=True)
-    (evidence,) = measure_evidence(forward, trained.classes[with_glyph, None])
+    (drops,) = measure_drops(forward, trained.classes[with_glyph, None])
     hits = torch.rand(len(images), 16, generator=torch.Generator().manual_seed(0))
     hits = hits.scatter(1, glyph[:, None], 2.0).reshape(-1, 4, 4)
     p_hit, p_miss = (
-        [c.p_value for c in check_map(maps, evidence).to_list()] for maps in (hits, hits.roll(1, 2))
+        [c.p_value for c in check_map(maps, drops).to_list()] for maps in (hits, hits.roll(1, 2))
     )
     assert np.mean(np.less_equal(p_hit, 0.25)) > 0.7
     assert np.mean(np.less_equal(p_miss, 0.25)) < 0.3
@@ -238,17 +250,15 @@ def test_every_class_and_method_is_tested_by_the_same_passes(build, monkeypatch)
     )
     check_maps(forward, classes[:, :1], maps)
     assert len(passes) == 1
-    for column, evidence in enumerate(measure_evidence(forward, classes)):
-        (alone,) = measure_evidence(forward, classes[:, column : column + 1])
-        assert torch.allclose(evidence.drops, alone.drops, atol=1e-6)
+    before = forward.logits.softmax(dim=1)
+    for column, drops in enumerate(measure_drops(forward, classes)):
+        (alone,) = measure_drops(forward, classes[:, column : column + 1])
+        assert torch.allclose(drops, alone, atol=1e-6)
         compute_kept = build_removal(forward.reader, images, grid=forward.grid)
-        members = evidence.groups.members
-        kept = (~members[3]).nonzero()[:, 0].expand(2, -1)
+        kept = torch.tensor([patch for patch in range(64) if patch != 3]).expand(2, -1)
         left = compute_kept(torch.arange(2), kept).softmax(dim=1)
-        before = forward.logits.softmax(dim=1)
-        row = torch.arange(2)
-        expected = (before - left)[row, classes[:, column]]
-        assert torch.allclose(evidence.drops[:, 3], expected, atol=1e-6)
+        expected = (before - left)[torch.arange(2), classes[:, column]]
+        assert torch.allclose(drops[:, 3], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("methods", [["rollout"], ["gae", "libra-fullgrad"]])

@@ -1,17 +1,14 @@
 """The patch-removal test of a map: does the class lose more probability without the patches that
 the map ranks first? The map is compared with maps of the same values in other places.
 
-The evidence is the loss of the class's probability without each group of patches. The groups are
-tiles that cover the image, at most `MAX_GROUPS`: single patches on small grids, and on larger ones,
-where a single patch changes next to nothing, the smallest tiles that aren't more. They depend on
-the grid alone, so a photo has the same verdict alone and among others.
+The evidence is the loss of the class's probability without each tile of patches. The tiles cover
+the image: single patches on small grids, and on larger ones, where a single patch changes next to
+nothing, the smallest tiles that are at most `MAX_TILES`. They depend on the grid alone, so a photo
+has the same verdict alone and among others.
 
 The alternatives are shifted copies of the map: moved around the edges by whole patches, and
 mirrored. They have its values and smoothness. Everything is compared once more after subtracting a
 quadratic in the position, so that a map of the middle isn't confirmed as one of the object.
-
-research/sanity_checks.py measures how often maps of other images, smooth noise and a Gaussian are
-confirmed.
 """
 
 import math
@@ -26,25 +23,20 @@ from torch import Tensor
 
 from vit.explanation.capture.forward import Forward, PatchMaps
 from vit.explanation.capture.tokens import Grid
-from vit.explanation.checks.token_ablation import (
-    build_removal,
-    group_members,
-    leave_one_out,
-    tile_patches,
-)
+from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import Maps
 from vit.model.logits import at_least_float32
 
 # largest fractions of the alternatives that agree with the evidence as well as the map
 MAX_P_CONFIRMED = 0.05
 MAX_P_PARTLY_CONFIRMED = 0.25
-# fewer alternatives can't show 5 %, more take time
-MIN_ALTERNATIVES = 39
-MAX_ALTERNATIVES = 1000
-# tiles that are left out
-MAX_GROUPS = 49
-# fewer groups distinguish few maps; a quadratic takes 6 degrees of freedom
-MIN_GROUPS = 12
+MAX_ALTERNATIVES = 1000  # more take time
+# up to so many patches are left out one by one, of more at most so many tiles
+MAX_SINGLE_PATCHES = 64
+MAX_TILES = 49
+# Where one patch of n decides, 1 in n alternatives agree as well as a perfect map: fewer than 20
+# can't show 5 %.
+MIN_TILES = 20
 CONFIRMED, PARTLY_CONFIRMED, NOT_CONFIRMED, NOT_TESTED = VERDICTS = (
     "confirmed",
     "partly confirmed",
@@ -78,30 +70,6 @@ class SanityCheck:
         return f"{self.verdict}: {self.reason}"
 
 
-class Groups(NamedTuple):
-    """The groups of patches that are left out on a grid, from `choose_groups`.
-
-    Attributes:
-        members: Patches of each group, on the host.
-        side: Patches a side.
-    """
-
-    members: Bool[Tensor, "m P"]
-    side: int
-
-    def __str__(self) -> str:
-        return (
-            "single patches" if self.side == 1 else f"groups of {self.side} × {self.side} patches"
-        )
-
-
-class Evidence(NamedTuple):
-    """Losses of the probability of one class of each image without groups of patches."""
-
-    drops: Float[Tensor, "B m"]
-    groups: Groups
-
-
 class MapChecks(NamedTuple):
     """Tests of one map of each image, as tensors that are copied to the host together with the
     maps."""
@@ -109,21 +77,43 @@ class MapChecks(NamedTuple):
     p_value: Float[Tensor, " B"]
     agreement: Float[Tensor, " B"]
     is_constant: Bool[Tensor, " B"]
-    alternatives: int
-    patches: str
+    grid: Grid
 
     def to_list(self) -> list[SanityCheck]:
         """Return the test of each image; the tensors must be on the host."""
-        checks = []
+        tiles = choose_tiles(self.grid, torch.device("cpu"))
+        patches = "single patches"
+        if tiles.side > 1:
+            patches = f"groups of {tiles.side} × {tiles.side} patches"
         columns = (self.p_value.tolist(), self.agreement.tolist(), self.is_constant.tolist())
+        checks = []
         for p_value, agreement, is_constant in zip(*columns, strict=True):
-            verdict, reason = _find_verdict(
-                p_value, self.alternatives, self.patches, is_constant=is_constant
-            )
+            verdict, reason = _find_verdict(p_value, patches, is_constant=is_constant)
+            if len(tiles.means) < MIN_TILES:
+                verdict = NOT_TESTED
+                reason = f"with {self.grid[0]} × {self.grid[1]} patches, the test can't tell"
             checks.append(
-                SanityCheck(verdict, reason, agreement, p_value, self.alternatives, self.patches)
+                SanityCheck(verdict, reason, agreement, p_value, len(tiles.places), patches)
             )
         return checks
+
+
+class Tiles(NamedTuple):
+    """The tiles of a grid that are left out, on a device.
+
+    Attributes:
+        side: Patches a side.
+        kept: The patches outside of each tile, for tiles of one size after another.
+        places: Patch of the map that each alternative shows at each patch of the tiles.
+        means: Matrix to the mean of each tile from the values at its patches.
+        trends: 1, x, y, x², xy and y² of each patch, and of each tile, each with its pseudoinverse.
+    """
+
+    side: int
+    kept: list[Int[Tensor, "size kept"]]
+    places: Int[Tensor, "K members"]
+    means: Float[Tensor, "m members"]
+    trends: list[tuple[Tensor, Tensor]]
 
 
 def check_maps(
@@ -133,53 +123,71 @@ def check_maps(
     *,
     predicted_first: bool = False,
 ) -> list[list[MapChecks]]:
-    """Test maps of one forward pass.
+    """Test maps of one forward pass, all by the same passes without tiles.
 
     Args:
         forward: The pass.
         targets: Classes that are explained.
         maps: Maps of each method for these classes. Maps that don't depend on the class are tested
             for the predicted one.
-        predicted_first: The first targets are the predicted classes, so that their evidence is
-            used for both kinds of maps.
+        predicted_first: The first targets are the predicted classes.
 
     Returns:
         The tests by method and class, on the model's device.
     """
-    classes = targets
-    if not predicted_first:
-        classes = torch.cat([targets, forward.logits.argmax(dim=1, keepdim=True)], dim=1)
-    evidence = measure_evidence(forward, classes)
+    predicted = targets[:, :1] if predicted_first else forward.logits.argmax(dim=1, keepdim=True)
+    *drops, drops_of_predicted = measure_drops(forward, torch.cat([targets, predicted], dim=1))
     checks = []
     for method_maps in maps:
-        has_classes = method_maps.method.class_specific or predicted_first
-        columns = enumerate(method_maps.values.unbind(dim=1))
-        checks.append(
-            [check_map(values, evidence[i if has_classes else -1]) for i, values in columns]
-        )
+        evidence = drops if method_maps.method.class_specific else [drops_of_predicted]
+        columns = zip(method_maps.values.unbind(dim=1), evidence, strict=True)
+        checks.append([check_map(values, column) for values, column in columns])
     return checks
 
 
-def check_map(maps: PatchMaps, evidence: Evidence) -> MapChecks:
-    """Compare each image's map, and its alternatives, with the evidence of its class."""
+def measure_drops(forward: Forward, classes: Int[Tensor, "B T"]) -> list[Float[Tensor, "B m"]]:
+    """Measure the loss of the probability of each column of classes without each tile."""
+    images = forward.images.detach()
+    tiles = choose_tiles(forward.grid, images.device)
+    compute_kept = build_removal(forward.reader, images, grid=forward.grid)
+    places = torch.arange(len(images), device=images.device)
+    every_patch = torch.arange(math.prod(forward.grid), device=images.device)[None]
+    # all images without the first tile, then without the next; no pass for whole images
+    logits = torch.cat(
+        [
+            compute_kept(places.repeat(len(kept)), kept.repeat_interleave(len(images), dim=0))
+            for kept in (every_patch, *tiles.kept)
+        ]
+    )
+    logits = at_least_float32(logits)
+    repetitions = len(logits) // len(images)
+    drops = []
+    for column in classes.unbind(dim=1):
+        values = forward.target.value(logits, column.repeat(repetitions))
+        whole, *without = values.unflatten(0, (repetitions, -1))
+        drops.append(whole[:, None] - torch.stack(without, dim=1))
+    return drops
+
+
+def check_map(maps: PatchMaps, drops: Float[Tensor, "B m"]) -> MapChecks:
+    """Compare each image's map, and its alternatives, with the losses without each tile."""
     grid = (maps.shape[1], maps.shape[2])
-    compared = _compare_groups(grid, group_members(evidence.groups.members), maps.device)
+    tiles = choose_tiles(grid, maps.device)
     # double precision, because p-values count ties
-    drops = evidence.drops.double()
+    drops = drops.double()
     # Roots, because a few outliers would decide over the values themselves, and the mean of a
     # tile's ranks hides a single patch.
     values = maps.flatten(1).double()
     values = values - values.median(dim=1, keepdim=True).values
     values = values.sign() * values.abs().sqrt()
-    correlations = [_correlate_alternatives(values, drops, compared)]
-    if len(evidence.groups.members) >= MIN_GROUPS:
-        # once more without the trend, so that a map of the middle isn't confirmed as one of an
-        # object
-        trend, inverse = _quadratic(grid, maps.device)
-        values = values - values @ trend @ inverse
-        drops = drops - drops @ compared.trend @ compared.inverse
-        correlations.append(_correlate_alternatives(values, drops, compared))
-
+    # once more without the trend, so that a map of the middle isn't confirmed as one of an object
+    (trend, inverse), (tile_trend, tile_inverse) = tiles.trends
+    correlations = [
+        _correlate_alternatives(values, drops, tiles),
+        _correlate_alternatives(
+            values - values @ trend @ inverse, drops - drops @ tile_trend @ tile_inverse, tiles
+        ),
+    ]
     # the map itself is the first alternative; rounding must not rank it behind equal ones
     p_values = [
         (alternatives >= alternatives[:, :1] - 1e-6).double().mean(dim=1)
@@ -189,51 +197,14 @@ def check_map(maps: PatchMaps, evidence: Evidence) -> MapChecks:
         p_value=torch.stack(p_values).amax(dim=0),
         agreement=correlations[0][:, 0],
         is_constant=maps.flatten(1).amax(dim=1) == maps.flatten(1).amin(dim=1),
-        alternatives=len(compared.places),
-        patches=str(evidence.groups),
+        grid=grid,
     )
 
 
-@lru_cache(maxsize=16)
-def choose_groups(grid: Grid) -> Groups:
-    """Choose the tiles of a grid: the smallest that are at most `MAX_GROUPS`, or the largest that
-    are at least `MIN_GROUPS`. Grids of fewer patches have single ones."""
-    chosen = Groups(tile_patches(grid, 1), 1)
-    while len(chosen.members) > MAX_GROUPS:
-        larger = Groups(tile_patches(grid, chosen.side + 1), chosen.side + 1)
-        if len(larger.members) < MIN_GROUPS:
-            break
-        chosen = larger
-    return chosen
-
-
-def measure_evidence(forward: Forward, classes: Int[Tensor, "B T"]) -> list[Evidence]:
-    """Measure the loss of the probability of each column of classes without each group of patches,
-    all from the same passes."""
-    groups = choose_groups(forward.grid)
-    images = forward.images.detach()
-    rows = torch.arange(len(images), device=images.device)
-    compute_kept = build_removal(forward.reader, images, grid=forward.grid)
-
-    @torch.no_grad()
-    def predict(kept: Int[Tensor, "B kept"]) -> Float[Tensor, "B T"]:
-        logits = at_least_float32(compute_kept(rows, kept))
-        values = [forward.target.value(logits, column) for column in classes.unbind(dim=1)]
-        return torch.stack(values, dim=1)
-
-    drops = leave_one_out(predict, batch=len(images), groups=groups.members, device=images.device)
-    return [Evidence(column, groups) for column in drops.unbind(dim=2)]
-
-
-def _find_verdict(
-    p_value: float, alternatives: int, patches: str, *, is_constant: bool
-) -> tuple[str, str]:
+def _find_verdict(p_value: float, patches: str, *, is_constant: bool) -> tuple[str, str]:
     """Return verdict and reason."""
     if is_constant:
         return NOT_CONFIRMED, "every patch has the same value"
-    if alternatives < MIN_ALTERNATIVES:
-        reason = f"with so few patches there are only {alternatives} shifted copies of the map"
-        return NOT_TESTED, reason
     test = f"shifted copies of the map ({patches} removed)"
     if p_value > MAX_P_PARTLY_CONFIRMED:
         return NOT_CONFIRMED, f"no better than {test}"
@@ -260,63 +231,72 @@ def count_confirmed(verdicts: Mapping[str, Sequence[str]]) -> list[str]:
     return lines
 
 
-class _ComparedGroups(NamedTuple):
-    """The groups of a test, on the device.
-
-    Attributes:
-        places: Patch of the map that each alternative shows at each patch of a group.
-        means: Matrix from the values at these patches to the mean of each group.
-        trend: 1, x, y, x², xy and y² of each group.
-        inverse: Pseudoinverse of the trend.
-    """
-
-    places: Int[Tensor, "K members"]
-    means: Float[Tensor, "members m"]
-    trend: Float[Tensor, "m 6"]
-    inverse: Float[Tensor, "6 m"]
-
-
 # copied to the device once, because each copy waits for the device
 @lru_cache(maxsize=16)
-def _compare_groups(
-    grid: Grid, groups: tuple[tuple[int, ...], ...], device: torch.device
-) -> _ComparedGroups:
-    members = [patch for group in groups for patch in group]
-    sizes = torch.tensor([len(group) for group in groups])
-    group_of_member = torch.arange(len(groups)).repeat_interleave(sizes)
-    belongs = (group_of_member[:, None] == torch.arange(len(groups))).double()
-    means = belongs / sizes
+def choose_tiles(grid: Grid, device: torch.device) -> Tiles:
+    """Choose the tiles of a grid: single patches, or the smallest tiles that are at most
+    `MAX_TILES`, but at least `MIN_TILES`."""
+    side = 1
+    tiles = tile_patches(grid, 1)
+    while len(tiles) > (MAX_SINGLE_PATCHES if side == 1 else MAX_TILES):
+        larger = tile_patches(grid, side + 1)
+        if len(larger) < MIN_TILES:
+            break
+        side, tiles = side + 1, larger
 
-    trend_of_patches, _ = _quadratic(grid, torch.device("cpu"))
-    trend = means.T @ trend_of_patches[members]
-    return _ComparedGroups(
+    sizes = tiles.sum(dim=1)
+    # a batch needs rows of one length
+    kept = [
+        (~tiles[sizes == size]).nonzero()[:, 1].reshape(-1, tiles.shape[1] - size)
+        for size in sizes.unique().tolist()
+    ]
+    tile_of_member, members = tiles.nonzero().unbind(dim=1)
+    belongs = (torch.arange(len(tiles))[:, None] == tile_of_member).double()
+    means = belongs / sizes[:, None]
+    trend = _quadratic(grid)
+    return Tiles(
+        side,
+        [rows.to(device) for rows in kept],
         list_alternatives(grid)[:, members].to(device),
         means.to(device),
-        trend.to(device),
-        torch.linalg.pinv(trend).to(device),
+        [
+            (each.to(device), torch.linalg.pinv(each).to(device))
+            for each in (trend, means @ trend[members])
+        ],
     )
 
 
+def tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
+    """Return the patches of each tile of about size × size patches, smaller tiles first. If a side
+    is not a multiple of `size`, tiles differ by one row or column."""
+    sides = []
+    for side in grid:
+        num_tiles = math.ceil(side / size)
+        sides.append(torch.arange(side) * num_tiles // side)
+    down, across = sides
+    tile_of_patch = (down[:, None] * math.ceil(grid[1] / size) + across).flatten()
+    tiles = tile_of_patch == torch.arange(int(tile_of_patch[-1]) + 1)[:, None]
+    return tiles[tiles.sum(dim=1).argsort(stable=True)]
+
+
 def _correlate_alternatives(
-    values: Float[Tensor, "B P"], drops: Float[Tensor, "B m"], compared: _ComparedGroups
+    values: Float[Tensor, "B P"], drops: Float[Tensor, "B m"], tiles: Tiles
 ) -> Float[Tensor, "B K"]:
-    """Compute Pearson's correlation of the drops with the mean values of each alternative's groups;
+    """Compute Pearson's correlation of the drops with the mean values of each alternative's tiles;
     0 if one of them is constant."""
     drops = drops - drops.mean(dim=1, keepdim=True)
-    has_single_patches = compared.means.shape[0] == compared.means.shape[1]
     correlations = []
     # one image at a time, because each needs K × P numbers
     for image_values, drop in zip(values, drops, strict=True):
-        moved = image_values[compared.places]
-        if not has_single_patches:
-            moved = moved @ compared.means
+        moved = image_values[tiles.places]
+        if tiles.side > 1:
+            moved = moved @ tiles.means.T
         moved = moved - moved.mean(dim=1, keepdim=True)
         norms = moved.norm(dim=1) * drop.norm()
         correlations.append(torch.where(norms > 0, moved @ drop / norms.clamp_min(1e-30), 0.0))
     return torch.stack(correlations)
 
 
-@lru_cache(maxsize=4)
 def list_alternatives(grid: Grid) -> Int[Tensor, "K P"]:
     """Return the patch of the map that each place of an alternative shows: the map itself, then its
     shifted copies, mirrored (on square grids also transposed) and moved around the edges; at most
@@ -337,12 +317,8 @@ def list_alternatives(grid: Grid) -> Int[Tensor, "K P"]:
     return torch.stack([turned.roll(shift, (0, 1)).flatten() for turned, shift in chosen])
 
 
-@lru_cache(maxsize=4)
-def _quadratic(
-    grid: Grid, device: torch.device
-) -> tuple[Float[Tensor, "P 6"], Float[Tensor, "6 P"]]:
-    """Compute 1, x, y, x², xy and y² of each patch, and the pseudoinverse."""
+def _quadratic(grid: Grid) -> Float[Tensor, "P 6"]:
+    """Compute 1, x, y, x², xy and y² of each patch."""
     down, across = (torch.linspace(-1, 1, side, dtype=torch.float64) for side in grid)
     y, x = (values.flatten() for values in torch.meshgrid(down, across, indexing="ij"))
-    trend = torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)
-    return trend.to(device), torch.linalg.pinv(trend).to(device)
+    return torch.stack([torch.ones_like(x), x, y, x * x, x * y, y * y], dim=1)

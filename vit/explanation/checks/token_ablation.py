@@ -6,10 +6,8 @@ the position embedding. No image has to be painted over, which would look unlike
 for comparison and for models that need all of their tokens.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import lru_cache, partial
+from contextlib import nullcontext
 from typing import Literal, cast
 
 import torch
@@ -70,7 +68,6 @@ def build_removal(
     fill: Fill = "auto",
     precision: Precision = "float32",
     batch_size: int = 64,
-    on_forward: Callable[[float], object] = lambda forwards: None,
 ) -> ComputeKept:
     """Build a function from kept patches of images to logits.
 
@@ -84,39 +81,39 @@ def build_removal(
             their pixels with the image's mean colour.
         precision: Precision of the forward passes.
         batch_size: Whole images at a time; with fewer tokens, more images in proportion.
-        on_forward: Called with the work done, 1 for each whole image.
 
     Returns:
         A function from places [R] among the images and kept patches [R, kept] to logits [R, C].
     """
     reader = read_model(model, images)
     num_patches = grid[0] * grid[1]
-    all_tokens: list[Tensor] = []
-    all_logits: list[Tensor] = []
+    drops_tokens = fill == "auto" and reader.can_drop_tokens
+    recorded: list[Tensor] = []
 
     def record_tokens(tokens: Tensor) -> Tensor:
-        all_tokens.append(tokens)
+        recorded.append(tokens)
         return tokens
 
     # whole images once: their logits, and the tokens before the first block
-    for batch in torch.split(images, batch_size):
-        with ExitStack() as contexts:
-            contexts.enter_context(autocast(images.device, precision))
-            if fill == "auto" and reader.can_drop_tokens:
-                contexts.enter_context(reader.change_tokens(record_tokens))
-            all_logits.append(compute_logits(reader.model, batch))
-    image_logits = torch.cat(all_logits)
-    compute_rows: ComputeKept
-    num_tokens = num_patches
-    if all_tokens:
-        image_tokens = torch.cat(all_tokens)
-        num_tokens = image_tokens.shape[1]
-        compute_rows = partial(
-            _classify_tokens, reader, images, image_tokens, num_patches=num_patches
-        )
-    else:
-        background = images.mean(dim=(-1, -2), keepdim=True)
-        compute_rows = partial(_classify_painted, reader.model, images, background, grid=grid)
+    logits = []
+    for batch in images.split(batch_size):
+        recording = reader.change_tokens(record_tokens) if drops_tokens else nullcontext()
+        with recording, autocast(images.device, precision):
+            logits.append(compute_logits(reader.model, batch))
+    image_logits = torch.cat(logits)
+    image_tokens = torch.cat(recorded) if drops_tokens else None
+    background = images.mean(dim=(-1, -2), keepdim=True)
+
+    def compute_rows(rows: Int[Tensor, " r"], kept: Int[Tensor, "r kept"]) -> Float[Tensor, "r C"]:
+        if image_tokens is not None:
+            num_prefix_tokens = image_tokens.shape[1] - num_patches
+            patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
+            tokens = torch.cat([image_tokens[rows, :num_prefix_tokens], patches], dim=1)
+            return _classify_tokens(reader, tokens, images[rows])
+        # the others show the mean colour
+        mask = torch.zeros(len(rows), num_patches, device=images.device).scatter_(1, kept, 1.0)
+        mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
+        return compute_logits(reader.model, images[rows] * mask + background[rows] * (1 - mask))
 
     @torch.no_grad()
     def compute_kept(
@@ -125,61 +122,29 @@ def build_removal(
         # every patch is kept, in any order
         if kept.shape[1] == num_patches:
             return image_logits[places]
-
-        # the encoder takes as many tokens at a time as a batch of whole images has
-        work_per_row = 1.0
-        if all_tokens:
-            work_per_row = (num_tokens - num_patches + kept.shape[1]) / num_tokens
-        rows_at_once = max(int(batch_size / work_per_row), 1)
-        logits = []
+        rows_at_once = batch_size
+        if image_tokens is not None:
+            # as many tokens at a time as a batch of whole images has
+            num_tokens = image_tokens.shape[1] - num_patches + kept.shape[1]
+            rows_at_once = batch_size * image_tokens.shape[1] // num_tokens
+        parts = zip(places.split(rows_at_once), kept.split(rows_at_once), strict=True)
         with autocast(images.device, precision):
-            parts = zip(
-                torch.split(places, rows_at_once), torch.split(kept, rows_at_once), strict=True
-            )
-            for places_at_once, kept_at_once in parts:
-                logits.append(compute_rows(places_at_once, kept_at_once))
-                on_forward(work_per_row * len(places_at_once))
-        return torch.cat(logits)
+            return torch.cat([compute_rows(*part) for part in parts])
 
     return compute_kept
 
 
-def _classify_tokens(
-    reader: ModelReader,
-    images: Images,
-    image_tokens: Tokens,
-    rows: Int[Tensor, " r"],
-    kept: Int[Tensor, "r kept"],
-    *,
-    num_patches: int,
-) -> Float[Tensor, "r C"]:
-    """Compute logits from the prefix tokens and the tokens of the kept patches."""
-    num_prefix_tokens = image_tokens.shape[1] - num_patches
-    prefix = image_tokens[rows, :num_prefix_tokens]
-    patches = image_tokens[rows[:, None], num_prefix_tokens + kept]
-    tokens = torch.cat([prefix, patches], dim=1)
+def _classify_tokens(reader: ModelReader, tokens: Tokens, images: Images) -> Float[Tensor, "r C"]:
+    """Compute logits from the tokens before the first block."""
     if not reader.is_ours:
         with reader.change_tokens(lambda embedded_again: tokens):
-            return compute_logits(reader.model, images[rows])
+            return compute_logits(reader.model, images)
     # a convolutional stem may cost as much as the blocks, so it doesn't run again
     ours = cast("VisionTransformer", reader.model)
     for block in ours.blocks:
         tokens = block(tokens)
     with torch.autocast(images.device.type, enabled=False):
         return ours.forward_head(ours.norm(tokens).float())
-
-
-def _classify_painted(
-    model: nn.Module,
-    images: Images,
-    background: Float[Tensor, "B 3 #height #width"],
-    rows: Int[Tensor, " r"],
-    kept: Int[Tensor, "r kept"],
-    *,
-    grid: Grid,
-) -> Float[Tensor, "r C"]:
-    """Compute logits of images whose other patches show the background."""
-    return compute_logits(model, _paint_over(images[rows], background[rows], kept, grid))
 
 
 def compute_without(
@@ -221,64 +186,3 @@ def area_under(
     """Compute the trapezoidal area divided by the range of the fractions: a mean probability."""
     points = torch.tensor(fractions, dtype=curve.dtype, device=curve.device)
     return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])
-
-
-def tile_patches(grid: Grid, size: int) -> Bool[Tensor, "m P"]:
-    """Return the patches of each tile of about size × size patches, row by row. If a side is not a
-    multiple of `size`, tiles differ by one row or column."""
-    sides = []
-    for side in grid:
-        num_tiles = math.ceil(side / size)
-        sides.append(torch.arange(side) * num_tiles // side)
-    down, across = sides
-    tile_of_patch = (down[:, None] * math.ceil(grid[1] / size) + across).flatten()
-    return tile_of_patch == torch.arange(int(tile_of_patch[-1]) + 1)[:, None]
-
-
-def leave_one_out(
-    predict: Predict, *, batch: int, groups: Bool[Tensor, "m P"], device: torch.device
-) -> Float[Tensor, "B m ..."]:
-    """Compute the drop in probability without each group of patches (leave-one-out occlusion).
-
-    Args:
-        predict: Function from `build_probability`.
-        batch: Number of images.
-        groups: Patches of each group, on the host, see `tile_patches`.
-        device: Device of the images.
-    """
-    num_patches = groups.shape[1]
-    probabilities = [
-        predict(others.expand(batch, -1))
-        for others in _patches_outside(group_members(groups), num_patches, device)
-    ]
-    # no forward pass: the logits of whole images are known
-    unchanged = predict(torch.arange(num_patches, device=device).expand(batch, -1))
-    return unchanged[:, None] - torch.stack(probabilities, dim=1)
-
-
-def group_members(groups: Bool[Tensor, "m P"]) -> tuple[tuple[int, ...], ...]:
-    """Return the patches of each group, in a form that a cache can look up."""
-    return tuple(tuple(group.nonzero()[:, 0].tolist()) for group in groups)
-
-
-# copied to the device once, because each copy waits for the device
-@lru_cache(maxsize=16)
-def _patches_outside(
-    groups: tuple[tuple[int, ...], ...], num_patches: int, device: torch.device
-) -> list[Int[Tensor, " kept"]]:
-    every_patch = range(num_patches)
-    return [
-        torch.tensor([patch for patch in every_patch if patch not in group], device=device)
-        for group in groups
-    ]
-
-
-def _paint_over(
-    images: Images,
-    background: Float[Tensor, "B 3 #height #width"],
-    kept: Int[Tensor, "B kept"],
-    grid: Grid,
-) -> Images:
-    mask = torch.zeros(len(images), grid[0] * grid[1], device=images.device).scatter_(1, kept, 1.0)
-    mask = F.interpolate(mask.reshape(-1, 1, *grid), size=images.shape[-2:], mode="nearest")
-    return images * mask + background * (1 - mask)
