@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import evaluation_mode
-from vit.explanation.methods.libra import LibraGradients, list_tensors, map_tensors
+from vit.explanation.methods.libra import LibraGradients, map_tensors
 from vit.explanation.targets import Target
 from vit.model.logits import compute_logits
+from vit.runtime.device import list_tensors
 from vit.runtime.tensors import Images
 
 _TOLERANCE = 0.01  # largest error that is not reported

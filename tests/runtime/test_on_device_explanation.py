@@ -1,7 +1,6 @@
 """Explanations: every method with its checks, one copy in and one out for each batch."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,29 @@ MODELS = {
     "squared ReLU": {"mlp": "relu2"},
 }
 SETTINGS = {
-    "every method": {"sanity_checks": True, "methods": list_methods(), "batch_size": 2},
+    "every method": {
+        "num_tested": None,
+        "num_attended": 9,
+        "methods": list_methods(),
+        "batch_size": 2,
+    },
     "three classes": {
-        "sanity_checks": True,
+        "num_tested": None,
+        "num_attended": 9,
         "methods": ("gae", "libra-removal", "rollout"),
         "target": "top3",
         "batch_size": 2,
     },
     "a class": {
-        "sanity_checks": True,
+        "num_tested": None,
+        "num_attended": 9,
         "methods": ("gae", "rollout"),
         "target": "bee",
         "batch_size": 2,
     },
     "options": {
-        "sanity_checks": True,
+        "num_tested": None,
+        "num_attended": 9,
         "methods": ("rollout", "removal-gradient"),
         "map_options": {"head_fusion": "max", "discard_ratio": 0.5},
         "batch_size": 2,
@@ -68,13 +75,11 @@ def test_explanations_equal_the_cpus_with_one_copy_in_and_one_out(
     def explain(device: str) -> list[ImageResult]:
         explainer = Explainer(open_model(path, device=device), **SETTINGS[name])
         images: list[ImageResult] = []
-        explainer.explain(
-            items_from_images([Image.fromarray(image) for image in pixels]),
-            # a batch gives its attention to those who see it, and then forgets it
-            lambda batch: images.extend(map(replace, batch)),
-            lambda batch: counts.append(meter.read()),
-            needs_attention=lambda: True,
-        )
+        for batch in explainer.explain(
+            items_from_images([Image.fromarray(image) for image in pixels])
+        ):
+            images += batch
+            counts.append(meter.read())
         return images
 
     found = explain("npu")

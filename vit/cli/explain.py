@@ -65,12 +65,15 @@ def _show(output: Path) -> None:
             verdicts.setdefault(entry["method"], []).append(check["verdict"])
     for line in count_confirmed(verdicts):
         echo(line)
+    count = len(manifest["images"])
+    num_tested = manifest["parameters"]["checks"]
+    if num_tested and num_tested < count:
+        echo(f"the maps of the first {num_tested} images are tested; --checks tests all")
 
     unreadable = manifest["unreadable"]
     for image in unreadable:
         echo(f"skipped {image['path']}: {image['reason']}", color="yellow")
     skipped = f", {len(unreadable)} skipped" if unreadable else ""
-    count = len(manifest["images"])
     echo(f"{count} image{'s' * (count != 1)} explained{skipped}: {output}")
 
     if (output / SHEET_FILE).is_file():

@@ -1,22 +1,29 @@
 """The public function `vit.explain`."""
 
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from vit.bundle import Models, keeps_mode, open_model
+from vit.bundle import Bundle, Models, keeps_mode, open_model
 from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
+from vit.explanation.capture.forward import open_reader
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import find_items
-from vit.explanation.methods.auto import MAX_CHECKED_IMAGES, choose_methods
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import Explanations
-from vit.explanation.render.page import name_model
 from vit.explanation.targets import TargetLike, check_count, describe_target
-from vit.explanation.writer import MapWriter
+from vit.explanation.writer import MAX_GALLERY_IMAGES, MapWriter
 from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments
+
+# Images for which "auto" takes two methods; for more, that takes too long.
+_MAX_AUTO_IMAGES = 64
+# Images whose maps are tested by default: a test takes five times as long as the maps.
+_NUM_TESTED = 16
 
 
 @keeps_mode
@@ -61,7 +68,7 @@ def explain(
         map_options: Options of the methods, such as {"head_fusion": "max"}.
             None: their defaults.
         checks: Test every map: are its patches important for the prediction?
-            None: for up to 64 images.
+            None: those of the first 16 images.
         num_images: Number of images if no `images` are given.
         batch_size: Images at a time. None: 64 for images of up to 64 pixels a
             side, otherwise 16.
@@ -98,10 +105,11 @@ def explain(
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
-        choose_methods(as_tuple(methods), bundle, num_images=expected),
+        _choose_methods(as_tuple(methods), bundle, num_images=expected),
         target=target,
         map_options=map_options,
-        sanity_checks=expected <= MAX_CHECKED_IMAGES if checks is None else checks,
+        num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
+        num_attended=MAX_GALLERY_IMAGES if output and "html" in as_tuple(formats) else 0,
         batch_size=batch_size,
     )
     items = find_items(
@@ -110,39 +118,54 @@ def explain(
         count=num_images,
         passed_images=bundle.passed_images,
     )
-    if output is None:
-        return explainer.explain(items)
+    writer = None
+    if output is not None:
+        parameters = explainer.parameters | {"target": describe_target(target)}
+        writer = MapWriter(
+            output, bundle, parameters, formats=as_tuple(formats), overwrite=overwrite
+        )
+    found = Explanations(bundle, explainer.methods, images=[], unreadable=explainer.unreadable)
+    for batch in explainer.explain(items):
+        if writer is not None:
+            writer.add(batch)
+        # the pixels of all images may not fit into memory
+        found.images += [replace(each, image=None, pixels=None, attention=None) for each in batch]
+    if not found.images:
+        reason = "there are no images to explain"
+        if found.unreadable:
+            count = len(found.unreadable)
+            reason = f"none of the {count} images could be read: {found.unreadable[0][1]}"
+        raise ValueError(reason)
+    if writer is not None:
+        writer.finish(found.unreadable)
+    elif found.unreadable:
+        count, reason = len(found.unreadable), found.unreadable[0][1]
+        warnings.warn(f"{count} images are left out; the first: {reason}", stacklevel=2)
+    return found
 
-    writer = MapWriter(
-        output,
-        bundle,
-        describe_parameters(explainer, target),
-        formats=as_tuple(formats),
-        overwrite=overwrite,
-    )
-    gallery = None
-    observers = [writer.add]
-    if "html" in as_tuple(formats):
-        from vit.explanation.gallery.gallery import Gallery
 
-        gallery = Gallery(bundle)
-        observers.append(gallery.add)
-    explanations = explainer.explain(
-        items, *observers, needs_attention=lambda: gallery is not None and not gallery.is_full
-    )
-    writer.finish(explanations.unreadable)
-    if gallery is not None:
-        title = f"Attention maps of {name_model(bundle.name)}"
-        gallery.write(writer.output / "gallery.html", title=title)
-    return explanations
+def _choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -> tuple[str, ...]:
+    """Return `methods` with other methods instead of "auto", each once."""
+    names: list[str] = []
+    for method in methods:
+        names += _choose_auto(bundle, num_images) if method == "auto" else [method]
+    return tuple(dict.fromkeys(names))
 
 
-def describe_parameters(explainer: Explainer, target: TargetLike) -> dict[str, Any]:
-    """Return what the maps depend on, for the manifest."""
-    return {
-        **explainer.map_options,
-        "methods": list(explainer.methods),
-        "target": describe_target(target),
-        "checks": explainer.sanity_checks,
-        "batch_size": explainer.batch_size,
-    }
+def _choose_auto(bundle: Bundle, num_images: int) -> list[str]:
+    reader = open_reader(bundle)
+    if not reader.has_attention:
+        return list_methods(reader)[:2]
+    # a model without a classifier has no evidence for a class
+    if num_images > _MAX_AUTO_IMAGES or not bundle.class_names:
+        return ["rollout"]
+    if not reader.is_ours:
+        # The pooling of other models may have no gates, so it is tried on noise: all tokens of an
+        # even image may count alike.
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(1, 3, *bundle.preprocess.image_size, generator=generator)
+        try:
+            compute_maps(reader, noise.to(bundle.device), methods=["removal-gradient"])
+        except ValueError:
+            return ["rollout"]
+    return ["libra-removal", "rollout"]

@@ -1,27 +1,25 @@
 """The loop behind `vit.explain` and `vit explain`: from images to maps, one batch after another."""
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.data.images import DeepImage
 from vit.explanation.capture.forward import open_reader
-from vit.explanation.checks.sanity_checks import MapChecks, SanityCheck, check_maps
+from vit.explanation.checks.sanity_checks import check_maps
 from vit.explanation.items import ImageItem
-from vit.explanation.methods.maps import Maps, check_ranges, compute_maps
-from vit.explanation.methods.registry import Method, check_options, find_methods
+from vit.explanation.methods.maps import Maps, compute_maps
+from vit.explanation.methods.registry import check_options, find_methods
 from vit.explanation.methods.rollout import measure_attention
-from vit.explanation.records import Explanations, ImageResult, MapResult
+from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.targets import (
     FEATURES,
-    OutputKind,
     TargetLike,
     build_target,
     choose_decided,
@@ -35,7 +33,6 @@ from vit.explanation.targets import (
 from vit.runtime.device import copy_to_device, copy_to_host, run_in_memory
 from vit.runtime.files import clean_name
 from vit.runtime.progress import show_progress
-from vit.runtime.tensors import Images
 
 _MAX_KEPT_PIXELS = 100_000_000  # in all images that wait to be explained and drawn
 
@@ -58,14 +55,13 @@ class Explainer:
         methods: Names of registered methods.
         target: See `vit.explain`.
         map_options: See `vit.explain`.
-        sanity_checks: Test every map.
+        num_tested: Number of images, from the first on, whose maps are tested. None: all.
+        num_attended: Number of images, from the first on, that get what their heads and patches
+            attend to.
         batch_size: See `vit.explain`.
 
     Attributes:
-        methods: Names of the methods.
-        map_options: Values of all options of the methods, by name.
-        sanity_checks: True if every map is tested.
-        batch_size: Images at a time.
+        unreadable: Path and reason for each image that could not be read.
 
     Raises:
         ValueError: A method is unknown; the model lacks a class, layer or option; or a method needs
@@ -81,127 +77,113 @@ class Explainer:
         *,
         target: TargetLike = "auto",
         map_options: Mapping[str, object] | None = None,
-        sanity_checks: bool = False,
+        num_tested: int | None = 0,
+        num_attended: int = 0,
         batch_size: int | None = None,
     ) -> None:
         # everything that can be wrong is checked before an image is read
         self._reader = open_reader(bundle)
-        self._methods = find_methods(methods, self._reader)
-        # a wrong option is reported before the first image is read
-        self.map_options = check_options(self._methods, map_options or {})
-        check_ranges(self.map_options, self._reader)
+        chosen = find_methods(methods, self._reader)
+        self._options = check_options(chosen, map_options or {}, self._reader)
         self.bundle = bundle
         self.methods = tuple(methods)
-        self.sanity_checks = sanity_checks
-        self.batch_size = batch_size or choose_explain_batch_size(
+        self.unreadable: list[tuple[str, str]] = []
+        self._num_tested = num_tested
+        self._num_attended = num_attended
+        self._batch_size = batch_size or choose_explain_batch_size(
             bundle.preprocess.image_size, bundle.device
         )
         # number of images that fit a GPU's memory together
-        self._part_size = self.batch_size
-        self._kind: OutputKind = find_output_kind(
+        self._part_size = self._batch_size
+        self._kind = find_output_kind(
             bundle.model, bundle.class_names, is_multilabel=bundle.is_multilabel
         )
         if has_many(target):
             target = list_targets(target)
-        self._target_name = target
-        has_classes = any(method.class_specific for method in self._methods)
+        has_classes = any(method.class_specific for method in chosen)
         if self._kind == "features" and target == "auto" and not has_classes:
             self._target = FEATURES
-            # removed patches have no effect on a class
-            self.sanity_checks = False
+            self._num_tested = 0  # removed patches have no effect on a class
         else:
             self._target = build_target(target, bundle.class_names, self._kind)
+        if target != "auto" and not has_classes:
+            raise ValueError(
+                f"{' and '.join(methods)}: the same map for every class, so --class {target} "
+                "changes nothing; leave it out, or choose a method whose maps depend on it, such "
+                "as libra-removal"
+            )
         # the most probable class otherwise, without a copy to the host
         self._has_thresholds = self._kind == "labels" or bool(bundle.operating_point)
         if self._has_thresholds and target == "auto":
             self._target = replace(self._target, choose=partial(choose_decided, bundle))
-        _check_target(target, self._methods)
         # a target that isn't about a class is the same in every column
         self._has_predicted_first = self._target.name is not None or starts_with_predicted(
             target, bundle.class_names
         )
+        # files of several classes of one image need the class in their names
+        self._names_classes = target != "auto" or self._kind == "labels"
         self._is_verified = False
 
-    def explain(
-        self,
-        items: Sequence[ImageItem],
-        *observers: Callable[[Sequence[ImageResult]], object],
-        needs_attention: Callable[[], bool] = lambda: False,
-    ) -> Explanations:
-        """Explain images, one batch after another.
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Everything that the maps depend on but the target, for the manifest."""
+        return {
+            **self._options,
+            "methods": list(self.methods),
+            "checks": self._num_tested,
+            "batch_size": self._batch_size,
+        }
 
-        Args:
-            items: The images, see `vit.explanation.items`.
-            observers: Called with each batch as soon as it is explained. Only they get pixels and
-                attention, which don't fit into memory for many images.
-            needs_attention: Called before each batch; returns whether observers need what heads
-                and patches attend to.
-
-        Returns:
-            The explanations of the images that could be read.
-
-        Raises:
-            ValueError: Without observers, no image could be read.
-        """
-        explanations = Explanations(self.bundle, self.methods, images=[], unreadable=[])
-        unreadable = explanations.unreadable
+    def explain(self, items: Sequence[ImageItem]) -> Iterator[list[ImageResult]]:
+        """Yield explained images, one batch after another. They have pixels and attention, which
+        don't fit into memory for many images."""
         # large images are decoded again for drawing, because two batches of them may not fit into
         # memory
-        max_pixels = _MAX_KEPT_PIXELS // max(min(2 * self.batch_size, len(items)), 1)
+        max_pixels = _MAX_KEPT_PIXELS // max(min(2 * self._batch_size, len(items)), 1)
 
         with ThreadPoolExecutor() as pool, show_progress("explaining", len(items)) as advance:
 
             def decode_ahead(start: int) -> list[Future[ImageResult]]:
-                batch = items[start : start + self.batch_size]
+                batch = items[start : start + self._batch_size]
                 return [pool.submit(self._decode, item, max_pixels) for item in batch]
 
             decoding = decode_ahead(0)
-            for start in range(0, len(items), self.batch_size):
+            for start in range(0, len(items), self._batch_size):
                 results = []
                 # a file that can't be read is named, and the others are explained
                 for item, future in zip(items[start:], decoding, strict=False):
                     try:
                         results.append(future.result())
                     except (ValueError, OSError) as error:
-                        unreadable.append((item.path, " ".join(str(error).split())))
+                        self.unreadable.append((item.path, " ".join(str(error).split())))
                 num_items = len(decoding)
-                decoding = decode_ahead(start + self.batch_size)
-
+                decoding = decode_ahead(start + self._batch_size)
                 if results:
-                    self._explain_batch(results, has_attention=needs_attention())
-                    for observe in observers:
-                        observe(results)
-                    # the pixels of an observed image are no longer needed
-                    explanations.images += [
-                        replace(result, image=None, pixels=None, attention=None)
-                        for result in results
-                    ]
+                    self._explain_batch(results)
+                    yield results
                 advance(num_items)
-
-        # an observer reports unreadable images itself, after it has saved the others
-        if not observers:
-            _check_read(explanations)
-        return explanations
 
     def _decode(self, item: ImageItem, max_pixels: int) -> ImageResult:
         photo, sha256 = item.read()
+        preprocess = self.bundle.preprocess
         if isinstance(photo, DeepImage):
             # as the model sees it, also when it is read again
-            item = item.convert(self.bundle.preprocess.to_rgb)
-            photo = self.bundle.preprocess.to_rgb(photo)
+            item = item.convert(preprocess.to_rgb)
+            photo = preprocess.to_rgb(photo)
         return ImageResult(
             item=item,
             sha256=sha256,
+            class_names=self.bundle.class_names,
             # boxes are in pixels of the original, because maps are drawn on it
-            geometry=self.bundle.preprocess.geometry(photo.size),
+            geometry=preprocess.geometry(photo.size),
             image=photo if photo.width * photo.height <= max_pixels else None,
-            pixels=self.bundle.preprocess.to_uint8(photo),
+            pixels=preprocess.to_uint8(photo),
         )
 
-    def _explain_batch(self, results: Sequence[ImageResult], *, has_attention: bool) -> None:
+    def _explain_batch(self, results: Sequence[ImageResult]) -> None:
         """Explain a batch: on a GPU one part after another, if it doesn't fit its memory."""
         self._part_size = run_in_memory(
-            lambda first, end: self._explain_part(results[first:end], has_attention=has_attention),
+            lambda first, end: self._explain_part(results[first:end]),
             0,
             len(results),
             part_size=self._part_size,
@@ -210,27 +192,34 @@ class Explainer:
         # verifying the capture waits for the device, and one batch is enough
         self._is_verified = True
 
-    def _explain_part(self, results: Sequence[ImageResult], *, has_attention: bool) -> None:
+    def _explain_part(self, results: Sequence[ImageResult]) -> None:
         """Add to each image its maps and the model's outputs."""
+        pixels = np.stack([result.pixels for result in results if result.pixels is not None])
+        batch = copy_to_device(torch.from_numpy(pixels), self.bundle.device)
+        numbers = [result.item.number for result in results]
         forward, targets, maps = compute_maps(
             self._reader,
-            self._normalize(results),
+            self.bundle.preprocess.normalize(batch),
             methods=self.methods,
-            target=self._target.select([result.item.number for result in results]),
-            options=self.map_options,
+            target=self._target.select(numbers),
+            options=self._options,
             verify=not self._is_verified,
         )
-        checks: list[list[MapChecks]] = [[] for _ in maps]
-        if self.sanity_checks:
-            checks = check_maps(forward, targets, maps, predicted_first=self._has_predicted_first)
+        num_tested = len(results)
+        if self._num_tested is not None:
+            num_tested = sum(number < self._num_tested for number in numbers)
+        checks = check_maps(
+            forward, targets, maps, count=num_tested, predicted_first=self._has_predicted_first
+        )
         logits = forward.logits.detach()
         probabilities = compute_probabilities(logits.float() / self.bundle.temperature, self._kind)
         scores = torch.stack(
             [self._target.score(logits, column) for column in targets.unbind(dim=1)], dim=1
         )
-        attention: list[dict[str, Tensor]] = []
-        if has_attention and self._reader.has_attention:
-            attention = [measure_attention(forward, row) for row in range(len(results))]
+        attention = []
+        if self._reader.has_attention:
+            num_attended = sum(number < self._num_attended for number in numbers)
+            attention = [measure_attention(forward, row) for row in range(num_attended)]
 
         # the only copy from the device, and the only time that the host waits for it
         logits, probabilities, scores, targets, maps, checks, attention = copy_to_host(
@@ -238,6 +227,7 @@ class Explainer:
         )
         for result, parts in zip(results, attention, strict=False):
             result.attention = {name: part.numpy() for name, part in parts.items()}
+        tests = [[column.to_list() for column in of_method] for of_method in checks]
         for row, result in enumerate(results):
             if not logits[row].isfinite().all():
                 raise ValueError(
@@ -245,95 +235,58 @@ class Explainer:
                     f"{result.item.name}, so there is nothing to explain"
                 )
             result.probabilities = probabilities[row].numpy()
+            self._add_prediction(result, logits[row : row + 1].float().numpy())
             # labels that fill a row are repeated
-            explained = dict.fromkeys(targets[row, : self._num_classes_explained].tolist())
-            result.targets = tuple(explained)
-            if self._has_thresholds:
-                (present,) = find_decided(self.bundle, logits[row : row + 1].float().numpy())
-                result.predicted = present[0] if present else int(probabilities[row].argmax())
-                result.labels = present if self._kind == "labels" else None
-            elif len(result.probabilities):
-                result.predicted = int(result.probabilities.argmax())
-            if self._target.name is not None:
-                name = self._target.name(int(targets[row, 0]))
-                result.output = f"{name} = {scores[row, 0].item():.4g}"
-                if self._target is FEATURES:
-                    result.output = name
-        for method_maps, method_checks in zip(maps, checks, strict=True):
-            checks_by_class = [class_checks.to_list() for class_checks in method_checks]
-            self._add_maps(results, method_maps, targets, scores, checks_by_class)
+            explained = list(dict.fromkeys(targets[row].tolist()))
+            if self._target.name is None:
+                result.targets = tuple(explained)
+            else:
+                result.output = self._target.name(explained[0])
+                if self._target is not FEATURES:
+                    result.output += f" = {scores[row, 0].item():.4g}"
+            for place, method_maps in enumerate(maps):
+                added = self._add_maps(result, method_maps, row, explained, scores[row].tolist())
+                if row < num_tested:
+                    for map_result, test in zip(added, tests[place], strict=False):
+                        map_result.sanity_check = test[row]
 
-    @property
-    def _num_classes_explained(self) -> int | None:
-        """Number of explained classes of an image: None for all targets, 0 if the target isn't
-        about a class."""
-        return None if self._target.name is None else 0
-
-    def _normalize(self, results: Sequence[ImageResult]) -> Images:
-        """Return the model's input, on its device."""
-        pixels = np.stack([result.pixels for result in results if result.pixels is not None])
-        batch = copy_to_device(torch.from_numpy(pixels), self.bundle.device)
-        return self.bundle.preprocess.normalize(batch)
+    def _add_prediction(self, result: ImageResult, logits: np.ndarray) -> None:
+        """Add what the model predicts, by its thresholds if it has any."""
+        if self._has_thresholds:
+            (present,) = find_decided(self.bundle, logits)
+            result.predicted = present[0] if present else int(result.probabilities.argmax())
+            result.labels = present if self._kind == "labels" else None
+        elif len(result.probabilities):
+            result.predicted = int(result.probabilities.argmax())
 
     def _add_maps(
         self,
-        results: Sequence[ImageResult],
+        result: ImageResult,
         maps: Maps,
-        targets: Tensor,
-        scores: Tensor,
-        checks_by_class: list[list[SanityCheck]],
-    ) -> None:
-        """Add the map of each class to each image."""
+        row: int,
+        explained: Sequence[int],
+        scores: Sequence[float],
+    ) -> list[MapResult]:
+        """Add the maps of a method, one for each class if they depend on it, and return them."""
         method = maps.method
-        for row, result in enumerate(results):
-            num_columns = len(set(targets[row].tolist())) if method.class_specific else 1
-            taken: set[str] = set()
-            for column, values in enumerate(maps.values[row, :num_columns].numpy()):
-                map_result = MapResult(
-                    method=method,
-                    key=f"{result.item.name}.{method.name}",
-                    values=values,
-                    is_label=self._kind == "labels",
-                )
-                if checks_by_class:
-                    map_result.sanity_check = checks_by_class[column][row]
-                if method.class_specific:
-                    map_result.score = scores[row, column].item()
-                    index = int(targets[row, column])
-                    if self._target.name is not None:
-                        map_result.target_name = self._target.name(index)
-                    else:
-                        map_result.target = index
-                        map_result.target_name = self.bundle.class_names[index]
-                        map_result.is_predicted = result.labels is None or index in result.labels
-                    # files of several classes of one image need the class in their names
-                    if self._target_name != "auto" or self._kind == "labels":
-                        map_result.key += f".{clean_name(map_result.target_name)}"
-                        # a file name has no place for all characters
-                        if map_result.key.casefold() in taken:
-                            map_result.key += f"-{index}"
-                        taken.add(map_result.key.casefold())
-                result.maps.append(map_result)
-
-
-def _check_read(explanations: Explanations) -> None:
-    """Raise ValueError if no image could be read, and warn about some that could not."""
-    unreadable = explanations.unreadable
-    if not unreadable and not explanations.images:
-        raise ValueError("there are no images to explain")
-    if not explanations.images:
-        raise ValueError(f"none of the {len(unreadable)} images could be read: {unreadable[0][1]}")
-    if unreadable:
-        warnings.warn(
-            f"{len(unreadable)} images are left out; the first: {unreadable[0][1]}", stacklevel=3
-        )
-
-
-def _check_target(target: TargetLike, methods: Sequence[Method]) -> None:
-    """Raise ValueError if a class is named and no method's maps depend on it."""
-    if target == "auto" or any(method.class_specific for method in methods):
-        return
-    names = " and ".join(method.name for method in methods)
-    text = f"{names}: the same map for every class, so --class {target} changes nothing"
-    hint = "leave it out, or choose a method whose maps depend on it, such as libra-removal"
-    raise ValueError(f"{text}; {hint}")
+        added = []
+        for values, index, score in zip(maps.values[row].numpy(), explained, scores, strict=False):
+            map_result = MapResult(
+                method, f"{result.item.name}.{method.name}", values, is_label=self._kind == "labels"
+            )
+            if method.class_specific:
+                map_result.score = score
+                if self._target.name is not None:
+                    map_result.target_name = self._target.name(index)
+                else:
+                    map_result.target = index
+                    map_result.target_name = self.bundle.class_names[index]
+                    map_result.is_predicted = result.labels is None or index in result.labels
+                if self._names_classes:
+                    map_result.key += f".{clean_name(map_result.target_name)}"
+                # a file name has no place for all characters
+                if map_result.key.casefold() in {other.key.casefold() for other in added}:
+                    map_result.key += f"-{index}"
+            added.append(map_result)
+        result.maps += added
+        return added

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -20,6 +19,8 @@ from vit.data.open import RecordedImages, open_for_model
 from vit.data.sources.remote import is_remote
 from vit.data.splits import DatasetSplits
 from vit.runtime.files import clean_name, read_bytes
+
+Read = Callable[[], tuple[Image.Image, str]]
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class ImageItem:
 
     path: str
     name: str
-    read: Callable[[], tuple[Image.Image, str]]
+    read: Read
     number: int = 0
 
     def convert(self, convert: Callable[[Image.Image], Image.Image]) -> "ImageItem":
         """Return an item whose image is converted whenever it is read."""
-        return replace(self, read=partial(_read_converted, self.read, convert))
+        return replace(self, read=partial(_convert, self.read, convert))
 
     @property
     def title(self) -> str:
@@ -68,30 +69,24 @@ def find_items(
         count: Number of images from the test split.
         passed_images: Images that were passed to `vit.train` from Python.
     """
-    address = None
-    if images is not None and len(images) == 1 and isinstance(images[0], str):
-        address = images[0] if is_remote(images[0]) else None
-    if images is not None and address is None:
-        return items_from_images(images)
-    if images is None and passed_images is not None:
-        source = passed_images.split()
+    if images is None:
+        splits = passed_images or open_for_model(None, recorded=recorded)
+    elif len(images) == 1 and isinstance(images[0], str) and is_remote(images[0]):
+        splits = open_for_model(images[0], recorded=recorded)
     else:
-        source = open_for_model(address, recorded=recorded).split()
-    return items_from_dataset(source, count=count)
+        return items_from_images(images)
+    return items_from_dataset(splits.split(), count=count)
 
 
 def items_from_images(images: Iterable[str | Image.Image]) -> list[ImageItem]:
     """Build items for images from `list_images`, in this order. Images in memory are called
     image-00000 and so on."""
     paths = []
-    readers: list[Callable[[], tuple[Image.Image, str]]] = []
+    readers: list[Read] = []
     for number, image in enumerate(images):
-        if isinstance(image, str):
-            paths.append(image)
-            readers.append(partial(read_file, image))
-        else:
-            paths.append(f"image-{number:05d}")
-            readers.append(partial(_hash_pixels, image))
+        in_memory = not isinstance(image, str)
+        paths.append(f"image-{number:05d}" if in_memory else image)
+        readers.append(partial(_hash_pixels if in_memory else read_file, image))
     return list(map(ImageItem, paths, name_images(paths), readers, count()))
 
 
@@ -134,6 +129,11 @@ def _name_by_hash(stem: str, path: str) -> str:
     return f"{stem}-{digest[:12]}"
 
 
+def _convert(read: Read, convert: Callable[[Image.Image], Image.Image]) -> tuple[Image.Image, str]:
+    image, sha256 = read()
+    return convert(image), sha256
+
+
 def _unique_or(names: Sequence[str], alternatives: Sequence[str]) -> list[str]:
     """Return each name, or its alternative if another name is equal on a file system that ignores
     case."""
@@ -144,17 +144,10 @@ def _unique_or(names: Sequence[str], alternatives: Sequence[str]) -> list[str]:
     ]
 
 
-def _read_converted(
-    read: Callable[[], tuple[Image.Image, str]], convert: Callable[[Image.Image], Image.Image]
-) -> tuple[Image.Image, str]:
-    image, sha256 = read()
-    return convert(image), sha256
-
-
-def read_file(path: str, load: Callable[[], Any] | None = None) -> tuple[Image.Image, str]:
+def read_file(path: str) -> tuple[Image.Image, str]:
     """Read an image, and hash the same bytes, in case the file changes meanwhile."""
     try:
-        content = load() if load else read_bytes(Path(path))
+        content = read_bytes(Path(path))
     except IsADirectoryError as error:
         raise ValueError(f"{path} is a folder that holds no images, or can't be read") from error
     return read_image(io.BytesIO(content), name=path), hashlib.sha256(content).hexdigest()

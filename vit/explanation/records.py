@@ -32,23 +32,6 @@ if TYPE_CHECKING:
 ClassValues = Mapping[str, Any]
 
 
-def describe_prediction(predicted: ClassValues) -> str:
-    """Describe a prediction in words; without probabilities it is the name alone."""
-    if predicted["probability"] is None:
-        return str(predicted["name"])
-    most_probable = _describe_probability(predicted)
-    labels = predicted.get("labels")
-    if labels is None:
-        return f"predicted {most_probable}"
-    if not labels:
-        return f"no label predicted; most probable: {most_probable}"
-    return f"predicted {', '.join(map(_describe_probability, labels))}"
-
-
-def _describe_probability(described: ClassValues) -> str:
-    return f"{described['name']}  {100 * described['probability']:.1f} %"
-
-
 @dataclass(repr=False)
 class MapResult:
     """One map of one image.
@@ -90,7 +73,7 @@ class MapResult:
     @property
     def scale(self) -> ColourScale:
         """Scale of the colours, up to the largest value."""
-        return fit_scale([self.shown_values], signed=self.method.signed)
+        return fit_scale(self.shown_values, signed=self.method.signed)
 
     @property
     def shown_values(self) -> PatchMap:
@@ -127,9 +110,10 @@ class ImageResult:
     Attributes:
         item: The image as it was asked for.
         sha256: Digest of its file, or of the pixels of an image in memory.
+        class_names: Names of the model's classes.
         geometry: Its size, and the box of the model's input.
         image: The upright RGB image; None for a large one, which `read_image` reads again.
-        pixels: The model's input, until the batch was observed.
+        pixels: The model's input, until the image is in the result.
         maps: Maps in the order of the methods, then in the order of the classes.
         probabilities: Probabilities of the classes at the temperature of the model file; empty if
             the model has no probabilities.
@@ -144,6 +128,7 @@ class ImageResult:
 
     item: ImageItem
     sha256: str
+    class_names: Sequence[str]
     geometry: Geometry
     image: Image.Image | None
     pixels: UInt8[np.ndarray, "H W 3"] | None
@@ -163,48 +148,45 @@ class ImageResult:
     @property
     def grid(self) -> tuple[int, int]:
         """Number of patches, (rows, columns)."""
-        rows, columns = self.maps[0].values.shape[-2:]
+        rows, columns = self.maps[0].values.shape
         return rows, columns
 
-    def describe_class(self, index: int | None, class_names: Sequence[str]) -> ClassValues:
-        """Describe a class and its probability; for None, the target and its value."""
-        if index is None:
+    @property
+    def prediction(self) -> ClassValues:
+        """The predicted class, or the target and its value; where an image may have several labels,
+        "labels" has those that are predicted."""
+        if self.predicted is None:
             return {"index": None, "name": self.output, "probability": None}
+        described = self._describe_class(self.predicted)
+        if self.labels is not None:
+            described["labels"] = [self._describe_class(index) for index in self.labels]
+        return described
+
+    def _describe_class(self, index: int) -> dict[str, Any]:
         probability = float(self.probabilities[index]) if len(self.probabilities) else None
-        return {"index": index, "name": class_names[index], "probability": probability}
+        return {"index": index, "name": self.class_names[index], "probability": probability}
 
-    def describe_predicted(self, class_names: Sequence[str]) -> ClassValues:
-        """Describe the predicted class or the target, see `describe_class`; where an image may
-        have several labels, "labels" describes those that are predicted."""
-        described = self.describe_class(self.predicted, class_names)
-        if self.labels is None or self.predicted is None:
-            return described
-        labels = [self.describe_class(index, class_names) for index in self.labels]
-        return {**described, "labels": labels}
-
-    def describe_target(self, result: MapResult, class_names: Sequence[str]) -> ClassValues | None:
-        """Describe the class or target of a map; None if the map is the same for every class."""
-        if result.target is not None:
-            return self.describe_class(result.target, class_names)
-        if result.target_name is not None:
-            return {"index": None, "name": result.target_name, "probability": None}
-        return None
-
-    def describe(self, class_names: Sequence[str], *, has_overlays: bool) -> dict[str, Any]:
+    def describe(self, *, has_overlays: bool) -> dict[str, Any]:
         """Describe the image for the manifest."""
-        maps = [
-            {
-                "method": result.method.name,
-                "class_specific": result.method.class_specific,
-                "target": self.describe_target(result, class_names),
-                "caption": result.describe(),
-                "score": result.score,
-                "map_key": result.key,
-                "overlay": f"{result.key}.png" if has_overlays else None,
-                "sanity_check": result.sanity_check and asdict(result.sanity_check),
-            }
-            for result in self.maps
-        ]
+        maps = []
+        for result in self.maps:
+            target = None
+            if result.target is not None:
+                target = self._describe_class(result.target)
+            elif result.target_name is not None:
+                target = {"index": None, "name": result.target_name, "probability": None}
+            maps.append(
+                {
+                    "method": result.method.name,
+                    "class_specific": result.method.class_specific,
+                    "target": target,
+                    "caption": result.describe(),
+                    "score": result.score,
+                    "map_key": result.key,
+                    "overlay": f"{result.key}.png" if has_overlays else None,
+                    "sanity_check": result.sanity_check and asdict(result.sanity_check),
+                }
+            )
         return {
             "path": self.item.path,
             "name": self.item.name,
@@ -212,27 +194,46 @@ class ImageResult:
             "sha256": self.sha256,
             "size": list(self.geometry.original_size),
             "box": list(self.geometry.box),
-            "predicted": self.describe_predicted(class_names),
+            "predicted": self.prediction,
             "grid": list(self.grid),
             "maps": maps,
         }
 
-    def describe_prediction(self, class_names: Sequence[str]) -> str:
-        """Describe the model's prediction in words."""
-        return describe_prediction(self.describe_predicted(class_names))
+    def describe_prediction(self) -> str:
+        """Describe the prediction in words; without probabilities it is the name alone."""
+
+        def describe(one: ClassValues) -> str:
+            return f"{one['name']}  {100 * one['probability']:.1f} %"
+
+        predicted = self.prediction
+        if predicted["probability"] is None:
+            return str(predicted["name"])
+        labels = predicted.get("labels", [predicted])
+        if not labels:
+            return f"no label predicted; most probable: {describe(predicted)}"
+        return f"predicted {', '.join(map(describe, labels))}"
+
+    def caption(self, result: MapResult) -> list[str]:
+        """Return the lines below a figure: the prediction first, then those of the map."""
+        lines = [f"{self.item.title}: {self.describe_prediction()}", result.describe()]
+        if result.target_name is not None:
+            lines[-1] += f" ({result.method.title})"
+        if result.sanity_check is not None:
+            lines.append(f"patch-removal test: {result.sanity_check}")
+        return lines
 
     def read_image(self) -> Image.Image:
         """Return the upright RGB image."""
         return self.image or self.item.read()[0]
 
-    def draw_row(self, class_names: Sequence[str]) -> list["Tile"]:
+    def draw_row(self) -> list["Tile"]:
         """Draw the row of the contact sheet: the photo and its maps."""
         from vit.explanation.render.figure import Tile  # matplotlib takes half a second
 
         photo = self.read_image()
         # reduced once, and every map is drawn over the same small photo
         photo = photo.resize(panel_size(photo.size), Image.Resampling.LANCZOS)
-        row = [Tile(photo, self.describe_prediction(class_names), None, [self.item.title])]
+        row = [Tile(photo, self.describe_prediction(), None, [self.item.title])]
         for result in self.maps:
             picture = blend(photo, result.shown_values, self.geometry, scale=result.scale)
             check = result.sanity_check
@@ -301,7 +302,7 @@ class Explanations:
         """Draw the first images with their maps; without images, an empty picture."""
         from vit.explanation.render.figure import MAX_SHEET_IMAGES, draw_sheet
 
-        rows = [image.draw_row(self.class_names) for image in self.images[:MAX_SHEET_IMAGES]]
+        rows = [image.draw_row() for image in self.images[:MAX_SHEET_IMAGES]]
         return draw_sheet(rows) if rows else Image.new("RGB", (1, 1), "white")
 
     @property
@@ -313,24 +314,20 @@ class Explanations:
     def maps(self) -> dict[str, Float[Tensor, "n ..."]]:
         """Maps of each method, float32 on the patch grid: [n, rows, columns], or for T classes
         [n, T, rows, columns]. Images of fewer labels than others end with maps of NaN."""
-        maps = {}
+        found = {}
         for name in self.methods:
-            # a method that doesn't depend on the class has one map, even if others have several
             values = [
                 [result.values for result in image.maps if result.method.name == name]
                 for image in self.images
             ]
-            stacked = torch.from_numpy(_stack(values, np.nan))  # [n, T, …]
-            # one class is the usual case, and it has no axis
-            maps[name] = stacked[:, 0] if stacked.shape[1] == 1 else stacked
-        return maps
+            found[name] = _stack(values, np.full(values[0][0].shape, np.nan, np.float32))
+        return found
 
     @property
     def targets(self) -> Int[Tensor, "n ..."]:
         """Class that is explained for each image, [n], or [n, T], in which -1 stands where an image
         has fewer labels than others; [n, 0] if the target isn't about a class."""
-        targets = torch.from_numpy(_stack([image.targets for image in self.images], -1)).long()
-        return targets[:, 0] if targets.shape[1] == 1 else targets
+        return _stack([image.targets for image in self.images], -1).long()
 
     @property
     def probabilities(self) -> Float[Tensor, "n C"]:
@@ -353,12 +350,8 @@ class Explanations:
         }
 
 
-def _stack(rows: Sequence[Sequence[Any]], fill: float) -> np.ndarray:
-    """Stack rows [n, T, ...], of which shorter ones are filled up."""
+def _stack(rows: Sequence[Sequence[Any]], fill: Any) -> Tensor:
+    """Stack rows [n, T, ...], of which shorter ones are filled up; one column has no axis."""
     width = max(map(len, rows))
-    stacked = []
-    for row in rows:
-        # made where they are needed alone: every row is empty if the target isn't about a class
-        blanks = (np.full_like(row[0], fill) for _ in range(width - len(row)))
-        stacked.append([*row, *blanks])
-    return np.array(stacked)
+    stacked = torch.from_numpy(np.array([[*row, *[fill] * (width - len(row))] for row in rows]))
+    return stacked[:, 0] if width == 1 else stacked

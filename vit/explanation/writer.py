@@ -1,4 +1,4 @@
-"""Write explained images: overlays, exact arrays, and a manifest that describes them.
+"""Write explained images: overlays, exact arrays, a gallery, and a manifest that describes them.
 
 Threads draw and write overlays while the model runs. Equal inputs and settings give equal bytes: no
 times, no random numbers, sorted order.
@@ -9,27 +9,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
+from vit.explanation.gallery.gallery import describe_card, write_gallery
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
 from vit.runtime.files import prepare_output, write_arrays, write_atomically, write_json
 
-if TYPE_CHECKING:
-    from vit.explanation.render.figure import Tile
-
 SCHEMA_VERSION = 6
-ARRAYS_FILE = "maps.npz"
-MANIFEST_FILE = "manifest.json"
 SHEET_FILE = "index.png"
+MAX_GALLERY_IMAGES = 200  # browsers can't open much larger pages
 # vit/explanation/render/figure.py draws these; it imports matplotlib, which takes half a second
-FIGURE_FORMATS = ("svg", "pdf")
-OUTPUT_FORMATS = ("png", *FIGURE_FORMATS, "npz", "html")
+_FIGURE_FORMATS = ("svg", "pdf")
+_FORMATS = ("png", *_FIGURE_FORMATS, "npz", "html")
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
 # more would keep many photos in memory if drawing is slower than the model
 _MAX_WAITING_BATCHES = 2
@@ -37,14 +34,14 @@ _MAX_WAITING_BATCHES = 2
 
 class MapWriter:
     """Writes explained images into a directory: overlays `NAME.METHOD.png` as soon as their batch
-    is added, and at the end maps.npz, manifest.json and, with overlays, index.png of the first.
+    is added, and at the end the other files.
 
     Args:
         output: The directory.
         bundle: The model.
         parameters: Everything that the maps depend on, for the manifest.
-        formats: "png" for overlays, "svg" and "pdf" for figures, "npz" for maps.npz. "html" is
-            written elsewhere.
+        formats: "png" for overlays and index.png of the first images, "svg" and "pdf" for figures,
+            "npz" for maps.npz, "html" for a gallery.
         overwrite: Replace an earlier result.
 
     Raises:
@@ -62,30 +59,32 @@ class MapWriter:
         overwrite: bool,
     ) -> None:
         for name in formats:
-            check_choice(name, OUTPUT_FORMATS, name="--format")
-        self.output = prepare_output(output, overwrite=overwrite)
+            check_choice(name, _FORMATS, name="--format")
+        self._output = prepare_output(output, overwrite=overwrite)
         self._bundle = bundle
         self._parameters = parameters
         self._formats = formats
         self._entries: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
-        self._rows: list[list[Tile]] = []  # of the contact sheet
+        self._cards: list[dict[str, Any]] = []  # images of the gallery
+        self._rows: list[list[Any]] = []  # images of the contact sheet
         self._pool = ThreadPoolExecutor()
         self._writing: list[list[Future[None]]] = []  # pictures of each batch
 
     def add(self, images: Sequence[ImageResult]) -> None:
         """Add a batch."""
-        names = self._bundle.class_names
         has_overlays = "png" in self._formats
         maps = [(image, result) for image in images for result in image.maps]
         self._writing.append([self._pool.submit(self._draw, *each) for each in maps])
-        self._entries += [image.describe(names, has_overlays=has_overlays) for image in images]
+        self._entries += [image.describe(has_overlays=has_overlays) for image in images]
         self._arrays |= {result.key: result.values for _, result in maps}
         if has_overlays:
             from vit.explanation.render.figure import MAX_SHEET_IMAGES
 
             shown = images[: MAX_SHEET_IMAGES - len(self._rows)]
-            self._rows += [image.draw_row(names) for image in shown]
+            self._rows += [image.draw_row() for image in shown]
+        if "html" in self._formats:
+            self._cards += map(describe_card, images[: MAX_GALLERY_IMAGES - len(self._cards)])
         # if drawing is slower than the model, the model waits
         self._wait(_MAX_WAITING_BATCHES)
 
@@ -94,22 +93,20 @@ class MapWriter:
 
         Args:
             unreadable: Path and reason for each image that could not be read.
-
-        Raises:
-            ValueError: There are no images.
         """
         with self._pool:
             self._wait(0)
-        if not self._entries:
-            reason = unreadable[0][1] if unreadable else "there are no images"
-            raise ValueError(f"none of the {len(unreadable)} images could be read; {reason}")
         if "npz" in self._formats:
-            write_arrays(self.output / ARRAYS_FILE, dict(sorted(self._arrays.items())))
+            write_arrays(self._output / "maps.npz", dict(sorted(self._arrays.items())))
         if self._rows:
             from vit.explanation.render.figure import draw_sheet
 
             save = partial(_save_picture, draw_sheet(self._rows))
-            write_atomically(self.output / SHEET_FILE, save)
+            write_atomically(self._output / SHEET_FILE, save)
+        if "html" in self._formats:
+            write_gallery(
+                self._output / "gallery.html", self._bundle, self._cards, images=self._entries
+            )
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "parameters": self._parameters,
@@ -121,7 +118,7 @@ class MapWriter:
             "images": sorted(self._entries, key=lambda entry: entry["path"]),
             "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
         }
-        write_json(self.output / MANIFEST_FILE, manifest)
+        write_json(self._output / "manifest.json", manifest)
 
     def _wait(self, max_waiting: int) -> None:
         """Wait until the pictures of at most `max_waiting` batches are not written yet."""
@@ -134,7 +131,7 @@ class MapWriter:
         for kind in self._formats:
             if kind == "png":
                 save = partial(_save_picture, draw_map(image, result))
-            elif kind in FIGURE_FORMATS:
+            elif kind in _FIGURE_FORMATS:
                 from vit.explanation.render.figure import save_figure
 
                 save = partial(
@@ -144,30 +141,17 @@ class MapWriter:
                     geometry=image.geometry,
                     kind=kind,
                     scale=result.scale,
-                    caption=_describe_map(image, result, self._bundle.class_names),
+                    caption=image.caption(result),
                 )
             else:
                 continue
             # the manifest is written later, and makes all their names durable
-            write_atomically(self.output / f"{result.key}.{kind}", save, flush_name=False)
+            write_atomically(self._output / f"{result.key}.{kind}", save, flush_name=False)
 
 
 def draw_map(image: ImageResult, result: MapResult) -> Image.Image:
     """Draw one map beside its photo."""
     return draw_overlay(image.read_image(), result.shown_values, image.geometry, scale=result.scale)
-
-
-def _describe_map(image: ImageResult, result: MapResult, class_names: Sequence[str]) -> list[str]:
-    """Return the lines of a map's caption: the prediction first, then the map's own."""
-    lines = [
-        f"{image.item.title}: {image.describe_prediction(class_names)}",
-        result.describe(),
-    ]
-    if result.target_name is not None:
-        lines[-1] += f" ({result.method.title})"
-    if result.sanity_check is not None:
-        lines.append(f"patch-removal test: {result.sanity_check}")
-    return lines
 
 
 def _save_picture(picture: Image.Image, path: Path) -> None:

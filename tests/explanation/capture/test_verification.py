@@ -238,7 +238,7 @@ def explain_photo(model: nn.Module) -> None:
     count = {"class_names": [str(label) for label in range(model.head.out_features)]}
     bundle = Bundle.from_model(model.eval(), **count)
     items = find_items([Image.new("RGB", (96, 64))], recorded=RecordedImages(), count=1)
-    Explainer(bundle, ["rollout"]).explain(items)
+    list(Explainer(bundle, ["rollout"]).explain(items))
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

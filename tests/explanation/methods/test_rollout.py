@@ -11,7 +11,6 @@ from vit.explanation.capture import layers
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.methods.rollout import (
     attention_rollout,
-    attention_rollout_in_chunks,
     compute_rollout,
 )
 
@@ -142,14 +141,10 @@ def test_row_form_equals_the_row_of_the_full_product(
     model, images = ours()
     pool_weights = torch.rand(2, 25).softmax(dim=-1)
     forward = replace(run_forward(model, images), pool_weights=pool_weights)
-    record = forward.record
     full = (
-        pool_weights[:, None] @ attention_rollout(record.attentions, residual=0.3, start_layer=1)
+        pool_weights[:, None]
+        @ attention_rollout(forward.record.attentions, residual=0.3, start_layer=1)
     )[:, 0]
     monkeypatch.setattr(layers, "CHUNK_ELEMENTS", chunk_elements)
     row = compute_rollout(forward, forward.logits, residual=0.3, start_layer=1)
     assert (row - full).abs().max() < 1e-6
-    in_chunks = attention_rollout_in_chunks(
-        record.layers[1:], pool_weights=pool_weights, residual=0.3
-    )
-    assert (in_chunks - full).abs().max() < 1e-6

@@ -305,7 +305,7 @@ def test_each_label_that_is_present_has_its_map_and_its_test(tmp_path: Path) -> 
     ]
     assert captions[0][1]["caption"] == "evidence for green (red) and against green (blue)"
     assert captions[1][0]["caption"].endswith("; blue is not predicted")
-    predicted = [image.describe_prediction(bundle.class_names) for image in result.images]
+    predicted = [image.describe_prediction() for image in result.images]
     assert predicted[0] == "predicted red  88.1 %, green  76.9 %"
     assert predicted[1] == "no label predicted; most probable: blue  19.8 %"
     sheet = json.loads((tmp_path / "maps/manifest.json").read_text())["images"][0]["predicted"]

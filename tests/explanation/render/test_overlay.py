@@ -11,13 +11,13 @@ import vit
 from vit.data.preprocess import Geometry, Preprocess
 from vit.explanation.render.figure import save_figure
 from vit.explanation.render.outline import find_half, trace_outline
-from vit.explanation.render.overlay import blend, draw_overlay, place_map
+from vit.explanation.render.overlay import blend, draw_overlay, place_map, place_outline
 from vit.explanation.render.scale import (
     ColourScale,
-    draw_heat,
     fit_scale,
     palette,
     relative_to_uniform,
+    shade,
 )
 
 SCALE = ColourScale(0.0, 1.0, signed=False)
@@ -73,18 +73,22 @@ def test_smooth_placing_goes_through_the_patches_centres() -> None:
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_constant_map_draws_without_warning(signed: bool) -> None:
     values = np.zeros((4, 4), dtype=np.float32)
-    found = draw_heat(values, fit_scale([values], signed=signed))
-    assert (np.asarray(found) == palette(signed=signed)[128]).all()
+    heat, strength = shade(values, fit_scale(values, signed=signed))
+    assert len(np.unique(np.asarray(heat).reshape(-1, 3), axis=0)) == 1
+    assert strength.max() < 0.4
 
 
 def test_signed_maps_have_zero_in_the_middle_and_red_above() -> None:
-    scale = fit_scale([np.array([[-1.0, 3.0]])], signed=True)
+    values = np.array([[-1.0, 0.0, 3.0, -3.0]])
+    scale = fit_scale(values, signed=True)
     assert (scale.low, scale.high) == (-3.0, 3.0)
-    heat = draw_heat(np.array([[-3.0, 0.0, 3.0]]), scale)
+    heat, strength = shade(values, scale)
     colours = np.asarray(heat)[0].astype(int)
     assert colours[0][2] > colours[0][0]  # blue
     assert colours[2][0] > colours[2][2]  # red
     assert colours[1].min() > 180  # pale
+    assert strength[0, 1] == 0
+    assert strength[0, 2] == strength[0, 3] == 1
 
 
 def test_relative_values_are_one_for_a_uniform_map_and_leave_zeros() -> None:
@@ -128,7 +132,7 @@ def test_a_nearly_even_map_is_drawn_flat() -> None:
     noise = np.random.default_rng(0).random((4, 4), dtype=np.float32)
     for factor, colours in ((0.1, 1), (1.0, 100)):
         values = relative_to_uniform(1 + factor * noise)
-        scale = fit_scale([values], signed=False)
+        scale = fit_scale(values, signed=False)
         assert scale.is_flat == (factor == 0.1)
         drawn = np.asarray(blend(photo, values, geometry, scale=scale)).reshape(-1, 3)
         assert len(np.unique(drawn, axis=0)) >= colours
@@ -199,8 +203,6 @@ def test_palettes_are_matplotlibs() -> None:
     """The file of colours is read without importing matplotlib."""
     from matplotlib import colormaps
 
-    from vit.explanation.render.scale import palette
-
     for name, signed in (("inferno", False), ("RdYlBu_r", True)):
         expected = (colormaps[name](np.arange(256))[:, :3] * 255).round()
         assert np.array_equal(palette(signed=signed), expected)
@@ -213,9 +215,9 @@ def test_the_outline_is_around_the_fewest_patches_that_hold_half_of_the_evidence
     expected = np.zeros((3, 4), dtype=bool)
     expected[0, :2] = True
     assert np.array_equal(find_half(values), expected)
-    scale = fit_scale([values], signed=True)
+    scale = fit_scale(values, signed=True)
     geometry = Geometry(original_size=(60, 30), box=(10, 0, 50, 30))
-    lines = trace_outline(values, geometry, scale)
+    lines = place_outline(values, geometry, scale)
     # a rectangle of 2 × 1 patches of 10 pixels
     assert {frozenset(line) for line in lines} == {
         frozenset({(10, 0), (30, 0)}),
@@ -225,7 +227,7 @@ def test_the_outline_is_around_the_fewest_patches_that_hold_half_of_the_evidence
     }
     # no line where nothing stands out
     even = np.ones((3, 4), dtype=np.float32)
-    assert not trace_outline(even, geometry, fit_scale([even], signed=False))
+    assert not trace_outline(even, fit_scale(even, signed=False))
     assert not find_half(-even).any()
 
 
@@ -239,7 +241,7 @@ def test_a_map_is_seen_on_dark_white_and_red_photos(photo: tuple[int, int, int])
     values[1, 1], values[2, 2] = 8, -8
     for signed in (False, True):
         shown = np.abs(values) if not signed else values
-        drawn = blend(picture, shown, geometry, scale=fit_scale([shown], signed=signed))
+        drawn = blend(picture, shown, geometry, scale=fit_scale(shown, signed=signed))
         lab = np.asarray(drawn.convert("LAB")).astype(float)
         lab[..., 2] = (lab[..., 2] + 128) % 256  # Pillow stores signed numbers
         ground = lab[25, 175, [0, 2]]

@@ -121,6 +121,7 @@ def check_maps(
     targets: Int[Tensor, "B T"],
     maps: Sequence[Maps],
     *,
+    count: int | None = None,
     predicted_first: bool = False,
 ) -> list[list[MapChecks]]:
     """Test maps of one forward pass, all by the same passes without tiles.
@@ -130,24 +131,29 @@ def check_maps(
         targets: Classes that are explained.
         maps: Maps of each method for these classes. Maps that don't depend on the class are tested
             for the predicted one.
+        count: Number of images, from the first on, whose maps are tested. None: all.
         predicted_first: The first targets are the predicted classes.
 
     Returns:
-        The tests by method and class, on the model's device.
+        The tests by method and class, on the model's device; none if no image is tested.
     """
+    if count == 0:
+        return [[] for _ in maps]
     predicted = targets[:, :1] if predicted_first else forward.logits.argmax(dim=1, keepdim=True)
-    *drops, drops_of_predicted = measure_drops(forward, torch.cat([targets, predicted], dim=1))
+    classes = torch.cat([targets, predicted], dim=1)[:count]
+    *drops, drops_of_predicted = measure_drops(forward, classes)
     checks = []
     for method_maps in maps:
         evidence = drops if method_maps.method.class_specific else [drops_of_predicted]
-        columns = zip(method_maps.values.unbind(dim=1), evidence, strict=True)
+        columns = zip(method_maps.values[:count].unbind(dim=1), evidence, strict=True)
         checks.append([check_map(values, column) for values, column in columns])
     return checks
 
 
 def measure_drops(forward: Forward, classes: Int[Tensor, "B T"]) -> list[Float[Tensor, "B m"]]:
-    """Measure the loss of the probability of each column of classes without each tile."""
-    images = forward.images.detach()
+    """Measure the loss of the probability of each column of classes without each tile, for the
+    first B images of a pass."""
+    images = forward.images.detach()[: len(classes)]
     tiles = choose_tiles(forward.grid, images.device)
     compute_kept = build_removal(forward.reader, images, grid=forward.grid)
     places = torch.arange(len(images), device=images.device)

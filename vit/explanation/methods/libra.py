@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from vit.runtime.device import list_tensors
+
 Arguments = tuple[Any, ...]
 Options = dict[str, Any]
 Function = Callable[..., Any]
@@ -60,15 +62,6 @@ class LibraGradients(TorchFunctionMode):
             if signals and all(hasattr(signal, _GATE) for signal in signals):
                 setattr(result, _GATE, True)
         return result
-
-
-def list_tensors(value: Any) -> list[Tensor]:
-    """List the tensors in arguments or in a result."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in list_tensors(part)]
-    return []
 
 
 def _list_signals(value: Any) -> list[Tensor]:

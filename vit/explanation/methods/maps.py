@@ -19,12 +19,10 @@ from vit.explanation.capture.forward import (
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.registry import METHODS, Method, check_options, find_methods
-from vit.explanation.methods.rollout import check_rollout_options
 from vit.explanation.targets import CLASS, Classes, Target
 from vit.runtime.tensors import Images, Logits
 
 Relevance = Float[Tensor, "B _ N"]  # for one class of each image, or for each class asked for
-_ROLLOUT_OPTIONS = ("head_fusion", "discard_ratio", "residual", "start_layer")
 
 
 class Maps(NamedTuple):
@@ -71,8 +69,7 @@ def compute_maps(
     # settling has verified the first image already, or an earlier image of the same module
     verify_pass = verify and not (settle_source(reader, images) or reader.is_recalled)
     chosen = find_methods(methods, reader)
-    values = check_options(chosen, options or {})
-    check_ranges(values, reader)
+    values = check_options(chosen, options or {}, reader)
     # each method once, also if it is part of several
     names = [name for method in chosen for name in method.parts or (method.name,)]
     computed = [METHODS[name] for name in dict.fromkeys(names)]
@@ -105,7 +102,10 @@ def compute_maps(
             if method.parts:
                 parts = [relevance[part] for part in method.parts]
                 relevance[method.name] = _combine(parts, forward.num_prefix_tokens)
-        maps = [_make_maps(method, relevance[method.name], forward) for method in chosen]
+        split = partial(
+            split_prefix, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
+        )
+        maps = [Maps(method, split(relevance[method.name]).float()) for method in chosen]
         return forward, targets, maps
 
 
@@ -115,19 +115,6 @@ def _score_by_libra(target: Target, logits: Logits, classes: Classes) -> Float[T
     with LibraGradients():
         score = target.score(logits, classes)
     return score if score.requires_grad else target.score(logits, classes)
-
-
-def check_ranges(values: Mapping[str, Any], reader: ModelReader) -> None:
-    """Raise ValueError if an option is outside the range that the model allows.
-
-    Args:
-        values: Options of any methods, see `registry.check_options`.
-        reader: The model.
-    """
-    if not reader.has_attention:
-        return
-    rollout = {name: values[name] for name in _ROLLOUT_OPTIONS if name in values}
-    check_rollout_options(len(reader.places), **rollout)
 
 
 def _compute_relevance(
@@ -141,10 +128,11 @@ def _compute_relevance(
     # the forward pass may be in half precision; the products of many matrices are not
     with torch.autocast(forward.images.device.type, enabled=False), torch.enable_grad():
         for method in methods:
+            assert method.compute is not None
             options = {name: values[name] for name in method.options}
             classes = targets if method.class_specific else targets[:, :1]
             columns = [
-                method.function(forward, column, **options).detach()
+                method.compute(forward, column, **options).detach()
                 for column in classes.unbind(dim=1)
             ]
             relevance[method.name] = torch.stack(columns, dim=1)
@@ -157,8 +145,3 @@ def _combine(parts: Sequence[Relevance], num_prefix_tokens: int) -> Relevance:
     patches = torch.stack([values.float()[..., num_prefix_tokens:] for values in parts])
     combined = (patches / patches.std(dim=-1, keepdim=True).clamp_min(1e-30)).mean(dim=0)
     return torch.nn.functional.pad(combined, (num_prefix_tokens, 0))
-
-
-def _make_maps(method: Method, relevance: Relevance, forward: Forward) -> Maps:
-    maps = split_prefix(relevance, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid)
-    return Maps(method, maps.float())

@@ -1,21 +1,23 @@
-"""The map methods by name.
-
-A method's function is imported when it first makes a map.
-"""
+"""The map methods by name."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from vit.explanation.methods.gradients import (
+    compute_difference_x_gradient,
+    compute_fullgrad_plus,
+    compute_gae,
+    compute_grad_cam,
+)
+from vit.explanation.methods.removal import compute_removal_map
+from vit.explanation.methods.rollout import check_rollout_options, compute_rollout
 from vit.runtime.arguments import check_kind, check_value
 
 if TYPE_CHECKING:
     from vit.explanation.capture.reader import ModelReader
-
-_MODULES = "vit.explanation.methods"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +28,9 @@ class Method:
         name: Name of the method, as `vit.explain(methods=…)` takes it.
         title: Name in legends.
         compute: Function of a `Forward` and a class of each image [B] to the
-            relevance [B, N] of each token, including prefix tokens. Or where
-            it is, as "module:function". Its keyword arguments, which have
-            defaults, are the method's options. None: the method is made of
-            `parts`.
+            relevance [B, N] of each token, including prefix tokens. Its keyword
+            arguments, which have defaults, are the method's options. None: the
+            method is made of `parts`.
         class_specific: True if maps depend on the class.
         signed: True if negative values are evidence against the class.
         models: Models that have such maps: those with "attention" that can be
@@ -44,7 +45,7 @@ class Method:
 
     name: str
     title: str
-    compute: Callable[..., Any] | str | None = None
+    compute: Callable[..., Any] | None = None
     class_specific: bool = True
     signed: bool = False
     models: Literal["attention", "feature map", "all"] = "attention"
@@ -52,27 +53,18 @@ class Method:
     parts: tuple[str, ...] = ()
 
     @cached_property
-    def function(self) -> Callable[..., Any]:
-        """The function that computes the relevance."""
-        assert self.compute is not None
-        if not isinstance(self.compute, str):
-            return self.compute
-        module, _, name = self.compute.partition(":")
-        found: Callable[..., Any] = getattr(import_module(module), name)
-        return found
-
-    @cached_property
     def options(self) -> Mapping[str, inspect.Parameter]:
         """The options of the method and its parts, by name."""
-        if self.parts:
-            parts = [METHODS[name] for name in self.parts]
-            return {name: option for part in parts for name, option in part.options.items()}
-        parameters = inspect.signature(self.function, eval_str=True).parameters
-        return {
-            name: parameter
-            for name, parameter in parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+        found = {}
+        for function in [METHODS[name].compute for name in self.parts] or [self.compute]:
+            assert function is not None
+            parameters = inspect.signature(function, eval_str=True).parameters
+            found |= {
+                name: parameter
+                for name, parameter in parameters.items()
+                if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+            }
+        return found
 
 
 METHODS: dict[str, Method] = {
@@ -82,34 +74,30 @@ METHODS: dict[str, Method] = {
         Method(
             name="rollout",
             title="attention rollout",
-            compute=f"{_MODULES}.rollout:compute_rollout",
+            compute=compute_rollout,
             class_specific=False,
         ),
         # attention weighted by gradients
-        Method(
-            name="gae",
-            title="generic attention explanation",
-            compute=f"{_MODULES}.gradients:compute_gae",
-        ),
+        Method(name="gae", title="generic attention explanation", compute=compute_gae),
         # the first choice for models without readable attention
         Method(
             name="grad-cam",
             title="Grad-CAM of the last feature map",
-            compute=f"{_MODULES}.gradients:compute_grad_cam",
+            compute=compute_grad_cam,
             models="feature map",
         ),
         # tokens or pixels times LibraGrad's gradients
         Method(
             name="libra-fullgrad",
             title="Libra FullGrad+",
-            compute=f"{_MODULES}.gradients:compute_fullgrad_plus",
+            compute=compute_fullgrad_plus,
             signed=True,
             libra=True,
         ),
         Method(
             name="libra-input-x-gradient",
             title="Libra input times gradient",
-            compute=f"{_MODULES}.gradients:compute_difference_x_gradient",
+            compute=compute_difference_x_gradient,
             signed=True,
             models="all",
             libra=True,
@@ -118,7 +106,7 @@ METHODS: dict[str, Method] = {
         Method(
             name="removal-gradient",
             title="removal gradient",
-            compute=f"{_MODULES}.removal:compute_removal_map",
+            compute=compute_removal_map,
             signed=True,
         ),
         # one part each for patches that are left out, patches that are painted over, and single
@@ -131,6 +119,7 @@ METHODS: dict[str, Method] = {
         ),
     )
 }
+_ROLLOUT_OPTIONS = METHODS["rollout"].options
 
 
 def register_method(method: Method) -> None:
@@ -191,18 +180,22 @@ def find_methods(names: Sequence[str], reader: "ModelReader | None" = None) -> l
     return [METHODS[name] for name in names]
 
 
-def check_options(methods: Sequence[Method], options: Mapping[str, object]) -> dict[str, Any]:
+def check_options(
+    methods: Sequence[Method], options: Mapping[str, object], reader: "ModelReader"
+) -> dict[str, Any]:
     """Check the values of options, and convert texts of the command line.
 
     Args:
         methods: The methods that will get them.
         options: Values by name.
+        reader: The model.
 
     Returns:
         The options of the methods by name: their defaults, and the values in place of these.
 
     Raises:
-        ValueError: No method has an option of this name, or its value has another type.
+        ValueError: No method has an option of this name, or its value has another type or is
+            outside the range that the model allows.
     """
     declared = {name: option for method in methods for name, option in method.options.items()}
     values = {name: option.default for name, option in declared.items()}
@@ -212,4 +205,7 @@ def check_options(methods: Sequence[Method], options: Mapping[str, object]) -> d
             chosen = ", ".join(method.name for method in methods)
             raise ValueError(f"{name} is no option of the methods {chosen}; {known}")
         values[name] = check_value(name, value, declared[name].annotation)
+    if reader.has_attention:
+        ranged = {name: value for name, value in values.items() if name in _ROLLOUT_OPTIONS}
+        check_rollout_options(len(reader.places), **ranged)
     return values

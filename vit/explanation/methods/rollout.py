@@ -10,21 +10,18 @@ or with discarded entries they are divided by their sums, after the residual is 
 program vit-explain (Gildenblat 2020). It divides columns by the sums of the rows, which is left out
 here.
 
-`attention_rollout` is the rollout of `vit explain`, of the ONNX export and of the gallery.
-`attention_rollout_in_chunks` is for large images, whose N×N weights don't fit into memory: for
-4,096 tokens those of one layer of one image take 0.8 GB.
+The rollout of large images does without N×N weights, which don't fit into memory: for 4,096 tokens
+those of one layer of one image take 0.8 GB.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import Forward, split_prefix
-from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights, compute_pool_weights
 from vit.model.logits import at_least_float32
 from vit.model.vision_transformer import VisionTransformer
@@ -88,59 +85,22 @@ def attention_rollout(
         start_layer=start_layer,
     )
 
-    # rows of the product, from its left end: all of them, or their mixture
+    last = attentions[-1]
     if pool_weights is None:
-        last = attentions[-1]
         identity = torch.eye(last.shape[-1], dtype=last.dtype, device=last.device)
         rows = at_least_float32(identity)[None]
     else:
         rows = at_least_float32(pool_weights)[:, None]
-    is_plain_mean = head_fusion == "mean" and discard_ratio == 0
-    is_mean_of_one_row = pool_weights is not None and is_plain_mean
-
-    def mix(attention: Float[Tensor, "B H N N"]) -> Tensor:
-        if is_mean_of_one_row:
-            mixed = _sum_over_heads(rows, at_least_float32(attention)) / attention.shape[1]
-            return residual * rows + (1 - residual) * mixed
-        return rows @ _mixing_matrix(
-            attention, head_fusion=head_fusion, discard_ratio=discard_ratio, residual=residual
+    # rows of the product, from its left end: all of them, or their mixture
+    for attention in reversed(attentions[start_layer:]):
+        rows = _mix(
+            rows,
+            attention,
+            head_fusion=head_fusion,
+            discard_ratio=discard_ratio,
+            residual=residual,
         )
-
-    for layer in reversed(range(start_layer, len(attentions))):
-        # frees a layer's attention, so that the next one takes its place in the processor's cache
-        rows = mix(attentions[layer])
     return rows if pool_weights is None else rows[:, 0]
-
-
-def attention_rollout_in_chunks(
-    layers: Sequence[AttentionLayer],
-    *,
-    pool_weights: TokenWeights,
-    residual: float = 0.5,
-) -> TokenWeights:
-    """Compute `attention_rollout` with `pool_weights` and the mean over the heads, without N×N
-    weights: they exist for one image and a few query rows at a time, which also keeps them in the
-    processor's cache.
-
-    Args:
-        layers: Captured layers, first layer first.
-        pool_weights: Weight of each output token, [B, N].
-        residual: Weight of the identity, 0 to 1.
-
-    Returns:
-        The relevance of each input token, [B, N].
-    """
-
-    def roll_up(images: slice) -> TokenWeights:
-        row = pool_weights[images, None]
-        for layer in reversed(layers):
-            mixed = torch.zeros_like(row)
-            for queries, attention in layer.attention_rows(images):
-                mixed += _sum_over_heads(row[..., queries], attention)
-            row = residual * row + (1 - residual) * (mixed / layer.num_heads)
-        return row[:, 0]
-
-    return layers[0].in_chunks(roll_up)
 
 
 @torch.no_grad()
@@ -166,39 +126,27 @@ def compute_rollout(
     layers = forward.record.layers
     pool_weights = at_least_float32(forward.pool_weights)
 
-    # only a plain mean can do without the whole matrix
-    matrix_elements = layers[0].num_heads * layers[0].num_tokens ** 2
-    is_plain_mean = head_fusion == "mean" and discard_ratio == 0
-    if matrix_elements > layers[0].chunk_elements and is_plain_mean:
-        return attention_rollout_in_chunks(
-            layers[start_layer:], pool_weights=pool_weights, residual=residual
-        )
-
     def roll_up(images: slice) -> TokenWeights:
-        return attention_rollout(
-            _LayerAttentions(layers, images),
-            head_fusion=head_fusion,
-            discard_ratio=discard_ratio,
-            residual=residual,
-            start_layer=start_layer,
-            pool_weights=pool_weights[images],
-        )
+        row = pool_weights[images, None]
+        for layer in reversed(layers[start_layer:]):
+            if head_fusion != "mean" or discard_ratio > 0:
+                row = _mix(
+                    row,
+                    layer.attention(images),
+                    head_fusion=head_fusion,
+                    discard_ratio=discard_ratio,
+                    residual=residual,
+                )
+                continue
+            # a plain mean can do without the whole matrix, and with few query rows at a time, which
+            # stay in the processor's cache
+            mixed = torch.zeros_like(row)
+            for queries, attention in layer.attention_rows(images):
+                mixed += (row[:, None, :, queries] @ attention).sum(dim=1)
+            row = residual * row + (1 - residual) * (mixed / layer.num_heads)
+        return row[:, 0]
 
     return layers[0].in_chunks(roll_up)
-
-
-@dataclass(frozen=True)
-class _LayerAttentions(Sequence[Tensor]):
-    """The attention of some images in each layer, computed on demand."""
-
-    layers: Sequence[AttentionLayer]
-    images: slice
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.layers[index].attention(self.images)
 
 
 @torch.no_grad()
@@ -256,21 +204,30 @@ class LogitsAndRollout(nn.Module):
         return model.forward_head(tokens), maps, model.pool(tokens, model.global_pool)
 
 
-def _mixing_matrix(
-    attention: Float[Tensor, "B H N N"],
+def _mix(
+    rows: Float[Tensor, "b n N"],
+    attention: Float[Tensor, "b H N N"],
     *,
     head_fusion: str,
     discard_ratio: float,
     residual: float,
-) -> Float[Tensor, "B N N"]:
-    """Compute Ã of a layer, with rows that sum to one, in float32 or more: the product of twelve
-    half-precision matrices drifts by 1e-2."""
-    fuse = HEAD_FUSIONS[head_fusion]
-    fused = fuse(at_least_float32(attention), dim=1)
+) -> Float[Tensor, "b n N"]:
+    """Compute rows · Ã of a layer, with rows that sum to one, in float32 or more: the product of
+    twelve half-precision matrices drifts by 1e-2."""
+    attention = at_least_float32(attention)
+    if rows.shape[1] == 1 and head_fusion == "mean" and discard_ratio == 0:
+        # one pass over the weights, without a fused matrix
+        mixed = (rows[:, None] @ attention).sum(dim=1) / attention.shape[1]
+        return residual * rows + (1 - residual) * mixed
+    fused = HEAD_FUSIONS[head_fusion](attention, dim=1)
     if discard_ratio > 0:
         fused = _discard_lowest(fused, discard_ratio)
     identity = torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
-    return _normalise_rows(residual * identity + (1 - residual) * fused)
+    matrix = residual * identity + (1 - residual) * fused
+    sums = matrix.sum(dim=-1, keepdim=True)
+    divided = matrix / sums.clamp_min(torch.finfo(matrix.dtype).tiny)
+    # a row of zeros (everything discarded) becomes the identity's row
+    return rows @ torch.where(sums > 0, divided, identity)
 
 
 def _discard_lowest(fused: Float[Tensor, "B N N"], discard_ratio: float) -> Float[Tensor, "B N N"]:
@@ -282,21 +239,6 @@ def _discard_lowest(fused: Float[Tensor, "B N N"], discard_ratio: float) -> Floa
     kept = entries.scatter(1, lowest, 0.0)
     kept[:, 0] = entries[:, 0]
     return kept.reshape(fused.shape)
-
-
-def _normalise_rows(matrix: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N"]:
-    """Divide rows by their sums. A row of zeros (everything discarded) becomes the identity's
-    row."""
-    sums = matrix.sum(dim=-1, keepdim=True)
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return torch.where(sums > 0, matrix / sums.clamp_min(torch.finfo(matrix.dtype).tiny), identity)
-
-
-def _sum_over_heads(
-    rows: Float[Tensor, "b 1 Nq"], attention: Float[Tensor, "b H Nq N"]
-) -> Float[Tensor, "b 1 N"]:
-    """Compute Σ_h row · A_h in one pass over the weights, without a fused matrix."""
-    return (rows[:, None] @ attention).sum(dim=1)
 
 
 def check_rollout_options(
@@ -313,11 +255,7 @@ def check_rollout_options(
     check_choice(head_fusion, tuple(HEAD_FUSIONS), name="head_fusion")
     if not 0 <= discard_ratio < 1:
         raise ValueError(f"discard_ratio {discard_ratio} is outside [0, 1)")
-    check_range("residual", residual, 0, 1)
-    check_range("start_layer", start_layer, 0, num_layers - 1)
-
-
-def check_range(name: str, value: int | float, minimum: int, maximum: int) -> None:
-    """Raise ValueError if an option is outside its range, which includes both ends."""
-    if not minimum <= value <= maximum:
-        raise ValueError(f"{name} {value} is outside {minimum} to {maximum}")
+    ranges = {"residual": (residual, 1), "start_layer": (start_layer, num_layers - 1)}
+    for name, (value, largest) in ranges.items():
+        if not 0 <= value <= largest:
+            raise ValueError(f"{name} {value} is outside 0 to {largest}")

@@ -5,24 +5,35 @@ import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from textwrap import wrap
 from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from jaxtyping import Float
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
+from torch import Tensor
 
-from vit.data.preprocess import Geometry
-from vit.explanation.render.outline import trace_outline
-from vit.explanation.render.overlay import UNIT, blend, draw_colours, panel_size
+from vit.data.images import ImageInput, list_images, read_image
+from vit.data.preprocess import Geometry, Preprocess
+from vit.explanation.render.overlay import blend, panel_size, place_outline
 from vit.explanation.render.page import BADGES
-from vit.explanation.render.scale import ColourScale, PatchMap
+from vit.explanation.render.scale import (
+    ColourScale,
+    PatchMap,
+    fit_scale,
+    relative_to_uniform,
+    shade,
+)
+from vit.runtime.files import write_atomically
 
 MAX_SHEET_IMAGES = 24
 _FONT_POINTS = 6
@@ -44,6 +55,67 @@ class Tile(NamedTuple):
     title: str
     badge: str | None
     lines: Sequence[str]
+
+
+def save_overlay(
+    path: str | Path,
+    image: ImageInput,
+    values: Float[Tensor, "rows columns"] | PatchMap,
+    *,
+    preprocess: Preprocess | None,
+    signed: bool | None = None,
+    caption: str = "",
+) -> None:
+    """Draw one map over one image, and write a picture of the image, its heat map
+    and the colours.
+
+    Args:
+        path: File of the picture; its suffix is the format: .png, .jpg, .svg or
+            .pdf.
+        image: A path, a PIL image or a uint8 array [H, W, 3].
+        values: Map on the patch grid, [rows, columns]; drawn in multiples of
+            its mean magnitude.
+        preprocess: Preprocessing of the model, whose crop is the part of the
+            image under the map. None: the model saw the whole image.
+        signed: Put zero in the middle of the colours. None: if a value is
+            negative.
+        caption: A line below the picture.
+
+    Raises:
+        ValueError: The image can't be read.
+
+    Example:
+        >>> result = vit.explain("runs/digits", "photo.png", methods="rollout")
+        >>> rollout = result.maps["rollout"]
+        >>> preprocess = result.bundle.preprocess
+        >>> vit.save_overlay(
+        ...     "map.png", "photo.png", rollout[0], preprocess=preprocess
+        ... )
+    """
+    photo = next(list_images(image))
+    if isinstance(photo, str):
+        photo = read_image(Path(photo))
+    if preprocess is None:
+        # without a preprocessing, the model is taken to have seen the whole image
+        geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
+    else:
+        photo = preprocess.to_rgb(photo)
+        geometry = preprocess.geometry(photo.size)
+    array = relative_to_uniform(torch.as_tensor(values).detach().float().cpu().numpy())
+    if signed is None:
+        signed = bool((array < 0).any())
+    # the temporary file has another suffix, so the format is named
+    kind = Path(path).suffix.lower().lstrip(".") or "png"
+    draw = partial(
+        save_figure,
+        image=photo,
+        values=array,
+        geometry=geometry,
+        kind=kind,
+        scale=fit_scale(array, signed=signed),
+        caption=[caption] if caption else [],
+    )
+    write_atomically(Path(path), draw)
 
 
 def save_figure(
@@ -165,7 +237,7 @@ def _settings() -> Iterator[None]:
 
 def _draw_lines(axes: Axes, values: PatchMap, geometry: Geometry, scale: ColourScale) -> None:
     """Draw the outline of half of the evidence, and the frame of the model's input."""
-    outline = trace_outline(values, geometry, scale)
+    outline = place_outline(values, geometry, scale)
     for colour, points in (("black", 1.5), ("white", 0.8)):
         lines = LineCollection(outline, colors=colour, linewidths=points, capstyle="projecting")
         axes.add_collection(lines)
@@ -178,7 +250,11 @@ def _draw_lines(axes: Axes, values: PatchMap, geometry: Geometry, scale: ColourS
 
 def _draw_bar(axes: Axes, scale: ColourScale) -> None:
     ramp = np.linspace(scale.high, scale.low, 256, dtype=np.float32)[:, None]
-    axes.imshow(draw_colours(ramp, scale), extent=(0, 1, scale.low, scale.high), aspect="auto")
+    heat, strength = shade(ramp, scale)
+    # the colours that the values have over white
+    mask = Image.fromarray((strength * 255).round().astype(np.uint8))
+    colours = Image.composite(heat, Image.new("RGB", heat.size, "white"), mask)
+    axes.imshow(colours, extent=(0, 1, scale.low, scale.high), aspect="auto")
     middle = [0.0] if scale.low < 0 < scale.high else []
     ends = [scale.low, *middle, scale.high]
     axes.set_xticks([])
@@ -186,6 +262,6 @@ def _draw_bar(axes: Axes, scale: ColourScale) -> None:
     axes.tick_params(length=2, width=0.5, pad=1)
     axes.yaxis.tick_right()
     axes.yaxis.set_label_position("right")
-    axes.set_ylabel(UNIT, labelpad=1)
+    axes.set_ylabel("× the average patch", labelpad=1)
     for spine in axes.spines.values():
         spine.set_linewidth(0.5)

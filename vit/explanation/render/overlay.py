@@ -10,25 +10,20 @@ from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from vit.data.preprocess import Geometry
-from vit.explanation.render.outline import draw_lines_of_map
-from vit.explanation.render.scale import ColourScale, PatchMap, draw_heat
+from vit.explanation.render.outline import trace_outline
+from vit.explanation.render.scale import ColourScale, PatchMap, shade
 
 MAX_SIDE = 512  # largest side of a photo in pixels
 _OPACITY = 0.8  # opacity of the highest value
-UNIT = "× the average patch"
 # fraction of its colour that the photo loses below a map, so that it isn't confused with the map's
 _FADING = 0.75
 _DIMMING = 0.5  # fraction of its brightness that the photo loses where the model didn't see it
-# the darkest colours of the sequential map would hide the photo instead of marking it
-_FIRST_COLOUR = 0.35
-_FLAT_STRENGTH = 0.15
-# exponent of a value's opacity: in proportion (1), middle values couldn't be seen on small pictures
-_STRENGTH_EXPONENT = 0.7
 _MIN_SIDE = 224  # smaller photos are enlarged
 _GAP = 8  # pixels between photo and map
+_PIXELS_PER_WIDTH = 160  # pixels of a picture's longer side for each pixel of a line's width
 
 
 def draw_overlay(
@@ -84,28 +79,45 @@ def blend(
         seen = Image.fromarray((coverage * 255).astype(np.uint8))
         blended = Image.composite(blended, unseen, seen)
     if lines:
-        draw_lines_of_map(blended, values, geometry, scale=scale)
+        _draw_lines(blended, values, geometry, scale)
     return blended
 
 
-def shade(
-    values: Float[np.ndarray, "height width"], scale: ColourScale
-) -> tuple[Image.Image, Float[np.ndarray, "height width"]]:
-    """Return the colour of each value, and its strength: 0 (the photo is visible) to 1."""
-    if scale.is_flat:
-        strength = np.full_like(values, _FLAT_STRENGTH)
-    elif scale.signed:
-        strength = np.clip(np.abs(values) / (scale.high or 1), 0, 1)
-    else:
-        strength = np.clip((values - scale.low) / (scale.high - scale.low), 0, 1)
-    if scale.signed:
-        # from the middle of each half of the colours, but not to its end: paler colours would
-        # whiten the photo, darker ones hide it
-        fractions = 0.5 + np.sign(values) * (0.25 + 0.15 * strength)
-    else:
-        fractions = _FIRST_COLOUR + (1 - _FIRST_COLOUR) * strength
-    strength = strength**_STRENGTH_EXPONENT
-    return draw_heat(fractions, ColourScale(0.0, 1.0, scale.signed)), strength
+def place_outline(
+    values: PatchMap, geometry: Geometry, scale: ColourScale
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Return the lines of `trace_outline` in pixels of the upright original."""
+    left, top, right, bottom = geometry.box
+    rows, columns = values.shape
+    x = np.linspace(left, right, columns + 1).tolist()
+    y = np.linspace(top, bottom, rows + 1).tolist()
+    return [
+        ((x[from_x], y[from_y]), (x[to_x], y[to_y]))
+        for (from_x, from_y), (to_x, to_y) in trace_outline(values, scale)
+    ]
+
+
+def _draw_lines(
+    picture: Image.Image, values: PatchMap, geometry: Geometry, scale: ColourScale
+) -> None:
+    """Draw the outline of half of the evidence and the frame of the model's input on a picture of
+    the whole upright original."""
+    across, down = (
+        side / original for side, original in zip(picture.size, geometry.original_size, strict=True)
+    )
+    draw = ImageDraw.Draw(picture)
+    width = max(round(max(picture.size) / _PIXELS_PER_WIDTH), 1)
+    lines = [
+        [(x * across, y * down) for x, y in line] for line in place_outline(values, geometry, scale)
+    ]
+    # white on black, so that it is seen on any photo
+    for colour, thickness in (("black", width + 2), ("white", width)):
+        for line in lines:
+            draw.line(line, fill=colour, width=thickness)
+    left, top, right, bottom = geometry.box
+    frame = (left * across, top * down, right * across - 1, bottom * down - 1)
+    if frame != (0, 0, picture.width - 1, picture.height - 1):
+        draw.rectangle([frame[0] - 1, frame[1] - 1, frame[2] + 1, frame[3] + 1], outline="white")
 
 
 def place_map(
@@ -149,10 +161,3 @@ def _axis_weights(
         for one_hot in np.eye(cells)
     ]
     return np.stack(weights, axis=1)
-
-
-def draw_colours(values: Float[np.ndarray, "height width"], scale: ColourScale) -> Image.Image:
-    """Draw values as the colours that they have over white."""
-    heat, strength = shade(values, scale)
-    mask = Image.fromarray((strength * 255).round().astype(np.uint8))
-    return Image.composite(heat, Image.new("RGB", heat.size, "white"), mask)

@@ -14,7 +14,7 @@ from PIL import Image
 from vit.bundle import MODEL_FILE
 from vit.data.preprocess import Geometry
 from vit.explanation.render.overlay import blend, fit_size
-from vit.explanation.render.scale import ColourScale, fit_scale, relative_to_uniform
+from vit.explanation.render.scale import fit_scale, relative_to_uniform
 
 # text of each badge, and its colour, which is dark enough for white text
 BADGES = {
@@ -76,20 +76,13 @@ def encode_photo(photo: Image.Image, *, side: int) -> str:
     return encode_picture(resize_picture(photo, min_side=side, max_side=side))
 
 
-def encode_map(
-    photo: Image.Image, values: NDArray[np.float32], *, scale: ColourScale, side: int
-) -> str:
-    """Encode a map over the whole photo as a data address, see `encode_photo`."""
+def encode_signed_map(photo: Image.Image, values: NDArray[np.float32], *, side: int) -> str:
+    """Encode a signed map over the whole photo as a data address, see `encode_photo`."""
+    relative = relative_to_uniform(values)
     shown = resize_picture(photo, min_side=side, max_side=side)
     # the box of the model's input is the whole photo
     geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
-    return encode_picture(blend(shown, values, geometry, scale=scale))
-
-
-def encode_signed_map(photo: Image.Image, values: NDArray[np.float32], *, side: int) -> str:
-    """Encode a signed map in multiples of the average patch, see `encode_map`."""
-    relative = relative_to_uniform(values)
-    return encode_map(photo, relative, scale=fit_scale([relative], signed=True), side=side)
+    return encode_picture(blend(shown, relative, geometry, scale=fit_scale(relative, signed=True)))
 
 
 def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:

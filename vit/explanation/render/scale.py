@@ -3,7 +3,6 @@
 Values are in multiples of the average patch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +18,11 @@ FLAT_BELOW = 1.2
 # matplotlib's inferno and RdYlBu_r, a row each, because importing matplotlib takes half a second:
 # readable with any colour vision, and bright on dark photos; blue is negative, red positive
 _PALETTES = Path(__file__).with_name("palettes.png")
+# the darkest colours of the sequential map would hide the photo instead of marking it
+_FIRST_COLOUR = 0.35
+_FLAT_STRENGTH = 0.15
+# exponent of a value's opacity: in proportion (1), middle values couldn't be seen on small pictures
+_STRENGTH_EXPONENT = 0.7
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,9 @@ class ColourScale:
         return not self.signed and self.high < FLAT_BELOW
 
 
-def fit_scale(maps: Sequence[Float[np.ndarray, "..."]], *, signed: bool) -> ColourScale:
-    """Return a scale from the lowest to the highest value of the maps, symmetric about zero if
-    signed."""
-    low = min(float(values.min()) for values in maps)
-    high = max(float(values.max()) for values in maps)
+def fit_scale(values: PatchMap, *, signed: bool) -> ColourScale:
+    """Return a scale from the lowest to the highest value, symmetric about zero if signed."""
+    low, high = float(values.min()), float(values.max())
     if signed:
         high = max(abs(low), abs(high))
         low = -high
@@ -58,13 +60,26 @@ def relative_to_uniform(values: PatchMap) -> PatchMap:
     return values * np.float32(values.size / total) if total > 0 else values
 
 
-def quantise(
-    values: Float[np.ndarray, "*shape"], *, low: float, high: float
-) -> UInt8[np.ndarray, "*shape"]:
-    """Convert values to 0 (low) to 255 (high); a constant map becomes the middle."""
-    fraction = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
-    cells: np.ndarray = (np.clip(fraction, 0, 1) * 255).round().astype(np.uint8)
-    return cells
+def shade(
+    values: Float[np.ndarray, "height width"], scale: ColourScale
+) -> tuple[Image.Image, Float[np.ndarray, "height width"]]:
+    """Return the colour of each value, and its strength: 0 (the photo is visible) to 1."""
+    if scale.is_flat:
+        strength = np.full_like(values, _FLAT_STRENGTH)
+    elif scale.signed:
+        strength = np.clip(np.abs(values) / (scale.high or 1), 0, 1)
+    else:
+        strength = np.clip((values - scale.low) / (scale.high - scale.low), 0, 1)
+    if scale.signed:
+        # from the middle of each half of the colours, but not to its end: paler colours would
+        # whiten the photo, darker ones hide it
+        fractions = 0.5 + np.sign(values) * (0.25 + 0.15 * strength)
+    else:
+        fractions = _FIRST_COLOUR + (1 - _FIRST_COLOUR) * strength
+    heat = Image.fromarray((255 * fractions).round().astype(np.uint8))
+    # Pillow applies colours faster than numpy, and without the GIL
+    heat.putpalette(palette(signed=scale.signed).tobytes())
+    return heat.convert("RGB"), strength**_STRENGTH_EXPONENT
 
 
 @lru_cache
@@ -73,11 +88,3 @@ def palette(*, signed: bool) -> UInt8[np.ndarray, "256 3"]:
     with Image.open(_PALETTES) as picture:
         colours: np.ndarray = np.asarray(picture.convert("RGB"))[int(signed)]
     return colours
-
-
-def draw_heat(values: Float[np.ndarray, "height width"], scale: ColourScale) -> Image.Image:
-    """Draw values as colours; a constant map gets the middle colour."""
-    picture = Image.fromarray(quantise(values, low=scale.low, high=scale.high))
-    # Pillow applies colours faster than numpy, and without the GIL
-    picture.putpalette(palette(signed=scale.signed).tobytes())
-    return picture.convert("RGB")
