@@ -120,7 +120,7 @@ def test_every_method_and_check_explains_the_target() -> None:
         )
         for one, other in zip(checks[i], expected_checks[i], strict=True):
             torch.testing.assert_close(one.agreement, other.agreement, rtol=1e-4, atol=1e-6)
-            assert one.patches == other.patches
+            assert one.grid == other.grid
 
 
 def explain_photos(model: nn.Module, names: tuple[str, ...], output: Path, **options: Any) -> Any:
