@@ -1,7 +1,6 @@
 """A map is supported where it should be, and hardly ever where it should not."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import torch
 from scipy.ndimage import gaussian_filter
 from scipy.stats import pearsonr
 
-import vit
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.checks import sanity_checks
 from vit.explanation.checks.sanity_checks import (
@@ -217,23 +215,6 @@ def test_the_check_does_not_depend_on_the_batch(trained) -> None:
         assert together[4].agreement == pytest.approx(alone[0].agreement, abs=1e-5)
 
 
-@pytest.mark.extended
-def test_a_photo_has_the_same_verdict_alone_and_in_a_folder() -> None:
-    photos = sorted((Path(__file__).parents[3] / "docs" / "photos").glob("*.jpg"))
-    options = {"methods": ("rollout", "libra-removal"), "checks": True}
-
-    def find_checks(*paths: Path) -> list[list[SanityCheck]]:
-        checks = vit.explain("imagenette", paths, **options).checks
-        return [[image[0] for image in images] for images in zip(*checks.values(), strict=True)]
-
-    together = find_checks(*photos)
-    assert len(together) == len(photos) == 4
-    alone = [check for photo in photos for check in find_checks(photo)]
-    for expected, found in zip(together, alone, strict=True):
-        for one, other in zip(expected, found, strict=True):
-            assert replace(one, agreement=0.0) == replace(other, agreement=0.0)
-
-
 def test_every_class_and_method_is_tested_by_the_same_passes(build, monkeypatch) -> None:
     """The evidence of several classes is what leaving each group out by hand loses."""
     model, _ = build("ours-registers-norms")
@@ -259,15 +240,3 @@ def test_every_class_and_method_is_tested_by_the_same_passes(build, monkeypatch)
         left = compute_kept(torch.arange(2), kept).softmax(dim=1)
         expected = (before - left)[torch.arange(2), classes[:, column]]
         assert torch.allclose(drops[:, 3], expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("methods", [["rollout"], ["gae", "libra-fullgrad"]])
-def test_maps_are_the_same_with_and_without_checks(trained, methods: list[str]) -> None:
-    images = trained.images[:8]
-    forward, targets, maps = compute_maps(trained.model, images, methods=methods)
-    unchecked = [found.values.clone() for found in maps]
-    check_maps(forward, targets, maps)
-    _, _, again = compute_maps(trained.model, images, methods=methods)
-    for before, checked, later in zip(unchecked, maps, again, strict=True):
-        assert torch.equal(before, checked.values)
-        assert torch.equal(before, later.values)

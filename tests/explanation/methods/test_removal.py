@@ -15,7 +15,6 @@ from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.methods.removal import compute_removal_gradient
 from vit.model.logits import compute_logits
-from vit.model.vision_transformer import VisionTransformer
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 CLASS, STEP = 3, 1e-4
@@ -140,38 +139,6 @@ def test_gates_of_zero_are_the_model_without_the_tokens() -> None:
     with torch.no_grad(), keep_tokens(model, kept):
         expected = model(images)[:, CLASS]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-def test_two_tokens_worked_by_hand() -> None:
-    """One layer whose queries and keys are 0, so that A_ij = g_j / (g_1 + g_2), and which adds the
-    mean of the values to a class token: ∂/∂g_j of Σ g_k v_k / Σ g_k at g = 1 is (v_j - mean v) / 2,
-    with the class token's gate 1 of 3."""
-    model = VisionTransformer(
-        img_size=(1, 2),
-        patch_size=1,
-        embed_dim=3,
-        depth=1,
-        num_heads=1,
-        num_classes=1,
-        mlp_ratio=1.0,
-    ).double()
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    block: Any = model.blocks[0]
-    block.norm1, model.norm = nn.Identity(), nn.Identity()
-    with torch.no_grad():
-        model.patch_embed.proj.weight[0, 0, 0, 0] = (
-            1.0  # the token's first feature is the pixel's red
-        )
-        block.attn.qkv.weight[6, 0] = 1.0  # the value is that feature
-        block.attn.proj.weight[0, 0] = 1.0
-        model.head.weight[0, 0] = 1.0
-    images = torch.tensor([5.0, 2.0], dtype=torch.float64).reshape(1, 1, 1, 2).repeat(1, 3, 1, 1)
-    forward = run_forward(model, images, gradients=True)
-    assert forward.logits.item() == pytest.approx((0 + 5 + 2) / 3)
-    found = compute_removal_gradient(forward, forward.logits[:, 0])
-    mean = 7 / 3
-    assert found[0].tolist() == pytest.approx([(0 - mean) / 3, (5 - mean) / 3, (2 - mean) / 3])
 
 
 def test_fused_and_explicit_attention_give_one_map(ours: Build) -> None:

@@ -154,56 +154,10 @@ def test_class_targets_have_a_map_each_and_safe_names(
     assert all(np.isfinite(found["score"]) for found in maps if found["target"])
 
 
-@pytest.mark.parametrize(
-    ("classes", "count"),
-    [("auto", 1), ("cat", 1), ("dog/wolf", 1), ("3", 1), ("top3", 3), ("all", 5)],
-)
-def test_classes_are_given_by_name_or_number(
-    bundle: Bundle, photos: list[str], tmp_path: Path, classes: str, count: int
-) -> None:
-    manifest = export(
-        bundle,
-        photos[:1] + photos[2:3],
-        tmp_path / "out",
-        methods=("gae",),
-        target=classes,
-        checks=False,
-    )
-    for entry in manifest["images"]:
-        assert len(entry["maps"]) == count
-        index = {"cat": 0, "dog/wolf": 2, "3": 3}.get(classes, entry["predicted"]["index"])
-        assert entry["maps"][0]["target"]["index"] == index
-
-
 @pytest.mark.parametrize("target", ["wolf", "5", "top0", "top9", "-1"])
 def test_an_unknown_class_lists_the_known_ones(bundle: Bundle, target: str) -> None:
     with pytest.raises(ValueError, match=r"unknown class|asks for"):
         explain(bundle, Image.new("RGB", (16, 16)), methods="gae", target=target)
-
-
-def test_explaining_in_parts_gives_the_same_maps(bundle: Bundle) -> None:
-    random = np.random.default_rng(0)
-    images = [
-        Image.fromarray(random.integers(0, 256, (20, 30, 3), dtype=np.uint8)) for _ in range(5)
-    ]
-    whole, parts = (
-        explain(bundle, images, methods="gae"),
-        explain(bundle, images, methods="gae", batch_size=2),
-    )
-    assert (whole.maps["gae"] - parts.maps["gae"]).abs().max() < 1e-5
-    assert torch.equal(whole.targets, parts.targets)
-    assert whole.maps["gae"].shape == (5, 4, 4)
-    with pytest.raises(ValueError, match="no images"):
-        explain(bundle, [])
-
-
-def test_a_result_has_the_shape_that_was_asked_for(bundle: Bundle) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 20, 20, 3), dtype=np.uint8)
-    found = explain(bundle, pixels, methods=("gae", "rollout"), target="top3")
-    assert found.maps["gae"].shape == (3, 3, 4, 4)
-    assert found.maps["rollout"].shape == (3, 4, 4)
-    assert found.targets.shape == (3, 3)
-    assert found.paths == ["image-00000", "image-00001", "image-00002"]
 
 
 def test_a_notebook_shows_the_pictures_of_a_result(bundle: Bundle, photos: list[str]) -> None:
