@@ -99,8 +99,11 @@ def explain(
     """
     bundle = open_model(model, device=device, class_names=class_names, preprocess=preprocess)
     # listed once, because listing many images takes a while
-    inputs = None if images is None else list(list_images(images))
-    expected = num_images if inputs is None else len(inputs)
+    inputs = None
+    expected = num_images
+    if images is not None:
+        inputs = list(list_images(images))
+        expected = len(inputs)
     check_count(target, expected)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
@@ -109,7 +112,8 @@ def explain(
         target=target,
         map_options=map_options,
         num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
-        num_attended=MAX_GALLERY_IMAGES if output and "html" in as_tuple(formats) else 0,
+        # only the gallery shows it
+        num_attended=MAX_GALLERY_IMAGES * ("html" in as_tuple(formats)),
         batch_size=batch_size,
     )
     items = find_items(

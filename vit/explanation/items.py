@@ -84,9 +84,12 @@ def items_from_images(images: Iterable[str | Image.Image]) -> list[ImageItem]:
     paths = []
     readers: list[Read] = []
     for number, image in enumerate(images):
-        in_memory = not isinstance(image, str)
-        paths.append(f"image-{number:05d}" if in_memory else image)
-        readers.append(partial(_hash_pixels if in_memory else read_file, image))
+        if isinstance(image, str):
+            paths.append(image)
+            readers.append(partial(read_file, image))
+        else:
+            paths.append(f"image-{number:05d}")
+            readers.append(partial(_hash_pixels, image))
     return list(map(ImageItem, paths, name_images(paths), readers, count()))
 
 

@@ -144,7 +144,9 @@ def check_maps(
     *drops, drops_of_predicted = measure_drops(forward, classes)
     checks = []
     for method_maps in maps:
-        evidence = drops if method_maps.method.class_specific else [drops_of_predicted]
+        evidence = [drops_of_predicted]
+        if method_maps.method.class_specific:
+            evidence = drops
         columns = zip(method_maps.values[:count].unbind(dim=1), evidence, strict=True)
         checks.append([check_map(values, column) for values, column in columns])
     return checks
@@ -242,9 +244,10 @@ def count_confirmed(verdicts: Mapping[str, Sequence[str]]) -> list[str]:
 def choose_tiles(grid: Grid, device: torch.device) -> Tiles:
     """Choose the tiles of a grid: single patches, or the smallest tiles that are at most
     `MAX_TILES`, but at least `MIN_TILES`."""
-    side = 1
+    side, limit = 1, MAX_SINGLE_PATCHES
     tiles = tile_patches(grid, 1)
-    while len(tiles) > (MAX_SINGLE_PATCHES if side == 1 else MAX_TILES):
+    while len(tiles) > limit:
+        limit = MAX_TILES
         larger = tile_patches(grid, side + 1)
         if len(larger) < MIN_TILES:
             break
@@ -256,6 +259,7 @@ def choose_tiles(grid: Grid, device: torch.device) -> Tiles:
         (~tiles[sizes == size]).nonzero()[:, 1].reshape(-1, tiles.shape[1] - size)
         for size in sizes.unique().tolist()
     ]
+    # a patch of a tile after another, in the order of the tiles
     tile_of_member, members = tiles.nonzero().unbind(dim=1)
     belongs = (torch.arange(len(tiles))[:, None] == tile_of_member).double()
     means = belongs / sizes[:, None]

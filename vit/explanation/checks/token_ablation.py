@@ -101,7 +101,9 @@ def build_removal(
         with recording, autocast(images.device, precision):
             logits.append(compute_logits(reader.model, batch))
     image_logits = torch.cat(logits)
-    image_tokens = torch.cat(recorded) if drops_tokens else None
+    image_tokens = None
+    if drops_tokens:
+        image_tokens = torch.cat(recorded)
     background = images.mean(dim=(-1, -2), keepdim=True)
 
     def compute_rows(rows: Int[Tensor, " r"], kept: Int[Tensor, "r kept"]) -> Float[Tensor, "r C"]:

@@ -80,7 +80,7 @@ def describe_card(image: ImageResult) -> dict[str, Any]:
         "confidence": image.prediction["probability"],
         "said": image.describe_prediction(),
         "maps": [_describe_map(image, result) for result in image.maps],
-        "heads": attention["heads"].shape[:2] if "heads" in attention else (0, 0),
+        "heads": np.shape(attention.get("heads", np.empty((0, 0))))[:2],
         "pictures": {name: _encode_tiles(tiles) for name, tiles in attention.items()},
     }
 

@@ -130,10 +130,10 @@ def _compute_relevance(
         for method in methods:
             assert method.compute is not None
             options = {name: values[name] for name in method.options}
-            classes = targets if method.class_specific else targets[:, :1]
+            # one map, if it is the same for every class
             columns = [
                 method.compute(forward, column, **options).detach()
-                for column in classes.unbind(dim=1)
+                for column in targets.unbind(dim=1)[: None if method.class_specific else 1]
             ]
             relevance[method.name] = torch.stack(columns, dim=1)
     return relevance
