@@ -21,7 +21,6 @@ from tests.browser import (
 )
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
-from vit.explanation import writer
 from vit.model.vision_transformer import VisionTransformer
 
 NASTY = "<img src=x onerror=alert(1)>.png"
@@ -115,7 +114,7 @@ def test_tiles_are_the_heads_and_the_rows_of_the_rollout(page: Path) -> None:
 def test_the_first_images_of_very_many_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "MAX_GALLERY_IMAGES", 2)
+    monkeypatch.setattr("vit.explanation.explain.MAX_IMAGES", 2)
     names = ["a.png", "b.png", "c.png"]
     path = write(tmp_path, make_bundle(), names, methods="rollout", target="auto", checks=False)
     text = path.read_text()

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,12 +13,13 @@ from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.explainer import Explainer
+from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gallery
 from vit.explanation.items import find_items
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import Explanations
 from vit.explanation.targets import TargetLike, check_count, describe_target
-from vit.explanation.writer import MAX_GALLERY_IMAGES, MapWriter
+from vit.explanation.writer import MapWriter
 from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments
 
 # Images for which "auto" takes two methods; for more, that takes too long.
@@ -105,6 +107,7 @@ def explain(
         inputs = list(list_images(images))
         expected = len(inputs)
     check_count(target, expected)
+    has_gallery = output is not None and "html" in as_tuple(formats)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
@@ -112,8 +115,7 @@ def explain(
         target=target,
         map_options=map_options,
         num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
-        # only the gallery shows it
-        num_attended=MAX_GALLERY_IMAGES * ("html" in as_tuple(formats)),
+        num_attended=MAX_IMAGES * has_gallery,
         batch_size=batch_size,
     )
     items = find_items(
@@ -129,9 +131,12 @@ def explain(
             output, bundle, parameters, formats=as_tuple(formats), overwrite=overwrite
         )
     found = Explanations(bundle, explainer.methods, images=[], unreadable=explainer.unreadable)
+    cards: list[dict[str, Any]] = []  # images of the gallery
     for batch in explainer.explain(items):
         if writer is not None:
             writer.add(batch)
+        if has_gallery:
+            cards += map(describe_card, batch[: MAX_IMAGES - len(cards)])
         # the pixels of all images may not fit into memory
         found.images += [replace(each, image=None, pixels=None, attention=None) for each in batch]
     if not found.images:
@@ -142,6 +147,9 @@ def explain(
         raise ValueError(reason)
     if writer is not None:
         writer.finish(found.unreadable)
+        if has_gallery:
+            path = writer.output / "gallery.html"
+            write_gallery(path, bundle, cards, images=writer.entries)
     elif found.unreadable:
         count, reason = len(found.unreadable), found.unreadable[0][1]
         warnings.warn(f"{count} images are left out; the first: {reason}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Write explained images: overlays, exact arrays, a gallery, and a manifest that describes them.
+"""Write explained images: overlays, exact arrays, and a manifest that describes them.
 
 Threads draw and write overlays while the model runs. Equal inputs and settings give equal bytes: no
 times, no random numbers, sorted order.
@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.explanation.gallery.gallery import describe_card, write_gallery
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
@@ -23,7 +22,6 @@ from vit.runtime.files import prepare_output, write_arrays, write_atomically, wr
 
 SCHEMA_VERSION = 6
 SHEET_FILE = "index.png"
-MAX_GALLERY_IMAGES = 200  # browsers can't open much larger pages
 # vit/explanation/render/figure.py draws these; it imports matplotlib, which takes half a second
 _FIGURE_FORMATS = ("svg", "pdf")
 _FORMATS = ("png", *_FIGURE_FORMATS, "npz", "html")
@@ -41,8 +39,12 @@ class MapWriter:
         bundle: The model.
         parameters: Everything that the maps depend on, for the manifest.
         formats: "png" for overlays and index.png of the first images, "svg" and "pdf" for figures,
-            "npz" for maps.npz, "html" for a gallery.
+            "npz" for maps.npz. "html" is written elsewhere.
         overwrite: Replace an earlier result.
+
+    Attributes:
+        output: The directory.
+        entries: The images as the manifest describes them.
 
     Raises:
         ValueError: A format is unknown.
@@ -60,13 +62,12 @@ class MapWriter:
     ) -> None:
         for name in formats:
             check_choice(name, _FORMATS, name="--format")
-        self._output = prepare_output(output, overwrite=overwrite)
+        self.output = prepare_output(output, overwrite=overwrite)
         self._bundle = bundle
         self._parameters = parameters
         self._formats = formats
-        self._entries: list[dict[str, Any]] = []
+        self.entries: list[dict[str, Any]] = []
         self._arrays: dict[str, np.ndarray] = {}
-        self._cards: list[dict[str, Any]] = []  # images of the gallery
         self._rows: list[list[Any]] = []  # images of the contact sheet
         self._pool = ThreadPoolExecutor()
         self._writing: list[list[Future[None]]] = []  # pictures of each batch
@@ -76,15 +77,13 @@ class MapWriter:
         has_overlays = "png" in self._formats
         maps = [(image, result) for image in images for result in image.maps]
         self._writing.append([self._pool.submit(self._draw, *each) for each in maps])
-        self._entries += [image.describe(has_overlays=has_overlays) for image in images]
+        self.entries += [image.describe(has_overlays=has_overlays) for image in images]
         self._arrays |= {result.key: result.values for _, result in maps}
         if has_overlays:
             from vit.explanation.render.figure import MAX_SHEET_IMAGES
 
             shown = images[: MAX_SHEET_IMAGES - len(self._rows)]
             self._rows += [image.draw_row() for image in shown]
-        if "html" in self._formats:
-            self._cards += map(describe_card, images[: MAX_GALLERY_IMAGES - len(self._cards)])
         # if drawing is slower than the model, the model waits
         self._wait(_MAX_WAITING_BATCHES)
 
@@ -97,16 +96,12 @@ class MapWriter:
         with self._pool:
             self._wait(0)
         if "npz" in self._formats:
-            write_arrays(self._output / "maps.npz", dict(sorted(self._arrays.items())))
+            write_arrays(self.output / "maps.npz", dict(sorted(self._arrays.items())))
         if self._rows:
             from vit.explanation.render.figure import draw_sheet
 
             save = partial(_save_picture, draw_sheet(self._rows))
-            write_atomically(self._output / SHEET_FILE, save)
-        if "html" in self._formats:
-            write_gallery(
-                self._output / "gallery.html", self._bundle, self._cards, images=self._entries
-            )
+            write_atomically(self.output / SHEET_FILE, save)
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "parameters": self._parameters,
@@ -115,10 +110,10 @@ class MapWriter:
             "run_id": self._bundle.metadata.get("run_id"),
             "preprocess": self._bundle.preprocess.to_dict(),
             "versions": {name: version(name) for name in _LIBRARIES},
-            "images": sorted(self._entries, key=lambda entry: entry["path"]),
+            "images": sorted(self.entries, key=lambda entry: entry["path"]),
             "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
         }
-        write_json(self._output / "manifest.json", manifest)
+        write_json(self.output / "manifest.json", manifest)
 
     def _wait(self, max_waiting: int) -> None:
         """Wait until the pictures of at most `max_waiting` batches are not written yet."""
@@ -146,7 +141,7 @@ class MapWriter:
             else:
                 continue
             # the manifest is written later, and makes all their names durable
-            write_atomically(self._output / f"{result.key}.{kind}", save, flush_name=False)
+            write_atomically(self.output / f"{result.key}.{kind}", save, flush_name=False)
 
 
 def draw_map(image: ImageResult, result: MapResult) -> Image.Image:

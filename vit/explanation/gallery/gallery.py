@@ -23,6 +23,7 @@ from vit.explanation.render.page import BADGES, encode_picture, name_model, rend
 from vit.explanation.render.scale import palette, shade
 from vit.runtime.files import write_text
 
+MAX_IMAGES = 200  # browsers can't open much larger pages
 _PHOTO_SIDE = 400  # pixels
 _OPACITY = 220  # opacity of the strongest attention, of 255
 

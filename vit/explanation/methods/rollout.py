@@ -205,13 +205,13 @@ class LogitsAndRollout(nn.Module):
 
 
 def _mix(
-    rows: Float[Tensor, "b n N"],
-    attention: Float[Tensor, "b H N N"],
+    rows: Float[Tensor, "_ n N"],
+    attention: Float[Tensor, "B H N N"],
     *,
     head_fusion: str,
     discard_ratio: float,
     residual: float,
-) -> Float[Tensor, "b n N"]:
+) -> Float[Tensor, "B n N"]:
     """Compute rows · Ã of a layer, with rows that sum to one, in float32 or more: the product of
     twelve half-precision matrices drifts by 1e-2."""
     attention = at_least_float32(attention)
