@@ -211,7 +211,7 @@ def test_their_maps_are_checked_against_painting_over() -> None:
     values[:24, :24] = 220
     result = vit.explain(bundle, values, target="bright", methods="libra-input-x-gradient")
     (check,) = result.checks["libra-input-x-gradient"][0]
-    assert check.patches == "groups of 2 × 2 patches"
+    assert check.patches == "single patches"
     assert check.verdict == "confirmed"
 
 
