@@ -339,7 +339,7 @@ def _measure_classes(scores: Scores, kept: Bools | slice, *, ranks: bool) -> dic
     support, guessed, hits = counts
     areas = np.full((2, scores.num_classes), np.nan)
     if ranks:
-        for place in np.flatnonzero(~np.isnan(scores.thresholds)):
+        for place in np.flatnonzero(~np.isnan(scores.thresholds)).tolist():
             is_positive, _ = scores.mark(place)
             areas[:, place] = compute_areas(is_positive[kept], scores.probabilities[kept, place])
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -146,7 +146,9 @@ class Predictor:
         for name in ("probability", "p_value"):
             # None becomes NaN
             columns[name] = columns[name].astype(float)
-        matrices = {"probabilities": [each.probabilities for each in predictions]}
+        matrices: dict[str, list[Any]] = {
+            "probabilities": [each.probabilities for each in predictions]
+        }
         widths = {"probabilities": len(self.bundle.class_names)}
         if self.embeddings:
             matrices["embedding"] = [each.features for each in predictions]

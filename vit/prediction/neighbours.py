@@ -47,17 +47,18 @@ def find_nearest(
     """
     queries, units = (torch.from_numpy(normalize_rows(each)) for each in (features, references))
     count = min(count, len(units) - skip_self)
-    found = []
-    for part in queries.split(max(1, _BLOCK // len(units))):
-        cosines = part @ units.T
+    rows = max(1, _BLOCK // len(units))
+    indices, nearest = [], []
+    # at least one block: an empty batch gives empty results
+    for start in range(0, max(len(queries), 1), rows):
+        cosines = queries[start : start + rows] @ units.T
         if skip_self:
             # below any cosine
-            start = sum(len(values) for values, _ in found)
             cosines[:, start:].fill_diagonal_(-2)
-        found.append(cosines.topk(count))
-    # an empty batch gives empty results
-    values, indices = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
-    return indices, values
+        found = cosines.topk(count)
+        indices.append(found.indices)
+        nearest.append(found.values)
+    return torch.cat(indices).numpy(), torch.cat(nearest).numpy()
 
 
 def compute_distances(features: Features, training_features: Features) -> Floats:

@@ -163,7 +163,7 @@ def plot_confusion(scores: Scores, *, class_names: Sequence[str]) -> Figure:
     axes = figure.subplots()
     axes.imshow(fractions, vmin=0, vmax=1, cmap="Blues")
     # matplotlib reads formulas between dollars
-    names = [class_names[place].replace("$", r"\$") for place in chosen]
+    names = [class_names[place].replace("$", r"\$") for place in chosen.tolist()]
     axes.set(xlabel="predicted", ylabel="true")
     axes.set_xticks(range(len(chosen)), names, rotation=60, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(chosen)), names)
