@@ -119,8 +119,8 @@ def _open_ours(
     if not isinstance(source, nn.Module):
         path = Path(source)
         if is_huggingface(path):
-            weights, architecture, preprocess = read_huggingface(path)
-            return build_to_fit(architecture, weights, origin=str(path)), preprocess
+            weights, architecture, values = read_huggingface(path)
+            return build_to_fit(architecture, weights, origin=str(path)), values
         if path.is_file():
             content = read_weights(path)
             ours = open_file(path, content, num_heads=num_heads)
@@ -129,7 +129,7 @@ def _open_ours(
     # timm takes seconds to import
     from vit.model.timm_weights import create_timm, describe_timm
 
-    preprocess, module = None, source
+    module, preprocess = source, None
     if not isinstance(module, nn.Module):
         module = create_timm(str(source).removeprefix("timm:"), pretrained=pretrained)
         preprocess = find_preprocess(module)
