@@ -215,6 +215,7 @@ class Bundle:
             digests=None if self.training_hashes is None else self.training_hashes[0],
             task=self.data.get("task"),
             held_out=self.data.get("held_out"),
+            num_trained_on=self.data.get("num_trained_on"),
         )
 
     @property

@@ -25,7 +25,8 @@ def save(root: Path, count: int = 20) -> Path:
 
 def open_recorded(root: Path, held_out: dict[str, list[str]], **config: object) -> DatasetSplits:
     trained_on = {"name": "folder", "root": str(root), **config}
-    return open_for_model(root, recorded=RecordedImages(trained_on, held_out=held_out))
+    recorded = RecordedImages(trained_on, held_out=held_out, num_trained_on=14)
+    return open_for_model(root, recorded=recorded)
 
 
 def test_written_ids_are_the_splits_whatever_the_rule_would_draw(tmp_path: Path) -> None:
@@ -48,6 +49,7 @@ def test_new_and_missing_images_change_no_other_image_s_side(tmp_path: Path) -> 
     test = open_recorded(tmp_path, held_out).split("test")
     assert list(test.ids) == held_out["test"][1:]
     assert "1 of 4 test images of the training are missing" in test.notes
+    assert "1 training images are new since the training" in test.notes
     for image in tmp_path.rglob("*.png"):
         image.rename(image.with_name(f"other_{image.name}"))
     with pytest.raises(ValueError, match="none of the 4 test images of the training is among"):
@@ -61,6 +63,7 @@ def test_a_run_and_its_model_hold_the_ids(tmp_path: Path) -> None:
     run = vit.train("digits", output=tmp_path / "run", overrides=[*overrides, "train.batch_size=8"])
     drawn = open_dataset("folder", root=photos).list_held_out()
     assert run.bundle.recorded_images.held_out == drawn
+    assert run.bundle.recorded_images.num_trained_on == 40 - sum(map(len, drawn.values()))
     (table,) = (tmp_path / "run").rglob("splits.csv")
     with table.open() as file:
         rows = [(row["split"], row["path"]) for row in csv.DictReader(file)]

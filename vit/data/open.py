@@ -96,12 +96,14 @@ class RecordedImages(NamedTuple):
         task: "multilabel" if an image may have several labels.
         held_out: Split → ids of the images that were held out of training; None: not recorded, they
             are drawn by the rule in `config`.
+        num_trained_on: See `DatasetSplits`.
     """
 
     config: Mapping[str, Any] = MappingProxyType({})
     digests: np.ndarray | None = None
     task: str | None = None
     held_out: Mapping[str, Sequence[str]] | None = None
+    num_trained_on: int | None = None
 
 
 def open_for_model(
@@ -166,6 +168,7 @@ def open_for_model(
         return replace(
             splits,
             written=held_out if isinstance(held_out, Mapping) else None,
+            num_trained_on=recorded.num_trained_on,
             corrections=corrections if isinstance(corrections, Mapping) else {},
         )
 

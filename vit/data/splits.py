@@ -73,6 +73,8 @@ class DatasetSplits:
             as they were drawn.
         written: Split → ids of its images, as they were held out in a training; None: they are
             drawn. See `RecordedImages`.
+        num_trained_on: Number of images that this training listed as its training images; None:
+            not known.
         unit: Word for what is counted in `describe_files`; empty for a published set.
     """
 
@@ -84,6 +86,7 @@ class DatasetSplits:
     title: str = ""
     corrections: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, Sequence[str]] | None = None
+    num_trained_on: int | None = None
     unit: str = ""
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
     # a sentence about each reason to keep images together
@@ -253,6 +256,11 @@ class DatasetSplits:
                 text = f"{len(ids) - len(found):,} of {len(ids):,} {split} images of the training"
                 notes.append(f"{text} are missing")
             places[split] = np.array(found, dtype=np.int64)
+        num_others = len(rest) - sum(map(len, places.values()))
+        num_new = num_others - (num_others if self.num_trained_on is None else self.num_trained_on)
+        if num_new:
+            state = "new" if num_new > 0 else "missing"
+            notes.append(f"{abs(num_new):,} training images are {state} since the training")
         return places
 
     def _draw(self, everything: ImageDataset) -> dict[str, np.ndarray]:

@@ -109,6 +109,7 @@ class BundleWriter:
                 "unreadable": sum(len(dataset.unreadable) for dataset in datasets.values()),
                 "notes": list(data.train.notes),
                 "held_out": held_out,
+                "num_trained_on": len(data.splits.split("train")),
                 **task,
             },
             metadata={"run_id": self.run_id, "step": step},

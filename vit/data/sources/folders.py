@@ -15,6 +15,7 @@ from vit.data.sources.base import (
     count_system_images,
     describe_counts,
     find_split_folders,
+    list_below,
     relative_path,
 )
 from vit.data.sources.listing import Listing
@@ -79,7 +80,7 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
     for split, folder in folders.items():
         for class_folder in list_classes(folder):
             left_out: list[str] = []
-            files = list(list_files(folder / class_folder, left_out=left_out))
+            files = list_below(folder / class_folder, left_out)
             unused += count_system_images(left_out)
             images = [file for file in files if is_image_name(file)]
             unused += count_suffixes(set(files) - set(images))
@@ -91,10 +92,8 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
                     hint = "unpack its archive there"
                 text = f"{folder / class_folder} holds no images{held and ', only '}{held}"
                 raise ValueError(f"{text}; {hint}")
-            # cutting texts is many times faster than making a relative path for each image
             inside = relative_path(folder / class_folder, root)
-            start = len(os.path.join(folder / class_folder, ""))
-            paths += [f"{inside}/{image[start:].replace(os.sep, '/')}" for image in images]
+            paths += [f"{inside}/{image}" for image in images]
             labels += [class_folder] * len(images)
             splits += [split] * len(images)
     if not paths:
@@ -195,7 +194,7 @@ def find_by_name(root: Path, label_by: str) -> Listing:
     check_pattern(label_by, name="data.label_by")
     origin = f"data.label_by {label_by!r}"
     left_out: list[str] = []
-    files = [relative_path(file, root) for file in list_files(root, left_out=left_out)]
+    files = list_below(root, left_out)
     paths = sorted(filter(is_image_name, files))
     labels = search_group(label_by, paths, name="data.label_by")
     found = {path: label for path, label in zip(paths, labels, strict=True) if label}

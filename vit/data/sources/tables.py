@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.data.dataset import LabelRule, Request
-from vit.data.images import is_image_name, list_files
+from vit.data.images import is_image_name
 from vit.data.sources.base import (
     SPLIT_NAMES,
     SPLIT_OF,
     FileReader,
     count_suffixes,
     find_split_folders,
+    list_below,
     relative_path,
 )
 from vit.data.sources.listing import Listing, as_labels, count_other_files
@@ -249,8 +250,7 @@ class FileFinder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        left_out: list[str] = []
-        self.all_files = [relative_path(file, root) for file in list_files(root, left_out=left_out)]
+        self.all_files = list_below(root, [])
         self.images = [file for file in self.all_files if is_image_name(file)]
         self._by_name: dict[str, list[str]] = {}
         for file in self.images:
