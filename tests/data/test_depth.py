@@ -15,6 +15,7 @@ from vit.data.dataset import ImageDataset
 from vit.data.images import DeepImage, read_image
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
+from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import find_python_objects
 from vit.data.statistics import choose_value_range, measure_value_range, survey_images
 
@@ -237,9 +238,8 @@ def test_arrays_from_python_have_a_range() -> None:
         (np.stack([RAMP] * 4) / 10 - 204.75, (-204.75, 204.75)),
         (np.stack([np.stack([RAMP] * 3, axis=-1)] * 4).astype(np.int32) - 2000, (-2000, 2095)),
     ):
-        dataset = find_python_objects(list(zip(values, [0, 1, 0, 1], strict=True)), None).load(
-            "train"
-        )
+        listing = find_python_objects(list(zip(values, [0, 1, 0, 1], strict=True)), None)
+        dataset = number_listing(listing).split("train")
         assert measure_value_range(dataset) == value_range
         np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
 

@@ -12,6 +12,7 @@ from PIL import Image
 from tests.conftest import Launcher, SaveModel
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
+from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import find_python_objects
 from vit.evaluation.clusters import compute_proportion_interval
 from vit.evaluation.metrics import score_logits
@@ -131,9 +132,8 @@ def test_a_column_of_parquet_files_and_the_folder_of_an_image_are_read(tmp_path:
         ValueError, match="has no column 'camera'; they are 'image', 'label', 'site"
     ):
         read_values(dataset, "camera")
-    passed = find_python_objects(table, ("b", "c"), split="test", numbered_classes=("b", "c")).load(
-        "test"
-    )
+    listing = find_python_objects(table, ("b", "c"), split="test", numbered_classes=("b", "c"))
+    passed = number_listing(listing).split("test")
     assert [read_values(passed, "site")[name] for name in passed.ids[:2]] == ["north", "south"]
     for name in ("a", "b"):
         (tmp_path / "folders" / name).mkdir(parents=True)
