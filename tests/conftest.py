@@ -19,15 +19,11 @@ import jaxtyping
 import pytest
 
 import vit.runtime.memory
-import vit.runtime.progress
 from vit.runtime.locks import lock_file
 
 # a command that runs inside a test would set it for all that follow, whose process then stays at
 # its largest size
 vit.runtime.memory.keep_freed_memory = lambda: False
-
-# on a busy machine, lines about progress would come between those that a test expects
-vit.runtime.progress.FIRST_LINE = 1e6
 
 # a disk takes some 10 ms for each of thousands of calls. What is flushed, and when, is what
 # tests/training/test_power_cut.py notes; programs of their own flush as ever

@@ -109,16 +109,6 @@ def test_the_page_of_the_api_names_every_public_name() -> None:
     assert named == set(vit.__all__) - {"__version__"}
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "export_model"])
-def test_a_public_function_documents_its_arguments(name: str) -> None:
-    function = getattr(vit, name)
-    text = inspect.getdoc(function) or ""
-    assert "Returns:" in text
-    assert "Raises:" in text
-    for parameter in inspect.signature(function).parameters:
-        assert f"    {parameter}: " in text, parameter
-
-
 def test_the_help_of_a_function_fits_80_columns() -> None:
     """`help()` indents a docstring by four columns."""
     for name in vit.__all__:
@@ -135,6 +125,7 @@ def test_every_public_name_says_how_it_is_used() -> None:
             text = inspect.getdoc(value) or ""
             assert "Example:\n    >>> " in text, name
         if inspect.isfunction(value):
+            assert name not in FUNCTIONS or ("Returns:" in text and "Raises:" in text), name
             for parameter in inspect.signature(value).parameters:
                 assert f"    {parameter}: " in text, (name, parameter)
 
@@ -221,26 +212,6 @@ def test_an_evaluation_saves_what_the_command_writes(
     result.save(tmp_path / "saved", overwrite=True)
 
 
-@pytest.mark.extended
-def test_evaluations_are_compared(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    worse = Bundle.from_model(
-        type(tiny_bundle.model)(**tiny_bundle.model.architecture).eval(),  # type: ignore[operator]
-        class_names=tiny_bundle.class_names,
-        preprocess=tiny_bundle.preprocess,
-    )
-    results = [vit.evaluate(model, data="digits") for model in (tiny_bundle, worse)]
-    with pytest.raises(ValueError, match=r"written by \.save\(directory\)"):
-        vit.compare(results)  # type: ignore[arg-type]
-    for number, result in enumerate(results):
-        result.save(tmp_path / str(number))
-    comparison = vit.compare([tmp_path / "0", tmp_path / "1"])
-    (pair,) = comparison.pairs
-    first, second = (result.evaluation.metrics["top1"] for result in results)
-    assert pair.difference == pytest.approx(second - first)
-    comparison.save(tmp_path / "comparison")
-    assert json.loads((tmp_path / "comparison" / "comparison.json").read_text())["pairs"]
-
-
 # --- predict and explain
 # -----------------------------------------------------------------------------------
 
@@ -307,62 +278,6 @@ def test_images_of_any_kind_have_the_same_maps(
     for image in (pictures[0], arrays[0], photos / "0.png"):
         (alone,) = vit.explain(tiny_bundle, image, checks=False).maps["rollout"]
         assert torch.allclose(alone, expected[0], atol=1e-6)
-
-
-def test_without_images_the_models_own_test_split_is_explained(tiny_run: Path) -> None:
-    found = vit.explain(tiny_run, num_images=3, methods="gae")
-    assert found.maps["gae"].shape == (3, 4, 4)
-    assert all(of_image.item.name.startswith("digits-") for of_image in found.images)
-    assert all(len(checks) == 1 for checks in found.checks["gae"])
-
-
-def test_models_of_timm_torchvision_and_transformers_are_taken_as_they_are(
-    pictures: list[Image.Image], tmp_path: Path
-) -> None:
-    import timm
-    import torchvision
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        image_size=32, patch_size=8, num_labels=3, id2label={0: "ant", 1: "bee", 2: "cow"},
-        label2id={"ant": 0, "bee": 1, "cow": 2},
-    )  # fmt: skip
-    models = {
-        "timm": timm.create_model(
-            "vit_tiny_patch16_224",
-            img_size=32,
-            patch_size=8,
-            depth=2,
-            num_classes=3,
-            pretrained=False,
-        ),
-        "torchvision": torchvision.models.VisionTransformer(
-            image_size=32,
-            patch_size=8,
-            num_layers=2,
-            num_heads=2,
-            hidden_dim=24,
-            mlp_dim=48,
-            num_classes=3,
-        ),
-        "transformers": transformers.ViTForImageClassification(config),
-    }
-    # torchvision's head is all zeros until it is trained
-    torch.nn.init.normal_(models["torchvision"].heads.head.weight, std=0.02)
-    for name, model in models.items():
-        found = vit.explain(
-            model,
-            pictures,
-            methods=("rollout", "gae"),
-            checks=False,
-            output=tmp_path / name,
-        )
-        assert found.maps["gae"].shape == (3, 4, 4), name
-        (first, *_) = vit.predict(model, pictures).predictions
-        assert len(first.classes) == 3
-    assert {name for _, name, _ in first.classes} == {"ant", "bee", "cow"}
 
 
 def test_a_module_comes_back_in_the_mode_it_came_in(pictures: list[Image.Image]) -> None:

@@ -6,36 +6,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import time_to_accuracy
 import train_throughput
 from PIL import Image
-from tables import PAGES, ROOT, build_tables, fill_page, format_accuracy
+from tables import PAGES, ROOT, build_tables, fill_page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_pages_show_what_the_result_files_say(page: Path) -> None:
     text = page.read_text()
     assert fill_page(text, build_tables()) == text, "run python benchmarks/tables.py --write"
-
-
-@pytest.mark.parametrize(
-    ("metric", "text"),
-    [
-        (None, "–"),
-        ({"mean": 0.815, "standard_deviation": None}, "81.5 %"),
-        ({"mean": 0.815, "standard_deviation": 0.0031}, "81.5 ± 0.3 %"),
-        (
-            {"mean": 0.815, "standard_deviation": 0.0031, "interval": [0.8, 0.83]},
-            "81.5 ± 0.3 % (80.0–83.0)",
-        ),
-    ],
-)
-def test_an_accuracy_comes_with_its_spread(metric: dict[str, Any] | None, text: str) -> None:
-    assert format_accuracy(metric) == text
 
 
 def test_seeds_are_summarised_by_mean_and_standard_deviation() -> None:

@@ -1,7 +1,6 @@
 """Model files: self-sufficient, whole, without pickle, the same bytes for the same model."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 import vit
 from vit.bundle import (
@@ -76,11 +74,6 @@ def test_a_bundle_needs_nothing_else(tmp_path: Path) -> None:
     assert bundle.metadata["versions"]["vit"] == vit.__version__
     assert bundle.training_hashes is not None
     assert bundle.training_hashes[0].tolist() == [1, 2**64 - 1]
-
-
-def test_a_training_directory_stands_for_its_model(tmp_path: Path) -> None:
-    path = save(tmp_path / "model.safetensors", make_model())
-    assert load_bundle(tmp_path).sha256 == load_bundle(path).sha256
 
 
 def test_equal_models_give_equal_bytes(tmp_path: Path) -> None:
@@ -151,44 +144,6 @@ def test_weights_that_do_not_fit_their_architecture_are_refused(tmp_path: Path) 
         load_bundle(path)
 
 
-def test_a_description_of_more_blocks_than_there_are_weights_is_refused_before_any_is_built(
-    tmp_path: Path,
-) -> None:
-    """A small file could ask for days of work, or for all memory."""
-    path = tmp_path / "model.safetensors"
-    for changes in ({"depth": 10**9}, {"embed_dim": 10**9}, {"img_size": [2**14, 2**14]}):
-        content = read_model_file(save(path, make_model()))
-        architecture = content.metadata["architecture"] | changes
-        metadata = {**content.metadata, "architecture": architecture}
-        write_model_file(path, replace(content, metadata=metadata))
-        with pytest.raises(ValueError, match=r"model\.safetensors (does not fit|has more than)"):
-            load_bundle(path)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"num_heads": "two"}, {"rotary": True}, {"img_size": None}, {"depth": 2.0}]
-)
-def test_a_description_of_another_program_is_one_sentence(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    content = read_model_file(save(tmp_path / "model.safetensors", make_model()))
-    metadata = {**content.metadata, "architecture": content.metadata["architecture"] | changes}
-    write_model_file(tmp_path / "model.safetensors", replace(content, metadata=metadata))
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        load_bundle(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"class_names": 3}, {"data": "text"}, {"temperature": 0}, {"temperature": math.nan}]
-)
-def test_metadata_of_another_kind_is_one_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
-    content = read_model_file(save(tmp_path / "model.safetensors", make_model()))
-    metadata = {**content.metadata, **changes}
-    write_model_file(tmp_path / "model.safetensors", replace(content, metadata=metadata))
-    with pytest.raises(ValueError, match=rf"damaged: its {next(iter(changes))} is wrong"):
-        load_bundle(tmp_path)
-
-
 def test_files_of_earlier_versions_open_or_say_what_to_do(tmp_path: Path) -> None:
     path = save(tmp_path / "model.safetensors", make_model())
     content = read_model_file(path)
@@ -230,12 +185,6 @@ class TestModules:
         assert bundle.name == "VisionTransformer"
         assert bundle.sha256 == Bundle.from_model(make_model()).sha256
 
-    def test_what_is_given_is_taken(self) -> None:
-        preprocess = Preprocess(image_size=(8, 16), mean=(0.1, 0.2, 0.3))
-        bundle = Bundle.from_model(make_model(), class_names=["a", "b", "c"], preprocess=preprocess)
-        assert bundle.class_names == ("a", "b", "c")
-        assert bundle.preprocess == preprocess
-
     def test_another_number_of_class_names_is_refused(self) -> None:
         with pytest.raises(ValueError, match="2 class names for a model of 3 classes"):
             Bundle.from_model(make_model(), class_names=["a", "b"])
@@ -264,21 +213,6 @@ class TestModules:
         assert bundle.sha256 == open_model(str(tmp_path), device="cpu").sha256
         assert open_model(bundle, device="cpu") is bundle
         assert open_model(make_model(), device="cpu").class_names[0] == "class 0"
-
-
-def test_a_bundle_keeps_what_is_found_once_about_its_model() -> None:
-    bundle = Bundle.from_model(make_model())
-    assert bundle.device == torch.device("cpu")
-    searches: list[str] = []
-
-    def find_names(model: nn.Module) -> list[str]:
-        searches.append("search")
-        return [name for name, _ in model.named_modules()]
-
-    assert bundle.find_once(find_names) is bundle.find_once(find_names)
-    assert len(searches) == 1
-    other = replace(bundle, model=nn.Sequential(nn.Linear(2, 2)))
-    assert other.find_once(find_names) == ["", "0"]
 
 
 def save_features(path: Path, **changes: Any) -> None:

@@ -50,17 +50,6 @@ def make_settings(arguments: list[str]) -> dict[str, Any]:
     return group.commands["train"].make_context("train", list(arguments)).params  # type: ignore[no-any-return]
 
 
-def test_the_slurm_script_has_no_syntax_error_and_asks_for_nodes() -> None:
-    subprocess.run(["bash", "-n", SLURM], check=True)
-    lines = [
-        line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH ")
-    ]
-    asked = dict(line.removeprefix("--").partition("=")[::2] for line in lines)
-    assert asked["ntasks-per-node"] == "1"
-    assert asked["signal"] == "B:USR1@300"
-    assert {"nodes", "gpus-per-node", "cpus-per-task", "time", "no-kill", "requeue"} <= set(asked)
-
-
 @pytest.mark.chaos
 def test_the_slurm_script_starts_the_run_on_all_nodes(cluster: Path) -> None:
     arguments = ["digits", "--output", "run", "train.device=cpu", "--dry-run"]
@@ -95,37 +84,19 @@ def test_before_its_time_ends_the_slurm_job_saves_and_is_queued_again(cluster: P
     assert calls[2:] == ["scancel --signal=TERM 77", "saved", "scontrol requeue 77"]
 
 
-@pytest.mark.chaos
-def test_a_run_that_fails_is_not_queued_again(cluster: Path) -> None:
-    (cluster / "torchrun").write_text("#!/bin/bash\nexit 2\n")
-    assert subprocess.run(["bash", SLURM, "digits"], check=False).returncode == 2
-    assert "requeue" not in (cluster / "calls").read_text()
-
-
 def test_the_kubernetes_job_has_what_the_operator_reads() -> None:
     job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     spec = job["spec"]
-    elastic, (worker,) = spec["elasticPolicy"], spec["pytorchReplicaSpecs"].values()
+    (worker,) = spec["pytorchReplicaSpecs"].values()
     assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}  # an elastic job has no master
-    assert elastic["rdzvBackend"] == "c10d"
-    assert elastic["minReplicas"] == 1 <= worker["replicas"] <= elastic["maxReplicas"] == 4
-    assert worker["restartPolicy"] == "OnFailure"
-    pod = worker["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["name"] == "pytorch"
+    (container,) = worker["template"]["spec"]["containers"]
     assert spec["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        volume["name"] for volume in pod["volumes"]
-    }
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    command = container["command"]
-    assert command[:4] == ["torchrun", "-m", "vit", "train"]
-    settings = make_settings(command[4:])
+    assert container["command"][:4] == ["torchrun", "-m", "vit", "train"]
+    settings = make_settings(container["command"][4:])
     assert settings["resume"]
     load_config(find_recipe(settings["config"]), settings["overrides"] or [])
-    shared = next(
+    (shared,) = (
         mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"
     )
     assert str(settings["output"]).startswith(shared)

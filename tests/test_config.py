@@ -7,13 +7,11 @@ import pytest
 import yaml
 
 from vit.config import (
-    AugmentConfig,
     Config,
     dump_config,
     load_config,
 )
 from vit.runtime.arguments import as_pair, resolve_image_sizes
-from vit.training.recipe import find_recipe
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 
@@ -124,28 +122,11 @@ def test_a_mistake_is_named_with_a_hint(override: str, message: str) -> None:
         load_config(None, [override])
 
 
-RECIPE_SIZES = {
-    "cifar10/cpu-20-minutes": ((0.6, (24, 24)), (1.0, (32, 32))),
-    "cifar10/cpu": ((0.65, (24, 24)), (1.0, (32, 32))),
-    "cifar10/cpu-short": ((0.65, (24, 24)), (1.0, (32, 32))),
-    "cifar10/speedrun": ((0.6, (24, 24)), (1.0, (32, 32))),
-    "imagenette/cpu": ((0.3, (64, 64)), (0.65, (96, 96)), (1.0, (128, 128))),
-}
-
-
 def resolve(config: Config) -> tuple[Any, ...]:
     patch_size = as_pair(config.model.patch_size, name="model.patch_size")
     return resolve_image_sizes(
         config.train.image_sizes, image_size=config.data.image_size, patch_size=patch_size
     )
-
-
-@pytest.mark.parametrize(("name", "expected"), RECIPE_SIZES.items(), ids=RECIPE_SIZES)
-def test_the_recipes_fractions_are_the_sizes_that_were_measured(
-    name: str, expected: object
-) -> None:
-    config = load_config(find_recipe(name))
-    assert resolve(config) == expected
 
 
 def test_sizes_follow_the_image_size() -> None:
@@ -176,19 +157,3 @@ def test_files_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
             load_config(path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_config(tmp_path / "absent.yaml")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"flip": "vertical"}, "flip\n.*'none', 'random' or 'alternating'"),
-        ({"resized_crop_scale": (0.8, 0.3)}, "must rise within"),
-        ({"resized_crop_scale": (0.3, 1.0), "crop_padding": 4}, "two ways to crop; choose one"),
-        ({"mixup": -1.0}, "mixup\n.*greater than or equal to 0"),
-    ],
-)
-def test_mistakes_of_augmentation_get_a_sentence(
-    arguments: dict[str, object], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        AugmentConfig(**arguments)

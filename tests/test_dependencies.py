@@ -3,17 +3,14 @@ versions that are tested."""
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from uv import find_uv_bin
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -96,17 +93,6 @@ def test_every_import_is_declared() -> None:
     assert num_checked > 200
 
 
-def test_every_requirement_says_why_it_is_there() -> None:
-    """A comment with its licence stands beside it."""
-    text = (ROOT / "pyproject.toml").read_text()
-    block = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-    assert block is not None
-    lines = block[1].splitlines()
-    assert len(lines) == len(PROJECT["dependencies"])
-    for line in lines:
-        assert re.search(r'^  "[^"]+",? *# \S+.*: \S', line), line
-
-
 def read_pins(name: str) -> dict[str, Version]:
     """Package → version in a file of constraints."""
     lines = (ROOT / name).read_text().splitlines()
@@ -128,14 +114,3 @@ def test_constraints_are_the_oldest_and_the_newest_versions_that_are_tested() ->
         assert oldest.get(name, Version(bound.version)) == Version(bound.version), requirement
     names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
     assert names <= oldest.keys()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-def test_every_extra_can_be_installed_with_the_constraints(python: str) -> None:
-    """Needs the package index."""
-    options = ["--quiet", "--all-extras", "--constraint", "constraints.txt"]
-    command = [find_uv_bin(), "pip", "compile", *options, "--python-version", python]
-    outcome = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "mlflow-skinny==" in outcome.stdout

@@ -213,10 +213,6 @@ def test_results_that_replace_earlier_ones(
         expected = read_files(whole)
         left = read_files(broken)
         assert left.items() <= {**expected, **earlier}.items()
-        # What is not in its place is complete in the folder that takes its place.
-        if not earlier.items() <= left.items() and left != expected:
-            contents = set(read_files(broken, hidden=True).values())
-            assert set(expected.values()) <= contents
         shutil.rmtree(broken)
         shutil.copytree(kept, broken)
 

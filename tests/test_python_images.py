@@ -155,59 +155,35 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
         lambda r, a, p: vit.evaluate(r),
         r"model is a TrainingResult, .* the \.bundle of a run",
     ),
-    "a number as model": (lambda r, a, p: vit.evaluate(3), "model is an int, not a path"),
     "a class as model": (lambda r, a, p: vit.predict(Small, a[0]), "model is the class Small"),
     "a data set as data": (
         lambda r, a, p: vit.evaluate(r.bundle, data=Colours(a)),
         "data is a Colours, .*dataset=…",
     ),
     "both": (lambda r, a, p: vit.evaluate(r.bundle, data="digits", dataset=a), "give one of them"),
-    "batch size": (
-        lambda r, a, p: vit.evaluate(r.bundle, batch_size="x"),
-        "batch_size 'x': input should be a valid integer",
-    ),
     "no batch": (
         lambda r, a, p: vit.evaluate(r.bundle, batch_size=0),
         "batch_size 0 must be at least 1",
     ),
-    "too few": (
-        lambda r, a, p: vit.measure_faithfulness(r.bundle, num_images=3),
-        "num_images 3 must be at least 8",
-    ),
-    "images": (lambda r, a, p: vit.predict(r.bundle, 3), "images is an int, not a path"),
     "methods": (
         lambda r, a, p: vit.explain(r.bundle, a[0], methods=3),
         "3 is neither a name nor a list",
-    ),
-    "evaluations": (lambda r, a, p: vit.compare([3, 4]), "an evaluation is an int"),
-    "another class": (
-        lambda r, a, p: vit.evaluate(r.bundle, dataset=[(a[0][0], "pink"), (a[0][1], "red")]),
-        "doesn't know 'pink'",
     ),
     "a data set as configuration": (
         lambda r, a, p: vit.train(Colours(a), output=p),
         "config is a Colours, .*dataset=…",
     ),
-    "output": (lambda r, a, p: vit.train(CONFIG, output=3, dataset=a), "output is an int"),
     "overrides": (
         lambda r, a, p: vit.train(CONFIG, output=p, overrides="train.epochs=3"),
         "overrides is a str",
     ),
     "a function as callback": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=[a_function]),
-        "a callback is the function a_function",
+        "a callback is a function",
     ),
     "a class as callback": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=[vit.Observer]),
         "a callback is the class Observer",
-    ),
-    "a callback alone": (
-        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, callbacks=vit.Observer()),
-        "callbacks is an Observer, not a list",
-    ),
-    "an untrained class": (
-        lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, model=Small),
-        "model is the class Small, not an object",
     ),
     "transform": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=a, transform=3),

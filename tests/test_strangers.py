@@ -119,21 +119,3 @@ def test_naming_the_folder_allows_it(
     line = cli.fail("evaluate", stranger.name, "--output", tmp_path / "out")
     assert f"name them: --data {folder / 'private'}" in line
     assert vit.evaluate(stranger, data=folder / "private").evaluation.num_images == 4
-
-
-@pytest.mark.extended
-def test_an_audit_opens_the_images_that_the_user_names_alone(
-    folder: Path, stranger: Bundle, shown: list[Image.Image], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("cleanlab", reason="the extra audit is not installed")
-    opened: list[Path] = []
-    read_image = vit.data.images.read_image
-
-    def record(path: Path, **options: Any) -> Image.Image:
-        opened.append(path)
-        return read_image(path, **options)
-
-    monkeypatch.setattr("vit.data.sources.base.read_image", record)
-    vit.audit(folder / "elsewhere", model=stranger.name, device="cpu").build_files()
-    assert not shown
-    assert not [path for path in opened if "private" in path.parts]

@@ -262,27 +262,6 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
         assert one[name] == two[name], name
 
 
-@pytest.mark.extended
-def test_an_earlier_evaluation_is_replaced_only_when_told(
-    evaluate: Evaluate, model_file: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    assert evaluate(model_file, "--output", out)[0] == 0
-    before = (out / "evaluation.json").read_bytes()
-    code, _, error = evaluate(model_file, "--output", out)
-    assert code == 2
-    assert "already holds files; choose another --output or add --overwrite" in error
-    assert (out / "evaluation.json").read_bytes() == before
-    # a failure leaves what was there, even with --overwrite
-    code, _, _ = evaluate(
-        model_file, "--output", out, "--overwrite", "--data", tmp_path / "nothing"
-    )
-    assert code == 2
-    assert (out / "evaluation.json").read_bytes() == before
-    assert evaluate(model_file, "--output", out, "--overwrite", "--num-examples", "0")[0] == 0
-    assert (out / "evaluation.json").read_bytes() != before
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

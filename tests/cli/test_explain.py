@@ -85,15 +85,6 @@ def test_every_format_is_written(
     } <= names
 
 
-def test_an_output_is_kept_unless_told_otherwise(
-    cli: Launcher, explain: Explain, model_file: Path, photos: Path, tmp_path: Path
-) -> None:
-    arguments = (model_file, photos / "grey.png", "--output", tmp_path / "out", "--no-checks")
-    explain(*arguments)
-    assert "--overwrite" in cli.fail("explain", *arguments)
-    explain(*arguments, "--overwrite")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,6 +1,5 @@
 """`vit predict`: lines on standard output, everything else on standard error."""
 
-import csv
 import io
 import json
 import os
@@ -14,7 +13,6 @@ import pytest
 from PIL import Image
 
 from tests.conftest import Launcher, Outcome, SaveModel
-from vit.bundle import update_metadata
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +53,6 @@ def test_json_lines_of_a_folder_in_order(
     assert "can't be read" in lines[2]["error"]
     assert [len(line.get("predictions", [])) for line in lines] == [2, 2, 0, 2]
     assert "1 of 4 images could not be read" in err
-
-
-def test_csv_reads_as_csv(predict: Callable[..., Outcome], model_file: Path, folder: Path) -> None:
-    _, out, _ = predict(model_file, folder / "a.jpg", folder / "broken.png", "--format", "csv")
-    rows = list(csv.DictReader(io.StringIO(out)))
-    assert [Path(row["path"]).name for row in rows] == ["a.jpg", "broken.png"]
-    assert rows[0]["predicted"] in {"bee", "cat, tabby", "dog"}
-    assert 1 / 3 < float(rows[0]["probability"]) < 1
-    assert rows[1]["error"]
-
-
-def test_the_temperature_of_the_model_is_used(
-    predict: Callable[..., Outcome], model_file: Path, folder: Path, tmp_path: Path
-) -> None:
-    hot = tmp_path / "hot.safetensors"
-    hot.write_bytes(model_file.read_bytes())
-    update_metadata(hot, {"temperature": 50.0})
-    tops = []
-    for path in (model_file, hot):
-        _, out, _ = predict(path, folder / "a.jpg")
-        tops.append(json.loads(out)["predictions"][0]["probability"])
-    assert tops[1] == pytest.approx(1 / 3, abs=0.05)
-    assert tops[0] > tops[1]
 
 
 @pytest.mark.extended

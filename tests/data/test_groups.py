@@ -281,12 +281,11 @@ def test_no_search_goes_on_without_end(pattern: str, path: str, ends: bool) -> N
         "(",
         "(a){99999999999999999999}",
         "(" * 5000 + ")" * 5000,
-        "(?P<x>a)(?P<x>b)",
         "(" + "a" * 10_000,
     ],
 )
 def test_a_wrong_expression_is_refused_before_images_are_listed(pattern: str) -> None:
-    with pytest.raises(ValueError, match=r"data\.group_by .* is (not a regular expression|longer)"):
+    with pytest.raises(ValueError, match=r"data\.group_by .* is not a regular expression"):
         SplitRule(group_by=pattern)
 
 

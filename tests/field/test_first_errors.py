@@ -14,13 +14,15 @@ from vit.runtime.places import find_nearest
 # command → what its error says
 COMMANDS = [
     (["train", "Meine Foto"], "did you mean 'Meine Fotos (Klasse 9b)'?"),
-    (["train", "Meine", "Fotos", "(Klasse", "9b)"], "needs quotes: 'Meine Fotos (Klasse 9b)'"),
     (["train", "klasse.zip"], "klasse.zip is an archive; unpack it and name the folder"),
     (
         ["train", "gepackt"],
         "holds no images in folders of classes, but the archive klasse.zip; unpack it",
     ),
-    (["train", "arbeit.pdf"], "arbeit.pdf is a document; save its pictures as image files"),
+    (
+        ["train", "arbeit.pdf"],
+        "arbeit.pdf is a document; save its pictures as image files",
+    ),
     (["train", "liste.xlsx"], "liste.xlsx is a spreadsheet; save the table as CSV"),
     (["train", "bilder.h5"], "bilder.h5 is neither a configuration (.yaml) nor a table of images"),
     (["train", "zebra.jpg"], "name the folder of the images"),

@@ -31,36 +31,6 @@ def test_kept_memory_is_not_faulted_in_again(cli: Launcher) -> None:
     assert int(faults) < 50  # pages; without it 163,840 of 4 KiB, or 320 huge ones
 
 
-_DECODE = """
-import re, sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from vit.data.images import read_image
-from vit.data.preprocess import Preprocess
-from vit.runtime.memory import keep_freed_memory
-
-assert keep_freed_memory()
-preprocess = Preprocess((8, 8))
-with ThreadPoolExecutor(8) as pool:
-    list(pool.map(lambda path: preprocess.to_uint8(read_image(Path(path))), sys.argv[1:] * 8))
-status = Path("/proc/self/status").read_text()
-print(int(re.search(r"VmHWM:\\s*(.*) kB", status)[1]) // 1024)
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-@pytest.mark.parametrize("side", [3_000, 5_500])
-def test_threads_share_the_memory_of_what_they_decoded(
-    cli: Launcher, tmp_path: Path, side: int
-) -> None:
-    """Eight images at once, twice: of 9 million pixels, 36 MB each, and of 30 million, 121 MB."""
-    Image.new("RGB", (side, side), "red").save(tmp_path / "a.png")
-    paths = [tmp_path / "a.png"] * 2
-    megabytes = cli.finish(cli.start(*paths, program=("-c", _DECODE))).out
-    assert int(megabytes) < 480
-
-
 def test_an_image_of_too_many_pixels_is_refused_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,15 +17,11 @@ from tests.runtime.conftest import Counter
 from tests.training.conftest import flatten
 from vit.bundle import open_model
 from vit.data.loader import choose_pipeline
-from vit.explanation.capture.layers import CHUNK_ELEMENTS
-from vit.explanation.capture.reader import ModelReader
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.records import ImageResult
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer
-from vit.prediction.predictor import BatchPredictor, read_from
-from vit.runtime.device import count_total_bytes
 from vit.training.losses import build_loss
 from vit.training.train_step import TrainStep
 
@@ -134,48 +130,3 @@ def test_explanations_that_do_not_fit_are_made_in_halves(
             assert np.array_equal(one.values, same.values)
     with pytest.raises(torch.OutOfMemoryError):
         explain(2**8)
-
-
-@pytest.mark.extended
-def test_evaluations_that_do_not_fit_are_made_in_halves(
-    npu: Counter, monkeypatch: pytest.MonkeyPatch, save_model: Any, tmp_path: Path
-) -> None:
-    path = save_model(tmp_path / "model.safetensors")
-    pixels = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), dtype=np.uint8)
-
-    def predict(limit: int) -> tuple[BatchPredictor, Any]:
-        monkeypatch.setattr(MEMORY, "limit", 2**30)
-        predictor = BatchPredictor.from_bundle(
-            open_model(path, device="npu"), batch_size=16, precision="float32"
-        )
-        gc.collect()
-        MEMORY.reset_peak()
-        monkeypatch.setattr(MEMORY, "limit", MEMORY.allocated + limit)
-        return predictor, predictor.predict(read_from(list(pixels)), count=len(pixels))
-
-    predictor, expected = predict(2**30)
-    whole = MEMORY.peak - MEMORY.allocated
-    assert predictor._part_size == 16
-    del predictor
-    predictor, logits = predict(whole // 2)
-    assert predictor._part_size in (1, 2, 4, 8)
-    # some processors (Emerald Rapids) add up a product of fewer images in another order
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(torch.OutOfMemoryError):
-        predict(2**8)
-
-
-def test_a_gpu_takes_more_attention_weights_at_once(
-    npu: Counter, monkeypatch: pytest.MonkeyPatch, save_model: Any, tmp_path: Path
-) -> None:
-    path = save_model(tmp_path / "model.safetensors")
-    for total, expected in ((80 * 10**9, 80 * 10**9 // 512), (2**20, CHUNK_ELEMENTS)):
-        count_total_bytes.cache_clear()
-        monkeypatch.setattr(MEMORY, "limit", total)
-        layers = ModelReader(open_model(path, device="npu").model).build_layers()
-        assert layers[0].chunk_elements == expected
-    count_total_bytes.cache_clear()
-    assert (
-        ModelReader(open_model(path, device="cpu").model).build_layers()[0].chunk_elements
-        == CHUNK_ELEMENTS
-    )

@@ -1,21 +1,22 @@
 """How a command of the command line is made.
 
-The public function's signature and its `Args:` are the only place of an option's name, type, default
-and text: `vit.runtime.signatures` reads them from the source, so that `--help` needs no torch.
+The public function's signature and its `Args:` are the only place of an option's name, type,
+default and text: `vit.runtime.signatures` reads them from the source, so that `--help` needs no
+torch.
 
 - A parameter before the `*` is an argument, one after it an option: `batch_size` is --batch-size.
-- Its help is the first sentence under `Args:`; a sentence "None: …" says what the default None means;
-  "See `vit.evaluate`." takes the text from there.
+- Its help is the first sentence under `Args:`; a sentence "None: …" says what the default None
+  means; "See `vit.evaluate`." takes the text from there.
 - `@check_arguments(batch_size=(1, None))` above the function gives the smallest and largest value.
 - A required `output` has a default, `choose_output`.
-- `str | Sequence[str]` is a list of names with commas; values of other types, such as a model, are given as text.
+- `str | Sequence[str]` is a list of names with commas; other values, such as a model, are texts.
 
-A command is a module with a `COMMAND` (`vit.runtime.command.Command`), which `vit.cli.main` names on one
-line: see vit/analysis/audit/command.py. Its function `run` receives the public function with its options
-filled in (`audit()` runs it, `audit.keywords` are the values), then its own parameters, which are read
-from its signature in the same way. An own parameter with the name of one of the public function
-replaces it: `run` must pass it on. The first sentence of the docstring of `run` is shown in
-`vit --help`: at most 60 characters.
+A command is a module with a `COMMAND` (`vit.runtime.command.Command`), which `vit.cli.main` names
+on one line: see vit/analysis/audit/command.py. Its function `run` receives the public function with
+its options filled in (`audit()` runs it, `audit.keywords` are the values), then its own parameters,
+which are read from its signature in the same way. An own parameter with the name of one of the
+public function replaces it: `run` must pass it on. The first sentence of the docstring of `run` is
+shown in `vit --help`: at most 60 characters.
 """
 
 import inspect
@@ -144,8 +145,10 @@ def _expand_home(value: Any) -> Any:
 
 
 def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
-    """Choose a new directory for the results of a command, which names it when it ends: runs/photos-1
-    for `vit train photos`, runs/photos-1-explain-1 for `vit explain runs/photos-1`.
+    """Choose a new directory for the results of a command, which names it when it ends.
+
+    It is runs/photos-1 for `vit train photos`, runs/photos-1-explain-1 for `vit explain
+    runs/photos-1`.
 
     Args:
         command: Name of the command.

@@ -1,7 +1,6 @@
 """The `vit` command: registers the subcommands, and reports a user's mistake in one line with exit
 code 2."""
 
-import logging
 import os
 import re
 import signal
@@ -18,8 +17,6 @@ from vit.cli.build import add_command
 from vit.runtime.arguments import first_line, hide_tokens, replace_control_characters, shorten
 from vit.runtime.console import echo
 from vit.runtime.drive import DriveError
-from vit.runtime.places import suggest_quotes
-from vit.runtime.progress import LOGGER
 
 # Typer has a private copy of Click, and exports only this subclass of its UsageError.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
@@ -28,7 +25,10 @@ _OUT_OF_MEMORY = "OutOfMemory|allocate memory|not enough memory"
 
 app = typer.Typer(
     name="vit",
-    help="Train vision transformers on your own images, evaluate them and explain them with attention maps.",
+    help=(
+        "Train vision transformers on your own images, evaluate them and explain them with"
+        " attention maps."
+    ),
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -91,9 +91,6 @@ def main(arguments: list[str] | None = None) -> None:
     original_format = warnings.formatwarning
     warnings.formatwarning = _format_warning
     original_handler = _exit_on_sigterm()
-    lines = logging.StreamHandler(sys.stderr)
-    LOGGER.addHandler(lines)
-    LOGGER.setLevel(logging.INFO)
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
         # Python itself would report a full disk in several lines.
@@ -101,10 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         if os.environ.get("VIT_DEBUG") == "1":
             raise
-        code = _report(error, arguments)
+        code = _report(error)
         _drop_unwritten_output()
     finally:
-        LOGGER.removeHandler(lines)
         warnings.formatwarning = original_format
         if original_handler is not None:
             signal.signal(signal.SIGTERM, original_handler)
@@ -112,8 +108,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _exit_on_sigterm() -> Any:
-    """Let SIGTERM end the command like an error, so that no temporary file is left. Training replaces
-    this handler by its own.
+    """Let SIGTERM end the command like an error, so that no temporary file is left.
+
+    Training replaces this handler by its own.
 
     Returns:
         The earlier handler; None if it was not replaced.
@@ -147,7 +144,7 @@ def _drop_unwritten_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _report(error: Exception, arguments: list[str]) -> int:
+def _report(error: Exception) -> int:
     """Report an error to the user in one line.
 
     Returns:
@@ -163,9 +160,7 @@ def _report(error: Exception, arguments: list[str]) -> int:
 
     code = 2
     text = _describe_user_error(error)
-    if text is not None:
-        text += suggest_quotes(arguments)
-    else:
+    if text is None:
         code = 70
         problem = f"{type(error).__name__}: {first_line(error)}"
         text = f"internal error, a bug in vit: {problem}; VIT_DEBUG=1 shows where"

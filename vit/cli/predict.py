@@ -41,8 +41,8 @@ def predict(
             of data sets, or - for a list of them on standard input. Models before them (runs, model
             files, timm:NAME) are averaged with MODEL.
         output_format: Format of standard output; auto is table in a terminal, otherwise jsonl.
-        engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and writes Parquet
-            into `output`.
+        engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and
+            writes Parquet into `output`.
         workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
     """
     # The garbage collector would look through torch's modules again and again, which never are
@@ -92,15 +92,18 @@ def predict(
         return
     # a folder that is named alone is an error if it holds no images
     is_one_path = len(images) == 1 and images[0] != "-"
-    inputs = images[0] if is_one_path else list_names(images)
+    inputs: Any = list_names(images)
+    if is_one_path:
+        inputs = images[0]
     # one batch after another, whereas the function keeps all predictions in memory
     predictions = iterate_predictions(images=inputs, **keywords)
     write = {"table": write_table, "jsonl": write_jsonl, "csv": write_csv}[output_format]
-    written = predictions if output else write(predictions, file=sys.stdout)
+    if not output:
+        predictions = write(predictions, file=sys.stdout)
     count = 0
     num_unreadable = 0
     with show_progress("images") as advance:
-        for prediction in written:
+        for prediction in predictions:
             count += 1
             num_unreadable += prediction.error is not None
             advance(1, f"{count:,} images")

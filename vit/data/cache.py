@@ -28,7 +28,6 @@ from vit.data.sources.base import ImageReader
 from vit.runtime.files import (
     default_cache_dir,
     open_cached,
-    open_regular,
     read_arrays,
     rename_durably,
     write_arrays,
@@ -448,7 +447,7 @@ def _open_decoded(
 
 def _compute_checksums(path: Path, blocks: range) -> np.ndarray:
     """Compute the CRC-32 of blocks of a file, uint32."""
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         checksums = []
         for block in blocks:
             file.seek(block * _BLOCK)

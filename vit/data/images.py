@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
@@ -18,8 +18,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from vit.data.depth import is_deep, read_values, scale_values
 from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
 from vit.data.python_images import convert_pixels, iterate_images
-from vit.runtime.drive import is_drive_error, wait_for_drive
-from vit.runtime.files import open_regular
+from vit.runtime.drive import is_drive_error, report_drive
 from vit.runtime.places import is_archive
 
 # Pillow warns about odd metadata and large images; neither changes the pixels. For the whole
@@ -195,14 +194,9 @@ def read_image(
         DriveError: Its drive doesn't answer.
     """
     if isinstance(file, Path):
-        path = file
-
-        def read() -> Image.Image:
-            with open_regular(path) as opened:
-                return read_image(opened, name=str(path), draft_side=draft_side)
-
         try:
-            return wait_for_drive(read, path)
+            with report_drive(file), open(file, "rb") as opened:
+                return read_image(opened, name=str(file), draft_side=draft_side)
         except IsADirectoryError as error:
             text = "is a folder that holds no images, or can't be read"
             raise ValueError(f"{file} {text}") from error
@@ -252,7 +246,7 @@ def read_pixels(file: Path | BinaryIO, *, name: str = "image") -> Image.Image | 
     """
     with suppress(OSError, ValueError):
         if isinstance(file, Path):
-            with open_regular(file) as opened:
+            with open(file, "rb") as opened:
                 pixels = _decode_plain_jpeg(opened)
         else:
             pixels = _decode_plain_jpeg(file)
@@ -517,14 +511,13 @@ def list_files(
 
     Raises:
         OSError: A directory can't be read. One of `is_system_folder` is left out instead.
-        DriveError: The drive doesn't answer.
     """
     waiting = [os.fspath(folder)]
     while waiting:
         directory = waiting.pop()
         # not os.walk, which recurses: folders may be nested deeper than Python's stack
         try:
-            sorted_entries = wait_for_drive(partial(_scan, directory), directory)
+            sorted_entries = _scan(directory)
         except FileNotFoundError:
             continue
         except OSError:

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import ray.data
 
 from vit.data.images import IMAGE_SUFFIXES
 from vit.prediction.image_predictor import Predictor
-from vit.runtime.arguments import first_line
 from vit.runtime.console import echo
 
 # at most, for a worker without a GPU
@@ -28,13 +27,10 @@ class _Worker(Predictor):
     """Predicts in a process of its own."""
 
     def __call__(self, rows: Any) -> pa.Table:
-        columns = super().__call__(rows).items()
-        return pa.table(
-            {
-                name: pa.array(list(each), _TYPES.get(name), from_pandas=True)
-                for name, each in columns
-            }
-        )
+        columns = {}
+        for name, values in super().__call__(rows).items():
+            columns[name] = pa.array(list(values), _TYPES.get(name), from_pandas=True)
+        return pa.table(columns)
 
 
 def predict_on_ray(
@@ -55,7 +51,7 @@ def predict_on_ray(
         resume: Go on with an earlier `output`.
 
     Raises:
-        ValueError: The model can't be opened, or a worker failed.
+        ValueError: A worker failed.
         FileExistsError: `output` has rows.
     """
     # a mistake is told before the cluster starts
@@ -91,13 +87,9 @@ def _read(place: str, written: set[str]) -> ray.data.Dataset:
         rows = ray.data.read_binary_files(place, include_paths=True, file_extensions=suffixes)
         rows = rows.rename_columns({"bytes": "image"})
 
-    def leave_out(columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "path" not in columns:
-            raise ValueError(f"{place} has no column path, which names each image")
-        is_missing = [path not in written for path in columns["path"]]
-        return {name: values[is_missing] for name, values in columns.items()}
-
-    return rows.map_batches(leave_out)
+    if "path" not in rows.columns():
+        raise ValueError(f"{place} has no column path, which names each image")
+    return rows.filter(lambda row: row["path"] not in written)
 
 
 def _read_written(output: str) -> set[str]:
@@ -107,11 +99,11 @@ def _read_written(output: str) -> set[str]:
             pq.read_metadata(part)
         except pa.ArrowInvalid:
             part.unlink()
-    # there is nothing yet
-    with suppress(FileNotFoundError):
+    try:
         rows = ray.data.read_parquet(output, columns=["path"])
-        return {path for batch in rows.iter_batches() for path in batch["path"]}
-    return set()
+    except FileNotFoundError:
+        return set()
+    return {row["path"] for row in rows.iter_rows()}
 
 
 @contextmanager
@@ -124,9 +116,6 @@ def _connect() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        cause: BaseException = error
-        while deeper := getattr(cause, "cause", None) or cause.__cause__:
-            cause = deeper
-        raise ValueError(f"a worker failed: {first_line(cause)}") from error
+        raise ValueError(f"a worker failed: {str(error).splitlines()[-1]}") from error
     finally:
         ray.shutdown()

@@ -18,7 +18,7 @@ from vit.data.images import divide, read_image
 from vit.data.open import RecordedImages, open_for_model
 from vit.data.sources.remote import is_remote
 from vit.data.splits import DatasetSplits
-from vit.runtime.files import clean_name, read_bytes
+from vit.runtime.files import clean_name
 
 Read = Callable[[], tuple[Image.Image, str]]
 

@@ -18,7 +18,7 @@ from vit.bundle import Bundle
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
-from vit.runtime.files import prepare_output, write_arrays, write_atomically, write_json
+from vit.runtime.files import open_output, write_arrays, write_atomically, write_json
 
 SCHEMA_VERSION = 6
 SHEET_FILE = "index.png"
@@ -140,8 +140,7 @@ class MapWriter:
                 )
             else:
                 continue
-            # the manifest is written later, and makes all their names durable
-            write_atomically(self.output / f"{result.key}.{kind}", save, flush_name=False)
+            write_atomically(self.output / f"{result.key}.{kind}", save)
 
 
 def draw_map(image: ImageResult, result: MapResult) -> Image.Image:

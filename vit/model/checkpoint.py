@@ -13,14 +13,12 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from vit.runtime.drive import wait_for_drive
 from vit.runtime.files import compute_sha256, read_tensors, remove, write_atomically
 
 # the global step and the first digits of the SHA-256
@@ -137,7 +135,7 @@ class CheckpointStore:
             OSError: The disk is full or read-only, or its mount has vanished. The earlier
                 checkpoints are as they were.
         """
-        wait_for_drive(partial(self.directory.mkdir, parents=True, exist_ok=True), self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(content).hexdigest()
         path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
         write_atomically(path, lambda temporary: temporary.write_bytes(content))

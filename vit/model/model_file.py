@@ -25,7 +25,7 @@ from torch import Tensor
 from vit.model.checkpoint import CHECKPOINT_NAME, read_averaged_weights
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.runtime.documents import parse_json
-from vit.runtime.files import explain_damage, open_regular, write_atomically
+from vit.runtime.files import explain_damage, write_atomically
 
 SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
@@ -77,9 +77,10 @@ def read_model_file(path: Path) -> ModelFile:
     Raises:
         ValueError: The file is cut off or damaged, has NaN among its weights, or has another schema
             version.
-        OSError: It isn't there or isn't a regular file.
+        OSError: It isn't there.
     """
-    open_regular(path).close()  # a pipe would never end
+    # a file that may not be read is not a damaged one
+    path.open("rb").close()
     if CHECKPOINT_NAME.fullmatch(path.name):
         return _read_checkpoint(path)
     try:

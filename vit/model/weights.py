@@ -35,7 +35,7 @@ def read_weights(path: Path) -> ModelFile:
 
     Raises:
         ValueError: The file is of another kind, or its weights are not finite.
-        OSError: The file is missing or not a regular file.
+        OSError: The file is missing.
     """
     if path.suffix == ".safetensors" or CHECKPOINT_NAME.fullmatch(path.name):
         return read_model_file(path)

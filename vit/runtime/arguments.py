@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, wraps
 from pathlib import Path
-from types import FunctionType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 from unicodedata import category
 
@@ -30,7 +30,7 @@ def shorten(text: str, max_characters: int = 200) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's message, without memory addresses, or the error's type."""
+    """Return a library's message: its first line, without memory addresses, or the error's type."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r" at 0x[0-9a-f]+", "", lines[0])
 
@@ -45,9 +45,11 @@ def hide_tokens(text: str) -> str:
 
 
 def is_control_character(character: str) -> bool:
-    """Return true for a character that a terminal obeys or that changes the order of others: control
-    characters, line separators and Unicode's format characters. Newlines aren't, nor the joiners of
-    emoji and of Persian."""
+    """Return true for a character that a terminal obeys or that changes the order of others.
+
+    These are control characters, line separators and Unicode's format characters, but for newlines
+    and the joiners of emoji and of Persian.
+    """
     is_control = category(character) in ("Cc", "Cf", "Zl", "Zp")
     return is_control and character not in "\n\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 
@@ -103,8 +105,8 @@ def resolve_image_sizes(
     Raises:
         ValueError: `data.image_size` is not a multiple of the patch size.
     """
-    full_size = as_pair(image_size, name="data.image_size")
-    for side, patch_side in zip(full_size, patch_size, strict=True):
+    sides = list(zip(as_pair(image_size, name="data.image_size"), patch_size, strict=True))
+    for side, patch_side in sides:
         # The nearest multiples below and above; 0 is no size.
         lower = side // patch_side * patch_side
         suggestions = [str(multiple) for multiple in (lower, lower + patch_side) if multiple]
@@ -112,11 +114,8 @@ def resolve_image_sizes(
         check_multiple("data.image_size", side, "model.patch_size", patch_side, hint)
 
     resolved = []
-    for until, fraction in image_sizes or ():
-        height, width = (
-            max(round(fraction * side / patch_side), 1) * patch_side
-            for side, patch_side in zip(full_size, patch_size, strict=True)
-        )
+    for until, scale in image_sizes or ():
+        height, width = (max(round(scale * side / patch), 1) * patch for side, patch in sides)
         resolved.append((until, (height, width)))
     return tuple(resolved)
 
@@ -138,26 +137,18 @@ def as_tuple(values: str | Sequence[str]) -> tuple[str, ...]:
 
 def describe_kind(value: object) -> str:
     """Return a description of a value, for a message about its type."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if isinstance(value, FunctionType):
-        return f"the function {value.__name__}"
     if value is None:
         return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     kind = type(value).__name__
-    article = "an" if kind[0] in "aeiouAEIOU" else "a"
-    return f"{article} {kind}"
+    if kind[0] in "aeiouAEIOU":
+        return f"an {kind}"
+    return f"a {kind}"
 
 
 def check_kind(value: object, kinds: type | tuple[type, ...], *, name: str, expected: str) -> None:
-    """Raise ValueError if an argument has a wrong type.
-
-    Args:
-        value: Value of the argument.
-        kinds: Types that it may have.
-        name: Name of the argument.
-        expected: Description of the right values, for the message.
-    """
+    """Raise ValueError if an argument is not of the types; `expected` describes right values."""
     if not isinstance(value, kinds):
         raise ValueError(f"{name} is {describe_kind(value)}, not {expected}")
 

@@ -32,8 +32,8 @@ class Command:
     """A command of the command line. `vit.cli.build` describes how it is made.
 
     Attributes:
-        run: Called with the values of its own parameters. Before them it gets a `Call` of the public
-            function, if there is one. Its docstring is the help.
+        run: Called with a `Call` of the public function, if there is one, and the values of its
+            own parameters. Its docstring is the help.
         function: Name of the public function, such as "audit" for `vit.audit`.
         python_only: Parameters of the function that have no option.
         flags: Parameter → its option, such as "--class", or the name of its argument.

@@ -19,7 +19,7 @@ def echo(text: str, *, err: bool = False, color: str | None = None) -> None:
 
 
 def build_console(*, stderr: bool = False) -> "Console":
-    """Build a console that prints text unchanged: names of files and classes may look like markup."""
+    """Build a console that prints text unchanged: names of files may look like markup."""
     # rich takes longer to import than `vit --help` may take
     from rich.console import Console
 

@@ -10,7 +10,6 @@ from typing import TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from vit.runtime.arguments import Precision as Precision
 from vit.runtime.arguments import check_choice, shorten
@@ -34,15 +33,16 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ValueError: The name is unknown, or this machine has no such device.
     """
-    if name == "auto" and not torch.cuda.is_available():
-        return torch.device("cpu")
-
-    if name != "auto" and not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?|mps(:0)?", name):
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?|mps(:0)?", name):
         raise ValueError(f"unknown device {shorten(name)!r}; use auto, cpu, cuda, cuda:N or mps")
-    device = torch.device("cuda" if name == "auto" else name)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("train.device mps: torch finds no GPU of Apple here; use auto or cpu")
-    if device.type in ("cpu", "mps"):
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if device.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise ValueError("train.device mps: torch finds no GPU of Apple here; use auto or cpu")
         return device
 
     if not torch.cuda.is_available():
@@ -51,8 +51,8 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(
             f"train.device {name}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    device = torch.device("cuda", index)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(device)
     # torch prefers cuDNN's attention on an H100 or H200, but its backward pass can be NaN (see
     # `vit.model.attention`, which guards our models). This guards other models.
@@ -83,9 +83,11 @@ def choose_precision(name: str, device: torch.device) -> Precision:
             if torch.cuda.is_bf16_supported(including_emulation=False):
                 return "bfloat16"
         # Earlier cards multiply float16 no faster than float32.
-        has_fast_float16 = torch.cuda.get_device_capability(device) >= (7, 0)
-        return "float16" if has_fast_float16 else "float32"
-    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
+        if torch.cuda.get_device_capability(device) >= (7, 0):
+            return "float16"
+    elif cpu_multiplies_bfloat16():
+        return "bfloat16"
+    return "float32"
 
 
 def use_deterministic_algorithms(deterministic: bool) -> None:
@@ -215,12 +217,10 @@ def copy_to_device(values: T, device: torch.device) -> T:
     """Return `values` with its tensors on `device`, also those in lists, tuples and dictionaries.
 
     All of them are copied at once, and nothing waits for the copy; tensors in pinned memory are
-    copied alone, while the device computes. For a CPU they are the same tensors.
+    copied alone. For a CPU they are the same tensors.
     """
-    if device.type == "cpu":
-        return values
-    if device.type == "mps":
-        # host and device share their memory
+    if device.type in ("cpu", "mps"):
+        # a GPU of Apple shares the memory of its host
         return cast(T, _map_tensors(values, lambda tensor: tensor.to(device)))
     tensors = [tensor for tensor in list_tensors(values) if not tensor.is_pinned()]
     # The tensors are small: one copy of all takes a fraction of the time of one copy for each.
@@ -229,55 +229,14 @@ def copy_to_device(values: T, device: torch.device) -> T:
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     for tensor, part in zip(tensors, _unpack(packed, tensors), strict=True):
         part.copy_(tensor)
-
     copies = _unpack(packed.to(device, non_blocking=True), tensors)
-    return cast(
-        T,
-        _map_tensors(
-            values,
-            lambda tensor: _send(tensor, device) if tensor.is_pinned() else next(copies),
-        ),
-    )
 
+    def send(tensor: Tensor) -> Tensor:
+        if tensor.is_pinned():
+            return tensor.to(device, non_blocking=True)
+        return next(copies)
 
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from pinned memory, beside what a CUDA device computes."""
-    if device.type != "cuda":
-        return tensor.to(device, non_blocking=True)
-    stream = _copy_stream(device)
-    with torch.cuda.stream(stream):
-        copy = tensor.to(device, non_blocking=True)
-    current = torch.cuda.current_stream(device)
-    current.wait_stream(stream)
-    # the memory is not used again before the current stream is done with it
-    copy.record_stream(current)
-    return copy
-
-
-@lru_cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def copy_to_host(values: T) -> T:
-    """Return `values` with its tensors on the host, also those in lists, tuples and dictionaries.
-
-    All of them are copied at once, which waits for the device.
-    """
-    tensors = [tensor.detach() for tensor in list_tensors(values) if not tensor.is_cpu]
-    if not tensors:
-        return values
-    parts = []
-    for tensor in tensors:
-        # Cloned, because torch calls one element contiguous at any stride, but `view` does not.
-        contiguous = tensor.clone(memory_format=torch.contiguous_format)
-        part = contiguous.view(-1).view(torch.uint8)
-        parts.append(F.pad(part, (0, _pad(len(part)) - len(part))))
-    packed = torch.cat(parts).cpu()
-
-    # Cloned, because a part that is kept would keep the memory of all.
-    copies = (part.clone() for part in _unpack(packed, tensors))
-    return cast(T, _map_tensors(values, lambda tensor: tensor if tensor.is_cpu else next(copies)))
+    return cast(T, _map_tensors(values, send))
 
 
 def _pad(num_bytes: int) -> int:
@@ -292,6 +251,12 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         part = packed[start : start + tensor.nbytes]
         yield part.view(tensor.dtype).view(tensor.shape)
         start += _pad(tensor.nbytes)
+
+
+def copy_to_host(values: T) -> T:
+    """Return `values` with its tensors on the host, also those in lists, tuples and dictionaries.
+    Those that are there already are the same tensors."""
+    return cast(T, _map_tensors(values, lambda tensor: tensor.detach().cpu()))
 
 
 def list_tensors(values: object) -> list[Tensor]:

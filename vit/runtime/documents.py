@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from vit.runtime.arguments import shorten
-from vit.runtime.files import open_regular, read_text
+from vit.runtime.files import read_text
 
-# Beginnings of a cell that spreadsheets take for a formula, with apostrophes already before it or not
-# (OWASP, "CSV injection"), and of one that `escape_formula` has changed.
+# Beginnings of a cell that spreadsheets take for a formula, with apostrophes before it or not (OWASP,
+# "CSV injection"), and of one that `escape_formula` has changed.
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
 _ESCAPED = re.compile(r"'+[=+\-@\t\r\n]")
 
@@ -48,7 +48,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_schema(schema: type[Schema], values: Any, *, origin: str) -> Schema:
-    """Return `values` as an object of `schema`. Raises ValueError that names the first wrong key."""
+    """Return an object of `schema` with `values`. Raises ValueError that names a wrong key."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -68,10 +68,14 @@ def explain_error(error: Any) -> str:
 
 
 def escape_formula(text: str) -> str:
-    """Return text as a cell of a CSV table that a spreadsheet doesn't take for a formula: an
-    apostrophe is put before =, +, -, @, tabs and line breaks, except in numbers. `read_table` removes
-    it."""
-    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+    """Return text as a cell of a CSV table that a spreadsheet doesn't take for a formula.
+
+    An apostrophe is put before =, +, -, @, tabs and line breaks, except in numbers. `read_table`
+    removes it.
+    """
+    if _FORMULA.match(text) and not _is_number(text):
+        return f"'{text}"
+    return text
 
 
 def _is_number(text: str) -> bool:
@@ -83,9 +87,11 @@ def _is_number(text: str) -> bool:
 
 
 def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each row of a CSV file: its place, "FILE line N", and its fields, without the apostrophes
-    of `escape_formula`."""
-    with open_regular(path, encoding="utf-8-sig") as file:
+    """Yield each row of a CSV file: its place, "FILE line N", and its fields.
+
+    The fields are without the apostrophes of `escape_formula`.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file)
         try:
             for row in reader:

@@ -6,15 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Errors of file systems without locks: Lustre without its option flock, some NFS, FUSE and virtual
-# machines' mounts. 524 is the kernel's own ENOTSUPP, which some file systems pass on.
-_NO_LOCKS = (
-    *(errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL),
-    *(errno.ENOTTY, errno.EPROTO, 524),
-)
-# Device numbers of the file systems that a warning has named.
-_named: set[int] = set()
-
 
 @contextmanager
 def lock_file(path: Path, *, refusal: str = "") -> Iterator[bool]:
@@ -25,33 +16,29 @@ def lock_file(path: Path, *, refusal: str = "") -> Iterator[bool]:
         refusal: Message of the error if another process holds the lock; empty: wait for it.
 
     Yields:
-        False if the file system has no locks. One warning then names the folder.
+        False if the file system has no locks, after a warning that names the folder.
 
     Raises:
         ValueError: Another process holds the lock, and there is a `refusal`.
-        OSError: The file isn't regular, or can't be made.
+        OSError: The file can't be made.
     """
     # takes longer to import than `vit --help` may take
     from filelock import FileLock, Timeout
 
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
     lock = FileLock(path, fallback_to_soft=False)
     try:
         lock.acquire(blocking=not refusal)
     except Timeout:
         raise ValueError(refusal) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        # the file itself could not be made, or its drive fails
+        if not path.is_file() or error.errno == errno.EIO:
             raise
-        file_system = path.parent.stat().st_dev
-        if file_system not in _named:
-            _named.add(file_system)
-            warnings.warn(
-                f"{path.parent} is on a file system without locks ({error.strerror}); "
-                "don't start two commands that write into one folder there",
-                stacklevel=3,
-            )
+        warnings.warn(
+            f"{path.parent} is on a file system without locks ({error.strerror}); "
+            "don't start two commands that write into one folder there",
+            stacklevel=3,
+        )
         yield False
         return
     try:

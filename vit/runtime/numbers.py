@@ -23,7 +23,7 @@ def format_interval(interval: tuple[float, float], count: int) -> str:
 
 
 def format_difference(difference: float, count: int) -> str:
-    """Return a difference of two fractions of `count` images in percentage points, such as "+13"."""
+    """Return a difference of fractions of `count` images in percentage points, such as "+13"."""
     return f"{100 * difference:+.{int(count >= _ONE_DECIMAL)}f}"
 
 

@@ -43,7 +43,7 @@ class BatchThreads:
 
     @contextmanager
     def limit_threads(self) -> Iterator[None]:
-        """Limit the calling thread's operations to as many torch threads as a thread of this pool has."""
+        """Limit the calling thread to as many torch threads as a thread of this pool has."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._torch_threads_each)
         try:
@@ -88,8 +88,7 @@ def constant_when_compiled(function: Function) -> Function:
 
 @constant_when_compiled
 def thread_generator() -> torch.Generator | None:
-    """Return the random number generator of a thread of `BatchThreads`; None in other threads, which
-    use torch's generator.
+    """Return the random number generator of a thread of `BatchThreads`; None in other threads.
 
     Threads would take numbers from torch's generator in an order that differs from run to run.
     """

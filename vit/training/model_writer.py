@@ -1,6 +1,5 @@
 """The model file of a run, written whenever its model is the best so far."""
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,6 @@ from vit.config import Config, values_to_save
 from vit.data.splits import write_splits
 from vit.model.model_file import ModelFile, read_model_file, write_model_file
 from vit.runtime.background_writer import BackgroundWriter
-from vit.runtime.device import copy_to_host
 from vit.runtime.processes import Process
 from vit.training.data import TrainingData
 
@@ -67,12 +65,10 @@ class BundleWriter:
     def write(self, model: nn.Module, *, step: int) -> None:
         """Write the model. All processes call it, with the best model so far, of this step."""
         state = model.state_dict()
-        weights = copy_to_host(state)
         if not self.process.is_main:
             return
-        # On a CPU these are the model's own tensors, which the next step changes.
-        if weights is state:
-            weights = copy.deepcopy(state)
+        # On a CPU the model's own tensors would be changed by the next step.
+        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         data = self.data
         config = values_to_save(self.config)
         # The values themselves: the files that they are from may change.

@@ -114,9 +114,7 @@ class ProgressBar(Observer):
         self._line = ""
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
-        self._advance = self._context.enter_context(
-            show_progress("epoch 1", total_steps, lines=False)
-        )
+        self._advance = self._context.enter_context(show_progress("epoch 1", total_steps))
         self._advance(step)
 
     def on_step(self, metrics: dict[str, Any]) -> None:

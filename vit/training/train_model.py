@@ -16,7 +16,6 @@ from vit.data.workers import Transform
 from vit.runtime.arguments import check_arguments, check_kind
 from vit.runtime.console import build_console
 from vit.runtime.files import write_text
-from vit.runtime.metrics_file import METRICS_FILE, check_metrics
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config, find_device
 from vit.training.cross_validation import check_folds, cross_validate_run
@@ -212,9 +211,7 @@ def train(
         if process.is_main:
             trainer.observers += callbacks
         is_resumed = resume and trainer.resume()
-        if is_resumed:
-            check_metrics(directory / METRICS_FILE, steps_per_epoch=trainer.plan.steps_per_epoch)
-        elif process.is_main and not dry_run:
+        if not is_resumed and process.is_main and not dry_run:
             clear_run_directory(directory, overwrite=overwrite)
             write_text(directory / CONFIG_FILE, dump_config(run.config))
             if run.probe is not None and run.probe.curve is not None:

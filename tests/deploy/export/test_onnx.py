@@ -1,6 +1,5 @@
 """The ONNX file and the program beside it answer as `vit predict` does."""
 
-import ast
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ from sklearn.datasets import load_sample_images
 
 import vit
 from tests.conftest import Launcher, SaveModel
-from tests.deploy.conftest import TASKS, change_task
+from tests.deploy.conftest import change_task
 from tests.deploy.export.odd_images import write_odd_images
 from vit.bundle import load_bundle, update_metadata
 from vit.data.preprocess import Preprocess
@@ -127,17 +126,6 @@ def test_the_program_refuses_what_it_would_read_wrongly_and_goes_on(
     assert not (tmp_path / "started").exists()
 
 
-def test_the_program_needs_three_libraries(folder: Path) -> None:
-    tree = ast.walk(ast.parse((folder / "predict.py").read_text()))
-    modules = set()
-    for node in tree:
-        if isinstance(node, ast.Import):
-            modules |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add(str(node.module).partition(".")[0])
-    assert modules - sys.stdlib_module_names == {"PIL", "numpy", "onnxruntime"}
-
-
 def test_the_file_says_all_that_is_needed(folder: Path) -> None:
     session = onnxruntime.InferenceSession(folder / "model.onnx")
     (given,) = session.get_inputs()
@@ -179,17 +167,6 @@ def test_any_number_of_images_gives_the_rollout_of_each(model_file: Path, folder
         np.testing.assert_allclose(logits, expected, atol=1e-5)
         np.testing.assert_allclose(probabilities, expected.softmax(dim=1), atol=1e-5)
         np.testing.assert_allclose(maps, explanation.maps["rollout"][order], atol=1e-5)
-
-
-def test_thresholds_are_in_the_metadata(tiny_model_file: Path, tmp_path: Path) -> None:
-    for number, (task, places) in enumerate(TASKS.items()):
-        path = change_task(tiny_model_file, tmp_path / f"{number}.safetensors", task)
-        file = vit.export_model(path, output=tmp_path / f"{number}")
-        texts = onnxruntime.InferenceSession(file).get_modelmeta().custom_metadata_map
-        assert json.loads(texts["task"]) == ("multilabel" if "labels" in task else "classes")
-        names = json.loads(texts["class_names"])
-        expected = {names[place]: value for place, value in (places or {}).items()}
-        assert json.loads(texts["thresholds"]) == expected
 
 
 def test_onnxruntime_makes_weights_of_8_and_16_bits(folder: Path, tmp_path: Path) -> None:

@@ -26,8 +26,6 @@ from vit.data.images import (
     read_pixels,
     to_rgb,
 )
-from vit.runtime.drive import wait_for_drive
-from vit.runtime.files import read_bytes
 
 # split → names that its folder, its shards or its value in a table may have
 SPLIT_NAMES = {
@@ -119,7 +117,7 @@ class ImageReader:
             stored = self[index]
             if isinstance(stored, Image.Image):
                 return hash_pixels(to_rgb(stored))
-            return hash_bytes(read_bytes(stored) if isinstance(stored, Path) else stored)
+            return hash_bytes(stored.read_bytes() if isinstance(stored, Path) else stored)
         except (ValueError, OSError):
             # decoding the image names the fault
             return hash_bytes(os.fsencode(self.path(index) or self.get_name(index)))
@@ -200,7 +198,7 @@ def read_stats(paths: Sequence[str]) -> np.ndarray:
     stats = np.zeros((len(paths), 4), dtype=np.int64)
     for index, path in enumerate(paths):
         try:
-            stat = wait_for_drive(partial(os.stat, path), path)
+            stat = os.stat(path)
         except OSError:
             # a link to nothing; reading the image names it
             stats[index, 0] = -1

@@ -24,7 +24,7 @@ from vit.data.sources.base import (
 from vit.data.sources.folders import check_root, find_class_folders
 from vit.data.sources.listing import Listing
 from vit.runtime.arguments import first_line, shorten
-from vit.runtime.files import default_cache_dir, open_regular
+from vit.runtime.files import default_cache_dir
 
 # 320 pixels of the shorter side are enough to train at 224, in a quarter of the full download
 _IMAGENETTE = "imagenette2-320"
@@ -325,7 +325,7 @@ def _read_idx_pair(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 def _read_idx(folder: Path, pattern: str, dimensions: int) -> np.ndarray:
     path = next(iter(sorted(folder.glob(pattern))), folder / pattern.replace("?", "-"))
     try:
-        with open_regular(path) as stored:
+        with open(path, "rb") as stored:
             file = gzip.GzipFile(fileobj=stored) if path.suffix == ".gz" else stored
             header = file.read(4 + 4 * dimensions)
             shape = np.frombuffer(header, ">u4", offset=4).tolist()

@@ -15,7 +15,6 @@ import re
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +31,8 @@ from vit.data.sources.base import (
 from vit.data.sources.listing import Listing, as_labels
 from vit.data.sources.remote import fetch_files, is_remote, list_addresses
 from vit.runtime.arguments import hide_tokens, shorten
-from vit.runtime.drive import wait_for_drive
-from vit.runtime.files import expand_home, open_regular
+from vit.runtime.drive import report_drive
+from vit.runtime.files import expand_home
 
 _MAX_SHARDS = 1_000_000
 # bytes of a label's file that are read
@@ -63,13 +62,10 @@ class ShardReader(ImageReader):
 
     def __getitem__(self, index: int) -> bytes:
         shard, offset, size = self.places[index].tolist()
-
-        def read() -> bytes:
-            with open_regular(Path(self.shards[shard])) as file:
-                file.seek(offset)
-                return bytes(file.read(size))
-
-        return wait_for_drive(read, self.shards[shard])
+        path = self.shards[shard]
+        with report_drive(path), open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
 
     def subset(self, indices: np.ndarray) -> ShardReader:
         names = [self.names[index] for index in indices]

@@ -27,7 +27,6 @@ from vit.data.sources.base import (
 )
 from vit.data.sources.listing import Listing, as_labels, count_other_files
 from vit.runtime.arguments import shorten
-from vit.runtime.files import read_bytes
 
 _SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 # files that are the table of their folder, whatever else is there
@@ -109,7 +108,7 @@ def read_table(path: Path) -> Table:
     Raises:
         ValueError: It is empty or damaged.
     """
-    text, notes = _decode(path, read_bytes(path))
+    text, notes = _decode(path, path.read_bytes())
     if path.suffix.lower() == ".jsonl":
         rows = list(_read_json_lines(path, text))
         columns = list(dict.fromkeys(name for _, row in rows for name in row))

@@ -1,17 +1,18 @@
 """`vit.export_model`: a model for other programs, and its card."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.deploy.export.card import write_card
-from vit.deploy.export.onnx_file import check_onnx, export_onnx
+from vit.deploy.export.onnx_file import PROGRAM, convert_to_onnx
 from vit.deploy.export.python_formats import convert_to_timm, convert_to_transformers, write_folder
 from vit.model.modules import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_arguments
-from vit.runtime.files import expand_home, replace_output
+from vit.runtime.files import check_output, expand_home, open_output, write_atomically
 from vit.runtime.progress import show_progress
 
 
@@ -52,19 +53,21 @@ def export_model(
     # the exporters know the layers of this project alone
     if not isinstance(bundle.model, VisionTransformer):
         bundle = replace(bundle, model=load_timm(bundle.model))
+    check_output(expand_home(output), overwrite=overwrite)
     # what the format can't hold is said before anything is written
-    if format == "onnx":
-        check_onnx(bundle)
-    else:
-        folder = {"timm": convert_to_timm, "huggingface": convert_to_transformers}[format](bundle)
-    with (
-        show_progress(f"writing {format}"),
-        replace_output(output, overwrite=overwrite) as directory,
-    ):
-        path = directory
+    with show_progress(f"writing {format}"):
         if format == "onnx":
-            path = export_onnx(bundle, directory, attention=attention)
+            proto = convert_to_onnx(bundle, attention=attention)
+            directory = open_output(output, overwrite=overwrite)
+            path = directory / "model.onnx"
+            write_atomically(
+                path, lambda temporary: temporary.write_bytes(proto.SerializeToString())
+            )
+            shutil.copyfile(PROGRAM, directory / PROGRAM.name)
         else:
+            convert = {"timm": convert_to_timm, "huggingface": convert_to_transformers}
+            folder = convert[format](bundle)
+            directory = path = open_output(output, overwrite=overwrite)
             write_folder(folder, directory)
         write_card(directory, bundle, format=format, attention=attention)
-    return expand_home(output) / path.relative_to(directory)
+    return path

@@ -3,11 +3,11 @@
 import importlib.util
 import json
 import logging
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from vit.bundle import MULTILABEL, Bundle, require_classifier
 from vit.explanation.methods.rollout import LogitsAndRollout
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.files import write_atomically
 from vit.runtime.version import __version__
 
 PROGRAM = Path(__file__).with_name("templates") / "predict.py"
@@ -44,14 +43,15 @@ class Classifier(nn.Module):
         """Compute logits divided by the temperature [B, C], probabilities [B, C] and maps
         [B, rows, columns]."""
         outputs = self.model(pixel_values)
-        logits, maps = outputs[:2] if self.attention else (outputs, None)
-        logits = logits / self.temperature
+        maps = ()
+        if self.attention:
+            outputs, *maps = outputs[:2]
+        logits = outputs / self.temperature
         probabilities = logits.sigmoid() if self.is_multilabel else logits.softmax(dim=-1)
-        return (logits, probabilities) if maps is None else (logits, probabilities, maps)
+        return (logits, probabilities, *maps)
 
 
-def check_onnx(bundle: Bundle) -> None:
-    """Raise ValueError if the model has no classifier, or a package is missing."""
+def _check_onnx(bundle: Bundle) -> None:
     require_classifier(bundle)
     packages = ("onnx", "onnxscript", "onnxruntime")
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -62,20 +62,20 @@ def check_onnx(bundle: Bundle) -> None:
         )
 
 
-def export_onnx(bundle: Bundle, directory: Path, *, attention: bool) -> Path:
-    """Write model.onnx, with all facts that a program needs in its metadata, and predict.py.
+def convert_to_onnx(bundle: Bundle, *, attention: bool) -> Any:
+    """Return the content of model.onnx, with all facts that a program needs in its metadata.
 
     The input is "pixel_values", float32 [batch, 3, H, W]. The outputs are "logits" and
     "probabilities" [batch, classes], and "attention" [batch, rows, columns].
 
     Args:
         bundle: The model.
-        directory: Folder of the files.
         attention: Add the output "attention", the attention rollout.
 
-    Returns:
-        The path of model.onnx.
+    Raises:
+        ValueError: The model has no classifier, or a package is missing.
     """
+    _check_onnx(bundle)
     import onnx
 
     height, width = bundle.preprocess.image_size
@@ -110,10 +110,7 @@ def export_onnx(bundle: Bundle, directory: Path, *, attention: bool) -> Path:
         "vit_version": __version__,
     }
     onnx.helper.set_model_props(proto, {name: json.dumps(fact) for name, fact in facts.items()})
-    path = directory / "model.onnx"
-    write_atomically(path, lambda temporary: onnx.save(proto, temporary))
-    shutil.copyfile(PROGRAM, directory / PROGRAM.name)
-    return path
+    return proto
 
 
 @contextmanager

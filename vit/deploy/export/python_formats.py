@@ -16,15 +16,7 @@ from vit.runtime.files import write_atomically, write_json
 # our `mlp` → an architecture of timm that has it: its JSON can't name an MLP class
 _TIMM_ARCHITECTURES = {"gelu": "vit_base_patch16_224", "swiglu": "vit_giant_patch14_dinov2"}
 # our arguments that the architecture already says, or that timm lacks or gives another value
-_NOT_ARGUMENTS = {
-    "stem",
-    "mlp",
-    "distilled",
-    "mlp_ratio",
-    "pos_embed",
-    "drop_path_rate",
-    "attention_backend",
-}
+_NOT_ARGUMENTS = ("stem", "mlp", "mlp_ratio", "pos_embed", "drop_path_rate", "attention_backend")
 # Pillow's numbers
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}
 # weights, and the content of each JSON file beside them
@@ -42,7 +34,7 @@ def convert_to_timm(bundle: Bundle) -> Folder:
     assert isinstance(model, VisionTransformer)
     architecture = model.architecture
     name = _TIMM_ARCHITECTURES.get(architecture["mlp"])
-    if name is None or architecture["stem"] != "patch" or architecture.get("distilled"):
+    if name is None or architecture["stem"] != "patch":
         raise ValueError(
             f"timm has no model with stem {architecture['stem']} and MLP {architecture['mlp']};"
             " use --format onnx"
@@ -157,6 +149,6 @@ def _fold_temperature(bundle: Bundle) -> StateDict:
     weights = model.state_dict() | {"pos_embed": model.pos_embed.detach()}
     for name, tensor in weights.items():
         weights[name] = tensor = tensor.cpu()
-        if name.startswith(("head.", "head_dist.")):
+        if name.startswith("head."):
             weights[name] = (tensor.double() / bundle.temperature).to(tensor.dtype)
     return weights

@@ -14,8 +14,9 @@ _MAX_BATCH = 32
 
 
 class Batches:
-    """Photos are predicted in batches on one thread, in the order in which they come: a batch is what
-    has come while the one before it was computed.
+    """Photos are predicted in batches on one thread, in the order in which they come.
+
+    A batch is what has come while the one before it was computed.
 
     Args:
         predict: Returns the prediction of each photo of a batch.
