@@ -150,7 +150,7 @@ def _unique_or(names: Sequence[str], alternatives: Sequence[str]) -> list[str]:
 def read_file(path: str) -> tuple[Image.Image, str]:
     """Read an image, and hash the same bytes, in case the file changes meanwhile."""
     try:
-        content = read_bytes(Path(path))
+        content = Path(path).read_bytes()
     except IsADirectoryError as error:
         raise ValueError(f"{path} is a folder that holds no images, or can't be read") from error
     return read_image(io.BytesIO(content), name=path), hashlib.sha256(content).hexdigest()

@@ -62,7 +62,7 @@ class MapWriter:
     ) -> None:
         for name in formats:
             check_choice(name, _FORMATS, name="--format")
-        self.output = prepare_output(output, overwrite=overwrite)
+        self.output = open_output(output, overwrite=overwrite)
         self._bundle = bundle
         self._parameters = parameters
         self._formats = formats
