@@ -17,19 +17,17 @@ pooled feature. A map is uᵀM, where M contains the share of each input token i
 """
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.explanation.capture.discovery import Changes, Stream, StreamChanges
+from vit.explanation.capture.discovery import run_whole
 from vit.explanation.capture.feature_maps import (
     find_feature_map,
     order_channels,
@@ -44,17 +42,15 @@ from vit.explanation.capture.layers import (
 )
 from vit.explanation.capture.pooling import (
     TokenWeights,
-    capture_attention_pooling,
     capture_last_tokens,
-    compute_pool_weights,
-    has_known_pooling,
     measure_pool_weights,
 )
 from vit.explanation.capture.reader import ModelReader, read_bundle, read_model
-from vit.explanation.capture.tokens import Grid, capture_patch_grids, count_prefix_tokens
+from vit.explanation.capture.tokens import Grid, capture_patch_grids, find_places
 from vit.explanation.capture.verification import (
-    check_chain,
+    check_bypass,
     check_gradient,
+    check_mixing,
     check_places,
     check_repeatable,
 )
@@ -69,8 +65,11 @@ PatchMaps = Float[Tensor, "B rows columns"]
 class AttentionRecord:
     """The attention of the last forward pass within `capture_attention`, first layer first."""
 
-    def __init__(self, layers: list[AttentionLayer]) -> None:
-        self._layers = layers
+    def __init__(self, *, gradients: bool) -> None:
+        self._layers: list[AttentionLayer] = []
+        self._gradients = gradients
+        # a few queries that attend to the tokens after the last layer
+        self.pool: AttentionLayer | None = None
 
     @property
     def layers(self) -> list[AttentionLayer]:
@@ -85,17 +84,12 @@ class AttentionRecord:
         return self._layers
 
     @property
-    def blocks(self) -> list[nn.Module]:
-        """The blocks that the layers are part of."""
-        return [layer.block for layer in self._layers]
-
-    @property
     def attentions(self) -> list[Attention]:
         """Each layer's weights after the softmax, in the autograd graph if gradients are kept."""
-        return [
-            layer.attention() if layer.heads is None else layer.attention_in_graph()
-            for layer in self.layers
-        ]
+        everything = slice(None)
+        if self._gradients and torch.is_grad_enabled():
+            self._list_heads()
+        return [layer.call.compute_weights(everything)(everything) for layer in self.layers]
 
     def gradients(self, score: Tensor) -> list[Attention]:
         """Compute ∂score/∂attention of each layer by one backward pass. The graph is kept.
@@ -114,25 +108,32 @@ class AttentionRecord:
 
     def differentiate(self, score: Tensor) -> list[tuple[AttentionLayer, Tensor]]:
         """Compute ∂score/∂O of each layer, which `AttentionLayer.attention_gradient` takes."""
-        layers = self.layers
-        heads = [layer.heads for layer in layers if layer.heads is not None]
-        if not all(tensor.requires_grad for tensor in (score, *heads)) or not heads:
-            raise RuntimeError(
-                "nothing to differentiate: use capture_attention(model, gradients=True) with "
-                "gradients enabled, on parameters or images that require them"
-            )
+        heads = self._list_heads()
         # several classes and methods are differentiated one after another
         gradients = torch.autograd.grad(score.sum(), heads, retain_graph=True)
-        return list(zip(layers, gradients, strict=True))
+        found = {id(tensor): gradient for tensor, gradient in zip(heads, gradients, strict=True)}
+        return [
+            # frozen layers have no gradient
+            (layer, found.get(id(layer.heads), torch.zeros_like(layer.call.output)))
+            for layer in self.layers
+        ]
+
+    def _list_heads(self) -> list[Tensor]:
+        """List the layers' results in the graph. Raise RuntimeError if there are none."""
+        heads = [layer.heads for layer in self.layers if layer.heads is not None]
+        heads = [tensor for tensor in heads if tensor.requires_grad]
+        if not heads:
+            raise RuntimeError(
+                "nothing to differentiate: use capture_attention(model, gradients=True) with "
+                "gradients enabled, on parameters or images that require them, and checkpointing "
+                "with use_reentrant=False"
+            )
+        return heads
 
 
 @contextmanager
 def capture_attention(
-    model: nn.Module | ModelReader,
-    *,
-    gradients: bool = False,
-    block_tokens: bool = False,
-    verify: bool = True,
+    model: nn.Module | ModelReader, *, gradients: bool = False, verify: bool = True
 ) -> Iterator[AttentionRecord]:
     """Record every layer's attention in forward passes inside the `with`.
 
@@ -143,7 +144,6 @@ def capture_attention(
             project.
         gradients: Keep the autograd graph, for `record.gradients` and for
             functions of `record.attentions`; it takes memory.
-        block_tokens: Keep the output tokens [B, N, D] of each block.
         verify: Compute each layer's attention of the first image once more, and
             compare the result with the layer's own.
 
@@ -171,34 +171,33 @@ def capture_attention(
         raise ValueError("torch.compile's code can't be recorded; pass, and call, the model within")
     reader = read_model(model)
     called: nn.Module = reader.model if isinstance(model, ModelReader) else model
-    layers: list[AttentionLayer] = []
-    streams: list[StreamChanges] = []
-    block_tokens = block_tokens or gradients
+    record = AttentionRecord(gradients=gradients)
+    layers = record._layers
 
     with ExitStack() as stack:
 
-        def attach() -> None:
-            layers.extend(reader.build_layers())
-            if block_tokens and reader.stream is not None:
-                streams.append(StreamChanges(reader.stream, _keep_stream(reader.stream, layers)))
-                stack.enter_context(streams[0])
-            for layer in layers:
-                handles = layer.attach(
-                    gradients=gradients,
-                    block_tokens=block_tokens and reader.stream is None,
-                    verify=verify,
-                )
-                for handle in handles:
-                    stack.callback(handle.remove)
+        def keep_tokens(link: int, tokens: Tensor) -> Tensor:
+            if link == 0:
+                # a layer that this pass bypasses must not keep the attention of the pass before
+                for layer in recorded:
+                    layer.begin(tokens)
+            if gradients and link < len(layers):
+                layers[link].block_input = tokens
+            return tokens
 
-        def forget(module: nn.Module, args: object) -> None:
-            # a layer that this pass bypasses must not keep the attention of the pass before
-            for layer in layers:
-                layer.captured = False
+        def attach() -> None:
+            stack.enter_context(reader.change_links(keep_tokens))
+            layers.extend(reader.build_layers())
+            recorded.extend(layers)
+            if reader.attention.pool is not None:
+                record.pool = AttentionLayer(reader.model, reader.attention.pool)
+                recorded.append(record.pool)
+            for layer in recorded:
+                stack.enter_context(layer.record(gradients=gradients, verify=verify))
 
         def begin_pass(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             # the images tell their size; to find the layers, the model runs once more
-            if not layers and reader.image_size is None:
+            if not layers:
                 tensors = (arg for arg in (*args, *options.values()) if isinstance(arg, Tensor))
                 images = next((tensor for tensor in tensors if tensor.ndim == 4), None)
                 if images is None:
@@ -210,12 +209,11 @@ def capture_attention(
                 attach()
             for layer in layers:
                 layer.num_calls = 0
-            for stream in streams:
-                stream.count = 0
 
         def end_pass(module: nn.Module, args: object, result: object) -> None:
             check_calls(layers)
 
+        recorded: list[AttentionLayer] = []
         # timm's gradient checkpointing runs the blocks again in the backward pass, so that the
         # captured tensors would be in no graph
         for module in called.modules():
@@ -224,26 +222,11 @@ def capture_attention(
                 stack.callback(setattr, module, "grad_checkpointing", True)
         stack.enter_context(without_fast_path())
         stack.enter_context(run_as_written())
-        stack.callback(called.register_forward_pre_hook(begin_pass, with_kwargs=True).remove)
-        stack.callback(called.register_forward_hook(end_pass).remove)
-        if reader.has_attention or reader.has_known_size:
+        stack.enter_context(called.register_forward_pre_hook(begin_pass, with_kwargs=True))
+        stack.enter_context(called.register_forward_hook(end_pass))
+        if reader.has_known_size:
             attach()
-            stack.callback(layers[0].module.register_forward_pre_hook(forget).remove)
-        yield AttentionRecord(layers)
-
-
-def _keep_stream(stream: Stream, layers: Sequence[AttentionLayer]) -> Changes:
-    """Return functions that keep the tokens between the blocks of a `Stream`."""
-
-    def keep(number: int, tokens: Tensor) -> Tensor:
-        if number < len(layers):
-            layers[number].block_input = tokens
-        if number > 0:
-            layers[number - 1].block_tokens = tokens
-        # an addition in place would change the tokens that are kept
-        return tokens.clone()
-
-    return {result: partial(keep, n) for n, result in enumerate((*stream.inputs, stream.last))}
+        yield record
 
 
 @dataclass
@@ -262,7 +245,6 @@ class Forward:
         num_prefix_tokens: Number of tokens in front of the patches.
         grid: Rows and columns of patches.
         tokens: Tokens that are pooled, after the last norm; with gradients, in the graph.
-        pooling: Tensors within an attention pooling, see `capture_attention_pooling`.
         target: The number that is explained.
         feature_map: The feature map of a model without readable attention, if there is one; with
             gradients, in the graph.
@@ -276,7 +258,6 @@ class Forward:
     num_prefix_tokens: int
     grid: Grid
     tokens: Tokens
-    pooling: dict[str, Tensor] = field(default_factory=dict)
     target: Target = CLASS
     feature_map: Tensor | None = None
 
@@ -303,7 +284,6 @@ def run_forward(
     images: Images,
     *,
     gradients: bool = False,
-    block_tokens: bool = False,
     verify: bool = True,
 ) -> Forward:
     """Run a classifier in evaluation mode and record what maps need. Modes and flags are restored.
@@ -311,9 +291,8 @@ def run_forward(
     Args:
         model: A model, whose `ModelReader.source` is recorded: its attention, its feature map
             (ResNet, ConvNeXt, Swin), or nothing but the graph from its pixels on.
-        images: Normalised images [B, 3, height, width].
+        images: Normalised images [B, channels, height, width].
         gradients: Keep the autograd graph from the images on, without the parameters.
-        block_tokens: Keep the output of each block.
         verify: Check that maps of the recorded tensors are right, see `verification` and
             `feature_maps`, and that a second pass gives the same. One pass of a model is enough.
 
@@ -329,51 +308,34 @@ def run_forward(
     if gradients:
         images = images.detach().clone().requires_grad_()
 
-    # a pooling that the model doesn't show is measured in the pass itself
-    is_known = has_known_pooling(model)
-    pooling: dict[str, Tensor] = {}
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model))
         stack.enter_context(torch.set_grad_enabled(gradients))
-        patch_grids = stack.enter_context(capture_patch_grids(model))
-        record = stack.enter_context(
-            capture_attention(reader, gradients=gradients, block_tokens=block_tokens, verify=verify)
-        )
-        if is_known:
-            pooling = stack.enter_context(capture_attention_pooling(model))
-            known_model = cast("Any", model)
-            tokens = known_model.forward_features(images)
-            logits = known_model.forward_head(tokens)
-        else:
-            last_tokens = stack.enter_context(capture_last_tokens(reader))
-            logits = compute_logits(model, images)
+        patch_grids = stack.enter_context(capture_patch_grids(model, images.shape[1]))
+        record = stack.enter_context(capture_attention(reader, gradients=gradients, verify=verify))
+        last_tokens = stack.enter_context(capture_last_tokens(reader))
+        logits = run_whole(model, images)
 
         _check_graph(model, logits, gradients=gradients)
         check_calls(record._layers)
         try:
-            num_prefix, grid = _find_places(model, images, record, patch_grids)
+            layers = record.layers
         except RuntimeError as error:  # a layer that didn't run
             raise ValueError(str(error)) from error
-        if is_known:
-            pool_weights = compute_pool_weights(model, tokens, pooling)
-        else:
-            pool_weights, tokens = measure_pool_weights(last_tokens, logits)
-            if not gradients:  # the graph was for the measurement alone
-                logits = logits.detach()
-                tokens = tokens.detach()
+        shapes = {(layer.batch, layer.num_tokens) for layer in layers}
+        num_prefix, grid = find_places(model, images, shapes, patch_grids)
+        pool_weights, tokens = measure_pool_weights(last_tokens, logits)
+        if not gradients:  # the graph was for the measurement alone
+            logits = logits.detach()
+            tokens = tokens.detach()
 
     # attention may be read right, and its product still be no map of this model
     if verify:
         with evaluation_mode(model), without_fast_path():
             check_places(reader, images[:1], num_prefix=num_prefix, grid=grid)
-            check_chain(
-                model,
-                images[:1],
-                record.layers,
-                # an encoder that adds outside of its blocks was found by its additions
-                has_residuals=reader.stream is None,
-            )
             check_repeatable(model, images[:1], logits[:1])
+            check_mixing(reader, images[:1], layers[0].num_tokens)
+            check_bypass(reader, images[:1], layers[0].num_tokens)
     return Forward(
         reader=reader,
         images=images,
@@ -383,7 +345,6 @@ def run_forward(
         num_prefix_tokens=num_prefix,
         grid=grid,
         tokens=tokens,
-        pooling=pooling,
     )
 
 
@@ -407,9 +368,9 @@ def _run_without_attention(
     number = None
     with evaluation_mode(model):
         if reader.source == "feature map":
-            if verify or reader.feature_map is None:
-                reader.feature_map = find_feature_map(model, images[:1])
-            number = reader.feature_map
+            if verify or reader.found.feature_map is None:
+                reader.found.feature_map = find_feature_map(model, images[:1])
+            number = reader.found.feature_map
         images.requires_grad_(gradients)
         with torch.set_grad_enabled(gradients), record_outputs(model, number) as outputs:
             logits = compute_logits(model, images)
@@ -433,7 +394,7 @@ def _run_without_attention(
         reader=reader,
         images=images,
         logits=logits,
-        record=AttentionRecord([]),
+        record=AttentionRecord(gradients=gradients),
         # the mean over all places, as in global average pooling
         pool_weights=torch.full_like(logits.detach()[:, :1], 1 / (rows * columns)).expand(
             -1, rows * columns
@@ -480,8 +441,6 @@ def settle_source(reader: ModelReader, images: Images) -> bool:
             if source == "pixels":  # it isn't the reading that fails
                 reader.refused.clear()
                 raise
-            if source == "attention" and reader.leave_out_unseen(images[:1]):
-                continue
             reader.refused[source] = str(error)
             if not isinstance(error, ValueError):
                 reader.refused[source] = f"reading it fails with {error!r}"
@@ -496,7 +455,7 @@ def open_reader(bundle: Bundle) -> ModelReader:
     reader = read_bundle(bundle)
     if not (reader.is_settled or reader.is_ours):
         generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(1, 3, *bundle.preprocess.image_size, generator=generator)
+        noise = torch.randn(1, reader.channels, *bundle.preprocess.image_size, generator=generator)
         settle_source(reader, noise.to(next(reader.model.parameters())))
     return reader
 
@@ -510,62 +469,6 @@ def check_differentiable(model: nn.Module) -> None:
             raise ValueError(f"{name} was made within torch.inference_mode; load it outside of it")
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device, without weights; load its weights")
-
-
-def _find_places(
-    model: nn.Module, images: Images, record: AttentionRecord, patch_grids: set[Grid]
-) -> tuple[int, Grid]:
-    """Find the number of prefix tokens and the grid of the patches, which is one of `patch_grids`
-    if there are any. Raise ValueError if the patches don't tile the images."""
-    # hierarchical models give each layer another number of tokens, windows another batch
-    shapes = {(layer.batch, layer.num_tokens) for layer in record.layers}
-    batch, num_tokens = shapes.pop()
-    if shapes or batch != len(images):
-        raise ValueError(
-            f"{type(model).__name__} attends within windows, in branches or between fewer and "
-            "fewer patches, so no attention between all of its input patches exists"
-        )
-
-    num_prefix = count_prefix_tokens(model)
-    num_patches = num_tokens - num_prefix
-    # prompts next to the class token (Jia et al. 2022, visual prompt tuning) are prefix tokens too,
-    # but no model counts them
-    for grid in patch_grids:
-        if math.prod(grid) <= num_patches:
-            return num_tokens - math.prod(grid), grid
-    if patch_grids:
-        rows, columns = min(patch_grids, key=math.prod)
-        raise ValueError(
-            f"{type(model).__name__} cuts images into {rows}×{columns} patches and attends between "
-            f"{num_tokens} tokens (are patches masked or merged?), so some patches have no place in "
-            "a map"
-        )
-
-    height, width = images.shape[-2:]
-    patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if isinstance(patch_size, tuple):
-        grid = (height // patch_size[0], width // patch_size[1])
-        if math.prod(grid) == num_patches:
-            return num_prefix, grid
-
-    # for other models, assume square patches
-    tiles = _tile(num_patches, height, width)
-    if tiles is not None:
-        return num_prefix, tiles
-    # prefix tokens of any name; `check_places` looks whether the guess is right
-    for num_prefix in range(num_tokens):
-        tiles = _tile(num_tokens - num_prefix, height, width)
-        if tiles is not None and tiles[0] * width == tiles[1] * height:
-            return num_prefix, tiles
-    raise ValueError(f"{num_patches} patches do not tile an input of {height}×{width} pixels")
-
-
-def _tile(num_patches: int, height: int, width: int) -> Grid | None:
-    """Return the rows and columns of square patches, if this many tile an image."""
-    rows = max(round(math.sqrt(max(num_patches, 0) * height / width)), 1)
-    if num_patches < 1 or num_patches % rows:
-        return None
-    return rows, num_patches // rows
 
 
 @contextmanager

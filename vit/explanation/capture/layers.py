@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,6 +16,7 @@ from vit.runtime.device import count_total_bytes
 
 # rows are queries, columns keys
 Attention = Float[Tensor, "B H Nq N"]
+_ALL = slice(None)
 
 # number of attention weights in memory at once on a CPU: 8 MiB fit the cache and are enough work
 # for one call
@@ -31,16 +31,14 @@ class LayerPlace(NamedTuple):
     """Where an attention layer is in a model.
 
     Attributes:
-        name: Name of the module.
-        module: The module that computes attention.
-        block: The module that takes and gives tokens, often with the attention's addition.
+        name: Name of the module that computes attention.
+        block: Name of the module that takes and gives tokens, often with the attention's addition.
         num_heads: Number of heads.
         tokens_first: True if the block takes [tokens, batch, channels].
     """
 
     name: str
-    module: nn.Module
-    block: nn.Module
+    block: str
     num_heads: int
     tokens_first: bool = False
 
@@ -52,32 +50,32 @@ class LayerPlace(NamedTuple):
 
 class AttentionLayer:
     """One attention layer, and the tensors of it that the last forward pass left. Its attention is
-    seen while it is computed, see `watch`."""
+    seen while it is computed, see `watch`.
 
-    def __init__(self, place: LayerPlace) -> None:
-        self.place = place
+    Attributes:
+        batch, num_tokens: Number of images, and of tokens of each.
+        num_queries: Number of rows of the attention.
+        num_calls: How often it ran in this forward pass.
+        call: The attention; with gradients, in the autograd graph.
+        heads: Result of the heads in the autograd graph; only with gradients.
+        block_input: Tokens [B, N, D] that enter its block; only with gradients.
+    """
+
+    def __init__(self, model: nn.Module, place: LayerPlace) -> None:
         self.name = place.name
-        self.block = place.block
-        self.module = place.module
+        self.module = model.get_submodule(place.name)
+        self.block = model.get_submodule(place.block)
         self.num_heads = place.num_heads
         self.captured = False
-        self.num_calls = 0  # in this forward pass
-        self.batch = 0
-        self.num_tokens = 0
-        self.num_queries = 0
-        # the heads' results, in the autograd graph; only with gradients
+        self.batch = self.num_tokens = self.num_queries = self.num_calls = 0
         self.heads: Tensor | None = None
-        # input and output of the block, [B, N, D]; with gradients, or where they are asked for
         self.block_input: Tensor | None = None
-        self.block_tokens: Tensor | None = None
-        self._gradients = False
         self._verified = False
         self._call: AttentionCall | None = None
-        self._call_in_graph: AttentionCall | None = None
 
     @property
     def call(self) -> AttentionCall:
-        """What the module computed in the last forward pass, without a graph."""
+        """What the module computed in the last forward pass."""
         assert self._call is not None
         return self._call
 
@@ -91,17 +89,12 @@ class AttentionLayer:
         return max(num_elements, CHUNK_ELEMENTS)
 
     @torch.no_grad()
-    def attention(self, images: slice = slice(None), queries: slice = slice(None)) -> Attention:
+    def attention(self, images: slice = _ALL, queries: slice = _ALL) -> Attention:
         """Compute the weights after the softmax; rows are queries and sum to one."""
         return self.call.compute_weights(images)(queries)
 
-    def attention_in_graph(self) -> Attention:
-        """Compute `attention` in the autograd graph of a pass with gradients."""
-        assert self._call_in_graph is not None
-        return self._call_in_graph.compute_weights(slice(None))(slice(None))
-
     def attend(
-        self, pool_weights: Float[Tensor, "B N"], images: slice = slice(None)
+        self, pool_weights: Float[Tensor, "B N"], images: slice = _ALL
     ) -> Float[Tensor, "b H N"]:
         """Compute what the pooled feature attends to in each head, uᵀA."""
         weights = at_least_float32(pool_weights[images])[:, None, None]  # [b, 1, 1, N]
@@ -135,119 +128,78 @@ class AttentionLayer:
             # because the projection W is linear, ∂f/∂O is ∂f/∂result · W
             gradient = gradient @ at_least_float32(self.call.projection[0])
             gradient = torch.unflatten(gradient, -1, (self.num_heads, -1)).transpose(1, 2)
-        return gradient, at_least_float32(self.call.value[images])
+        return gradient, at_least_float32(self.call.value.detach()[images])
 
-    def attention_gradient(self, heads_gradient: Tensor, images: slice = slice(None)) -> Attention:
+    def attention_gradient(self, heads_gradient: Tensor, images: slice = _ALL) -> Attention:
         """∂f/∂A = (∂f/∂O) Vᵀ, per head."""
         gradient, value = self.gradient_and_value(heads_gradient, images)
         return gradient @ value.transpose(-2, -1)
 
-    def attach(self, *, gradients: bool, block_tokens: bool, verify: bool) -> list[RemovableHandle]:
-        """Hook the module. Hooks only read; with `gradients`, what they keep stays in the graph."""
-        self._gradients = gradients
+    def begin(self, tokens: Float[Tensor, "B N D"]) -> None:
+        """Begin a forward pass of these tokens, without what the pass before has left."""
+        self.captured = False
+        self.batch, self.num_tokens = tokens.shape[:2]
+
+    @contextmanager
+    def record(self, *, gradients: bool, verify: bool) -> Iterator[None]:
+        """Keep what the module computes; with `gradients`, in the autograd graph."""
         self._verified = not verify
-        is_turned = self.place.tokens_first and block_tokens
 
-        def on_block_input(
-            module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            tokens = args[0] if args else next(iter(options.values()))
-            if tokens.ndim != 3:
-                raise ValueError(f"{self.name} attends within windows, not between all patches")
-            # the model's functions alone are counted, see `Stream`
-            with torch._C.DisableTorchFunction():
-                tokens = self.place.order(tokens)
-                self.batch, self.num_tokens = tokens.shape[:2]
-                if not block_tokens:
-                    return None
-                self.block_input = tokens
-                if not is_turned:
-                    return None
-                # the block reads the tensor that is kept, so that it has a gradient
-                return (self.place.order(tokens), *args[1:]), options
+        def keep(call: AttentionCall) -> None:
+            self.num_queries, self.num_tokens = call.num_queries, call.value.shape[2]
+            if not self._verified and not self.module.training:
+                self._verify(call)
+            self.heads = call.output if gradients else None
+            self._call = call if gradients else call.detach()
+            self.captured = True
 
-        def on_block_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-            with torch._C.DisableTorchFunction():
-                self.block_tokens = self.place.order(first_output(result))
-                if not is_turned:
-                    return None
-                tokens = self.place.order(self.block_tokens)
-            return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
-
-        def on_input(module: nn.Module, args: tuple[Any, ...]) -> None:
+        def on_input(module: nn.Module, args: object) -> None:
             self.captured = False
             self.num_calls += 1
 
-        handles: list[RemovableHandle] = [
-            self.block.register_forward_pre_hook(on_block_input, with_kwargs=True),
-            self.module.register_forward_pre_hook(on_input),
-            *self.watch(self._keep_call),
-        ]
-        if block_tokens:
-            handles.append(self.block.register_forward_hook(on_block_output))
-        return handles
+        with self.module.register_forward_pre_hook(on_input), self.watch(keep):
+            yield
 
+    @contextmanager
     def watch(
-        self, keep: Callable[[AttentionCall], object], *, own_weight: float | None = None
-    ) -> list[RemovableHandle]:
-        """Hook the module so that `AttentionWatch` sees what it computes."""
+        self, keep: Callable[[AttentionCall], object], *, mixing: Tensor | None = None
+    ) -> Iterator[None]:
+        """Let `AttentionWatch` see what the module computes; with `mixing`, with these weights."""
         running: list[AttentionWatch] = []
 
-        def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
-            watch = AttentionWatch(
-                self.batch, keep, own_weight=own_weight, num_keys=self.num_tokens
-            )
+        def begin(module: nn.Module, args: object) -> None:
+            watch = AttentionWatch(self.batch, keep, mixing=mixing, num_keys=self.num_tokens)
             running.append(watch)
-            running[-1].__enter__()  # type: ignore[no-untyped-call]
+            watch.__enter__()  # type: ignore[no-untyped-call]
 
-        def end(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        def end(module: nn.Module, args: object, result: object) -> None:
             # also where the module has raised an error
             if running:
                 running.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-        return [
-            self.module.register_forward_pre_hook(begin),
-            self.module.register_forward_hook(end, always_call=True),
-        ]
-
-    @contextmanager
-    def without_mixing(self, own_weight: float = 1.0) -> Iterator[None]:
-        """Let each token attend to itself alone, with this weight."""
         with ExitStack() as stack:
-            for handle in self.watch(lambda call: None, own_weight=own_weight):
+            handles: list[RemovableHandle] = [
+                self.module.register_forward_pre_hook(begin),
+                self.module.register_forward_hook(end, always_call=True),
+            ]
+            for handle in handles:
                 stack.enter_context(handle)
             yield
 
-    def _keep_call(self, call: AttentionCall) -> None:
-        self._call_in_graph = self.heads = None
-        if self._gradients:
-            self._call_in_graph = replace(call)
-            self.heads = call.output
-        call.detach()
-        self._call = call
-        self.num_queries = call.num_queries
-        if not self._verified and not self.module.training:
-            self._verify(call.output)
-        self.captured = True
-        if not self._gradients:
-            # only gradients need them
-            call.output = call.output.new_empty(0)
-            call.value = call.value.new_empty(0, 0, 0, 0)
-
     @torch.no_grad()
-    def _verify(self, heads: Tensor) -> None:
+    def _verify(self, call: AttentionCall) -> None:
         """Compare the first queries of the first image with A·V."""
         first_image = slice(1)
-        actual = at_least_float32(self.call.arrange(heads)[first_image])
-        attention = self.attention(first_image, slice(_VERIFIED_QUERIES))
-        expected = attention @ at_least_float32(self.call.value[first_image])
-        if self.call.projection is not None:
-            weight, bias = self.call.projection
+        actual = at_least_float32(call.arrange(call.output)[first_image])
+        attention = call.compute_weights(first_image)(slice(_VERIFIED_QUERIES))
+        expected = attention @ at_least_float32(call.value[first_image])
+        if call.projection is not None:
+            weight, bias = call.projection
             expected = expected.transpose(1, 2).flatten(2) @ at_least_float32(weight).mT
             expected = expected if bias is None else expected + bias
         actual = actual[..., : expected.shape[-2], :]
         error = (expected - actual).abs().max()
-        if not error <= _tolerance(heads) * actual.abs().max():
+        if not error <= _tolerance(call.output) * actual.abs().max():
             raise ValueError(
                 f"{self.name} computes something else than softmax(q kᵀ)·v, so its attention is "
                 "unknown"

@@ -1,112 +1,25 @@
-"""Find the pool weights u of a model: how much each output token of the encoder counts in the
+"""Measure the pool weights u of a model: how much each output token of the encoder counts in the
 pooled feature, which the model classifies. Explaining mean-pooled models at the class token (or at
 token 0 if there is none) is a common mistake.
 
-Models of timm and of this project have their pooling as an attribute. For other models it is
-measured: for a random mixture f of the logits and the tokens x after the last norm, u_j is the mean
-over the channels d of |∂f/∂x_jd| / Σ_k |∂f/∂x_kd|. If the pooled feature is a weighted mean of
-tokens (class token, mean, both, maximum), this is the weight for any classifier.
+For a random mixture f of the logits and the tokens x after the last norm, u_j is the mean over the
+channels d of |∂f/∂x_jd| / Σ_k |∂f/∂x_kd|. If the pooled feature is a weighted mean of tokens (class
+token, mean, both, maximum), this is the weight for any classifier.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vit.explanation.capture.reader import ModelReader
 from vit.model.logits import at_least_float32
 from vit.runtime.tensors import Tokens
 
 TokenWeights = Float[Tensor, "B N"]
-# classes of this project and timm whose `global_pool` names the tokens that are pooled
-_KNOWN_POOLING = ("VisionTransformer", "VisionTransformerDistilled", "Eva", "Beit")
-
-
-def has_known_pooling(model: nn.Module) -> bool:
-    """Return whether the model's own attributes give its pooling. Derived classes and wrappers may
-    do anything."""
-    # by name, because a wrapper or a class of another library may have the same attributes
-    library = type(model).__module__.partition(".")[0]
-    return library in ("vit", "timm") and type(model).__name__ in _KNOWN_POOLING
-
-
-@torch.no_grad()
-def compute_pool_weights(model: Any, tokens: Tokens, pooling: dict[str, Tensor]) -> TokenWeights:
-    """Compute the pool weights of a model that `has_known_pooling`.
-
-    Args:
-        model: A model of this project or timm.
-        tokens: Tokens that it pools, [B, N, D].
-        pooling: Tensors that `capture_attention_pooling` captured in the pass.
-
-    Returns:
-        Weights [B, N] whose rows sum to one, in float32 or more.
-
-    Raises:
-        ValueError: The name of the pooling is unknown.
-    """
-    num_tokens = tokens.shape[1]
-    weights = torch.zeros(
-        tokens.shape[:2], dtype=at_least_float32(tokens).dtype, device=tokens.device
-    )
-    first = find_first_pooled(model)
-    match model.global_pool:
-        case "token":
-            is_distilled = getattr(model, "head_dist", None) is not None
-            weights[:, : 1 + is_distilled] = 1 / (1 + is_distilled)
-        case "avg":
-            weights[:, first:] = 1 / (num_tokens - first)
-        case "max":
-            # each channel takes its maximum from one token, [B, D, N]
-            winners = F.one_hot(tokens[:, first:].argmax(dim=1), num_tokens - first).float()
-            weights[:, first:] = winners.mean(dim=1)
-        case "map":
-            attention = compute_latent_attention(pooling["q_norm"], pooling["k_norm"])
-            weights[:, num_tokens - attention.shape[-1] :] = attention.mean(dim=(1, 2))
-        case unknown:
-            raise ValueError(f"unknown pooling {unknown!r}")
-    return weights
-
-
-def find_first_pooled(model: Any) -> int:
-    """Return the first token of a mean or maximum over the patches or over all tokens. Prompts
-    between the model's own prefix tokens and the patches are pooled with the patches."""
-    return 0 if getattr(model, "pool_include_prefix", False) else int(model.num_prefix_tokens)
-
-
-def compute_latent_attention(
-    query: Float[Tensor, "B H latents K"], key: Float[Tensor, "B H N K"]
-) -> Float[Tensor, "B H latents N"]:
-    """Compute the weight of each token in timm's attention pooling."""
-    scores: Tensor = query * query.shape[-1] ** -0.5 @ key.transpose(-2, -1)
-    return scores.softmax(dim=-1)
-
-
-@contextmanager
-def capture_attention_pooling(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Capture q_norm, k_norm, kv and heads (the result before the projection) of timm's attention
-    pooling (`global_pool="map"`). Other models have none of them."""
-    captured: dict[str, Tensor] = {}
-
-    def keep_output(name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        captured[name] = output
-
-    def keep_heads(module: nn.Module, args: Any) -> None:
-        captured["heads"] = args[0]
-
-    with ExitStack() as stack:
-        attention_pool: Any = getattr(model, "attn_pool", None)
-        if hasattr(attention_pool, "latent"):
-            for name in ("q_norm", "k_norm", "kv"):
-                submodule = getattr(attention_pool, name)
-                stack.enter_context(submodule.register_forward_hook(partial(keep_output, name)))
-            stack.enter_context(attention_pool.proj.register_forward_pre_hook(keep_heads))
-        yield captured
 
 
 def measure_pool_weights(
@@ -164,20 +77,22 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
     """Keep the tokens that leave the last block and those that leave each module after it. Without
     gradients the graph begins there."""
     last_tokens: list[Tensor] = []
+    places = reader.places
 
-    def on_last(tokens: Tensor) -> Tensor:
-        if not tokens.requires_grad:
-            torch.set_grad_enabled(True)  # until the caller's context ends
-            tokens = tokens.detach().requires_grad_()
-        last_tokens[:] = [tokens]
+    def keep_last(link: int, tokens: Tensor) -> Tensor:
+        if link == len(places):
+            if not tokens.requires_grad:
+                torch.set_grad_enabled(True)  # until the caller's context ends
+                tokens = tokens.detach().requires_grad_()
+            last_tokens[:] = [tokens]
         return tokens
 
-    order = reader.places[-1].order
+    order = places[-1].order
 
     def on_module(module: nn.Module, args: Any, result: Any) -> Tensor | None:
         # modules before the last block don't matter, and a number for each token is a weight
         is_tokens = isinstance(result, Tensor) and result.ndim == 3 and result.shape[-1] > 1
-        if not last_tokens or not is_tokens:
+        if not last_tokens or not is_tokens or not result.requires_grad:
             return None
         shape = last_tokens[0].shape[:-1]
         if result.shape[:-1] == shape:
@@ -189,10 +104,11 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
         return None
 
     # only what follows the last block can be the pooling
-    inside_blocks = {id(module) for place in reader.places for module in place.block.modules()}
+    blocks = [reader.model.get_submodule(place.block) for place in places]
+    inside_blocks = {id(part) for block in blocks for part in block.modules()}
     with ExitStack() as stack:
-        stack.enter_context(reader.change_last_tokens(on_last))
+        stack.enter_context(reader.change_links(keep_last))
         for module in reader.model.modules():
             if id(module) not in inside_blocks:
-                stack.callback(module.register_forward_hook(on_module).remove)
+                stack.enter_context(module.register_forward_hook(on_module))
         yield last_tokens

@@ -1,9 +1,10 @@
 """The parts of a model that maps are read from, found once and kept."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from vit.bundle import Bundle
-from vit.explanation.capture.discovery import Stream, StreamChanges, discover_layers
-from vit.explanation.capture.layers import (
-    AttentionLayer,
-    LayerPlace,
-    first_output,
+from vit.explanation.capture.discovery import (
+    ChangeTokens,
+    Discovered,
+    StreamChanges,
+    discover_layers,
 )
+from vit.explanation.capture.layers import AttentionLayer, LayerPlace, first_output
 from vit.model.logits import compute_logits
 from vit.model.model_info import find_preprocess, keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
@@ -24,6 +26,23 @@ from vit.runtime.tensors import Images
 
 # Sources of maps, the best first. Pixels need nothing but gradients.
 Source = Literal["attention", "feature map", "pixels"]
+
+
+@dataclass
+class _Findings:
+    """What was found in a model, without its modules.
+
+    Attributes:
+        attention: Its attention layers, or why there are none.
+        feature_map: Number of the output that is its feature map, see `find_feature_map`.
+        has_positions: True if its attention gets the positions of all patches.
+        versions: Versions of the weights with which the source has passed its checks.
+    """
+
+    attention: Discovered | ValueError | None = None
+    feature_map: int | None = None
+    has_positions: bool | None = None
+    versions: tuple[int, ...] | None = None
 
 
 class ModelReader:
@@ -35,27 +54,26 @@ class ModelReader:
     Attributes:
         model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
         image_size: Height and width of its images, once they are known.
+        channels: Number of channels of its images.
         refused: Sources that a check has refused for this model, with the reason.
         is_recalled: True if an earlier reader of the same module has settled the source.
-        feature_map: Number of the output that is its feature map, see `find_feature_map`. None:
-            not searched for yet.
+        found: What was found so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap_model(model)
         self.refused: dict[Source, str] = {}
         self.is_recalled = False
-        # versions of the weights with which the source has passed its checks
-        self._settled_versions: tuple[int, ...] | None = None
-        self.feature_map: int | None = None
         self.image_size: tuple[int, int] | None = None
-        self._found: list[LayerPlace] | ValueError | None = None
-        self._stream: Stream | None = None
+        convolutions = (part for part in self.model.modules() if isinstance(part, nn.Conv2d))
+        first = next(convolutions, None)
+        self.channels = 3 if first is None else first.in_channels
+        self.found = _Findings()
 
     @property
     def is_settled(self) -> bool:
         """True if the source has passed its checks with the weights that the model has now."""
-        return self._settled_versions == _list_versions(self.model)
+        return self.found.versions == _list_versions(self.model)
 
     def settle(self, images: Images) -> None:
         """Note that the source has passed its checks, and keep what was found for images of this
@@ -63,77 +81,70 @@ class ModelReader:
 
         A refusal isn't kept. Its reason may be the images, or weights that training changes.
         """
-        self._settled_versions = _list_versions(self.model)
-        if self.refused or not isinstance(self._found, list):
+        self.found.versions = _list_versions(self.model)
+        if self.refused or not self.has_attention:
             return
-        values = dict(self.__dict__)
-        del values["model"]
-        # the module must not be kept alive
-        values["_found"] = [
-            place._replace(module=ref(place.module), block=ref(place.block))  # type: ignore[arg-type]
-            for place in self._found
-        ]
         # a model with an equality of its own can't be a key
         with _KEPT_LOCK, suppress(TypeError):
-            _KEPT[self.model] = (_describe(self.model, images), values)
+            _KEPT[self.model] = (_describe(self.model, images), self.found)
 
-    def _recall(self, images: Images) -> None:
+    def recall(self, images: Images) -> None:
         """Take over what an earlier reader has kept, if the model is as it was."""
         with _KEPT_LOCK, suppress(TypeError):
-            description, values = _KEPT.get(self.model, (None, {}))
-            if description != _describe(self.model, images):
-                return
-            self.__dict__.update(values, refused={})
-            self._found = [
-                place._replace(module=place.module(), block=place.block())
-                for place in values["_found"]
-            ]
-            self.is_recalled = self.is_settled
+            description, found = _KEPT.get(self.model, (None, self.found))
+            if description == _describe(self.model, images):
+                self.found = found
+                self.is_recalled = self.is_settled
 
     def forget(self) -> None:
         """Forget what checks have found, because the weights have changed."""
         self.refused.clear()
-        self.feature_map = None
-        self.__dict__.pop("_has_positions", None)
-        if isinstance(self._found, ValueError):
-            self._found = None
-
-    @property
-    def _places(self) -> list[LayerPlace] | ValueError:
-        if self._found is None:
-            try:
-                self._found = self._discover()
-            except ValueError as error:
-                if not self.has_known_size:  # the size may be known later
-                    return error
-                self._found = error
-        return self._found
+        attention = self.found.attention
+        self.found = _Findings(attention if isinstance(attention, Discovered) else None)
 
     @property
     def has_known_size(self) -> bool:
         """True if the size of the images is known, or the model tells it."""
         if self.image_size is None:
-            try:
+            with suppress(ValueError):
                 height, width = find_preprocess(self.model)["image_size"]
-            except ValueError:
-                return False
-            self.image_size = (height, width)
-        return True
+                self.image_size = (height, width)
+        return self.image_size is not None
 
-    def _discover(self) -> list[LayerPlace]:
+    @property
+    def _attention(self) -> Discovered | ValueError:
         if not self.has_known_size:
-            raise ValueError(
+            return ValueError(
                 f"the size of the images of {type(self.model).__name__} is unknown, and its "
                 "attention is found by running it; give preprocess=vit.Preprocess(image_size=…)"
             )
-        assert self.image_size is not None
-        places, self._stream = discover_layers(self.model, self.image_size)
-        return places
+        if self.found.attention is None:
+            assert self.image_size is not None
+            try:
+                self.found.attention = discover_layers(
+                    self.model, (self.channels, *self.image_size)
+                )
+            except ValueError as error:
+                self.found.attention = error
+        return self.found.attention
 
     @property
     def has_attention(self) -> bool:
         """True if there are attention layers, and no check has refused them."""
-        return "attention" not in self.refused and not isinstance(self._places, ValueError)
+        return "attention" not in self.refused and isinstance(self._attention, Discovered)
+
+    @property
+    def attention(self) -> Discovered:
+        """The attention layers. Raises ValueError if there are none that can be read."""
+        attention = self._attention
+        if isinstance(attention, ValueError):
+            raise ValueError(str(attention))
+        return attention
+
+    @property
+    def places(self) -> list[LayerPlace]:
+        """The layers in which all tokens attend to each other, in order. See `attention`."""
+        return self.attention.layers
 
     @property
     def source(self) -> Source:
@@ -144,60 +155,11 @@ class ModelReader:
 
     def explain_refusal(self, source: Source) -> str:
         """Return why maps can't be read from a source that is refused."""
-        return self.refused.get(source) or str(self._places)
-
-    @property
-    def places(self) -> list[LayerPlace]:
-        """The attention layers, in order. Raises ValueError if there are none that can be read."""
-        if isinstance(self._places, ValueError):
-            raise ValueError(str(self._places))
-        return self._places
-
-    def leave_out_unseen(self, image: Images) -> bool:
-        """Leave out the layers that don't run, or read the same for two images, such as those of
-        the texts of CLIP.
-
-        Args:
-            image: A normalised image.
-
-        Returns:
-            True if some are left out and others stay.
-        """
-        passes: list[dict[int, Tensor]] = []
-        with ExitStack() as stack:
-            stack.enter_context(keep_mode(self.model))
-            self.model.eval()
-            for number, place in enumerate(self.places):
-
-                def keep_input(
-                    module: nn.Module, args: tuple[Any, ...], number: int = number
-                ) -> None:
-                    passes[-1][number] = args[0]
-
-                stack.callback(place.block.register_forward_pre_hook(keep_input).remove)
-            with torch.no_grad():
-                for pixels in (image, -image):
-                    passes.append({})
-                    compute_logits(self.model, pixels)
-        first, second = passes
-        seen = [
-            place
-            for number, place in enumerate(self.places)
-            if number in first and not torch.equal(first[number], second[number])
-        ]
-        if not 0 < len(seen) < len(self.places):
-            return False
-        self._found = seen
-        return True
+        return self.refused.get(source) or str(self._attention)
 
     def build_layers(self) -> list[AttentionLayer]:
         """Build an object for each attention layer, in order, that records one forward pass."""
-        return list(map(AttentionLayer, self.places))
-
-    @property
-    def stream(self) -> Stream | None:
-        """Where the tokens of a discovered model are if its blocks don't add their own results."""
-        return self._stream if self.places else None
+        return [AttentionLayer(self.model, place) for place in self.places]
 
     @property
     def is_ours(self) -> bool:
@@ -209,25 +171,31 @@ class ModelReader:
         """True if tokens can be left out of a forward pass: the model has attention, and the
         attention doesn't get the positions of all patches (rotary embeddings, relative position
         biases)."""
-        return self.has_attention and not self._has_positions
-
-    @cached_property
-    def _has_positions(self) -> bool:
-        return not (self.is_ours or self._try_to_drop())
+        if not self.has_attention:
+            return False
+        if self.found.has_positions is None:
+            self.found.has_positions = not (self.is_ours or self._try_to_drop())
+        return not self.found.has_positions
 
     def _try_to_drop(self) -> bool:
         """Leave some tokens out, and return whether the order of the others doesn't matter."""
         assert self.image_size is not None
         generator = torch.Generator().manual_seed(0)
-        images = torch.randn(2, 3, *self.image_size, generator=generator)
+        images = torch.randn(2, self.channels, *self.image_size, generator=generator)
         images = images.to(next(self.model.parameters()))
+
+        def keep_half(tokens: Tensor, *, turn: bool) -> Tensor:
+            # no prefix tokens are in the second half
+            first, second = tokens.tensor_split(2, dim=1)
+            kept = second[:, ::2]
+            return torch.cat([first, kept.flip(1) if turn else kept], dim=1)
 
         logits = []
         with keep_mode(self.model), torch.no_grad():
             self.model.eval()
-            for select in (_keep_half, _turn_half):
+            for turn in (False, True):
                 try:
-                    with self.change_tokens(select):
+                    with self.change_tokens(partial(keep_half, turn=turn)):
                         logits.append(compute_logits(self.model, images))
                 except (RuntimeError, IndexError, ValueError):  # a shape
                     return False
@@ -241,82 +209,85 @@ class ModelReader:
     def change_tokens(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Let the first block read `change(tokens)` instead of the tokens [B, N, D], which include
         prefix tokens, in one forward pass."""
-        place = self.places[0]
-        if self.stream is not None:
-            with StreamChanges(self.stream, {self.stream.inputs[0]: change}):
-                yield
-            return
-
-        def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (place.order(change(place.order(args[0]))), *args[1:])
-
         # the position embedding is added before the first block
-        with place.block.register_forward_pre_hook(replace):
+        with self.change_links(lambda link, tokens: tokens if link else change(tokens)):
             yield
 
     @contextmanager
-    def change_last_tokens(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Let `change(tokens)` leave the last block instead of the tokens [B, N, D]."""
-        place = self.places[-1]
-        if self.stream is not None:
-            with StreamChanges(self.stream, {self.stream.last: change}):
-                yield
-            return
-
-        def replace(module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-            tokens = place.order(change(place.order(first_output(result))))
-            return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
-
-        with place.block.register_forward_hook(replace):
+    def change_links(self, change: ChangeTokens) -> Iterator[None]:
+        """Pass the tokens [B, N, D] that enter each block to `change`, and at last those that leave
+        the last one, with the number of the link from 0 on; the model continues with its result."""
+        with ExitStack() as stack:
+            if self.attention.stream is not None:
+                changes = StreamChanges(self.attention.stream, change)
+                stack.enter_context(self.model.register_forward_pre_hook(changes.begin))
+                stack.enter_context(changes)
+            else:
+                for link, place in enumerate(self.places):
+                    block = self.model.get_submodule(place.block)
+                    hook = partial(_change_input, partial(_change, place, partial(change, link)))
+                    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
+                    stack.enter_context(handle)
+                hook = partial(
+                    _change_output, partial(_change, place, partial(change, len(self.places)))
+                )
+                stack.enter_context(block.register_forward_hook(hook))
             yield
 
 
-# Findings about each module, with a description of it and its images. See `ModelReader.keep`.
-_KEPT: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Mapping[str, Any]]] = WeakKeyDictionary()
+def _change(place: LayerPlace, change: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    # the model's own functions alone are counted, see `Stream`
+    with torch._C.DisableTorchFunction():
+        return place.order(change(place.order(tokens)))
+
+
+def _change_input(
+    change: Callable[[Tensor], Tensor],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (change(args[0]), *args[1:]), options
+    name, tokens = next(iter(options.items()))
+    return args, options | {name: change(tokens)}
+
+
+def _change_output(
+    change: Callable[[Tensor], Tensor], module: nn.Module, args: Any, result: Any
+) -> Any:
+    tokens = change(first_output(result))
+    return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
+
+
+# Findings about each module, with a description of it and its images. See `ModelReader.settle`.
+_KEPT: WeakKeyDictionary[nn.Module, tuple[list[Any], _Findings]] = WeakKeyDictionary()
 _KEPT_LOCK = threading.Lock()
 
 
-def _describe(model: nn.Module, images: Images) -> tuple[Any, ...]:
+def _describe(model: nn.Module, images: Images) -> list[Any]:
     """Return what changes when modules, their methods, hooks, settings or parameters are replaced:
     all that a check depends on but the values of the weights and of the images."""
-    modules = [
-        (
-            name,
-            ref(module),
-            type(module).forward,
-            id(module.__dict__.get("forward")),
-            # numbers that torch gives out once
-            *module._forward_hooks,
-            *module._forward_pre_hooks,
-            *(part for part in module._parameters.items() if part[1] is None),
-            *(
-                setting
-                for setting in module.__dict__.items()
-                if setting[0] != "training" and isinstance(setting[1], bool | int | float | str)
-            ),
-        )
-        for name, module in model.named_modules(remove_duplicate=False)
-    ]
     kind = images.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return modules, images.shape[1:], images.dtype, images.device, autocast
+    described: list[Any] = [images.shape[1:], images.dtype, images.device, autocast]
+    for name, module in model.named_modules(remove_duplicate=False):
+        described += [name, ref(module), type(module).forward, id(module.__dict__.get("forward"))]
+        # numbers that torch gives out once
+        described += [*module._forward_hooks, *module._forward_pre_hooks]
+        described += [key for key, parameter in module._parameters.items() if parameter is None]
+        for key, value in module.__dict__.items():
+            is_number = isinstance(value, bool | int | float | str) and key != "training"
+            # a container may change and stay the same object
+            if is_number or (isinstance(value, list | tuple | dict) and key[0] != "_"):
+                described.append((key, repr(value)))
+    return described
 
 
 def _list_versions(model: nn.Module) -> tuple[int, ...]:
     """Return numbers of which one rises when a weight changes."""
     parameters = (*model.parameters(), *model.buffers())
     return tuple(0 if one.is_inference() else one._version for one in parameters)
-
-
-def _keep_half(tokens: Tensor) -> Tensor:
-    """Leave out every other token of the second half, where no prefix tokens are."""
-    first, second = tokens.tensor_split(2, dim=1)
-    return torch.cat([first, second[:, ::2]], dim=1)
-
-
-def _turn_half(tokens: Tensor) -> Tensor:
-    first, second = tokens.tensor_split(2, dim=1)
-    return torch.cat([first, second[:, ::2].flip(1)], dim=1)
 
 
 def read_bundle(bundle: Bundle) -> ModelReader:
@@ -337,8 +308,9 @@ def read_model(model: nn.Module | ModelReader, images: Tensor | None = None) -> 
     if images is None:
         return reader
     if reader is not model:
-        reader._recall(images)
+        reader.recall(images)
     if reader.image_size is None:
-        height, width = images.shape[-2:]
+        reader.channels, *size = images.shape[1:]
+        height, width = size
         reader.image_size = (height, width)
     return reader

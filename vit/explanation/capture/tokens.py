@@ -1,10 +1,13 @@
 """Find where the tokens of a vision transformer are on the image."""
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
+
+from vit.runtime.tensors import Images
 
 Grid = tuple[int, int]  # (rows, columns) of patches
 # names that timm, torchvision and Hugging Face give to parameters that are tokens
@@ -30,9 +33,9 @@ def count_prefix_tokens(model: nn.Module) -> int:
 
 
 @contextmanager
-def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
-    """Record the grids of the convolutions that make patches from pixels: they have three input
-    channels and don't overlap. Most models have one; a model without has none."""
+def capture_patch_grids(model: nn.Module, channels: int) -> Iterator[set[Grid]]:
+    """Record the grids of the convolutions that make patches from pixels: they have as many input
+    `channels` as images and don't overlap. Most models have one; a model without has none."""
     grids: set[Grid] = set()
 
     def keep_grid(module: nn.Module, args: object, patches: Tensor) -> None:
@@ -41,8 +44,63 @@ def capture_patch_grids(model: nn.Module) -> Iterator[set[Grid]]:
 
     with ExitStack() as stack:
         for module in model.modules():
-            is_convolution = isinstance(module, nn.Conv2d) and module.in_channels == 3
+            is_convolution = isinstance(module, nn.Conv2d) and module.in_channels == channels
             # patches do not overlap, so each token has one place on the grid
             if is_convolution and module.kernel_size == module.stride:
                 stack.enter_context(module.register_forward_hook(keep_grid))
         yield grids
+
+
+def find_places(
+    model: nn.Module, images: Images, shapes: set[tuple[int, int]], patch_grids: set[Grid]
+) -> tuple[int, Grid]:
+    """Find the number of prefix tokens and the grid of the patches.
+
+    Args:
+        model: The model.
+        images: Images that it has seen.
+        shapes: Batch and number of tokens of each attention layer.
+        patch_grids: Grids of convolutions, of which one is the grid if there are any.
+
+    Raises:
+        ValueError: The patches don't tile the images.
+    """
+    # hierarchical models give each layer another number of tokens, windows another batch
+    batch, num_tokens = next(iter(shapes))
+    if len(shapes) > 1 or batch != len(images):
+        raise ValueError(
+            f"{type(model).__name__} attends within windows, in branches or between fewer and "
+            "fewer patches, so no attention between all of its input patches exists"
+        )
+
+    # prompts next to the class token (Jia et al. 2022, visual prompt tuning) are prefix tokens too,
+    # but no model counts them
+    num_prefix = count_prefix_tokens(model)
+    for grid in patch_grids:
+        if math.prod(grid) <= num_tokens - num_prefix:
+            return num_tokens - math.prod(grid), grid
+    if patch_grids:
+        rows, columns = min(patch_grids, key=math.prod)
+        raise ValueError(
+            f"{type(model).__name__} cuts images into {rows}×{columns} patches and attends between "
+            f"{num_tokens} tokens (are patches masked or merged?), so some patches have no place in "
+            "a map"
+        )
+
+    height, width = images.shape[-2:]
+    patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if isinstance(patch_size, tuple):
+        grid = (height // patch_size[0], width // patch_size[1])
+        if math.prod(grid) == num_tokens - num_prefix:
+            return num_prefix, grid
+
+    # for other models, assume square patches, and prefix tokens of any name; `check_places` looks
+    # whether the guess is right
+    for prefix in (num_prefix, *range(num_tokens)):
+        num_patches = num_tokens - prefix
+        rows = max(round(math.sqrt(max(num_patches, 0) * height / width)), 1)
+        columns = num_patches // rows
+        is_square = rows * width == columns * height
+        if rows * columns == num_patches > 0 and (is_square or prefix == num_prefix):
+            return prefix, (rows, columns)
+    raise ValueError(f"{num_tokens} tokens do not tile an input of {height}×{width} pixels")

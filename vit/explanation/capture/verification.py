@@ -1,22 +1,22 @@
 """Check that a map of the recorded attention is a map of this model.
 
 Maps assume that the tokens are patches row by row, that the attention layers follow one another,
-and that nothing else mixes tokens. The checks change one image, look at what happens to the tokens,
-and refuse a model for which an assumption is wrong.
+that each has a residual connection, and that nothing else mixes tokens or leads around them. The
+checks change one image or its tokens, look at what changes, and refuse a model for which an
+assumption is wrong. They need no list of names.
 """
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import AttentionLayer, first_output
-from vit.explanation.capture.pooling import has_known_pooling
+from vit.explanation.capture.discovery import run_whole
+from vit.explanation.capture.layers import LayerPlace
 from vit.explanation.capture.reader import ModelReader
 from vit.explanation.capture.tokens import Grid
 from vit.model.logits import compute_logits
@@ -25,8 +25,13 @@ _INNER_PATCHES = 4  # number of patches that are checked in addition to the corn
 # largest change of a token that should not change, as a fraction of the change of the others
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_PRECISION_TOLERANCE = 5e-2
+# Largest change of a token far from a changed patch where convolutions overlap, as a fraction of
+# the largest: that of norms over a feature map is below 0.02, that of an attention above 0.1.
+_FAR_TOLERANCE = 0.05
+# number of tokens up to which all rows of a check run in one batch
+_TOKENS_AT_ONCE = 1100
 
-OneImage = Float[Tensor, "1 3 height width"]
+OneImage = Float[Tensor, "1 C height width"]
 
 
 class _Stop(Exception):
@@ -41,7 +46,7 @@ def check_places(
     num_prefix: int,
     grid: Grid,
 ) -> None:
-    """Change some patches of the image, including the corners.
+    """Change some patches of the image, including the corners, and its edges.
 
     Args:
         reader: The model, in evaluation mode.
@@ -51,222 +56,309 @@ def check_places(
 
     Raises:
         ValueError: The token of a changed patch (with overlapping patches on at least three rows or
-            columns, it or a neighbour) isn't the one that changes most, or a prefix token changes.
+            columns, it or a neighbour) isn't the one that changes most, or one that doesn't read it
+            changes, or none changes with an edge.
     """
     model = reader.model
+    name = type(model).__name__
     rows, columns = grid
-    height = image.shape[2] // rows
-    width = image.shape[3] // columns
+    channels, total_height, total_width = image.shape[1:]
+    height, width = total_height // rows, total_width // columns
     generator = torch.Generator().manual_seed(0)
     inner = torch.randperm(rows * columns, generator=generator)[:_INNER_PATCHES].tolist()
     # corners find an image that is mirrored or turned within the model
     places = list(itertools.product((0, rows - 1), (0, columns - 1)))
     places += [divmod(patch, columns) for patch in inner]
-
     # noise is visible even if the model clips values
-    noise = torch.randn(3, height, width, generator=generator).to(image)
+    noise = torch.randn(channels, height, width, generator=generator).to(image)
+    is_overlapping: list[bool] = []  # for each convolution
+
+    def check_patches(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
+        sides = zip(module.kernel_size, module.stride, strict=True)
+        is_overlapping.append(any(kernel > stride for kernel, stride in sides))
+        if args[0].shape[1] == channels and tuple(patches.shape[-2:]) == grid:
+            _check_cover(model, image[0], module, args[0][0], grid)
 
     entering: list[Tensor] = []
-    changes: list[Tensor] = []  # for each place, the changes of the tokens [N]
-    # for each convolution whose patches don't overlap, whether its input is the image
-    reads_pixels: list[bool] = []
 
     # the tokens that enter the first block are enough
     def record_and_stop(tokens: Tensor) -> Tensor:
         entering.append(tokens)
         raise _Stop
 
-    def check_patches(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
-        if module.kernel_size == module.stride and tuple(patches.shape[-2:]) == grid:
-            _check_cover(model, image[0], pixels=args[0][0], patch_size=module.kernel_size)
-            reads_pixels.append(args[0].shape[1] == image.shape[1])
+    def measure_change(change: Callable[[Tensor], object]) -> Float[Tensor, " N"]:
+        # one pair at a time, because all pairs of large images would take much memory
+        pair = image.detach().repeat(2, 1, 1, 1)
+        change(pair[1])
+        entering.clear()
+        with suppress(_Stop), reader.change_tokens(record_and_stop):
+            compute_logits(model, pair)
+        return (entering[0][1] - entering[0][0]).norm(dim=1).cpu()
 
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
-                stack.callback(module.register_forward_hook(check_patches).remove)
-        # one pair at a time, because all pairs of large images would take much memory
+                stack.enter_context(module.register_forward_hook(check_patches))
+        changes = []
         for row, column in places:
-            pair = image.detach().repeat(2, 1, 1, 1)
-            patch = pair[1, :, row * height :, column * width :]
-            patch[:, :height, :width] += noise
-            entering.clear()
-            with suppress(_Stop), reader.change_tokens(record_and_stop):
-                compute_logits(model, pair)
-            changes.append((entering[0][1] - entering[0][0]).norm(dim=1).cpu())
+            part = (
+                slice(row * height, row * height + height),
+                slice(column * width, column * width + width),
+            )
+            changes.append(measure_change(lambda pixels, part=part: pixels[:, *part].add_(noise)))
+        # strips that are narrower than a patch find an image that is cropped within the model
+        strip_height, strip_width = max(height // 8, 1), max(width // 8, 1)
+        edges = [
+            measure_change(lambda pixels: pixels[:, :strip_height].neg_().add_(1)),
+            measure_change(lambda pixels: pixels[:, -strip_height:].neg_().add_(1)),
+            measure_change(lambda pixels: pixels[..., :strip_width].neg_().add_(1)),
+            measure_change(lambda pixels: pixels[..., -strip_width:].neg_().add_(1)),
+        ]
 
-    name = type(model).__name__
-    is_even = any(reads_pixels)
+    overlap = any(is_overlapping)
     for (row, column), token_change in zip(places, changes, strict=True):
         if not token_change.any():
             raise ValueError(
                 f"no token of {name} changes with the pixels of row {row}, column {column} of "
                 f"{rows}×{columns} patches: are they cropped away within the model? Crop before it"
             )
-        if token_change[:num_prefix].any():
-            raise ValueError(
-                f"the tokens of {name} are mixed before the first attention layer that can be read, "
-                "so no map is exact"
-            )
+        distances = torch.stack(
+            [
+                (torch.arange(rows)[:, None] - row).abs().expand(grid),
+                (torch.arange(columns)[None] - column).abs().expand(grid),
+            ]
+        ).flatten(1)  # [2, patches]
         most = int(token_change.argmax()) - num_prefix
         # a convolutional stem spreads a change to the neighbours, which may change more; of two
         # rows or columns each is the other's neighbour, which would tell nothing
-        row_reach, column_reach = (0 if is_even or side < 3 else 1 for side in grid)
-        if abs(most // columns - row) > row_reach or abs(most % columns - column) > column_reach:
+        reach = torch.tensor([1 if overlap and side >= 3 else 0 for side in grid])
+        if most < 0 or (distances[:, most] > reach).any():
             raise ValueError(
                 f"{name} doesn't have {num_prefix} tokens and then {rows}×{columns} patches, row "
                 "by row, so where its tokens lie is unknown"
             )
+        far = distances.amax(dim=0) > (max(3, max(grid) // 2) if overlap else 0)
+        largest = token_change.amax()
+        others = token_change[num_prefix:][far]
+        bound = _FAR_TOLERANCE if overlap else _tolerance(image)
+        if token_change[:num_prefix].any() or (others > bound * largest).any():
+            raise ValueError(
+                f"the tokens of {name} are mixed before the first attention layer that can be read, "
+                "so no map is exact"
+            )
+    if not all(change.any() for change in edges):
+        raise ValueError(
+            f"no token of {name} changes with an edge of the image: does the model crop it? Crop "
+            "before it"
+        )
 
 
 def _check_cover(
     model: nn.Module,
-    image: Float[Tensor, "3 height width"],
-    *,
+    image: Float[Tensor, "C height width"],
+    module: nn.Conv2d,
     pixels: Float[Tensor, "C H W"],
-    patch_size: tuple[int, ...],
+    grid: Grid,
 ) -> None:
-    """Raise ValueError if the `pixels` that become patches are the image with a border, or if some
-    pixels are in no patch. The patches then don't divide the image evenly."""
+    """Raise ValueError if the `pixels` that become patches are the image with a border, if some are
+    in no patch, or if a patch lies more than half a place from where a map shows it."""
     height, width = image.shape[1:]
-    is_image = pixels.shape[0] == len(image) and torch.equal(pixels[:, :height, :width], image)
-    has_border = is_image and pixels.shape != image.shape
-    has_rest = any(side % size for side, size in zip(pixels.shape[1:], patch_size, strict=True))
-    if has_border or has_rest:
+    is_image = torch.equal(pixels[:, :height, :width], image)
+    is_uneven = is_image and pixels.shape != image.shape
+    for axis, cells in enumerate(grid):
+        side = pixels.shape[axis + 1]
+        kernel, stride = module.kernel_size[axis], module.stride[axis]
+        padding = module.padding[axis]
+        before = padding if isinstance(padding, int) else 0
+        cell = side / cells
+        # centres of the first and the last patch, and of the places that show them
+        first = (kernel - 1) / 2 - before
+        last = first + (cells - 1) * stride
+        gaps = (first - (cell - 1) / 2, last - (side - 1 - (cell - 1) / 2))
+        is_uneven |= kernel == stride and side % kernel > 0
+        is_uneven |= any(abs(gap) > cell / 2 for gap in gaps)
+    if is_uneven:
+        rows, columns = module.kernel_size
         raise ValueError(
             f"{type(model).__name__} pads or crops images of {height}×{width} pixels to patches "
-            f"of {patch_size[0]}×{patch_size[1]}, so a map doesn't lie evenly on them; take a "
-            "size that the patches divide"
+            f"of {rows}×{columns}, so a map doesn't lie evenly on them; take a size that the "
+            "patches divide"
         )
 
 
-def check_chain(
-    model: nn.Module,
-    image: OneImage,
-    layers: Sequence[AttentionLayer],
-    *,
-    has_residuals: bool,
-) -> None:
-    """Change half of the tokens that enter the first block, with the attention switched off.
+@torch.no_grad()
+def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
+    """Let all tokens attend to the same half of them, another one in each layer, with equal weights,
+    and change the tokens that enter each block.
+
+    If the other half changes, each of its tokens changes alone: nothing else mixes tokens, the
+    attention has the tokens' order, and each token keeps its own. If the half changes to which all
+    attend, all change: the attention is between tokens.
 
     Args:
-        model: The model, in evaluation mode.
+        reader: The model, in evaluation mode.
         image: A normalised image.
-        layers: The model's attention layers, in order, after a forward pass.
-        has_residuals: The blocks add the attention to their input, which is checked.
+        num_tokens: Number of its tokens.
 
     Raises:
-        ValueError: The other half changes, so something else than attention mixes tokens; or a
-            block doesn't read the output of the one before, or doesn't add to its input.
+        ValueError: Something else changes, so a map of the attention is none of the model.
     """
+    layers = reader.places
     generator = torch.Generator().manual_seed(0)
-    is_changed = torch.rand(layers[0].num_tokens, generator=generator) < 0.5
-    changes, unlinked = _follow_change(model, image, layers, is_changed=is_changed)
-
-    # between two blocks there may be a new tensor, if it depends on the output of the one before
-    everything = torch.ones_like(is_changed)
-    for number in unlinked:
-        later, _ = _follow_change(model, image, layers, is_changed=everything, start=number - 1)
-        if number not in later or not later[number].any():
+    halves = [torch.randperm(num_tokens, generator=generator) % 2 == 0 for _ in layers]
+    seen = _change_halves(reader, image, dict(enumerate(halves)))
+    for number, (layer, is_read) in enumerate(zip(layers, halves, strict=True)):
+        arrived = seen[number + 1].float()
+        change = (arrived[1:] - arrived[:1]).norm(dim=-1).cpu()
+        by_others, by_read = change
+        own = torch.where(is_read, by_read, by_others)
+        if not change.any():
             raise ValueError(
-                f"{layers[number].name} doesn't read what {layers[number - 1].name} gave (are "
-                "there two encoders?), so their attention doesn't multiply to a map"
+                f"{_name_next(layers, number)} doesn't read what {layer.name} gave (are there two "
+                "encoders?), so their attention doesn't multiply to a map"
             )
-        num_fresh = int((later[number] == 0).sum())
-        if num_fresh > 0:
+        if by_others[is_read].amax() > _tolerance(image) * by_others.amax():
             raise ValueError(
-                f"{num_fresh} tokens of {layers[number].name} don't come from the block before "
-                "(prompts of each layer's own?), so their attention doesn't multiply to a map"
+                f"{type(reader.model).__name__} mixes tokens elsewhere than in the attention layers "
+                f"that are known, or attends to them in another order, in or after the block of "
+                f"{layer.name}: a convolution, an attention of another kind? So no map is exact"
+            )
+        if not by_others[~is_read].any() and num_tokens > 1:
+            raise ValueError(
+                f"{layer.name} is an attention without a residual connection around it, and maps "
+                "take each token to be added to what it attends to; methods for models without "
+                "readable attention explain it"
+            )
+        num_fresh = int((own == 0).sum())
+        if num_fresh:
+            raise ValueError(
+                f"{num_fresh} tokens of {_name_next(layers, number)} don't come from the block "
+                "before (prompts of each layer's own?), so their attention doesn't multiply to a map"
+            )
+        reading = by_read[~is_read]
+        # attention that is multiplied by 0 has no effect, as before training
+        has_effect = bool(reading.any()) or _has_effect(reader, image, number, is_read)
+        if (reading == 0).any() and has_effect:
+            raise ValueError(
+                f"the attention of {layer.name} isn't between the tokens of the block (between "
+                "channels?), so no map shows it"
             )
 
-    if has_residuals:
-        _check_residuals(model, image, layers)
-    for number, change in sorted(changes.items()):
-        changed = is_changed[: len(change)]
-        mixed = change[~changed].amax() if not changed.all() else change.new_zeros(())
-        if mixed > _tolerance(image) * change.amax():
-            after = layers[number - 1].name
-            raise ValueError(
-                f"{type(model).__name__} mixes tokens elsewhere than in the attention layers that "
-                f"are known, in or after the block of {after}: a convolution, another order, an "
-                "attention of another kind? So no map is exact"
-            )
+
+def _has_effect(reader: ModelReader, image: OneImage, number: int, is_read: Tensor) -> bool:
+    """Return whether it matters for a layer's block to which tokens all attend."""
+    first, second = (
+        _change_halves(reader, image, {number: half})[number + 1][0] for half in (is_read, ~is_read)
+    )
+    return not torch.equal(first, second)
 
 
-def _check_residuals(model: nn.Module, image: OneImage, layers: Sequence[AttentionLayer]) -> None:
-    """Raise ValueError if a block's tokens depend on its input through the attention alone."""
-    everything = torch.ones(layers[0].num_tokens, dtype=torch.bool)
-    changes, _ = _follow_change(model, image, layers, is_changed=everything, own_weight=0.0)
-    for number, change in sorted(changes.items()):
-        if (change == 0).any():
-            raise ValueError(
-                f"{layers[number - 1].name} is an attention without a residual connection around "
-                "it, and maps take each token to be added to what it attends to; methods for models "
-                "without readable attention explain it"
-            )
+def _change_halves(
+    reader: ModelReader, image: OneImage, halves: Mapping[int, Tensor]
+) -> list[Float[Tensor, "3 N D"]]:
+    """Run three copies of an image while the tokens of some layers attend to one half of them.
+
+    Returns:
+        The copies' tokens as they arrive at each link, before the second's tokens are replaced by
+        the first's with noise on those that aren't read, and the third's on those that are.
+    """
+    layers = reader.build_layers()
+    generator = torch.Generator().manual_seed(0)
+    arrived: list[Tensor] = []
+
+    def change(link: int, tokens: Tensor) -> Tensor:
+        if link == 0:
+            for layer in layers:
+                layer.begin(tokens)
+        arrived.append(tokens)
+        if link not in halves:
+            return tokens
+        one = tokens[0]
+        at_read = halves[link].to(one.device)[:, None]
+        # tokens that are read change alike, because a mean over many would hide their changes
+        noise = torch.randn(one.shape, generator=generator).to(one) * one.std()
+        return torch.stack([one, one + noise * ~at_read, one + noise[:1] * at_read])
+
+    with ExitStack() as stack:
+        stack.enter_context(reader.change_links(change))
+        for number, half in halves.items():
+            mixing = (half / half.sum()).expand(len(half), -1).to(image.device)
+            stack.enter_context(layers[number].watch(lambda call: None, mixing=mixing))
+        run_whole(reader.model, image.detach().repeat(3, 1, 1, 1))
+    return arrived
 
 
 @torch.no_grad()
-def _follow_change(
-    model: nn.Module,
-    image: OneImage,
-    layers: Sequence[AttentionLayer],
-    *,
-    is_changed: Bool[Tensor, " N"],
-    start: int = 0,
-    own_weight: float = 1.0,
-) -> tuple[dict[int, Float[Tensor, " N"]], list[int]]:
-    """Run two copies of the image with attention of each token to itself alone, and add noise to
-    some tokens of the second copy before block `start`.
+def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
+    """Change the pixels and the tokens that enter each block, each in some copies of the image.
 
-    Returns:
-        How much each token differs between the copies before each later block and after the last,
-        by the block's number; and the blocks whose input isn't the output of the one before.
+    A block must read the tokens of the block before and nothing else: in copies that have the same
+    tokens there, the next tokens are the same, whatever pixels and earlier tokens they had. The
+    tokens that leave the last block in this way decide the logits.
+
+    Raises:
+        ValueError: Something leads around the tokens of a block.
     """
+    num_sources = len(reader.places) + 2  # pixels, and each link
+    num_copies = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= num_sources)
+    # of any two sources, each changes a copy that the other doesn't change (Sperner 1928)
+    codes = itertools.combinations(range(1, num_copies + 1), num_copies // 2)
+    changed = [list(code) for _, code in zip(range(num_sources), codes, strict=False)]
+    if num_tokens > _TOKENS_AT_ONCE:
+        for copy in range(1, num_copies + 1):
+            only = [[1] if copy in code else [] for code in changed]
+            _follow_changes(reader, image, only, num_copies=1)
+    else:
+        _follow_changes(reader, image, changed, num_copies=num_copies)
+
+
+def _follow_changes(
+    reader: ModelReader,
+    image: OneImage,
+    changed: Sequence[list[int]],
+    *,
+    num_copies: int,
+) -> None:
+    """Run an image and copies of it, of which each source (the pixels, then each link) changes
+    some. Raise ValueError if one changes that the source before didn't change."""
+    layers = reader.places
     generator = torch.Generator().manual_seed(0)
-    changes: dict[int, Tensor] = {}
-    unlinked = []
-    left: dict[int, Tensor] = {}  # result of the last block, by its number
+    images = image.detach().repeat(1 + num_copies, 1, 1, 1)
+    noise = torch.randn(image[0].shape, generator=generator).to(image)
+    images[changed[0]] += noise
 
-    def keep_change(number: int, tokens: Tensor) -> None:
-        changes[number] = (tokens[1] - tokens[0]).float().norm(dim=-1).cpu()
+    def find_bypass(source: int, tensor: Tensor) -> bool:
+        change = (tensor - tensor[:1]).flatten(1).float().norm(dim=1)
+        kept = [copy for copy in range(1, 1 + num_copies) if copy not in changed[source]]
+        if not kept:
+            return False
+        scale = max(float(change.max()), _tolerance(image) * float(tensor[0].float().norm()))
+        return float(change[kept].max()) > _tolerance(image) * scale
 
-    def on_entry(number: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        tokens: Tensor = args[0]
-        order = layers[number].place.order
-        if number > start:
-            keep_change(number, order(tokens))
-            if left.get(number - 1) is not tokens:
-                unlinked.append(number)
-        elif number == start:
-            one = order(tokens)[0]
-            noise = torch.randn(one.shape, generator=generator) * is_changed[:, None]
-            tokens = order(torch.stack([one, one + one.std() * noise.to(one)]))
-        return (tokens, *args[1:])
+    def change_link(link: int, tokens: Tensor) -> Tensor:
+        if find_bypass(link, tokens):
+            raise ValueError(
+                f"{_name_next(layers, link - 1)} reads something other than the tokens that "
+                f"{layers[link - 1].name} gave (a skip connection?), so their attention doesn't "
+                "multiply to a map"
+            )
+        tokens = tokens[:1].repeat(len(tokens), 1, 1)
+        noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
+        tokens[changed[link + 1]] += noise * tokens[0].std()
+        return tokens
 
-    def on_exit(number: int, module: nn.Module, args: Any, result: Any) -> None:
-        left.clear()
-        left[number] = first_output(result)
-        if number == len(layers) - 1:
-            keep_change(len(layers), layers[number].place.order(left[number]))
+    with reader.change_links(change_link):
+        logits = run_whole(reader.model, images)
+    if find_bypass(-1, logits):
+        raise ValueError(
+            f"the classifier of {type(reader.model).__name__} reads something other than the tokens "
+            f"that {layers[-1].name} gave (tokens of earlier blocks, a second encoder?), so a map "
+            "of its attention shows a part of the model"
+        )
 
-    pair = image.detach().repeat(2, 1, 1, 1)
-    with ExitStack() as stack:
-        for number, layer in enumerate(layers):
-            # without attention, nothing in a block may mix tokens
-            stack.enter_context(layer.without_mixing(own_weight))
-            handles = [
-                layer.block.register_forward_pre_hook(partial(on_entry, number)),
-                layer.block.register_forward_hook(partial(on_exit, number)),
-            ]
-            for handle in handles:
-                stack.callback(handle.remove)
-        known_model: Any = model
-        if has_known_pooling(model):
-            keep_change(len(layers), known_model.forward_features(pair))
-        else:
-            compute_logits(model, pair)
-    return changes, unlinked
+
+def _name_next(layers: Sequence[LayerPlace], number: int) -> str:
+    return layers[number + 1].name if number + 1 < len(layers) else "the classifier"
 
 
 def _tolerance(image: OneImage) -> float:

@@ -4,7 +4,7 @@ a softmax whose result is multiplied with the values.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -90,12 +90,18 @@ class AttentionCall:
 
         return attend
 
-    def detach(self) -> None:
-        """Take all but the output out of the autograd graph."""
-        self.value = self.value.detach()
-        for name in ("weights", "query", "key", "bias"):
-            tensor = getattr(self, name)
-            setattr(self, name, None if tensor is None else tensor.detach())
+    def detach(self) -> "AttentionCall":
+        """Return the attention outside of the autograd graph, without the output and, where the
+        weights don't need them, the values."""
+        tensors = {
+            name: tensor.detach()
+            for name in ("weights", "query", "key", "bias")
+            if (tensor := getattr(self, name)) is not None
+        }
+        # only gradients need them
+        tensors["output"] = self.output.new_empty(0)
+        tensors["value"] = self.value.new_empty(0, 0, 0, 0)
+        return replace(self, **tensors)
 
 
 def softmax_in_place(scores: Tensor) -> Tensor:
@@ -110,8 +116,8 @@ class AttentionWatch(TorchFunctionMode):
     Args:
         batch: Number of images, which tells the heads of [B·H, N, N] apart.
         keep: Called with each attention.
-        own_weight: Weight with which each token attends to itself alone, 1 or 0. None: attention as
-            the model computes it.
+        mixing: Weights [N, N] that every head has instead of its own. None: attention as the model
+            computes it.
         num_keys: Number of tokens, of which a layer may compute some alone. None: all of them.
     """
 
@@ -120,13 +126,13 @@ class AttentionWatch(TorchFunctionMode):
         batch: int,
         keep: Callable[[AttentionCall], object],
         *,
-        own_weight: float | None = None,
+        mixing: Tensor | None = None,
         num_keys: int | None = None,
     ) -> None:
         super().__init__()
         self.batch = batch
         self.keep = keep
-        self.own_weight = own_weight
+        self.mixing = mixing
         self.num_keys = num_keys
         self._weights: list[Tensor] = []  # the result of the last softmax, in all its shapes
         # no method: a call that refers to the watch, and so to `keep`, might be kept in a circle,
@@ -143,23 +149,22 @@ class AttentionWatch(TorchFunctionMode):
     def _read(
         self, result: Any, func: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Look at the result of a function, and return it, or what it is without mixing."""
+        """Look at the result of a function, and return it, or what it is with other weights."""
+        mixing = self.mixing
         if func is F.scaled_dot_product_attention:
             call = self._read_fused(result, _bind(_FUSED, args, kwargs))
-            if self.own_weight is not None:
-                return self.own_weight * call.value[:, :, : call.num_queries]
+            if mixing is not None:
+                mixed = mixing[: call.num_queries].to(call.value) @ call.value
+                return mixed.reshape(result.shape)
             self._keep(call)
         elif func is F.multi_head_attention_forward:
-            if self.own_weight is not None:
-                return (self.own_weight * args[2], *result[1:])
+            if mixing is not None:
+                return (torch.einsum("qk,kbd->qbd", mixing.to(args[2]), args[2]), *result[1:])
             self._keep(self._read_projected(result[0], _bind(_PROJECTED, args, kwargs)))
         elif func in _SOFTMAX:
             if self._is_attention(result, *args, **kwargs):
-                if self.own_weight is not None:
-                    identity = torch.eye(
-                        *result.shape[-2:], dtype=result.dtype, device=result.device
-                    )
-                    result = (self.own_weight * identity).expand_as(result)
+                if mixing is not None:
+                    result = mixing[: result.shape[-2]].to(result).expand_as(result)
                 self._weights = [result]
         elif func in _UNCHANGED and self._is_weights(args[0]):
             self._weights.append(result)

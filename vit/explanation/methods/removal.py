@@ -16,12 +16,7 @@ from torch import Tensor
 
 from vit.explanation.capture.forward import Forward, differentiate
 from vit.explanation.capture.layers import AttentionLayer
-from vit.explanation.capture.pooling import (
-    TokenWeights,
-    compute_latent_attention,
-    find_first_pooled,
-    has_known_pooling,
-)
+from vit.explanation.capture.pooling import TokenWeights
 from vit.explanation.targets import Classes
 from vit.model.logits import at_least_float32
 
@@ -79,43 +74,34 @@ def _differentiate_gates(
 def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> TokenWeights:
     """Differentiate by the gates of the pooling. The result is 0 for a class token, which is read
     whole, and for a maximum, which has no first order."""
-    model = forward.model
     result = torch.zeros_like(at_least_float32(forward.pool_weights))
-    if not has_known_pooling(model):
-        first = _find_measured_mean(forward)
-        result[:, first:] = _differentiate_mean(forward, score, first)
-        return result
-
-    match model.global_pool:
-        case "avg":
-            first = find_first_pooled(model)
-            result[:, first:] = _differentiate_mean(forward, score, first)
-        case "map":
-            # the formula of a layer, with the latent vectors as queries
-            attention = compute_latent_attention(
-                at_least_float32(forward.pooling["q_norm"].detach()),
-                at_least_float32(forward.pooling["k_norm"].detach()),
-            )
-            num_heads = attention.shape[1]
-            value = at_least_float32(forward.pooling["kv"].detach()).chunk(2, dim=-1)[1]
-            value = torch.unflatten(value, -1, (num_heads, -1))  # [B, N, H, K]
-            heads_gradient = differentiate(score, forward.pooling["heads"])
-            heads_gradient = torch.unflatten(heads_gradient, -1, (num_heads, -1)).transpose(1, 2)
-            gates = _differentiate_gates(attention, heads_gradient @ value.permute(0, 2, 3, 1))
+    pool = forward.record.pool
+    if pool is not None and pool.heads is not None:
+        (heads_gradient,) = torch.autograd.grad(
+            score.sum(), pool.heads, retain_graph=True, allow_unused=True
+        )
+        # a classifier may read something else
+        if heads_gradient is not None:
+            gates = _differentiate_layer(pool, heads_gradient)
             # prefix tokens that the pooling does not read keep 0
             result[:, -gates.shape[1] :] = gates
+            return result
+
+    gradient = differentiate(score, forward.tokens)
+    if (gradient != 0).sum(dim=1).amax() > 1:  # not one token for each channel
+        first = _find_measured_mean(forward)
+        result[:, first:] = _differentiate_mean(forward, gradient, first)
     return result
 
 
 def _differentiate_mean(
-    forward: Forward, score: Float[Tensor, " B"], first: int
+    forward: Forward, gradient: Float[Tensor, "B N D"], first: int
 ) -> Float[Tensor, "B _"]:
     """Differentiate by the gates of a mean over the tokens from `first` on: without a token, the
     mean moves away from it by an amount proportional to their difference."""
     pooled = at_least_float32(forward.tokens.detach())[:, first:]
     # gradient of the mean, of which each token has an equal part
-    gradient = differentiate(score, forward.tokens)[:, first:]
-    gradient = gradient.sum(dim=1, keepdim=True) / pooled.shape[1]
+    gradient = gradient[:, first:].sum(dim=1, keepdim=True) / pooled.shape[1]
     centred = pooled - pooled.mean(dim=1, keepdim=True)
     return (centred * gradient).sum(dim=-1)
 

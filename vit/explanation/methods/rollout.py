@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.explanation.capture.forward import Forward, split_prefix
-from vit.explanation.capture.pooling import TokenWeights, compute_pool_weights
+from vit.explanation.capture.pooling import TokenWeights
 from vit.model.logits import at_least_float32
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.arguments import check_choice
@@ -195,8 +195,12 @@ class LogitsAndRollout(nn.Module):
         """Compute logits [B, C], maps [B, rows, columns] and features [B, D]."""
         model = self.model
         tokens, attentions = model.forward_features_with_attention(images)
-        # the poolings of this project need no captured tensors
-        pool_weights = compute_pool_weights(model, tokens, {})
+        pool_weights = torch.zeros_like(at_least_float32(tokens[:, :, 0]))
+        if model.global_pool == "token":
+            pool_weights[:, 0] = 1
+        else:
+            num_patches = model.grid_size[0] * model.grid_size[1]
+            pool_weights[:, model.num_prefix_tokens :] = 1 / num_patches
         relevance = attention_rollout(attentions, pool_weights=pool_weights)
         maps = split_prefix(
             relevance, num_prefix_tokens=model.num_prefix_tokens, grid=model.grid_size
