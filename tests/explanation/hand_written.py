@@ -490,7 +490,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Classifier(blocks(own("chunk", renormalised))),
         "has no attention between all of its tokens",
     ),
-    "two encoders": (lambda: Both(one(), one()), "doesn't read what"),
+    "two encoders": (lambda: Both(one(), one()), "a second encoder"),
     "test-time augmentation": (
         lambda: Flipped(one(), nn.Identity()),
         "isn't part of a module|runs 2 times",

@@ -1,14 +1,14 @@
 """The number that a map explains: a function of the model's outputs, for most models of one class.
 
-If the model chooses one of several classes, the number is the logit of a class, and the effect of
-removed patches is the change of its probability. The probability of a label in a multi-label model
-is a sigmoid, and `vit.explain` explains each label that is predicted. The output of a model with
-one output (regression, or a binary classifier with one logit) and the result of a function of the
-outputs are taken as they are.
+If the model chooses one of several classes, gradients explain the logit of a class, and the effect
+of removed patches is the change of its probability. A label of a multi-label model has a sigmoid.
+The one output of a model (regression, or a binary classifier with one logit) and the result of a
+function of the outputs are taken as they are.
 """
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeGuard, cast
@@ -203,9 +203,7 @@ def build_target(
         if target == "auto" and len(class_names) > 1:
             names = shorten(", ".join(class_names))
             raise ValueError(f"the model gives several numbers; which is to be explained? {names}")
-        index = 0
-        if target != "auto":
-            index = _find_class(target, class_names)
+        index = 0 if target == "auto" else _find_class(target, class_names)
         return Target(_logit, _logit, class_names.__getitem__, _choose_one(index))
 
     # a class may be called "A - B" itself
@@ -213,8 +211,14 @@ def build_target(
         pair = _find_difference(text, class_names)
         if pair is not None:
             return build_difference(class_names, *map(torch.tensor, pair))
-    choose = _build_choice(target, class_names)
-    return replace(LABEL if kind == "labels" else CLASS, choose=choose)
+    record = LABEL if kind == "labels" else CLASS
+    count = _count_most_probable(target, class_names)
+    if count is None:
+        return replace(record, choose=_choose_one(_find_class(target, class_names)))
+    max_count = min(len(class_names), _MAX_CLASSES)
+    if not 1 <= count <= max_count:
+        raise ValueError(f"class {target!r} asks for {count} classes; 1 to {max_count} are drawn")
+    return replace(record, choose=lambda logits: logits.topk(count, dim=1).indices)
 
 
 def starts_with_predicted(target: TargetLike, class_names: Sequence[str]) -> bool:
@@ -255,18 +259,6 @@ def list_targets(targets: Sequence[int | str] | Int[Tensor, " n"]) -> list[int |
     return [entry if isinstance(entry, str) else int(entry) for entry in entries]
 
 
-def _build_choice(target: int | str, class_names: Sequence[str]) -> ChooseClasses:
-    """Build a function from logits to the classes of each image that are explained."""
-    count = _count_most_probable(target, class_names)
-    if count is None:
-        return _choose_one(_find_class(target, class_names))
-
-    max_count = min(len(class_names), _MAX_CLASSES)
-    if not 1 <= count <= max_count:
-        raise ValueError(f"class {target!r} asks for {count} classes; 1 to {max_count} are drawn")
-    return lambda logits: logits.topk(count, dim=1).indices
-
-
 def _logit(logits: Logits, classes: Classes) -> Float[Tensor, " B"]:
     return logits.gather(1, classes[:, None])[:, 0]
 
@@ -291,15 +283,14 @@ def _build_for_each(
 ) -> Target:
     """Build the target of images that each have their own."""
     entries = list_targets(targets)
-    built = {entry: build_target(entry, class_names, kind) for entry in dict.fromkeys(entries)}
     if not entries:
         raise ValueError("there are no targets; pass one for each image")
-    if len({target.score for target in built.values()}) > 1:
-        raise ValueError("the targets of images are of one kind: classes, differences or labels")
-    for entry in built:
+    for entry in entries:
         if starts_with_predicted(entry, class_names):
             raise ValueError(f"the target of an image is a name or an index, not {entry!r}")
-
+    built = {entry: build_target(entry, class_names, kind) for entry in dict.fromkeys(entries)}
+    if len({target.score for target in built.values()}) > 1:
+        raise ValueError("the targets of images are of one kind: classes, differences or labels")
     no_logits = torch.zeros(1, len(class_names))
     classes = [int(built[entry].choose(no_logits)) for entry in entries]
     return built[entries[0]].with_classes(torch.tensor(classes))
@@ -354,14 +345,13 @@ def _subtract(logits: Logits, pairs: Classes) -> Float[Tensor, " B"]:
 def _find_difference(text: str, class_names: Sequence[str]) -> tuple[int, int] | None:
     """Find the two classes of "A - B"; None if there are none. Names may contain the separator, so
     each place of it is tried. Raise ValueError if there are several pairs."""
+    parts = text.split(_MINUS)
     pairs = set()
-    for match in re.finditer(re.escape(_MINUS), text):
-        sides = (text[: match.start()], text[match.end() :])
-        try:
+    for place in range(1, len(parts)):
+        sides = (_MINUS.join(parts[:place]), _MINUS.join(parts[place:]))
+        with suppress(ValueError):
             first, second = (_find_class(side, class_names) for side in sides)
-        except ValueError:
-            continue
-        pairs.add((first, second))
+            pairs.add((first, second))
     if len(pairs) > 1:
         raise ValueError(f"class {text!r} can be read as several differences; give the indices")
     return pairs.pop() if pairs else None
@@ -395,14 +385,13 @@ def _count_most_probable(target: int | str, class_names: Sequence[str]) -> int |
 def _find_class(target: int | str, class_names: Sequence[str]) -> int:
     """Find the index of a class by its name, its index or one of its synonyms. A number is an
     index; a text of digits is a name if a class is called by a number."""
-    if not isinstance(target, str) and 0 <= target < len(class_names):
-        return int(target)
     name = str(target)
+    are_numbers = any(class_name.isdecimal() for class_name in class_names)
+    is_name = isinstance(target, str) and (are_numbers or name in class_names)
+    if name.isdecimal() and int(name) < len(class_names) and not is_name:
+        return int(name)
     if name in class_names:
         return list(class_names).index(name)
-    are_numbers = any(class_name.isdecimal() for class_name in class_names)
-    if name.isdecimal() and int(name) < len(class_names) and not are_numbers:
-        return int(name)
 
     # ImageNet's classes have synonyms, separated by commas; case doesn't matter
     matches = []

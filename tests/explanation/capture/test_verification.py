@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "two encoders": (
         lambda: Wrapper(lambda x, a, b: a(x) + b(x), build_timm(), build_timm()),
-        r"models\.1\.blocks\.0\.attn doesn't read what models\.0\.blocks\.2\.attn gave",
+        r"models\.1\.blocks\.0\.attn reads something other than the tokens that models\.0\.",
     ),
     "attention without a residual connection": (
         lambda: insert(MyAttention()),

@@ -197,7 +197,7 @@ def capture_attention(
 
         def begin_pass(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             # the images tell their size; to find the layers, the model runs once more
-            if not layers:
+            if not layers and reader.image_size is None:
                 tensors = (arg for arg in (*args, *options.values()) if isinstance(arg, Tensor))
                 images = next((tensor for tensor in tensors if tensor.ndim == 4), None)
                 if images is None:
@@ -334,8 +334,8 @@ def run_forward(
         with evaluation_mode(model), without_fast_path():
             check_places(reader, images[:1], num_prefix=num_prefix, grid=grid)
             check_repeatable(model, images[:1], logits[:1])
-            check_mixing(reader, images[:1], layers[0].num_tokens)
             check_bypass(reader, images[:1], layers[0].num_tokens)
+            check_mixing(reader, images[:1], layers[0].num_tokens)
     return Forward(
         reader=reader,
         images=images,

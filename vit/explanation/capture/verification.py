@@ -31,7 +31,7 @@ _FAR_TOLERANCE = 0.05
 # number of tokens up to which all rows of a check run in one batch
 _TOKENS_AT_ONCE = 1100
 
-OneImage = Float[Tensor, "1 C height width"]
+OneImage = Float[Tensor, "1 channels height width"]
 
 
 class _Stop(Exception):
@@ -137,7 +137,8 @@ def check_places(
                 f"{name} doesn't have {num_prefix} tokens and then {rows}×{columns} patches, row "
                 "by row, so where its tokens lie is unknown"
             )
-        far = distances.amax(dim=0) > (max(3, max(grid) // 2) if overlap else 0)
+        # an image that is resized within the model has pixels of two patches at their border
+        far = distances.amax(dim=0) > (max(3, max(grid) // 2) if overlap else 1)
         largest = token_change.amax()
         others = token_change[num_prefix:][far]
         bound = _FAR_TOLERANCE if overlap else _tolerance(image)
@@ -155,9 +156,9 @@ def check_places(
 
 def _check_cover(
     model: nn.Module,
-    image: Float[Tensor, "C height width"],
+    image: Float[Tensor, "channels height width"],
     module: nn.Conv2d,
-    pixels: Float[Tensor, "C H W"],
+    pixels: Float[Tensor, "channels H W"],
     grid: Grid,
 ) -> None:
     """Raise ValueError if the `pixels` that become patches are the image with a border, if some are
@@ -212,18 +213,13 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
         change = (arrived[1:] - arrived[:1]).norm(dim=-1).cpu()
         by_others, by_read = change
         own = torch.where(is_read, by_read, by_others)
-        if not change.any():
-            raise ValueError(
-                f"{_name_next(layers, number)} doesn't read what {layer.name} gave (are there two "
-                "encoders?), so their attention doesn't multiply to a map"
-            )
         if by_others[is_read].amax() > _tolerance(image) * by_others.amax():
             raise ValueError(
                 f"{type(reader.model).__name__} mixes tokens elsewhere than in the attention layers "
                 f"that are known, or attends to them in another order, in or after the block of "
                 f"{layer.name}: a convolution, an attention of another kind? So no map is exact"
             )
-        if not by_others[~is_read].any() and num_tokens > 1:
+        if change.any() and not by_others[~is_read].any() and num_tokens > 1:
             raise ValueError(
                 f"{layer.name} is an attention without a residual connection around it, and maps "
                 "take each token to be added to what it attends to; methods for models without "
@@ -339,8 +335,8 @@ def _follow_changes(
         if find_bypass(link, tokens):
             raise ValueError(
                 f"{_name_next(layers, link - 1)} reads something other than the tokens that "
-                f"{layers[link - 1].name} gave (a skip connection?), so their attention doesn't "
-                "multiply to a map"
+                f"{layers[link - 1].name} gave (a skip connection, a second encoder?), so their "
+                "attention doesn't multiply to a map"
             )
         tokens = tokens[:1].repeat(len(tokens), 1, 1)
         noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)

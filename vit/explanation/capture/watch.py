@@ -91,17 +91,18 @@ class AttentionCall:
         return attend
 
     def detach(self) -> "AttentionCall":
-        """Return the attention outside of the autograd graph, without the output and, where the
-        weights don't need them, the values."""
+        """Return the attention outside of the autograd graph, without the output and the
+        values."""
         tensors = {
             name: tensor.detach()
             for name in ("weights", "query", "key", "bias")
             if (tensor := getattr(self, name)) is not None
         }
+        detached = replace(self, **tensors)
         # only gradients need them
-        tensors["output"] = self.output.new_empty(0)
-        tensors["value"] = self.value.new_empty(0, 0, 0, 0)
-        return replace(self, **tensors)
+        detached.output = self.output.new_empty(0)
+        detached.value = self.value.new_empty(0, 0, 0, 0)
+        return detached
 
 
 def softmax_in_place(scores: Tensor) -> Tensor:
