@@ -213,7 +213,12 @@ _REASONS = {
     "isn't of batches and heads|isn't part of a module|isn't added to": (
         "arranges its tokens or heads differently"
     ),
-    "mixes tokens elsewhere": "mixes tokens outside its attention",
+    "mixes tokens elsewhere|tokens of .* are mixed|isn't between the tokens": (
+        "mixes tokens outside its attention"
+    ),
+    "reads something other than the tokens|don't come from the block before": (
+        "leads information around its blocks"
+    ),
     "computes something else than softmax": "computes something other than a softmax times values",
 }
 

@@ -120,29 +120,6 @@ def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(pool: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_tokens_first_are_read_as_tokens_of_a_batch_first_are() -> None:
-    by_order = []
-    for batch_first in (False, True):
-        encoder = hand_written.encoder(norm_first=True, batch_first=batch_first)
-        inner = encoder if batch_first else hand_written.TokensFirst(encoder)
-        model, images = build(lambda inner=inner: Classifier(inner))  # type: ignore[misc]
-        by_order.append((model, encoder))
-    by_order[1][0].load_state_dict(
-        {
-            name.replace("encoder.encoder", "encoder"): value
-            for name, value in by_order[0][0].state_dict().items()
-        }
-    )
-    maps = []
-    for model, _ in by_order:
-        forward, _, found = compute_maps(model, images, methods=ALL)
-        remove = build_removal(forward.reader, images, grid=forward.grid)
-        kept = remove(torch.tensor([0, 1]), torch.tensor([[1, 3, 7], [5, 4, 0]]))
-        maps.append([kept, *(one.values for one in found)])
-    for one, other in zip(*maps, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
 class Mae(timm.models.VisionTransformer):
     """As its authors derive it from timm's: the mean of the patches, then a norm."""
 
@@ -168,24 +145,6 @@ def test_maes_own_pooling_is_read() -> None:
         run_forward(model, images).pool_weights,
         torch.cat([torch.zeros(2, 1), torch.full((2, 16), 1 / 16)], dim=1),
     )
-
-
-def test_grouped_queries_of_timm_are_read() -> None:
-    """They equal those of a layer that has each key and value twice."""
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
-    sizes |= {"qkv_fused": False, "use_rot_pos_emb": True, "attn_type": "rope", "num_classes": 5}
-    grouped, images = build(lambda: timm.models.Eva(num_kv_heads=2, **sizes))
-    whole, _ = build(lambda: timm.models.Eva(**sizes))
-    weights = grouped.state_dict()
-    for name, weight in weights.items():
-        if "k_proj" in name or "v_proj" in name:
-            weights[name] = weight.unflatten(0, (2, -1)).repeat_interleave(2, dim=0).flatten(0, 1)
-    whole.load_state_dict(weights)
-    maps = [
-        compute_maps(model, images, methods=["rollout", "gae"])[2] for model in (grouped, whole)
-    ]
-    for one, other in zip(*maps, strict=True):
-        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_of_ones_own_is_explained_by_one_call() -> None:

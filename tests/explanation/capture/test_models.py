@@ -99,20 +99,6 @@ def test_the_pool_weights_are_what_the_classifier_reads(name: str) -> None:
         assert patches.std() > 0
 
 
-@pytest.mark.parametrize("pool", ["token", "avg", "max"])
-def test_what_is_measured_of_a_wrapped_model_is_what_the_model_says(
-    from_timm: Callable[..., Any], pool: str
-) -> None:
-    model, images = from_timm(global_pool=pool)
-    expected, _, maps = compute_maps(model, images, methods=["rollout", "gae", "libra-fullgrad"])
-    found, _, of_wrapped = compute_maps(
-        nn.Sequential(nn.Identity(), model), images, methods=["rollout", "gae", "libra-fullgrad"]
-    )
-    assert (found.pool_weights - expected.pool_weights).abs().max() < 1e-6
-    for one, other in zip(maps, of_wrapped, strict=True):
-        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_left_out_where_the_attention_knows_no_positions(name: str) -> None:
     model, images = build(name)
@@ -213,20 +199,6 @@ def test_layers_that_see_texts_are_left_out(name: str) -> None:
         assert found.shape == (2, 4, 4)
         assert found.std() > 0
         torch.testing.assert_close(found, maps[1][method], rtol=1e-4, atol=1e-5)
-
-
-def test_timms_model_in_hugging_faces_wrapper_has_its_maps() -> None:
-    config = transformers.TimmWrapperConfig(
-        architecture="vit_tiny_patch16_224",
-        num_labels=5,
-        model_args={"img_size": 32, "embed_dim": 48, "depth": 2, "num_heads": 2},
-    )
-    wrapped = transformers.TimmWrapperForImageClassification(config).eval()
-    images = torch.randn(2, 3, 32, 32)
-    for method in ("rollout", "gae"):
-        found = vit.attribute(wrapped, images, method=method, target=[1, 2])
-        expected = vit.attribute(wrapped.timm_model, images, method=method, target=[1, 2])
-        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch will move quantisation to another package

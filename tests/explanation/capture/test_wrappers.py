@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tests.explanation.model_zoo import NUM_CLASSES, build
-from vit.bundle import Bundle
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.checks.token_ablation import build_probability, build_removal
 from vit.explanation.methods.maps import compute_maps
@@ -113,18 +112,6 @@ def test_a_wrapped_model_has_the_maps_of_the_model(name: str) -> None:
         torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("name", ["DistributedDataParallel", "torch.compile"])
-def test_a_bundle_of_a_wrapped_model_is_of_the_model(name: str) -> None:
-    model, _ = build("hugging-face")
-    bundle = Bundle.from_model(WRAPPERS[name](model))
-    expected = Bundle.from_model(model)
-    assert bundle.model is model
-    assert bundle.sha256 == expected.sha256
-    assert bundle.preprocess == expected.preprocess
-    assert bundle.class_names == expected.class_names
-
-
 # peft asks for what Hugging Face has renamed
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
@@ -174,7 +161,7 @@ def adapt(family: str) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize("family", ["timm", "hugging-face"])
 def test_maps_in_training_mode_are_those_of_evaluation_mode(family: str) -> None:
-    """LeGrad runs the head again, libra-removal the projections."""
+    """libra-removal runs the projections again."""
     model, images = adapt(family)
     _, _, maps = compute_maps(model, images, methods=METHODS)
     assert model.training
@@ -248,11 +235,12 @@ def test_prompts_that_a_hook_adds_are_pooled_as_the_model_pools(pool: str) -> No
     )
     forward = run_forward(model, images)
     assert forward.num_prefix_tokens == 1 + NUM_PROMPTS
-    measured = run_forward(nn.Sequential(model), images)
-    torch.testing.assert_close(forward.pool_weights, measured.pool_weights)
-    _, _, (maps,) = compute_maps(model, images, methods=["removal-gradient"])
-    _, _, (expected,) = compute_maps(nn.Sequential(model), images, methods=["removal-gradient"])
-    torch.testing.assert_close(maps.values, expected.values, rtol=1e-4, atol=1e-7)
+    expected = torch.zeros(2, 25 + NUM_PROMPTS)
+    if pool == "token":
+        expected[:, 0] = 1
+    else:
+        expected[:, 1:] = 1 / (24 + NUM_PROMPTS)
+    torch.testing.assert_close(forward.pool_weights, expected)
 
 
 def build_siglip2() -> nn.Module:
@@ -295,13 +283,3 @@ def test_compiled_code_is_not_recorded() -> None:
         capture_attention(compile_lazily(model)),
     ):
         pass
-
-
-def test_images_are_passed_by_name_where_they_are_not_first() -> None:
-    class TextsFirst(KeywordOnly):
-        def forward(self, input_ids: Any = None, pixel_values: Any = None) -> Any:  # type: ignore[override]
-            return self.model(pixel_values)
-
-    model, images = build("timm")
-    with torch.no_grad():
-        assert torch.equal(compute_logits(TextsFirst(model), images), model(images))

@@ -8,7 +8,7 @@ assumption is wrong. They need no list of names.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 import torch
@@ -62,21 +62,28 @@ def check_places(
     model = reader.model
     name = type(model).__name__
     rows, columns = grid
-    channels, total_height, total_width = image.shape[1:]
-    height, width = total_height // rows, total_width // columns
+    height, width = image.shape[2] // rows, image.shape[3] // columns
     generator = torch.Generator().manual_seed(0)
     inner = torch.randperm(rows * columns, generator=generator)[:_INNER_PATCHES].tolist()
     # corners find an image that is mirrored or turned within the model
     places = list(itertools.product((0, rows - 1), (0, columns - 1)))
     places += [divmod(patch, columns) for patch in inner]
+    parts = [
+        (slice(row * height, row * height + height), slice(column * width, column * width + width))
+        for row, column in places
+    ]
+    # strips that are narrower than a patch find an image that is cropped within the model
+    strip, everything = max(min(height, width) // 8, 1), slice(None)
+    for edge in (slice(strip), slice(-strip, None)):
+        parts += [(edge, everything), (everything, edge)]
     # noise is visible even if the model clips values
-    noise = torch.randn(channels, height, width, generator=generator).to(image)
+    noise = torch.randn(image[0].shape, generator=generator).to(image)
     is_overlapping: list[bool] = []  # for each convolution
 
     def check_patches(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
         sides = zip(module.kernel_size, module.stride, strict=True)
         is_overlapping.append(any(kernel > stride for kernel, stride in sides))
-        if args[0].shape[1] == channels and tuple(patches.shape[-2:]) == grid:
+        if args[0].shape[1] == image.shape[1] and tuple(patches.shape[-2:]) == grid:
             _check_cover(model, image[0], module, args[0][0], grid)
 
     entering: list[Tensor] = []
@@ -86,68 +93,49 @@ def check_places(
         entering.append(tokens)
         raise _Stop
 
-    def measure_change(change: Callable[[Tensor], object]) -> Float[Tensor, " N"]:
-        # one pair at a time, because all pairs of large images would take much memory
-        pair = image.detach().repeat(2, 1, 1, 1)
-        change(pair[1])
-        entering.clear()
-        with suppress(_Stop), reader.change_tokens(record_and_stop):
-            compute_logits(model, pair)
-        return (entering[0][1] - entering[0][0]).norm(dim=1).cpu()
-
+    changes: list[Float[Tensor, " N"]] = []
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 stack.enter_context(module.register_forward_hook(check_patches))
-        changes = []
-        for row, column in places:
-            part = (
-                slice(row * height, row * height + height),
-                slice(column * width, column * width + width),
-            )
-            changes.append(measure_change(lambda pixels, part=part: pixels[:, *part].add_(noise)))
-        # strips that are narrower than a patch find an image that is cropped within the model
-        strip_height, strip_width = max(height // 8, 1), max(width // 8, 1)
-        edges = [
-            measure_change(lambda pixels: pixels[:, :strip_height].neg_().add_(1)),
-            measure_change(lambda pixels: pixels[:, -strip_height:].neg_().add_(1)),
-            measure_change(lambda pixels: pixels[..., :strip_width].neg_().add_(1)),
-            measure_change(lambda pixels: pixels[..., -strip_width:].neg_().add_(1)),
-        ]
+        # one pair at a time, because all pairs of large images would take much memory
+        for part in parts:
+            pair = image.detach().repeat(2, 1, 1, 1)
+            pair[1, :, *part] += noise[:, *part]
+            entering.clear()
+            with suppress(_Stop), reader.change_tokens(record_and_stop):
+                compute_logits(model, pair)
+            changes.append((entering[0][1] - entering[0][0]).norm(dim=1).cpu())
 
     overlap = any(is_overlapping)
-    for (row, column), token_change in zip(places, changes, strict=True):
+    for (row, column), token_change in zip(places, changes, strict=False):
         if not token_change.any():
             raise ValueError(
                 f"no token of {name} changes with the pixels of row {row}, column {column} of "
                 f"{rows}×{columns} patches: are they cropped away within the model? Crop before it"
             )
-        distances = torch.stack(
-            [
-                (torch.arange(rows)[:, None] - row).abs().expand(grid),
-                (torch.arange(columns)[None] - column).abs().expand(grid),
-            ]
-        ).flatten(1)  # [2, patches]
+        down = (torch.arange(rows)[:, None] - row).abs().expand(grid).flatten()
+        across = (torch.arange(columns) - column).abs().expand(grid).flatten()
+        # an image that is resized within the model has pixels of two patches at their border
+        reach = max(3, max(grid) // 2) if overlap else 1
+        far = token_change[num_prefix:][torch.maximum(down, across) > reach]
+        bound = _FAR_TOLERANCE if overlap else _tolerance(image)
+        is_mixed = bool(token_change[:num_prefix].any())
         most = int(token_change.argmax()) - num_prefix
         # a convolutional stem spreads a change to the neighbours, which may change more; of two
         # rows or columns each is the other's neighbour, which would tell nothing
-        reach = torch.tensor([1 if overlap and side >= 3 else 0 for side in grid])
-        if most < 0 or (distances[:, most] > reach).any():
+        row_reach, column_reach = (int(overlap and side >= 3) for side in grid)
+        if not is_mixed and (down[most] > row_reach or across[most] > column_reach):
             raise ValueError(
                 f"{name} doesn't have {num_prefix} tokens and then {rows}×{columns} patches, row "
                 "by row, so where its tokens lie is unknown"
             )
-        # an image that is resized within the model has pixels of two patches at their border
-        far = distances.amax(dim=0) > (max(3, max(grid) // 2) if overlap else 1)
-        largest = token_change.amax()
-        others = token_change[num_prefix:][far]
-        bound = _FAR_TOLERANCE if overlap else _tolerance(image)
-        if token_change[:num_prefix].any() or (others > bound * largest).any():
+        if is_mixed or (far > bound * token_change.amax()).any():
             raise ValueError(
                 f"the tokens of {name} are mixed before the first attention layer that can be read, "
                 "so no map is exact"
             )
-    if not all(change.any() for change in edges):
+    if not all(change.any() for change in changes[len(places) :]):
         raise ValueError(
             f"no token of {name} changes with an edge of the image: does the model crop it? Crop "
             "before it"
