@@ -1,9 +1,7 @@
 """Models that people wrote themselves are read right, or refused in a sentence."""
 
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -159,30 +157,3 @@ def test_a_model_of_ones_own_is_explained_by_one_call() -> None:
     )
     assert list(result.maps) == ["libra-removal", "rollout"]
     assert result.maps["rollout"].shape == (1, 4, 4)
-
-
-@pytest.mark.extended
-def test_what_is_trained_is_explained(tmp_path: Path) -> None:
-    """A model of one's own learns whether a patch is bright, and its map points at it."""
-    random = np.random.default_rng(0)
-    pictures, labels, places = [], [], []
-    for number in range(200):
-        pixels = random.integers(0, 90, (32, 32, 3), dtype=np.uint8)
-        row, column = random.integers(0, 4, 2)
-        if number % 2:
-            pixels[8 * row : 8 * row + 8, 8 * column : 8 * column + 8] += 160
-        pictures.append(Image.fromarray(pixels))
-        labels.append(("dark", "bright")[number % 2])
-        places.append(int(4 * row + column))
-    torch.manual_seed(0)
-    encoder = PairsOfLayers(own("chunk", module_softmax), norm=True)
-    train = {"epochs": 25, "batch_size": 16, "device": "cpu", "precision": "float32"}
-    run = vit.train(
-        {"data": {"image_size": 32}, "optimizer": {"lr": 3e-3}, "train": train},
-        dataset=(pictures, labels),
-        model=Classifier(encoder, pool="mean", num_classes=2),
-        output=tmp_path / "run",
-    )
-    result = vit.explain(run.bundle, pictures[1:21:2], methods=["libra-removal"], target="bright")
-    found = result.maps["libra-removal"].flatten(1).argmax(dim=1).tolist()
-    assert sum(one == other for one, other in zip(found, places[1:21:2], strict=True)) >= 8

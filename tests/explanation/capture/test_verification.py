@@ -90,10 +90,6 @@ def share_a_layer() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "attention without a residual connection": (
-        lambda: insert(MyAttention()),
-        "without a residual connection",
-    ),
     "convolution": (lambda: insert(Convolve()), "mixes tokens elsewhere"),
     "mixed before": (
         lambda: nn.Sequential(set_module("norm_pre", Convolve())),
