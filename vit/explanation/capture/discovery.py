@@ -93,6 +93,7 @@ class _Seen:
     num_queries: int
     num_tokens: int
     time: int  # number of results before its weights
+    is_alike: bool  # the two images, which are the same, have the same values
 
 
 class _Discovery(AttentionWatch):
@@ -134,9 +135,10 @@ class _Discovery(AttentionWatch):
             begin, time = self._begin
             path = path[: sum(one is other for one, other in zip(path, begin, strict=False))]
         _, num_heads, num_tokens, _ = call.value.shape
-        # the two images are the same, and texts have another batch or differ
-        if len(call.value) == _BATCH and torch.allclose(*call.value.float(), atol=1e-3):
-            self.seen.append(_Seen(path, num_heads, call.num_queries, num_tokens, time))
+        if len(call.value) == _BATCH:
+            is_alike = torch.allclose(*call.value.float(), atol=1e-3)
+            seen = _Seen(path, num_heads, call.num_queries, num_tokens, time, is_alike)
+            self.seen.append(seen)
 
 
 def _is_tokens(value: object) -> bool:
@@ -210,7 +212,9 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Disc
                 f"{height}×{width} pixels: {error}"
             ) from error
 
-    seen_layers = [seen for seen in watch.seen if seen.num_queries == seen.num_tokens]
+    # texts have another batch, or differ
+    seen_calls = [seen for seen in watch.seen if seen.is_alike] or watch.seen
+    seen_layers = [seen for seen in seen_calls if seen.num_queries == seen.num_tokens]
     if not seen_layers:
         raise ValueError(
             f"{family} has no attention between all of its tokens that torch's functions or a "
@@ -239,7 +243,7 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Disc
             LayerPlace(names[seen.path[-1]], names[block], seen.num_heads, tokens_first=is_turned)
         )
     pool = None
-    last = watch.seen[-1]
+    last = seen_calls[-1]
     if last.num_queries < last.num_tokens:
         pool = LayerPlace(names[last.path[-1]], places[-1].block, last.num_heads)
 

@@ -178,7 +178,7 @@ def _check_cover(
 @torch.no_grad()
 def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     """Let all tokens attend to the same half of them, another one in each layer, with equal weights,
-    and change the tokens that enter each block.
+    and change the tokens that enter each block. Half of the others attend to themselves, too.
 
     If the other half changes, each of its tokens changes alone: nothing else mixes tokens, the
     attention has the tokens' order, and each token keeps its own. If the half changes to which all
@@ -194,9 +194,10 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     """
     layers = reader.places
     generator = torch.Generator().manual_seed(0)
-    halves = [torch.randperm(num_tokens, generator=generator) % 2 == 0 for _ in layers]
-    seen = _change_halves(reader, image, dict(enumerate(halves)))
-    for number, (layer, is_read) in enumerate(zip(layers, halves, strict=True)):
+    groups = [torch.randperm(num_tokens, generator=generator) % 4 for _ in layers]
+    seen = _change_halves(reader, image, dict(enumerate(groups)))
+    for number, (layer, group) in enumerate(zip(layers, groups, strict=True)):
+        is_read = group < 2
         arrived = seen[number + 1].float()
         change = (arrived[1:] - arrived[:1]).norm(dim=-1).cpu()
         by_others, by_read = change
@@ -207,7 +208,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
                 f"that are known, or attends to them in another order, in or after the block of "
                 f"{layer.name}: a convolution, an attention of another kind? So no map is exact"
             )
-        if change.any() and not by_others[~is_read].any() and num_tokens > 1:
+        if change.any() and num_tokens > 3 and not by_others[group == 3].any():
             raise ValueError(
                 f"{layer.name} is an attention without a residual connection around it, and maps "
                 "take each token to be added to what it attends to; methods for models without "
@@ -221,7 +222,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
             )
         reading = by_read[~is_read]
         # attention that is multiplied by 0 has no effect, as before training
-        has_effect = bool(reading.any()) or _has_effect(reader, image, number, is_read)
+        has_effect = bool(reading.any()) or _has_effect(reader, image, number, group)
         if (reading == 0).any() and has_effect:
             raise ValueError(
                 f"the attention of {layer.name} isn't between the tokens of the block (between "
@@ -229,18 +230,19 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
             )
 
 
-def _has_effect(reader: ModelReader, image: OneImage, number: int, is_read: Tensor) -> bool:
+def _has_effect(reader: ModelReader, image: OneImage, number: int, group: Tensor) -> bool:
     """Return whether it matters for a layer's block to which tokens all attend."""
     first, second = (
-        _change_halves(reader, image, {number: half})[number + 1][0] for half in (is_read, ~is_read)
+        _change_halves(reader, image, {number: one})[number + 1][0] for one in (group, 3 - group)
     )
     return not torch.equal(first, second)
 
 
 def _change_halves(
-    reader: ModelReader, image: OneImage, halves: Mapping[int, Tensor]
+    reader: ModelReader, image: OneImage, groups: Mapping[int, Tensor]
 ) -> list[Float[Tensor, "3 N D"]]:
-    """Run three copies of an image while the tokens of some layers attend to one half of them.
+    """Run three copies of an image while the tokens of some layers, by their numbers, attend to
+    those of the groups 0 and 1; those of the group 2 attend to themselves, too.
 
     Returns:
         The copies' tokens as they arrive at each link, before the second's tokens are replaced by
@@ -255,18 +257,20 @@ def _change_halves(
             for layer in layers:
                 layer.begin(tokens)
         arrived.append(tokens)
-        if link not in halves:
+        if link not in groups:
             return tokens
         one = tokens[0]
-        at_read = halves[link].to(one.device)[:, None]
+        at_read = (groups[link] < 2).to(one.device)[:, None]
         # tokens that are read change alike, because a mean over many would hide their changes
         noise = torch.randn(one.shape, generator=generator).to(one) * one.std()
         return torch.stack([one, one + noise * ~at_read, one + noise[:1] * at_read])
 
     with ExitStack() as stack:
         stack.enter_context(reader.change_links(change))
-        for number, half in halves.items():
-            mixing = (half / half.sum()).expand(len(half), -1).to(image.device)
+        for number, group in groups.items():
+            mixing = ((group < 2) / (group < 2).sum()).repeat(len(group), 1)
+            mixing[group == 2] = (mixing[group == 2] + torch.eye(len(group))[group == 2]) / 2
+            mixing = mixing.to(image.device)
             stack.enter_context(layers[number].watch(lambda call: None, mixing=mixing))
         run_whole(reader.model, image.detach().repeat(3, 1, 1, 1))
     return arrived

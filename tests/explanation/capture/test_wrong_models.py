@@ -1,0 +1,411 @@
+"""Models whose maps would be plausible and wrong are refused, however they are written; what looks
+like them and is right is read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import vit
+from tests.explanation.hand_written import (
+    CLASSES,
+    HEADS,
+    SIZE,
+    TOKENS,
+    WIDTH,
+    Classifier,
+    PairsOfLayers,
+    PreNormBlock,
+    blocks,
+    build,
+    by_hand,
+    own,
+    scaled_fused,
+    tensor_softmax,
+)
+from vit.explanation.capture.forward import run_forward
+
+Order = Callable[[int], list[int]]
+MIXED_BEFORE = "mixed before the first attention layer"
+ELSEWHERE = "mixes tokens elsewhere .* or attends to them in another order"
+PART = "shows a part of the model"
+
+
+def attention() -> nn.Module:
+    return own("chunk", tensor_softmax)()
+
+
+class Ordered(nn.Module):
+    """Tokens in another order within a module, and back."""
+
+    def __init__(self, inner: nn.Module, order: Order) -> None:
+        super().__init__()
+        self.inner, self.order = inner, order
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.tensor(self.order(x.shape[1]))
+        return self.inner(x[:, order])[:, order.argsort()]
+
+
+def reverse(count: int) -> list[int]:
+    return list(range(count))[::-1]
+
+
+def turn_patches(count: int) -> list[int]:
+    return [0, *range(1, count)[::-1]]
+
+
+def interleave(count: int) -> list[int]:
+    """Z-order, as models of point clouds have it."""
+
+    def number(place: int) -> int:
+        row, column = divmod(place - 1, 4)
+        return sum(
+            (row >> bit & 1) << 2 * bit + 1 | (column >> bit & 1) << 2 * bit for bit in (0, 1)
+        )
+
+    return [0, *sorted(range(1, count), key=number)]
+
+
+class Turn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :1], x[:, 1:].flip(1)], dim=1)
+
+
+class ChannelAttention(nn.Module):
+    """Attention between channels (XCiT), of which each head has as many as there are tokens."""
+
+    def __init__(self, *, fused: bool, scale: float = 1.0) -> None:
+        super().__init__()
+        width = 2 * TOKENS
+        self.qkv, self.fused, self.scale = nn.Linear(width, 3 * width), fused, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, TOKENS)).permute(2, 0, 3, 4, 1)
+        if self.fused:
+            out = F.scaled_dot_product_attention(q, k, v)
+        else:
+            out = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT).softmax(dim=-1) @ v
+        return self.scale * out.permute(0, 3, 1, 2).flatten(2)
+
+
+class ChannelClassifier(nn.Module):
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.patchify = nn.Conv2d(3, 2 * TOKENS, 8, 8)
+        self.layers = nn.ModuleList(ChannelAttention(fused=fused) for _ in range(2))
+        self.head = nn.Linear(2 * TOKENS, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patchify(images).flatten(2).mT
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.mean(dim=1))
+
+
+class LinearAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return q.sigmoid() @ (k.sigmoid().mT @ v) / x.shape[1]
+
+
+class PooledKeys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.kv(F.avg_pool1d(x.mT, 2, 2).mT).chunk(2, dim=-1)
+        return (self.q(x) @ k.mT / 5).softmax(dim=-1) @ v
+
+
+class AddMean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(dim=1, keepdim=True)
+
+
+def begin_with(first: Callable[[], nn.Module]) -> nn.Module:
+    """No class token, whose change would show it."""
+    encoder = nn.Sequential(PreNormBlock(first()), PreNormBlock(attention()))
+    return Classifier(encoder, tokens=0, pool="mean")
+
+
+class Encoder(nn.Module):
+    """Four blocks, and something that leads around them."""
+
+    def __init__(self, run: Callable[["Encoder", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PreNormBlock(attention()) for _ in range(4))
+        self.project, self.join = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def skip(encoder: Encoder, x: Tensor) -> Tensor:
+    """As in a U-ViT."""
+    first = encoder.blocks[0](x)
+    inner = encoder.blocks[2](encoder.blocks[1](first))
+    return encoder.blocks[3](encoder.join(torch.cat([inner, first], dim=-1)))
+
+
+def average(encoder: Encoder, x: Tensor) -> Tensor:
+    """As in a DenseFormer."""
+    outputs = [x]
+    for block in encoder.blocks:
+        outputs.append(block(torch.stack(outputs).mean(dim=0)))
+    return outputs[-1]
+
+
+def add_embedding(encoder: Encoder, x: Tensor) -> Tensor:
+    return nn.Sequential(*encoder.blocks)(x) + encoder.project(x)
+
+
+def add_class_tokens(encoder: Encoder, x: Tensor) -> Tensor:
+    """As DINOv2's linear classifier, which reads the class tokens of several blocks."""
+    total = torch.zeros_like(x[:, :1])
+    for block in encoder.blocks:
+        x = block(x)
+        total = total + x[:, :1]
+    return torch.cat([total, x[:, 1:]], dim=1)
+
+
+class Fused(nn.Module):
+    """A classifier whose logits another part of the model changes."""
+
+    def __init__(self, part: nn.Module, share: float) -> None:
+        super().__init__()
+        self.model, self.part, self.share = Classifier(blocks(attention)), part, share
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images) + self.share * self.part(images)
+
+
+def convolve() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, CLASSES),
+    )
+
+
+class Patches(nn.Module):
+    """Patches of any convolution, without prefix tokens."""
+
+    def __init__(self, *convolution: int) -> None:
+        super().__init__()
+        self.patchify, self.encoder = nn.Conv2d(3, WIDTH, *convolution), blocks(attention)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.encoder(self.patchify(images).flatten(2).mT).mean(dim=1))
+
+
+class Strips(Classifier):
+    """Strips of two rows, which a reshape makes."""
+
+    def embed(self, images: Tensor) -> Tensor:
+        return self.patchify(images.reshape(len(images), 3, TOKENS, -1).transpose(1, 2).flatten(2))
+
+
+class Crop(nn.Module):
+    def __init__(self, model: nn.Module, border: int) -> None:
+        super().__init__()
+        self.model, self.border = model, border
+
+    def forward(self, images: Tensor) -> Tensor:
+        inner = images[..., self.border : -self.border, self.border : -self.border]
+        return self.model(inner)
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "another order in each attention": (
+        lambda: Classifier(blocks(lambda: Ordered(attention(), reverse))),
+        ELSEWHERE,
+    ),
+    "patches turned in each fused attention": (
+        lambda: Classifier(blocks(lambda: Ordered(own("chunk", scaled_fused)(), turn_patches))),
+        ELSEWHERE,
+    ),
+    "z-order in one layer": (
+        lambda: Classifier(
+            nn.Sequential(
+                PreNormBlock(attention()),
+                PreNormBlock(Ordered(attention(), interleave)),
+                PreNormBlock(attention()),
+            )
+        ),
+        ELSEWHERE,
+    ),
+    "another order in an encoder that adds": (
+        lambda: Classifier(PairsOfLayers(lambda: Ordered(attention(), turn_patches), norm=True)),
+        ELSEWHERE,
+    ),
+    "another order between blocks": (
+        lambda: Classifier(
+            nn.Sequential(PreNormBlock(attention()), Turn(), PreNormBlock(attention()))
+        ),
+        ELSEWHERE,
+    ),
+    "another order of the encoder": (
+        lambda: Classifier(Ordered(blocks(attention), interleave)),
+        "where its tokens lie is unknown",
+    ),
+    "channels": (lambda: ChannelClassifier(fused=False), "between channels"),
+    "channels, fused": (lambda: ChannelClassifier(fused=True), "between channels"),
+    "linear attention first": (lambda: begin_with(LinearAttention), MIXED_BEFORE),
+    "exponentials by hand first": (lambda: begin_with(own("chunk", by_hand)), MIXED_BEFORE),
+    "pooled keys first": (lambda: begin_with(PooledKeys), MIXED_BEFORE),
+    "the mean is added first": (lambda: begin_with(AddMean), MIXED_BEFORE),
+    "ConViT": (
+        lambda: timm.create_model(
+            "convit_tiny", img_size=SIZE, patch_size=8, depth=3, local_up_to_layer=2, num_classes=5
+        ),
+        MIXED_BEFORE,
+    ),
+    "skip connections": (lambda: Classifier(Encoder(skip)), "a skip connection"),
+    "averages of blocks": (lambda: Classifier(Encoder(average)), "a skip connection"),
+    "the embedding is added last": (
+        lambda: Classifier(Encoder(add_embedding), pool="mean"),
+        PART,
+    ),
+    "class tokens of four blocks": (lambda: Classifier(Encoder(add_class_tokens)), PART),
+    "late fusion": (lambda: Fused(convolve(), 1.0), PART),
+    "colours beside the head": (
+        lambda: Fused(
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, CLASSES)), 0.5
+        ),
+        PART,
+    ),
+    "strips": (
+        lambda: Strips(blocks(attention), patches="reshape", tokens=0, pool="mean"),
+        "where its tokens lie is unknown",
+    ),
+    "overlapping patches without a border": (
+        lambda: Patches(16, 4),
+        "a map doesn't lie evenly",
+    ),
+    "a crop of a quarter of a patch": (
+        lambda: Crop(
+            timm.create_model(
+                "vit_tiny_patch16_224", img_size=28, patch_size=7, depth=2, num_classes=5
+            ),
+            2,
+        ),
+        "an edge of the image",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_model_is_refused_in_a_sentence(name: str) -> None:
+    create, message = WRONG[name]
+    model, images = build(create)
+    with pytest.raises(ValueError, match=message):
+        vit.attribute(model, images, method="rollout")
+
+
+class Silent(nn.Module):
+    """Attention that is multiplied by 0, as before a training (ReZero)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0 * self.inner(x)
+
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "overlapping patches with a border": lambda: Patches(7, 4, 3),
+    "a border on wide patches": lambda: Patches(12, 8, 2),
+    "attention without an effect yet": lambda: Classifier(
+        nn.Sequential(PreNormBlock(Silent(attention())), PreNormBlock(attention()))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_looks_like_it_and_is_right_is_read(name: str) -> None:
+    model, images = build(RIGHT[name])
+    assert run_forward(model, images).reader.has_attention
+
+
+@pytest.mark.parametrize("channels", [1, 8])
+def test_images_of_any_number_of_channels_are_read(channels: int) -> None:
+    def create() -> nn.Module:
+        sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": HEADS}
+        return timm.create_model("vit_tiny_patch16_224", in_chans=channels, num_classes=5, **sizes)
+
+    model, _ = build(create)
+    images = torch.randn(2, channels, SIZE, SIZE)
+    for method in ("rollout", "libra-removal"):
+        assert vit.attribute(model, images, method=method).shape == (2, 4, 4)
+
+
+def test_a_mask_of_late_queries_is_part_of_the_attention() -> None:
+    """It first acts after the queries that are verified."""
+    mask = torch.ones(101, 101, dtype=torch.bool)
+    mask[70:, 90:] = False
+    weights: list[Tensor] = []
+
+    def masked(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
+        weights[:] = [scores.softmax(dim=-1)]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def create() -> nn.Module:
+        model = Classifier(blocks(own("chunk", masked)))
+        model.pos = nn.Parameter(torch.zeros(1, 101, WIDTH))
+        return model
+
+    model, _ = build(create)
+    images = torch.randn(1, 3, 80, 80)
+    with torch.no_grad(), vit.capture_attention(model) as record:
+        model(images)
+    assert not record.attentions[-1][:, :, 70:, 90:].any()
+    torch.testing.assert_close(record.attentions[-1], weights[0])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = blocks(attention)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.inner:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_penalty_on_attention_outside_of_the_graph_is_an_error() -> None:
+    model, images = build(lambda: Classifier(Checkpointed()))
+    with vit.capture_attention(model, gradients=True) as record:
+        model(images.requires_grad_())
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        _ = record.attentions
+
+
+def test_frozen_blocks_have_no_gradient_and_the_others_theirs() -> None:
+    model, images = build(lambda: Classifier(blocks(attention)))
+    with vit.capture_attention(model, gradients=True) as record:
+        expected = record.gradients(model(images)[:, 1])
+    model.requires_grad_(False)
+    model.encoder[-1].requires_grad_(True)
+    with vit.capture_attention(model, gradients=True) as record:
+        found = record.gradients(model(images)[:, 1])
+    assert not found[0].any()
+    torch.testing.assert_close(found[-1], expected[-1])
