@@ -220,10 +220,9 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
                 f"{num_fresh} tokens of {_name_next(layers, number)} don't come from the block "
                 "before (prompts of each layer's own?), so their attention doesn't multiply to a map"
             )
-        reading = by_read[~is_read]
         # attention that is multiplied by 0 has no effect, as before training
-        has_effect = bool(reading.any()) or _has_effect(reader, image, number, group)
-        if (reading == 0).any() and has_effect:
+        is_without = num_tokens > 3 and not by_read[~is_read].any()
+        if is_without and _has_effect(reader, image, number, group):
             raise ValueError(
                 f"the attention of {layer.name} isn't between the tokens of the block (between "
                 "channels?), so no map shows it"
