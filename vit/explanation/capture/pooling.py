@@ -104,11 +104,13 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
         return None
 
     # only what follows the last block can be the pooling
-    blocks = [reader.model.get_submodule(place.block) for place in places]
-    inside_blocks = {id(part) for block in blocks for part in block.modules()}
+    parts = [reader.model.get_submodule(place.block) for place in places]
+    if reader.attention.pool is not None:  # its keys and values aren't what is pooled
+        parts.append(reader.model.get_submodule(reader.attention.pool.name))
+    inside = {id(module) for part in parts for module in part.modules()}
     with ExitStack() as stack:
         stack.enter_context(reader.change_links(keep_last))
         for module in reader.model.modules():
-            if id(module) not in inside_blocks:
+            if id(module) not in inside:
                 stack.enter_context(module.register_forward_hook(on_module))
         yield last_tokens
