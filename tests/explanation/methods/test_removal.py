@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from tests.explanation import hand_written
 from tests.explanation.keep_tokens import keep_tokens
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.forward import run_forward
@@ -158,7 +159,7 @@ def test_a_maximum_has_no_first_order(from_timm: Build) -> None:
     assert found.abs().max() > 0
 
 
-def test_an_unknown_attention_pooling_is_refused() -> None:
-    model, images = build("hugging-face-siglip-tower")
-    with pytest.raises(ValueError, match="WithHead pools by something other than a mean"):
+def test_an_unknown_pooling_is_refused() -> None:
+    model, images = hand_written.build(hand_written.MODELS["weighted mean"].build)
+    with pytest.raises(ValueError, match="Classifier pools by something other than a mean"):
         removal_gradient(model, images, probability=False)
