@@ -85,7 +85,8 @@ class _Stack(NamedTuple):
     def split(self, matrices: Float[Tensor, "M R C"]) -> list[Tensor]:
         """Undo `join`."""
         parameters = [parameter for parameter, _ in self.members]
-        parts = matrices.split([parameter.shape[0] // self.rows for parameter in parameters])
+        counts = [parameter.shape[0] // self.rows for parameter in parameters]
+        parts = torch.split(matrices, counts)
         return [part.reshape(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
 
