@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vit.bundle import Bundle
 from vit.data.images import DeepImage
@@ -216,7 +217,7 @@ class Explainer:
         scores = torch.stack(
             [self._target.score(logits, column) for column in targets.unbind(dim=1)], dim=1
         )
-        attention = []
+        attention: list[dict[str, Tensor]] = []
         if self._reader.has_attention:
             num_attended = sum(number < self._num_attended for number in numbers)
             attention = [measure_attention(forward, row) for row in range(num_attended)]

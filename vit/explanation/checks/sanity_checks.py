@@ -172,7 +172,7 @@ def measure_drops(forward: Forward, classes: Int[Tensor, "B T"]) -> list[Float[T
     drops = []
     for column in classes.unbind(dim=1):
         values = forward.target.value(logits, column.repeat(repetitions))
-        whole, *without = values.unflatten(0, (repetitions, -1))
+        whole, *without = torch.unflatten(values, 0, (repetitions, -1))
         drops.append(whole[:, None] - torch.stack(without, dim=1))
     return drops
 
@@ -257,7 +257,7 @@ def choose_tiles(grid: Grid, device: torch.device) -> Tiles:
     # a batch needs rows of one length
     kept = [
         (~tiles[sizes == size]).nonzero()[:, 1].reshape(-1, tiles.shape[1] - size)
-        for size in sizes.unique().tolist()
+        for size in sorted(set(sizes.tolist()))
     ]
     # a patch of a tile after another, in the order of the tiles
     tile_of_member, members = tiles.nonzero().unbind(dim=1)

@@ -96,7 +96,7 @@ def build_removal(
 
     # whole images once: their logits, and the tokens before the first block
     logits = []
-    for batch in images.split(batch_size):
+    for batch in torch.split(images, batch_size):
         recording = reader.change_tokens(record_tokens) if drops_tokens else nullcontext()
         with recording, autocast(images.device, precision):
             logits.append(compute_logits(reader.model, batch))
@@ -129,7 +129,7 @@ def build_removal(
             # as many tokens at a time as a batch of whole images has
             num_tokens = image_tokens.shape[1] - num_patches + kept.shape[1]
             rows_at_once = batch_size * image_tokens.shape[1] // num_tokens
-        parts = zip(places.split(rows_at_once), kept.split(rows_at_once), strict=True)
+        parts = zip(torch.split(places, rows_at_once), torch.split(kept, rows_at_once), strict=True)
         with autocast(images.device, precision):
             return torch.cat([compute_rows(*part) for part in parts])
 

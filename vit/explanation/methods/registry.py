@@ -55,7 +55,7 @@ class Method:
     @cached_property
     def options(self) -> Mapping[str, inspect.Parameter]:
         """The options of the method and its parts, by name."""
-        found = {}
+        found: dict[str, inspect.Parameter] = {}
         for function in [METHODS[name].compute for name in self.parts] or [self.compute]:
             assert function is not None
             parameters = inspect.signature(function, eval_str=True).parameters
