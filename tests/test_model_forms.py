@@ -236,7 +236,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, small_timm: None) -> 
 
 
 # the same door, then minutes of work
-_WITH_FOLDERS = ("evaluate", "explain", "audit")
+_WITH_FOLDERS = ("evaluate", "explain", "audit", "faithfulness", "export", "serve", "compare")
 
 
 @pytest.mark.parametrize(
@@ -244,15 +244,40 @@ _WITH_FOLDERS = ("evaluate", "explain", "audit")
     ["info", "predict", *(pytest.param(n, marks=pytest.mark.extended) for n in _WITH_FOLDERS)],
 )
 def test_every_command_takes_every_name_of_a_model(
-    cli: Launcher, source: str | Path, command: str, photos: Path, tmp_path: Path
+    cli: Launcher,
+    source: str | Path,
+    command: str,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    out, evaluation = ["-o", tmp_path / "out"], tmp_path / "evaluation"
+    on_photos = [source, "--data", photos, "--split", "all"]
     arguments: dict[str, list[object]] = {
         "info": [source],
         "predict": [source, photos],
-        "evaluate": [source, "--data", photos, "--split", "all", "-o", tmp_path / "out"],
-        "explain": [source, photos, "--no-checks", "--method", "rollout", "-o", tmp_path / "out"],
-        "audit": [photos, "--model", source, "-o", tmp_path / "out"],
+        "evaluate": [*on_photos, *out],
+        "explain": [source, photos, "--no-checks", "--method", "rollout", *out],
+        "audit": [photos, "--model", source, *out],
+        "export": [source, *out],
+        "serve": [source, "--port", 0],
+        "compare": [evaluation, evaluation, *out],
     }
+    if command == "compare":
+        cli.succeed("evaluate", *on_photos, "-o", evaluation)
+    elif command == "faithfulness":
+        # enough images have to be predicted correctly: their labels are the model's answers
+        files = list_files(photos)
+        answers = [each.classes[0][1] for each in vit.predict(source, files).predictions]
+        # a random model may know one answer only, and a table names at least two classes
+        answers[0] = NAMES[0] if answers[0] != NAMES[0] else NAMES[1]
+        lines = [f"{file},{answer}" for file, answer in zip(files, answers, strict=True)]
+        table = photos / f"{tmp_path.name}.csv"
+        table.write_text("path,label\n" + "\n".join(lines) + "\n")
+        options = ["--split", "all", "--method", "rollout", "--num-images", 8]
+        arguments[command] = [source, "--data", table, *options, *out]
+    # the model is open and its page is built when the server would start
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: None)
     cli.succeed(command, *arguments[command])
 
 
