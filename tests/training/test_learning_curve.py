@@ -115,5 +115,5 @@ def test_the_file_is_the_same_each_time(tmp_path: Path) -> None:
         contents.append((tmp_path / "learning_curve.json").read_bytes())
     assert contents[0] == contents[1]
     content = json.loads(contents[0])
-    assert [count for count, *_ in content["points"]] == [12, 25, 51, 76, 102, 128]
+    assert [point["num_images"] for point in content["points"]] == [12, 25, 51, 76, 102, 128]
     assert "With twice as many photos (320) about" in content["sentence"]

@@ -57,9 +57,13 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def count_classes(model: nn.Module) -> int | None:
     """Return the number of logits, or None if it is unknown."""
     net: Any = model
+    num_labels = None
+    # earlier versions of transformers raise a TypeError where `id2label` is null
+    with suppress(TypeError):
+        num_labels = getattr(getattr(net, "config", None), "num_labels", None)
     counts = [
         getattr(net, "num_classes", None),
-        getattr(getattr(net, "config", None), "num_labels", None),
+        num_labels,
         # Hugging Face's classifiers without `id2label`
         getattr(getattr(net, "classifier", None), "out_features", None),
     ]

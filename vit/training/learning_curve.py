@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,8 @@ _MIN_ERRORS = 5
 _MIN_EXPONENT, _MAX_EXPONENT = 0.1, 1.0
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """The accuracy of probes that were fitted on a number of images, and its 95 % interval."""
 
     num_images: int

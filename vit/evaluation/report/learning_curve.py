@@ -67,8 +67,9 @@ def _draw(curve: Mapping[str, Any]) -> str:
 
     def draw(axes: Axes) -> None:
         for points, style, label in series:
-            counts, values = np.array([point[:2] for point in points]).T
-            low, high = np.array([interval for *_, interval in points]).T
+            counts = [point["num_images"] for point in points]
+            values = np.array([point["top1"] for point in points])
+            low, high = np.array([point["interval"] for point in points]).T
             errors = np.maximum([values - low, high - values], 0)
             axes.errorbar(counts, values, errors, fmt=style, label=label)
         axes.set_ylim(0, 1.02)
