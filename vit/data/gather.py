@@ -7,7 +7,7 @@ import math
 import shutil
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -60,14 +60,15 @@ def gather(pixels: np.ndarray, batches: Iterator[StatelessRandom], *, pinned: bo
 
     stored = torch.from_numpy(pixels)
 
-    def read(rng: StatelessRandom) -> tuple[StatelessRandom, Tensor]:
+    def start(rng: StatelessRandom) -> tuple[StatelessRandom, Future[Tensor]]:
         shape = (len(rng.sample_ids), *pixels.shape[1:])
         batch = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-        return rng, torch.index_select(stored, 0, rng.sample_ids, out=batch)
+        return rng, pool.submit(torch.index_select, stored, 0, rng.sample_ids, out=batch)
 
     with ThreadPoolExecutor(_AHEAD) as pool:
-        started = deque(pool.submit(read, rng) for rng in islice(batches, _AHEAD))
+        started = deque(map(start, islice(batches, _AHEAD)))
         while started:
-            step = started.popleft().result()
-            started.extend(pool.submit(read, rng) for rng in islice(batches, 1))
-            yield step
+            rng, reading = started.popleft()
+            batch = reading.result()
+            started.extend(map(start, islice(batches, 1)))
+            yield rng, batch

@@ -270,7 +270,7 @@ class Explainer:
     ) -> list[MapResult]:
         """Add the maps of a method, one for each class if they depend on it, and return them."""
         method = maps.method
-        added = []
+        added: list[MapResult] = []
         for values, index, score in zip(maps.values[row].numpy(), explained, scores, strict=False):
             map_result = MapResult(
                 method, f"{result.item.name}.{method.name}", values, is_label=self._kind == "labels"

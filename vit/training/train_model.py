@@ -150,6 +150,11 @@ def train(
     passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
     check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
     check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
+    texts = 'a list of texts, such as ["train.epochs=20"], or a dictionary'
+    check_kind(overrides, (list, tuple, Mapping), name="overrides", expected=texts)
+    for callback in callbacks:
+        expected = "an object of a subclass of vit.Observer"
+        check_kind(callback, Observer, name="a callback", expected=expected)
     started_at = time.perf_counter()
     listed_overrides = list_overrides(overrides)
     if loss is not None:

@@ -136,7 +136,8 @@ class _Discovery(AttentionWatch):
             path = path[: sum(one is other for one, other in zip(path, begin, strict=False))]
         _, num_heads, num_tokens, _ = call.value.shape
         if len(call.value) == _BATCH:
-            is_alike = torch.allclose(*call.value.float(), atol=1e-3)
+            first, second = call.value.float()
+            is_alike = torch.allclose(first, second, atol=1e-3)
             seen = _Seen(path, num_heads, call.num_queries, num_tokens, time, is_alike)
             self.seen.append(seen)
 
