@@ -69,11 +69,11 @@ def test_a_folder_is_listed_once(
     cli: Launcher, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a million files that takes minutes; few are listed before, without torch."""
-    listed, list_files = list[str](), folders.list_files
+    listed, list_below = list[str](), folders.list_below
     monkeypatch.setattr(
         folders,
-        "list_files",
-        lambda folder, **more: listed.append(str(folder)) or list_files(folder, **more),
+        "list_below",
+        lambda folder, *more: listed.append(str(folder)) or list_below(folder, *more),
     )
     short = ["train.epochs=1", "train.max_steps=1", "train.device=cpu"]
     cli.succeed("train", photos, "-o", tmp_path / "run", "--minutes", "0.02", *short)
@@ -186,6 +186,15 @@ def test_init_fine_tunes_at_the_models_own_size(
     assert (config.optimizer.layer_decay, config.optimizer.name) == (0.7, "adamw")
     assert "folder/finetune" in outcome.text
     assert load_bundle(tmp_path / "run").preprocess.std == load_bundle(path).preprocess.std
+
+
+def test_frozen_blocks_are_trained_on_by_their_tokens(
+    photos: Path, save_model: SaveModel, tmp_path: Path
+) -> None:
+    path = save_model(tmp_path / "model.safetensors")
+    choice = choose_config(photos, [f"model.init={path}", "model.freeze=1", "train.epochs=1"])
+    assert choice.config.keeps_tokens
+    assert choice.config.augment.flip == "random"
 
 
 def test_a_recipe_starts_from_another_runs_model(

@@ -131,7 +131,9 @@ def build_run(
     else:
         model, pretrained = build_model(config, num_classes=num_classes)
         if config.data.image_size is None:
-            config = config.with_data(image_size=model.patch_embed.img_size)
+            height, width = model.patch_embed.img_size
+            size = height if height == width else (height, width)
+            config = config.with_data(image_size=size)
     # The model moves first, because the optimizer creates its state on the device of the weights.
     model.to(device)
     data = build_data(
