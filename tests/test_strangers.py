@@ -1,9 +1,7 @@
-"""The model file of a stranger opens no images of this machine, whichever product reads it; that of the
-user's own training does."""
+"""A report on the model file of a stranger shows no photos of this machine; on the user's own it
+does."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from PIL import Image
 
 import vit
 from tests.browser import name_training_photos
-from tests.conftest import Launcher, SaveModel, hash_images
+from tests.conftest import SaveModel, hash_images
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
 
@@ -94,28 +92,3 @@ def test_pictures_of_training_photos_are_shown_if_their_pixels_are_recorded(
     assert not shown
     report(own, photo, tmp_path / "own")
     assert shown
-
-
-USES: dict[str, Callable[[Bundle, Path], Any]] = {
-    "evaluate": lambda bundle, _: vit.evaluate(bundle),
-    "explain": lambda bundle, _: vit.explain(bundle, methods="rollout", checks=False),
-    "faithfulness": lambda bundle, _: vit.measure_faithfulness(bundle, methods="rollout"),
-}
-
-
-@pytest.mark.parametrize("name", USES)
-def test_images_of_the_training_folder_are_used_if_they_are_the_recorded_ones(
-    name: str, stranger: Bundle, own: Bundle, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match="private are not those that this model was trained on"):
-        USES[name](stranger, tmp_path / "out")
-    if name in ("evaluate", "explain"):
-        USES[name](own, tmp_path / "out")
-
-
-def test_naming_the_folder_allows_it(
-    cli: Launcher, folder: Path, stranger: Bundle, tmp_path: Path
-) -> None:
-    line = cli.fail("evaluate", stranger.name, "--output", tmp_path / "out")
-    assert f"name them: --data {folder / 'private'}" in line
-    assert vit.evaluate(stranger, data=folder / "private").evaluation.num_images == 4

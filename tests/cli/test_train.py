@@ -104,7 +104,7 @@ def test_a_directory_with_a_run_is_not_touched_unasked(
     output = tmp_path / "run"
     cli.succeed("train", empty_yaml, *TINY, "train.epochs=1", "--output", output)
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
-    assert "--resume or replace it with --overwrite" in cli.fail(
+    assert "--resume, or replace it with --overwrite" in cli.fail(
         "train", empty_yaml, *TINY, "--output", output
     )
     assert "train.epochs is 1 there, 2 here" in cli.fail(

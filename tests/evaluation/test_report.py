@@ -126,7 +126,7 @@ def test_names_are_text_wherever_they_come_from(text: str) -> None:
 
 def test_metrics_and_errors_are_those_of_the_evaluation(case: EvaluationResult, text: str) -> None:
     low, high = case.evaluation.intervals[case.evaluation.headline]
-    assert f"{100 * low:.0f}–{100 * high:.0f} %" in text
+    assert f"{100 * low:.0f}–{100 * high:.0f} %" in text.replace("\u00a0", " ")
     for row in case.evaluation.per_class:
         missed = row.support - round((row.recall or 0) * row.support)
         assert f": {missed} of {row.support} missed, " in text

@@ -89,7 +89,7 @@ def test_a_pair_is_training_and_validation_images(arrays: Arrays, tmp_path: Path
     other = Colours(arrays)
     other.classes = NAMES[::-1]
     with pytest.raises(
-        ValueError, match="validation images have classes blue, green, red, the training images red"
+        ValueError, match="classes red, green, blue and blue, green, red; pass class_names"
     ):
         vit.train(CONFIG, output=tmp_path / "other", dataset=(Colours(arrays), other))
 

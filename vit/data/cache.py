@@ -356,9 +356,9 @@ def _decode_images(
             dataset.subset(indices[start : start + _CHUNK]),
             range(start, min(start + _CHUNK, len(indices))),
             indices[start : start + _CHUNK],
-            len(dataset),
-            pixels,
-            preprocess,
+            total=len(dataset),
+            pixels=pixels,
+            preprocess=preprocess,
         )
         for start in range(0, len(indices), _CHUNK)
     )
@@ -383,6 +383,7 @@ def _decode_chunk(
     dataset: ImageDataset,
     rows: range,
     places: np.ndarray,
+    *,
     total: int,
     pixels: Path | None,
     preprocess: Preprocess,

@@ -100,17 +100,19 @@ class AttentionLayer:
         weights = at_least_float32(pool_weights[images])[:, None, None]  # [b, 1, 1, N]
         return (weights @ self.attention(images))[:, :, 0]
 
-    @torch.no_grad()
     def attention_rows(self, images: slice) -> Iterator[tuple[slice, Attention]]:
         """Compute `attention` for a few queries at a time, and yield it with their places.
 
         For 4,096 tokens and 12 heads the whole matrix takes 0.8 GB for each image.
         """
-        attend = self.call.compute_weights(images)
+        with torch.no_grad():
+            attend = self.call.compute_weights(images)
         step = max(self.chunk_elements // (self.num_heads * self.num_tokens), 1)
         for start in range(0, self.num_queries, step):
             rows = slice(start, start + step)
-            yield rows, attend(rows)
+            with torch.no_grad():
+                attention = attend(rows)
+            yield rows, attention
 
     def in_chunks(self, compute: Callable[[slice], Tensor]) -> Tensor:
         """Call `compute` on a few images of the batch at a time, so that their attention matrices

@@ -310,9 +310,14 @@ def _follow_changes(
     some. Raise ValueError if one changes that the source before didn't change."""
     layers = reader.places
     generator = torch.Generator().manual_seed(0)
-    images = image.detach().repeat(1 + num_copies, 1, 1, 1)
+
+    def mark_copies(source: int) -> Tensor:
+        """1 for the image and each copy that a source changes, otherwise 0, [1 + copies, 1, 1, 1]."""
+        is_changed = [float(copy in changed[source]) for copy in range(1 + num_copies)]
+        return torch.tensor(is_changed).to(image)[:, None, None, None]
+
     noise = torch.randn(image[0].shape, generator=generator).to(image)
-    images[changed[0]] += noise
+    images = image.detach() + noise * mark_copies(0)
 
     def find_bypass(source: int, tensor: Tensor) -> bool:
         change = (tensor - tensor[:1]).flatten(1).float().norm(dim=1)
@@ -329,10 +334,8 @@ def _follow_changes(
                 f"{layers[link - 1].name} gave (a skip connection, a second encoder?), so their "
                 "attention doesn't multiply to a map"
             )
-        tokens = tokens[:1].repeat(len(tokens), 1, 1)
         noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
-        tokens[changed[link + 1]] += noise * tokens[0].std()
-        return tokens
+        return tokens[:1] + noise * tokens[0].std() * mark_copies(link + 1)[..., 0].to(tokens)
 
     with reader.change_links(change_link):
         logits = run_whole(reader.model, images)
