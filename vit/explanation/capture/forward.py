@@ -324,7 +324,7 @@ def run_forward(
             raise ValueError(str(error)) from error
         shapes = {(layer.batch, layer.num_tokens) for layer in layers}
         num_prefix, grid = find_places(model, images, shapes, patch_grids)
-        pool_weights, tokens = measure_pool_weights(last_tokens, logits)
+        pool_weights, tokens = measure_pool_weights(reader, last_tokens, logits)
         if not gradients:  # the graph was for the measurement alone
             logits = logits.detach()
             tokens = tokens.detach()

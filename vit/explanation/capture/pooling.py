@@ -7,7 +7,7 @@ channels d of |∂f/∂x_jd| / Σ_k |∂f/∂x_kd|. If the pooled feature is a w
 token, mean, both, maximum), this is the weight for any classifier.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,46 +23,31 @@ TokenWeights = Float[Tensor, "B N"]
 
 
 def measure_pool_weights(
-    last_tokens: list[Tokens], logits: Float[Tensor, "B C"]
+    reader: ModelReader, last_tokens: list[Tokens], logits: Float[Tensor, "B C"]
 ) -> tuple[TokenWeights, Tokens]:
     """Measure how much each token counts, and find the tokens that are pooled.
 
     Args:
+        reader: The model, which keeps what the first pass found, so that no later one waits for
+            numbers of its device.
         last_tokens: Tokens from `capture_last_tokens`, in the graph of the logits.
         logits: Logits of the same pass.
 
     Raises:
         ValueError: The logits don't depend on the tokens, or tokens are mixed after the last block.
     """
-    generator = torch.Generator().manual_seed(0)
-    # a plain sum may be constant, if the weights of the classes cancel
-    signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
-    score = (logits * signs.to(logits)).sum()
+    found = reader.found
+    if found.signs is None:
+        generator = torch.Generator().manual_seed(0)
+        # a plain sum may be constant, if the weights of the classes cancel
+        signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
+        found.signs = signs.to(logits)
+    score = (logits * found.signs).sum()
     gradients = torch.autograd.grad(score, last_tokens, retain_graph=True, allow_unused=True)
-    before_gradient = gradients[0]
-    if before_gradient is None or not before_gradient.any():
-        raise ValueError(
-            "the logits don't depend on the tokens of the last attention layer, so none can be read"
-        )
-
-    # the tokens that are pooled are the last ones on the way to the logits
-    tokens, gradient = last_tokens[0], before_gradient
-    for later_tokens, later_gradient in zip(last_tokens, gradients, strict=True):
-        if later_gradient is not None and later_gradient.any():
-            tokens, gradient = later_tokens, later_gradient
-
-    # between the last block and the pooling there may be only a norm of each token, and all logits
-    # must depend on its result: then the gradient of every second token stays separate
-    if tokens is not last_tokens[0]:
-        every_second = (torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0)[:, None]
-        (through,) = torch.autograd.grad(
-            tokens, last_tokens[0], gradient * every_second, retain_graph=True
-        )
-        error = (through - before_gradient * every_second).abs().max()
-        if error > 1e-2 * before_gradient.abs().max():
-            raise ValueError(
-                "tokens are mixed after the last attention layer that is known, so no map is exact"
-            )
+    if found.pooled is None:
+        found.pooled = _find_pooled(last_tokens, gradients)
+    tokens, gradient = last_tokens[found.pooled], gradients[found.pooled]
+    assert gradient is not None
 
     # shares within each channel first, so that a channel with large gradients doesn't dominate
     magnitude = at_least_float32(gradient.abs())
@@ -70,6 +55,36 @@ def measure_pool_weights(
     tiny = torch.finfo(magnitude.dtype).tiny
     shares = torch.where(total > 0, magnitude / total.clamp_min(tiny), 0.0).sum(dim=2)
     return shares / shares.sum(dim=1, keepdim=True), tokens
+
+
+def _find_pooled(last_tokens: list[Tokens], gradients: Sequence[Tensor | None]) -> int:
+    """Return which of the last tokens are pooled, by the gradients of a mixture of the logits."""
+    first_gradient = gradients[0]
+    if first_gradient is None or not first_gradient.any():
+        raise ValueError(
+            "the logits don't depend on the tokens of the last attention layer, so none can be read"
+        )
+
+    # the tokens that are pooled are the last ones on the way to the logits
+    pooled, gradient = 0, first_gradient
+    for place, later_gradient in enumerate(gradients):
+        if later_gradient is not None and later_gradient.any():
+            pooled, gradient = place, later_gradient
+
+    # between the last block and the pooling there may be only a norm of each token, and all logits
+    # must depend on its result: then the gradient of every second token stays separate
+    tokens = last_tokens[pooled]
+    if tokens is not last_tokens[0]:
+        every_second = (torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0)[:, None]
+        (through,) = torch.autograd.grad(
+            tokens, last_tokens[0], gradient * every_second, retain_graph=True
+        )
+        error = (through - first_gradient * every_second).abs().max()
+        if error > 1e-2 * first_gradient.abs().max():
+            raise ValueError(
+                "tokens are mixed after the last attention layer that is known, so no map is exact"
+            )
+    return pooled
 
 
 @contextmanager

@@ -36,12 +36,18 @@ class _Findings:
         attention: Its attention layers, or why there are none.
         feature_map: Number of the output that is its feature map, see `find_feature_map`.
         has_positions: True if its attention gets the positions of all patches.
+        signs: The mixture of the logits that measures the pooling, 1 or -1, [C].
+        pooled: Which of the tokens that leave the last block and the modules after it are pooled.
+        first_averaged: First token of a mean that is pooled; -1 without a mean.
         versions: Versions of the weights with which the source has passed its checks.
     """
 
     attention: Discovered | ValueError | None = None
     feature_map: int | None = None
     has_positions: bool | None = None
+    signs: Tensor | None = None
+    pooled: int | None = None
+    first_averaged: int | None = None
     versions: tuple[int, ...] | None = None
 
 

@@ -88,8 +88,14 @@ def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> Toke
             return result
 
     gradient = differentiate(score, forward.tokens)
-    if (gradient != 0).sum(dim=1).amax() > 1:  # not one token for each channel
-        first = _find_measured_mean(forward)
+    found = forward.reader.found
+    # found once, so that no later batch waits for the numbers
+    if found.first_averaged is None:
+        found.first_averaged = -1
+        if (gradient != 0).sum(dim=1).amax() > 1:  # not one token for each channel
+            found.first_averaged = _find_measured_mean(forward)
+    first = found.first_averaged
+    if first >= 0:
         result[:, first:] = _differentiate_mean(forward, gradient, first)
     return result
 
