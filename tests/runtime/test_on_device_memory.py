@@ -127,6 +127,7 @@ def test_explanations_that_do_not_fit_are_made_in_halves(
     assert explainer._part_size in (1, 2, 4)
     for image, other in zip(explanations, expected, strict=True):
         for one, same in zip(image.maps, other.maps, strict=True):
-            assert np.array_equal(one.values, same.values)
+            # batches of other sizes are rounded apart
+            np.testing.assert_allclose(one.values, same.values, rtol=1e-5)
     with pytest.raises(torch.OutOfMemoryError):
         explain(2**8)
