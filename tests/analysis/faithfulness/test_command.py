@@ -37,7 +37,7 @@ def test_it_measures_the_methods_asked_for_on_the_models_own_data(
     assert metrics["split"] == "test"
     assert len(set(metrics["image_ids"])) == 16
     assert metrics["metrics"].keys() == {"srg", "srg_mean"}
-    assert metrics["metrics"]["srg"]["maps"].keys() == {"rollout", "gae", "random", "centre"}
+    assert metrics["metrics"]["srg"]["methods"].keys() == {"rollout", "gae", "random", "centre"}
     assert all(len(values) == 16 for values in metrics["values"]["srg_mean"].values())
     assert metrics["milliseconds"].keys() == {"rollout", "gae"}
     assert (output / "faithfulness.md").is_file()

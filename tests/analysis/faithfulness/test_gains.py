@@ -90,7 +90,7 @@ def test_the_report_is_files_that_agree(tmp_path: Path) -> None:
     result.save(tmp_path)
     assert (tmp_path / "faithfulness.md").read_text() == result.table + "\n"
     figures = json.loads((tmp_path / "faithfulness.json").read_text())
-    mean = figures["metrics"]["srg"]["maps"]["gae"]["mean"]
+    mean = figures["metrics"]["srg"]["methods"]["gae"]["mean"]
     assert mean == pytest.approx(np.mean(figures["values"]["srg"]["gae"]))
     assert figures["metrics"]["srg"]["best"] == ["gae"]
     row = next(line for line in result.table.splitlines() if line.startswith("| gae"))

@@ -45,7 +45,7 @@ class FaithfulnessResult(Result):
         return {
             "metrics": {
                 metric: {
-                    "maps": estimate(gains),
+                    "methods": estimate(gains),
                     "best": find_best({name: gains[name] for name in self.milliseconds}),
                 }
                 for metric, gains in self.values.items()
@@ -65,7 +65,7 @@ class FaithfulnessResult(Result):
             for metric in self.summary["metrics"].values():
                 mark = "*" if name in metric["best"] else " "
                 row.append(
-                    "{mean:.3f} ({low:.3f}–{high:.3f}) ".format(**metric["maps"][name]) + mark
+                    "{mean:.3f} ({low:.3f}–{high:.3f}) ".format(**metric["methods"][name]) + mark
                 )
             time = self.milliseconds.get(name)
             rows.append([*row, "" if time is None else f"{time:.1f}"])

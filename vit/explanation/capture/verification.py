@@ -320,7 +320,7 @@ def _follow_changes(
     images = image.detach() + noise * mark_copies(0)
 
     def find_bypass(source: int, tensor: Tensor) -> bool:
-        changes = (tensor - tensor[:1]).flatten(1).float().norm(dim=1).cpu().tolist()
+        changes: list[float] = (tensor - tensor[:1]).flatten(1).float().norm(dim=1).cpu().tolist()
         kept = [changes[copy] for copy in range(1, 1 + num_copies) if copy not in changed[source]]
         scale = max(*changes, _tolerance(image) * float(tensor[0].float().norm()))
         return max(kept, default=0.0) > _tolerance(image) * scale
