@@ -418,7 +418,7 @@ def _open_decoded(
     Args:
         place: The folder.
         dataset: The images.
-        contents: What is known of them already.
+        contents: Their known contents.
 
     Returns:
         The dataset with its pixels, None if there are none, other or damaged ones; and the contents

@@ -50,9 +50,9 @@ class LearningCurve:
         num_images: Images that the probe was fitted on.
         num_folds: Folds in which images, or whole groups, were left out.
         points: Measured accuracies, the smallest number of images first.
-        forecast: That of twice as many images; None if the points don't determine one.
+        forecast: The point of twice as many images; None if the others don't determine it.
         top1_now: Accuracy of the forecast's law with the present images.
-        sentence: What the curve says about more images.
+        sentence: A sentence about more images.
     """
 
     num_images: int

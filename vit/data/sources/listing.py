@@ -163,7 +163,7 @@ def number_listing(
         groups=listing.groups,
         read_column=None if listing.columns is None else partial(_read_column, listing),
     )
-    # those of one split after the other
+    # the images of one split after the other
     places = {split: place for place, split in enumerate(origins)}
     order = np.argsort([places[split] for split in splits[chosen].tolist()], kind="stable")
     chosen = chosen[order]

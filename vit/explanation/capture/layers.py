@@ -75,7 +75,7 @@ class AttentionLayer:
 
     @property
     def call(self) -> AttentionCall:
-        """What the module computed in the last forward pass."""
+        """The module's computation in the last forward pass."""
         assert self._call is not None
         return self._call
 

@@ -30,7 +30,7 @@ Source = Literal["attention", "feature map", "pixels"]
 
 @dataclass
 class _Findings:
-    """What was found in a model, without its modules.
+    """Findings about a model, without its modules.
 
     Attributes:
         attention: Its attention layers, or why there are none.
@@ -63,7 +63,7 @@ class ModelReader:
         channels: Number of channels of its images.
         refused: Sources that a check has refused for this model, with the reason.
         is_recalled: True if an earlier reader of the same module has settled the source.
-        found: What was found so far.
+        found: The findings so far.
     """
 
     def __init__(self, model: nn.Module) -> None:

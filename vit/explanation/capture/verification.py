@@ -288,7 +288,7 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     """
     num_sources = len(reader.places) + 2  # pixels, and each link
     num_copies = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= num_sources)
-    # of any two sources, each changes a copy that the other doesn't change (Sperner 1928)
+    # each of two sources changes a copy that the other doesn't change (Sperner 1928)
     codes = itertools.combinations(range(1, num_copies + 1), num_copies // 2)
     changed = [list(code) for _, code in zip(range(num_sources), codes, strict=False)]
     if num_tokens > _TOKENS_AT_ONCE:
