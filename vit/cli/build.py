@@ -85,7 +85,7 @@ def build_function(command: Command) -> Any:
         call.given = {
             name: flags[name].partition("/")[0]
             for name in values
-            if str(context.get_parameter_source(name)).endswith("COMMANDLINE")
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
         }
         command.run(call, **own_values)
 
