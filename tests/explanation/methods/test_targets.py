@@ -374,7 +374,7 @@ def test_faithfulness_takes_a_right_label_of_each_image() -> None:
     result = vit.measure_faithfulness(
         bundle, dataset=data, methods="libra-input-x-gradient", num_images=8
     )
-    assert result.summary["metrics"]["srg"]["maps"]["libra-input-x-gradient"]["mean"] > 0.3
+    assert result.summary["metrics"]["srg"]["methods"]["libra-input-x-gradient"]["mean"] > 0.3
     # red isn't a label of the image, and blue isn't predicted
     logits = np.array([[2, 1.2, -2]] * 2, dtype=np.float32)
     labels = np.array([[False, True, True], [False, False, True]])
