@@ -324,4 +324,4 @@ def test_faithfulness_saves_what_the_command_writes(
     )
     assert saved["values"] == written["values"]
     assert "rollout" in result.table
-    assert -1 <= result.summary["metrics"]["srg"]["maps"]["rollout"]["mean"] <= 1
+    assert -1 <= result.summary["metrics"]["srg"]["methods"]["rollout"]["mean"] <= 1
