@@ -359,7 +359,7 @@ def _average(members: Sequence[Bundle]) -> Bundle:
         name=" + ".join(member.name for member in members),
         sha256=hash_weights(model.state_dict()),
         metadata={"models": [member.name for member in members]},
-        # that of a module of Hugging Face is in the module
+        # a module of Hugging Face has its own task
         data={**first.data, **({"task": MULTILABEL} if first.is_multilabel else {})},
         training_hashes=joined,
         likeness=None,

@@ -20,17 +20,17 @@ from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import Explanations
 from vit.explanation.targets import TargetLike, check_count, describe_target
 from vit.explanation.writer import MapWriter
-from vit.runtime.arguments import accept_old_names, as_tuple, check_arguments
+from vit.runtime.arguments import as_tuple, check_arguments
 
 # Images for which "auto" takes two methods; for more, that takes too long.
 _MAX_AUTO_IMAGES = 64
-# Images whose maps are tested by default: a test takes five times as long as the maps.
+# Images whose maps are tested by default: of a ViT-S/16, a test takes five times as long as the
+# maps.
 _NUM_TESTED = 16
 
 
 @keeps_mode
 @torch.inference_mode(False)  # a model that is loaded in it can't be differentiated
-@accept_old_names(count="num_images")
 @check_arguments(num_images=(1, None), batch_size=(1, None))
 def explain(
     model: Models,

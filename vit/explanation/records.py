@@ -122,7 +122,7 @@ class ImageResult:
         targets: Classes that are explained; empty if the target isn't about a class.
         labels: Labels that are predicted, the most probable first; None for one class an image.
         output: Name and value of such a target.
-        attention: What heads and patches attend to, if it was asked for; see
+        attention: The attention of heads and patches, if it was asked for; see
             `measure_attention`.
     """
 

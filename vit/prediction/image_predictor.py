@@ -125,7 +125,7 @@ class Predictor:
             `precision` and `error`. An image that can't be read has an error, NaN for numbers and
             None for the rest.
         """
-        # what the caller needs to join the rows with its own comes back
+        # columns by which the caller joins the rows with its own come back
         others, named = _split_columns(images)
         self.keeps_probabilities = True
         predictions = list(self.predict_items(named))
@@ -195,7 +195,7 @@ class Predictor:
             logits, features = predictor.predict_with_features(read, count=count)
         # the temperature changes probabilities, but neither the order of classes nor the sets
         probabilities = compute_probabilities(bundle, logits)
-        # what some models, or nobody, asked for
+        # columns that not every model has, or nobody asked for
         columns: dict[str, Sequence[Any] | None] = {
             "prediction_set": predict_sets(bundle, logits),
             "p_value": predict_p_values(bundle, features),

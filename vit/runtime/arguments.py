@@ -195,19 +195,6 @@ def check_arguments(**bounds: tuple[float | None, float | None]) -> Callable[[Fu
     return decorate
 
 
-def accept_old_names(**names: str) -> Callable[[Function], Function]:
-    """Decorate a public function, so that calls with earlier names of its keywords work: old=new."""
-
-    def decorate(function: Function) -> Function:
-        @wraps(function)
-        def renamed(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **{names.get(name, name): kwargs[name] for name in kwargs})
-
-        return cast(Function, renamed)
-
-    return decorate
-
-
 @lru_cache
 def _list_plain_kinds(function: Callable[..., Any]) -> Mapping[str, Any]:
     """Return the types of the keyword-only parameters whose values pydantic can check."""

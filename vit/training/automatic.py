@@ -208,7 +208,7 @@ def choose_config(
     else:
         _fit_images(sections, task, user, max_side=rule.max_side)
         length = f"as many as {task.num_images:,} images bear"
-    # What the user says about the length holds.
+    # The user's own length holds.
     if not user["train"].keys() & {"epochs", "max_steps"}:
         sections["train"]["max_minutes"] = task.minutes
         length += f", at most {task.minutes:g} minutes (--minutes) on this {device.upper()}"

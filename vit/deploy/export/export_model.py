@@ -54,7 +54,7 @@ def export_model(
     if not isinstance(bundle.model, VisionTransformer):
         bundle = replace(bundle, model=load_timm(bundle.model))
     check_output(expand_home(output), overwrite=overwrite)
-    # what the format can't hold is said before anything is written
+    # a model that the format can't hold is refused before anything is written
     with show_progress(f"writing {format}"):
         if format == "onnx":
             proto = convert_to_onnx(bundle, attention=attention)
