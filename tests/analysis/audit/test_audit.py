@@ -6,7 +6,7 @@ from cleanlab.filter import find_label_issues
 from sklearn.datasets import load_digits
 from sklearn.kernel_approximation import Nystroem
 
-from vit.analysis.audit.suspects import find_confused, find_label_errors, predict_out_of_fold
+from vit.analysis.audit.suspects import find_label_errors, predict_out_of_fold
 
 
 def mark(labels: np.ndarray, num_classes: int) -> np.ndarray:
@@ -88,13 +88,3 @@ def test_no_image_is_judged_by_a_classifier_that_saw_its_group(several: bool) ->
     # images apart from their copies are known by them
     apart = predict_out_of_fold(features, given, np.arange(400), strata=labels, num_classes=2)
     assert ((apart >= 0.5) == (marks if several else mark(labels, 2))).mean() > 0.9
-
-
-def test_classes_that_cannot_be_told_apart_by_hand() -> None:
-    labels = np.repeat([0, 1, 2], 10)
-    predicted = labels.copy()
-    predicted[:3] = 1
-    predicted[10:12] = 0
-    predicted[20] = 0
-    (pair,) = find_confused(labels, predicted, ("ant", "bee", "cow"))
-    assert (pair.classes, pair.confused, pair.count) == (("ant", "bee"), 5, 20)

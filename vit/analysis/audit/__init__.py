@@ -1,1 +1,1 @@
-"""Look for problems in labelled images: labels, duplicates, odd images, confused classes."""
+"""Look for problems in labelled images: labels, duplicates, unusual images."""

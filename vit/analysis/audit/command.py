@@ -35,10 +35,6 @@ def audit(find: Call, *, output: Path, overwrite: bool = False) -> None:
         echo(f"labels of {names} are not examined: all images of a class are one group")
     echo(f"{len(found.near_duplicates)} near-duplicates, {between} of them with different labels")
     echo(f"{len(found.outliers)} unusual images")
-    for pair in found.confused_classes[:5]:
-        first, second = pair.classes
-        count = f"{pair.confused} of {pair.count} images"
-        echo(f"{first} and {second} are hard to tell apart: {count} are confused")
     for name, reason in found.unreadable[:5]:
         echo(f"skipped {name}: {reason}", color="yellow")
     echo(f"open {output / 'audit.html'} in a browser")

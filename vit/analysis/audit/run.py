@@ -59,8 +59,7 @@ def audit(
     device: str = "auto",
     precision: str = "auto",
 ) -> AuditResult:
-    """Look for problems in labelled images: likely label errors,
-    near-duplicates, unusual images, and classes that can't be told apart.
+    """Look for likely label errors, near-duplicates and unusual images.
 
     Args:
         data: A data set's name, a folder with a folder for each class, a

@@ -1,4 +1,4 @@
-"""Look for problems in labelled images: labels, near-duplicates, unusual images, confused classes.
+"""Look for problems in labelled images: labels, near-duplicates, unusual images.
 
 Only a linear classifier is trained, on the features of a model. Label errors come from cleanlab
 (Northcutt et al. 2021, "Confident learning: estimating uncertainty in dataset labels").
@@ -23,9 +23,6 @@ from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 
 _NUM_FOLDS = 5
 _NUM_NEIGHBOURS = 5
-# share of the images of two classes that are taken for the other class, and their number
-_MIN_CONFUSED_SHARE = 0.1
-_MIN_CONFUSED = 3
 # interquartile ranges beyond the quartiles: the fence of Tukey's "far out" values
 _FENCE = 3.0
 
@@ -70,15 +67,6 @@ class Outlier:
     distance: float
 
 
-@dataclass(frozen=True)
-class ConfusedClasses:
-    """Two classes that the classifier confuses: `confused` of their `count` images."""
-
-    classes: tuple[str, str]
-    confused: int
-    count: int
-
-
 @dataclass(frozen=True, repr=False)
 class Audit:
     """Possible problems of a data set, the most likely first.
@@ -98,7 +86,6 @@ class Audit:
     label_errors: list[LabelError]
     near_duplicates: list[NearDuplicate]
     outliers: list[Outlier]
-    confused_classes: list[ConfusedClasses]
     top1: float
     num_images: int
     class_names: tuple[str, ...]
@@ -175,10 +162,6 @@ def audit_images(
             side: _find_nearest_with(text, place, texts, features, paths)
             for side, text in (("given", error.given), ("suggested", error.suggested))
         }
-    confused = []
-    if not dataset.is_multilabel:
-        confused = find_confused(dataset.labels[examined], predicted.argmax(axis=1), names)
-
     near_duplicates = [
         NearDuplicate((paths[first], paths[second]), (texts[first], texts[second]), exact)
         for first, second, exact in find_pairs(dataset.hashes)
@@ -189,7 +172,6 @@ def audit_images(
         label_errors=errors,
         near_duplicates=near_duplicates,
         outliers=_find_outliers(features, paths, texts),
-        confused_classes=confused,
         top1=float((predicted == marks[examined]).all(axis=1).mean()),
         num_images=len(dataset),
         class_names=names,
@@ -322,32 +304,6 @@ def find_label_errors(
             whole[known] = suggested[row]
             found.append((row, whole, float(1 - lowest[row])))
     return found
-
-
-def find_confused(
-    labels: Ints, predicted: Ints, class_names: Sequence[str]
-) -> list[ConfusedClasses]:
-    """Find pairs of classes with at least 3 images, and a tenth of them, taken for the other class.
-
-    The most confused pair comes first.
-    """
-    from sklearn.metrics import confusion_matrix
-
-    counts = confusion_matrix(labels, predicted, labels=range(len(class_names)))
-    support = counts.sum(axis=1)
-    # each pair once, in both directions together
-    confused = np.triu(counts + counts.T, 1)
-    share = confused / np.maximum(support[:, None] + support, 1)
-    pairs = np.argwhere((confused >= _MIN_CONFUSED) & (share >= _MIN_CONFUSED_SHARE)).tolist()
-    pairs.sort(key=lambda pair: -share[tuple(pair)])
-    return [
-        ConfusedClasses(
-            (class_names[first], class_names[second]),
-            int(confused[first, second]),
-            int(support[first] + support[second]),
-        )
-        for first, second in pairs
-    ]
 
 
 def _find_nearest_with(
