@@ -1,22 +1,18 @@
 """How a command of the command line is made.
 
 The public function's signature and its `Args:` are the only place of an option's name, type,
-default and text: `vit.runtime.signatures` reads them from the source, so that `--help` needs no
-torch.
+default and text. They are read from the source, so that `--help` needs no torch
+(`vit.runtime.signatures`).
 
 - A parameter before the `*` is an argument, one after it an option: `batch_size` is --batch-size.
-- Its help is the first sentence under `Args:`; a sentence "None: …" says what the default None
-  means; "See `vit.evaluate`." takes the text from there.
-- `@check_arguments(batch_size=(1, None))` above the function gives the smallest and largest value.
+- Its help is the first sentence under `Args:`; "None: …" says what the default None means.
+- `@check_arguments(batch_size=(1, None))` gives the smallest and largest value.
 - A required `output` has a default, `choose_output`.
-- `str | Sequence[str]` is a list of names with commas; other values, such as a model, are texts.
 
-A command is a module with a `COMMAND` (`vit.runtime.command.Command`), which `vit.cli.main` names
-on one line: see vit/analysis/audit/command.py. Its function `run` receives the public function with
-its options filled in (`audit()` runs it, `audit.keywords` are the values), then its own parameters,
-which are read from its signature in the same way. An own parameter with the name of one of the
-public function replaces it: `run` must pass it on. The first sentence of the docstring of `run` is
-shown in `vit --help`: at most 60 characters.
+A command is a module with a `COMMAND` that `vit.cli.main` names: see vit/analysis/audit/command.py.
+Its function `run` receives the public function with its options filled in, then its own parameters,
+which are read in the same way; one with the name of an option replaces it. The first sentence of
+its docstring is shown in `vit --help`: at most 60 characters.
 """
 
 import inspect
@@ -24,6 +20,7 @@ import os
 import re
 from collections.abc import Mapping
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,20 +132,14 @@ def _read(value: Any, parameter: Parameter) -> Any:
     """Return the value of an option as the function takes it."""
     if parameter.kind == Names and value is not None:
         return tuple(part.strip() for part in value.split(",") if part)
-    if isinstance(value, list):
-        return [_expand_home(item) for item in value]
-    return _expand_home(value)
-
-
-def _expand_home(value: Any) -> Any:
-    return expand_home(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return expand_home(value)
+    return value
 
 
 def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
-    """Choose a new directory for the results of a command, which names it when it ends.
-
-    It is runs/photos-1 for `vit train photos`, runs/photos-1-explain-1 for `vit explain
-    runs/photos-1`.
+    """Choose a new directory for the results of a command: runs/photos-1 for `vit train photos`,
+    runs/photos-1-explain-1 for `vit explain runs/photos-1`.
 
     Args:
         command: Name of the command.
@@ -161,10 +152,8 @@ def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
         raise ValueError("--resume goes on in a directory; name it with --output")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("several processes need one directory; name it with --output")
-    first = (
-        value[0] if isinstance(value, list) else value for value in arguments.values() if value
-    )
-    name = next((value for value in first if isinstance(value, str)), command)
+    values = (each[0] if isinstance(each, list) else each for each in arguments.values() if each)
+    name = next((value for value in values if isinstance(value, str)), command)
     source = Path(name)
     if source.exists():
         source = source.resolve()
@@ -176,7 +165,6 @@ def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
     name = clean_name(name.replace("/", "-"))
     if command != "train":
         name = f"{name}-{command}"
-    number = 1
-    while (directory := Path("runs") / f"{name}-{number}").exists():
-        number += 1
-    return directory
+    return next(
+        folder for number in count(1) if not (folder := Path("runs") / f"{name}-{number}").exists()
+    )

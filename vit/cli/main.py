@@ -88,9 +88,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     if arguments is None:
         arguments = sys.argv[1:]
-    original_format = warnings.formatwarning
     warnings.formatwarning = _format_warning
-    original_handler = _exit_on_sigterm()
+    # SIGTERM ends the command like an error, so that no temporary file is left.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         code = app(args=arguments, prog_name="vit", standalone_mode=False)
         # Python itself would report a full disk in several lines.
@@ -99,34 +100,12 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("VIT_DEBUG") == "1":
             raise
         code = _report(error)
-        _drop_unwritten_output()
-    finally:
-        warnings.formatwarning = original_format
-        if original_handler is not None:
-            signal.signal(signal.SIGTERM, original_handler)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # Python would try again, and fail, when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
-
-
-def _exit_on_sigterm() -> Any:
-    """Let SIGTERM end the command like an error, so that no temporary file is left.
-
-    Training replaces this handler by its own.
-
-    Returns:
-        The earlier handler; None if it was not replaced.
-    """
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_main_thread or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        return None
-    process = os.getpid()
-
-    def stop(number: int, _: object) -> None:
-        # A worker that was forked from this process ends at once.
-        if os.getpid() != process:
-            os._exit(128 + number)
-        sys.exit(128 + number)
-
-    return signal.signal(signal.SIGTERM, stop)
 
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
@@ -135,21 +114,8 @@ def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
     return f"warning: {replace_control_characters(lines[0])}\n"
 
 
-def _drop_unwritten_output() -> None:
-    """Drop what can't be written to standard output; otherwise Python would try again, and fail,
-    when it ends."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _report(error: Exception) -> int:
-    """Report an error to the user in one line.
-
-    Returns:
-        The exit code.
-    """
+    """Report an error to the user in one line, and return the exit code."""
     # The reader of our output, such as `head`, has ended.
     if isinstance(error, BrokenPipeError):
         return 1
@@ -164,9 +130,8 @@ def _report(error: Exception) -> int:
         code = 70
         problem = f"{type(error).__name__}: {first_line(error)}"
         text = f"internal error, a bug in vit: {problem}; VIT_DEBUG=1 shows where"
-    text = hide_tokens(" ".join(text.split()))
-    one_line = replace_control_characters(shorten(text, 2000))
-    print(f"vit: error: {one_line}", file=sys.stderr)
+    text = replace_control_characters(shorten(hide_tokens(" ".join(text.split())), 2000))
+    print(f"vit: error: {text}", file=sys.stderr)
     return code
 
 

@@ -23,7 +23,7 @@ class Parameter(NamedTuple):
 
     Attributes:
         kind: Type that a text on the command line is read as: str, int, float, bool, Path, a
-            Literal, list[str], list[Path], or `Names`.
+            Literal, list[str], or `Names`.
         default: Its default, or `REQUIRED`.
         is_keyword: True if it follows the `*`.
         help: First sentence of its entry under `Args:`, and the default from a sentence "None: …".
@@ -120,6 +120,6 @@ def _read_kind(annotation: ast.expr | None) -> Any:
         choices = ast.literal_eval(kind.removeprefix("Literal"))
         return cast(Any, Literal)[tuple(choices)]
     if kind.startswith(("list[", "Sequence[")):
-        return list[Path] if "Path" in kind else list[str]
+        return list[str]
     # Other values, such as a model, are named by a text.
     return {"int": int, "float": float, "bool": bool, "Path": Path}.get(kind, str)
