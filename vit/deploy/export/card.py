@@ -12,9 +12,6 @@ from vit.runtime.files import write_text
 
 # classes that the card lists
 _MAX_CLASSES = 100
-# metrics that the card lists, for one class and for several labels an image
-_METRICS = ("top1", "macro_f1", "ece")
-_LABEL_METRICS = ("map", "roc_auc", "macro_f1")
 
 
 def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool) -> None:
@@ -27,15 +24,6 @@ def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool)
         attention: See `vit.export_model`.
     """
     evaluation = find_evaluation(bundle.name, bundle.sha256)
-    metrics = []
-    if evaluation is not None:
-        names = _LABEL_METRICS if evaluation.is_multilabel else _METRICS
-        metrics = [
-            (name, evaluation.metrics[name], evaluation.intervals.get(name))
-            for name in names
-            # a metric may need classes that the images don't have
-            if evaluation.metrics[name] is not None
-        ]
     environment = Environment(
         loader=PackageLoader("vit", "deploy/export/templates"),
         undefined=StrictUndefined,
@@ -54,7 +42,6 @@ def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool)
         class_names=[_quote(name) for name in bundle.class_names[:_MAX_CLASSES]],
         data=name_data(bundle.data.get("name", ""), bundle.config.get("data", {}).get("root")),
         evaluation=evaluation,
-        metrics=metrics,
     )
     write_text(directory / "README.md", re.sub(r"\n{3,}", "\n\n", text))
 

@@ -1,6 +1,5 @@
 """A model as one ONNX file, from normalised images to probabilities, and a program that runs it."""
 
-import importlib.util
 import json
 import logging
 import warnings
@@ -51,17 +50,6 @@ class Classifier(nn.Module):
         return (logits, probabilities, *maps)
 
 
-def _check_onnx(bundle: Bundle) -> None:
-    require_classifier(bundle)
-    packages = ("onnx", "onnxscript", "onnxruntime")
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(
-            f"vit export --format onnx needs {' and '.join(missing)}: "
-            "pip install '.[export]' in the clone of vit"
-        )
-
-
 def convert_to_onnx(bundle: Bundle, *, attention: bool) -> Any:
     """Return the content of model.onnx, with all facts that a program needs in its metadata.
 
@@ -75,8 +63,15 @@ def convert_to_onnx(bundle: Bundle, *, attention: bool) -> Any:
     Raises:
         ValueError: The model has no classifier, or a package is missing.
     """
-    _check_onnx(bundle)
-    import onnx
+    require_classifier(bundle)
+    try:
+        import onnx
+        import onnxscript  # noqa: F401  # torch's exporter needs it
+    except ImportError as error:
+        raise ValueError(
+            "vit export --format onnx needs onnx and onnxscript: pip install '.[export]' in the"
+            " clone of vit"
+        ) from error
 
     height, width = bundle.preprocess.image_size
     with _silence(), torch.no_grad():
