@@ -201,37 +201,34 @@ def select_correct_images(
     labels = find_labels(dataset, bundle.class_names)
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision="float32")
     order = np.random.default_rng(seed).permutation(len(dataset))
-    correct: dict[int, tuple[Pixels, int]] = {}
+    chosen: list[tuple[Pixels, int, str]] = []
     with show_progress("choosing images", count) as advance:
         for start in range(0, len(order), batch_size):
-            if len(correct) >= count:
+            if len(chosen) >= count:
                 break
             batch = {}
             for index in order[start : start + batch_size].tolist():
                 # unreadable images are skipped
                 with suppress(ValueError, OSError):
                     batch[index] = bundle.preprocess.to_uint8(dataset.image(index))
-            if not batch:
-                continue
-            logits = predictor.predict(read_from(list(batch.values())), count=len(batch))
-            answers = find_right(bundle, logits, labels[list(batch)]).tolist()
-            right = {
-                index: (pixels, answer)
-                for (index, pixels), answer in zip(batch.items(), answers, strict=True)
-                if answer >= 0
-            }
-            correct |= right
-            advance(len(right))
-
-    chosen = list(correct)[:count]
+            if batch:
+                logits = predictor.predict(read_from(list(batch.values())), count=len(batch))
+                answers = find_right(bundle, logits, labels[list(batch)]).tolist()
+                found = [
+                    (pixels, answer, dataset.ids[index])
+                    for (index, pixels), answer in zip(batch.items(), answers, strict=True)
+                    if answer >= 0
+                ]
+                chosen += found
+                advance(len(found))
     if len(chosen) < MIN_IMAGES:
         raise ValueError(
             f"{len(chosen)} of {len(dataset)} images are predicted correctly; {MIN_IMAGES} are"
             " needed"
         )
-    pixels = torch.from_numpy(np.stack([correct[index][0] for index in chosen]))
-    classes = torch.tensor([correct[index][1] for index in chosen])
-    return bundle.preprocess.normalize(pixels), classes, [dataset.ids[index] for index in chosen]
+    pixels, classes, ids = zip(*chosen[:count], strict=True)
+    images = bundle.preprocess.normalize(torch.from_numpy(np.stack(pixels)))
+    return images, torch.tensor(classes), list(ids)
 
 
 def find_right(bundle: Bundle, logits: Float32s, labels: Ints | Bools) -> Ints:
