@@ -1,5 +1,5 @@
 """Write what is generated from the code, into the pages of this folder: reference/configuration.md,
-reference/commands.md, and the tables of reference/files.md and explanations/supported-models.md.
+and the tables of reference/files.md and explanations/supported-models.md.
 
 python docs/generate.py
 """
@@ -9,19 +9,16 @@ import inspect
 import json
 import sys
 import types
-from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
-import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from vit import config
-from vit.cli.main import app
 from vit.evaluation import result
 from vit.explanation.capture.reader import ModelReader
 
@@ -121,83 +118,8 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(escaped)} |\n"
 
 
-def render_commands() -> str:
-    """The help of each command as lists. Options that several commands have are described once."""
-    rows: dict[str, dict[str, str]] = {}
-    texts = {}
-    group: Any = typer.main.get_command(app)
-    for (name, command), registered in zip(
-        group.commands.items(), app.registered_commands, strict=True
-    ):
-        if registered.hidden:
-            texts[name] = f"\n`vit {name}` is another name of this command.\n"
-            continue
-        function: Any = registered.callback
-        hints = get_type_hints(function, include_extras=True)
-        parameters = [
-            p for p in command.params if p.name in hints and not getattr(p, "hidden", False)
-        ]
-        arguments = [_name(parameter) for parameter in parameters if _is_argument(parameter)]
-        needed = [f"{p.opts[0]} …" for p in parameters if p.required and not _is_argument(p)]
-        usage = " ".join(["vit", name, *arguments, *needed])
-        texts[name] = f"\n## {_code(usage)}\n\n"
-        texts[name] += "\n\n".join(
-            " ".join(part.split()) for part in (inspect.getdoc(function) or "").split("\n\n")
-        )
-        rows[name] = {
-            _name(parameter): _describe_parameter(parameter, *get_args(hints[parameter.name]))
-            for parameter in parameters
-        }
-
-    counts = Counter(cell for of_command in rows.values() for cell in of_command.items())
-    # the most frequent meaning, if an option has several
-    common = {name: row for (name, row), count in reversed(counts.most_common()) if count > 1}
-    page = _NOTE.format(source="the commands in vit/cli") + (
-        "# Commands\n\n## Common options\n\nThey mean the same in every command.\n\n"
-    )
-    page += "".join(reversed(common.values()))
-    for name, text in texts.items():
-        page += text
-        of_command = rows.get(name, {})
-        shared = [option for option, row in of_command.items() if common.get(option) == row]
-        own = [row for option, row in of_command.items() if option not in shared]
-        if own:
-            page += "\n\n" + "".join(own)
-        elif name in rows:
-            page += "\n"
-        if shared:
-            page += f"\n[Common options](#common-options): {', '.join(map(_code, shared))}.\n"
-    return page
-
-
-def _describe_parameter(parameter: Any, kind: Any, info: Any) -> str:
-    """Its line: name, type and bounds, then the help with the default."""
-    minimum = f" ≥{info.min}" if info.min else ""
-    value = "" if kind is bool else _name_type(kind) + minimum
-    text = " ".join((parameter.help or "").split())
-    default = _describe_default(parameter)
-    text += f" Default: {default}." if default else ""
-    return _item(_name(parameter), text, value)
-
-
 def _item(name: str, text: str, value: str = "") -> str:
     return f"- {_code(name)}{f' ({value})' if value else ''}{f': {text}' if text else ''}\n"
-
-
-def _is_argument(parameter: Any) -> bool:
-    return not parameter.opts[0].startswith("-")
-
-
-def _name(parameter: Any) -> str:
-    if not _is_argument(parameter):
-        return ", ".join((*parameter.opts, *parameter.secondary_opts))
-    name = (parameter.metavar or parameter.name.upper()) + ("…" if parameter.nargs == -1 else "")
-    return name if parameter.required else f"[{name}]"
-
-
-def _describe_default(parameter: Any) -> str:
-    hidden = parameter.required or parameter.default is None or parameter.default is False
-    return "" if hidden or callable(parameter.default) else _code(parameter.default)
 
 
 def render_supported_models() -> str:
@@ -256,7 +178,6 @@ def render_files() -> str:
 if __name__ == "__main__":
     sys.path.insert(0, str(FOLDER.parent))  # for tests/
     (REFERENCE / "configuration.md").write_text(render_configuration(), encoding="utf-8")
-    (REFERENCE / "commands.md").write_text(render_commands(), encoding="utf-8")
     FILES_PAGE.write_text(render_files(), encoding="utf-8")
     MODELS_PAGE.write_text(render_supported_models(), encoding="utf-8")
     MODELS_PAGE.write_text(render_families(), encoding="utf-8")

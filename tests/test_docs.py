@@ -23,7 +23,6 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from generate import (
-    render_commands,
     render_configuration,
     render_files,
     render_supported_models,
@@ -308,7 +307,6 @@ def test_a_measured_number_has_a_mark(page: Path) -> None:
     ("page", "render"),
     [
         ("reference/configuration.md", render_configuration),
-        ("reference/commands.md", render_commands),
         ("reference/files.md", render_files),
         ("explanations/supported-models.md", render_supported_models),
     ],
