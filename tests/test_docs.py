@@ -263,7 +263,7 @@ def test_error_messages_in_troubleshooting_are_those_of_the_code() -> None:
         (ROOT / "docs" / "guides" / "troubleshooting.md").read_text(),
         re.MULTILINE,
     )
-    assert len(messages) >= 20
+    assert len(messages) >= 4
     for message in messages:
         # what is left between names, numbers and paths; a message may be put together at a comma
         constants = re.split(
