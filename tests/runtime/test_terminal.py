@@ -10,7 +10,7 @@ import pytest
 from vit.prediction.records import Prediction, write_csv, write_jsonl
 from vit.runtime.arguments import is_control_character, replace_control_characters
 from vit.runtime.console import build_console, build_table, echo
-from vit.runtime.documents import escape_formula, read_table
+from vit.runtime.documents import escape_formula, read_rows
 
 ROOT = Path(__file__).parents[2]
 # ESC, the 8-bit CSI, DEL, right-to-left override and isolate, line separator
@@ -47,8 +47,9 @@ def test_a_cell_is_no_formula_and_is_read_back_as_it_was(tmp_path: Path) -> None
         assert escape_formula(text) == text
     path = tmp_path / "table.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([[escape_formula(text), "x"] for text in FORMULAS + PLAIN])
-    assert [row[0] for _, row in read_table(path)] == FORMULAS + PLAIN
+        rows = [[escape_formula(text), "x"] for text in FORMULAS + PLAIN]
+        csv.writer(file).writerows([["text", "x"], *rows])
+    assert [row["text"] for _, row in read_rows(path)] == FORMULAS + PLAIN
 
 
 def test_predictions_have_no_formulas_and_no_control_characters(tmp_path: Path) -> None:
@@ -68,10 +69,10 @@ def test_predictions_have_no_formulas_and_no_control_characters(tmp_path: Path) 
     # numbers are numbers, and other names come back
     path = tmp_path / "predictions.csv"
     path.write_text(text)
-    read = [row for _, row in read_table(path)][1:]
-    assert read[0][0] == "-photo.png"
-    assert read[0][1:3] == [classes[0], repr(1 / 3)]
-    assert read[0][6] == "0.5"
+    _, read = next(read_rows(path))
+    assert read["path"] == "-photo.png"
+    assert (read["predicted"], read["probability"]) == (classes[0], repr(1 / 3))
+    assert read["p_value"] == "0.5"
 
     file = io.StringIO()
     list(write_jsonl(predictions, file=file))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vit.data.dataset import ImageDataset
 from vit.runtime.arguments import shorten
-from vit.runtime.documents import read_table
+from vit.runtime.documents import read_rows
 
 COLUMNS = ("path", "given", "label")
 # separates the labels of an image that may have several
@@ -27,18 +27,13 @@ def read_corrections(path: Path | Mapping[str, str] | None) -> dict[str, str]:
     """
     if not isinstance(path, Path):
         return dict(path or {})
-    rows = read_table(path)
-    _, header = next(rows, ("", []))
-    if tuple(header) != COLUMNS:
-        raise ValueError(
-            f"{path} line 1 is not {','.join(COLUMNS)}; take the file that an audit saved"
-        )
     corrections: dict[str, str] = {}
-    for line, row in rows:
-        if len(row) != len(COLUMNS):
-            text = f"{line} has {len(row)} fields instead of {len(COLUMNS)}"
-            raise ValueError(f"{text}; write {','.join(COLUMNS)}")
-        name, _, label = row
+    for line, row in read_rows(path):
+        if tuple(row) != COLUMNS:
+            raise ValueError(
+                f"{path} line 1 is not {','.join(COLUMNS)}; take the file that an audit saved"
+            )
+        name, label = row["path"], row["label"]
         if corrections.get(name, label) != label:
             raise ValueError(f"{line} gives {shorten(name)!r} a second label; keep one")
         corrections[name] = label

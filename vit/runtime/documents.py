@@ -70,7 +70,7 @@ def explain_error(error: Any) -> str:
 def escape_formula(text: str) -> str:
     """Return text as a cell of a CSV table that a spreadsheet doesn't take for a formula.
 
-    An apostrophe is put before =, +, -, @, tabs and line breaks, except in numbers. `read_table`
+    An apostrophe is put before =, +, -, @, tabs and line breaks, except in numbers. `read_rows`
     removes it.
     """
     if _FORMULA.match(text) and not _is_number(text):
@@ -86,17 +86,19 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def read_table(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each row of a CSV file: its place, "FILE line N", and its fields.
-
-    The fields are without the apostrophes of `escape_formula`.
-    """
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the place of each row of a CSV file, "FILE line N", and its fields by the names in the
+    first line, without the apostrophes of `escape_formula`. Raises ValueError for a wrong row."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file)
         try:
+            header = next(reader, [])
             for row in reader:
-                fields = [text[1:] if _ESCAPED.match(text) else text for text in row]
-                yield f"{path} line {reader.line_num}", fields
+                place = f"{path} line {reader.line_num}"
+                if len(row) != len(header):
+                    raise ValueError(f"{place} has {len(row)} fields instead of {len(header)}")
+                fields = (text[1:] if _ESCAPED.match(text) else text for text in row)
+                yield place, dict(zip(header, fields, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(
                 f"{path} line {reader.line_num} is not a row of a CSV table: {error}"

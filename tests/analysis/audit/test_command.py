@@ -108,7 +108,7 @@ def test_corrections_that_do_not_fit_are_refused(
 ) -> None:
     table = tmp_path / "table.csv"
     for text, problem in (
-        ("name,label\n", "line 1 is not path,given,label"),
+        ("name,label\na,b\n", "line 1 is not path,given,label"),
         ("path,given,label\na.png,b\n", "has 2 fields instead of 3"),
         ("path,given,label\na,b,c\na,b,d\n", "a second label"),
     ):

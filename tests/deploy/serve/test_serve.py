@@ -69,7 +69,7 @@ def client(bundle: Bundle) -> TestClient:
 
 
 def list_classes(answer: dict[str, Any]) -> list[tuple[int, str, float]]:
-    return [(row["index"], row["name"], row["probability"]) for row in answer["classes"]]
+    return [(row["index"], row["name"], row["probability"]) for row in answer["predictions"]]
 
 
 def test_a_photo_gets_the_classes_of_predict_and_the_map_of_explain(
@@ -280,7 +280,7 @@ def test_a_model_without_attention_still_predicts(photo: bytes) -> None:
     client = open_client(bundle)
     answer = client.post("/predict?map=true", files={"image": photo})
     assert answer.status_code == 200
-    assert "classes" in answer.json()
+    assert "predictions" in answer.json()
 
 
 def test_the_page_names_the_classes_and_has_the_example_photos_of_the_package(

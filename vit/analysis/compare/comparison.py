@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,13 @@ from scipy.stats import binomtest
 
 from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.arguments import check_kind, shorten
-from vit.runtime.documents import read_json, read_table
+from vit.runtime.documents import read_json, read_rows
 from vit.runtime.files import FileContent, Result, format_json
 
 # Differences with a smaller p-value are called significant.
 SIGNIFICANCE = 0.05
 Interval = tuple[float, float]
 _NUM_DRAWS = 20_000
-# the columns of predictions.csv that are read
-_COLUMNS = ("path", "predicted", "label", "labels", "group", "rank")
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class ComparedEvaluation:
         fingerprint: Hash of the images and labels.
         ids: Name of each image.
         labels: Class of each image; or its labels, separated by "|".
-        groups: Group of each image; None if each is its own.
+        groups: Group of each image: its name if it is its own group.
         correct: True for an image that is predicted correctly, or of which all labels are right.
         is_multilabel: True if an image may have several labels.
     """
@@ -41,7 +40,7 @@ class ComparedEvaluation:
     fingerprint: str
     ids: list[str]
     labels: list[str]
-    groups: list[str] | None
+    groups: list[str]
     correct: Bools
     is_multilabel: bool
 
@@ -194,9 +193,7 @@ def _compare_pair(a: ComparedEvaluation, b: ComparedEvaluation) -> Pair:
     _check_same_images(a, b)
     # 1 where only B is correct, -1 where only A is, else 0
     changes = b.correct.astype(int) - a.correct
-    # the evaluation of an earlier version doesn't know the groups of its images
-    groups = a.groups or b.groups or a.ids
-    clusters = np.unique(np.array(groups, dtype=object), return_inverse=True)[1]
+    clusters = np.unique(np.array(a.groups, dtype=object), return_inverse=True)[1]
     p_value, interval = compute_paired_test(changes, clusters)
     ids = np.array(a.ids, dtype=object)
     return Pair(
@@ -225,36 +222,29 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
     facts = read_json(path)
     if not isinstance(facts, dict) or not {"fingerprint", "data", "split"} < set(facts):
         raise ValueError(f"{path} has no fingerprint, data and split; evaluate again")
-    lines = read_table(table)
-    _, header = next(lines, ("", []))
-    places = {each: header.index(each) for each in _COLUMNS if each in header}
-    if not {"path", "predicted"} < set(places) or not {"label", "labels"} & set(places):
-        raise ValueError(f"{table} has no columns path, label and predicted; evaluate again")
-    rows = []
-    for line, row in lines:
-        if len(row) != len(header):
-            raise ValueError(f"{line} has {len(row)} fields instead of {len(header)}")
-        rows.append([row[place] for place in places.values()])
+    rows = [row for _, row in read_rows(table)]
     # both files are of one evaluation only if nobody replaced one of them
     if not 0 < len(rows) == facts.get("num_images"):
         raise ValueError(
             f"{table} has {len(rows)} predictions of {facts.get('num_images')} images; evaluate again"
         )
-    columns = dict(zip(places, map(list, zip(*sorted(rows), strict=True)), strict=True))
+    columns = rows[0].keys()
+    if not {"path", "predicted"} < columns or not {"label", "labels"} & columns:
+        raise ValueError(f"{table} has no columns path, label and predicted; evaluate again")
+    rows.sort(key=itemgetter("path"))
     # Names may hold the separator of labels, so that cells are compared whole: in both columns, the
     # names have the order of the model's classes.
-    labels = columns["labels" if "labels" in columns else "label"]
-    correct = [label == other for label, other in zip(labels, columns["predicted"], strict=True)]
+    given = "labels" if "labels" in columns else "label"
     # an image whose logits are not numbers is wrong, whichever class is predicted
-    if "rank" in columns:
-        correct = [rank == "0" for rank in columns["rank"]]
+    correct = [row.get("rank", "0") == "0" and row[given] == row["predicted"] for row in rows]
     return ComparedEvaluation(
         name=name,
         data=f"{facts['data']} ({facts['split']})",
         fingerprint=str(facts["fingerprint"]),
-        ids=columns["path"],
-        labels=labels,
-        groups=columns.get("group"),
+        ids=[row["path"] for row in rows],
+        labels=[row[given] for row in rows],
+        # an earlier version wrote no groups
+        groups=[row.get("group", row["path"]) for row in rows],
         correct=np.array(correct),
         is_multilabel="labels" in columns,
     )
@@ -262,13 +252,7 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
 
 def _check_same_images(a: ComparedEvaluation, b: ComparedEvaluation) -> None:
     """Raise ValueError if two evaluations are of other images or labels."""
-    if a.is_multilabel != b.is_multilabel:
-        several, single = (a, b) if a.is_multilabel else (b, a)
-        raise ValueError(
-            f"{several.name} is of several labels an image and {single.name} of one class an image;"
-            " compare evaluations of one kind"
-        )
-    if a.fingerprint != b.fingerprint:
+    if a.fingerprint != b.fingerprint or a.is_multilabel != b.is_multilabel:
         raise ValueError(
             f"{a.name} and {b.name} were evaluated on different images or labels"
             f" ({a.data} {a.fingerprint[:12]}, {b.data} {b.fingerprint[:12]});"

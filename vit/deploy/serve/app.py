@@ -4,14 +4,13 @@ An upload is an image or is refused with one sentence; no name in it is ever ope
 """
 
 import asyncio
-import math
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-import torch
 from fastapi import FastAPI, File, HTTPException, Query, Request, UploadFile
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from PIL import Image
@@ -20,15 +19,14 @@ from starlette_exporter import PrometheusMiddleware, handle_metrics
 
 from vit.bundle import Bundle
 from vit.data.images import read_image
-from vit.deploy.serve.batches import Batches
+from vit.deploy.serve.batches import MAX_BATCH, Batches
 from vit.explanation.explain import explain
 from vit.explanation.render.page import name_model, render_page
 from vit.model.find_file import list_example_photos, list_pretrained
 from vit.prediction.decision import describe_decision
 from vit.prediction.image_predictor import Predictor
 from vit.prediction.predictor import Pixels
-from vit.prediction.records import Prediction, describe_classes
-from vit.runtime.threads import MAX_THREADS
+from vit.prediction.records import Prediction
 from vit.runtime.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("serve.html.jinja")
@@ -108,8 +106,13 @@ class _Service:
 
     def __init__(self, bundle: Bundle, *, precision: str) -> None:
         self.bundle = bundle
-        self._predictor = Predictor(bundle, top_k=len(bundle.class_names) or 1, precision=precision)
-        self._loop = self._predictor.batch_predictor
+        # on a CPU, the threads share the photos that wait
+        self._predictor = Predictor(
+            bundle,
+            top_k=len(bundle.class_names) or 1,
+            precision=precision,
+            batch_size=8 if bundle.device.type == "cpu" else MAX_BATCH,
+        )
         self._batches = Batches(self._predict_batch)
         # a model whose attention can't be read has no maps
         self.has_map = False
@@ -143,7 +146,7 @@ class _Service:
             "version": __version__,
             "model": self.bundle.name,
             "sha256": self.bundle.sha256,
-            "precision": self._loop.precision,
+            "precision": self._predictor.batch_predictor.precision,
             "classes": list(self.bundle.class_names),
         }
 
@@ -162,15 +165,9 @@ class _Service:
             for rank, row in enumerate(prediction.classes)
             if rank < top_k or row[1] in (labels or ())
         ]
-        answer: dict[str, Any] = {
-            "classes": describe_classes(classes),
-            "note": prediction.note,
-            "prediction_set": prediction.prediction_set,
-            "p_value": prediction.p_value,
-            "precision": prediction.precision,
-        }
-        if labels is not None:
-            answer["labels"] = labels
+        # a line of `vit predict`, for a photo without a path
+        answer = replace(prediction, classes=classes).to_dict()
+        del answer["path"]
         if map and self.has_map:
             # decoded again: large photos that wait would take much memory
             answer["maps"] = await self._batches.run(lambda: self._explain(self._open(image.file)))
@@ -188,10 +185,6 @@ class _Service:
         return self.bundle.preprocess.to_uint8(self._open(file))
 
     def _predict_batch(self, photos: Sequence[Pixels]) -> list[Prediction]:
-        if self.bundle.device.type == "cpu":
-            # an equal part for each thread
-            num_threads = min(torch.get_num_threads(), MAX_THREADS)
-            self._loop.batch_size = math.ceil(len(photos) / num_threads)
         return list(self._predictor.predict_pixels([("", pixels) for pixels in photos]))
 
     def _explain(self, photo: Image.Image) -> list[Json]:

@@ -10,7 +10,7 @@ from vit.prediction.records import Prediction
 
 Value = TypeVar("Value")
 # larger batches are hardly faster, and the first photo waits for the last
-_MAX_BATCH = 32
+MAX_BATCH = 32
 
 
 class Batches:
@@ -43,7 +43,7 @@ class Batches:
 
     async def _work(self) -> None:
         while self._waiting:
-            batch, self._waiting = self._waiting[:_MAX_BATCH], self._waiting[_MAX_BATCH:]
+            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             photos = [photo for photo, _ in batch]
             try:
                 predictions = await self.run(self._predict, photos)
