@@ -269,7 +269,7 @@ class TrainConfig(_Section):
     evaluate_every_epochs: int = Field(1, gt=0)
     # steps between checkpoints, besides those after an evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
-    # training images whose features the model file keeps, for p_value and similar
+    # training images whose features the model file keeps, for p_value and the report's photos
     max_training_features: int = Field(2000, ge=0)
 
 

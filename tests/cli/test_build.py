@@ -103,7 +103,7 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     ),
     "predict by a cluster": (
         ("predict", "imagenette", "photos", "--output", "out", "--engine", "ray"),
-        {"output_format", "sort_into", "similar", "top_k"},
+        {"output_format", "top_k"},
     ),
     "train": (("train", "photos", "-o", "out"), set()),
     "faithfulness": (("faithfulness", "imagenette", "-o", "out"), set()),

@@ -161,10 +161,9 @@ def test_names_are_told_where_the_folder_is_gone_or_would_be_downloaded(
 
 def test_a_model_without_training_photos_has_no_neighbours(tiny_bundle: Bundle) -> None:
     plain = replace(tiny_bundle, likeness=None, metadata={})
+    pixels = [np.zeros((16, 16, 3), "u1")]
     photos = TrainingPhotos(plain, side=SIDE)
-    assert photos.problem is not None
-    assert "names no training images" in photos.problem
-    assert photos.find([np.zeros((16, 16, 3), "u1")], 3) == [[]]
+    assert photos.find(pixels, 3) == photos.find_of_classes(pixels, [(0, 1)]) == [[]]
 
 
 def test_the_digits_come_with_scikit_learn(tiny_bundle: Bundle) -> None:

@@ -29,7 +29,7 @@ def build_data_cases(corpus: Any) -> dict[str, Case]:
     from vit.data.corrections import check_corrections, read_corrections
     from vit.data.open import open_dataset
     from vit.model.model_file import compute_checksum
-    from vit.prediction.features import compute_features, compute_tokens
+    from vit.prediction.features import compute_features
     from vit.prediction.predictor import BatchPredictor
 
     bundle = load_bundle(corpus.model)
@@ -54,12 +54,6 @@ def build_data_cases(corpus: Any) -> dict[str, Case]:
         def compute() -> torch.Tensor:
             features = compute_features(predictor, decoded, cache_dir=folder)
             return torch.stack(list(features.values()))
-
-        damage_cache(rng, folder, compute)
-
-    def token_cache(rng: random.Random, folder: Path) -> None:
-        def compute() -> torch.Tensor:
-            return compute_tokens(predictor, decoded, mirrored=True, cache_dir=folder)
 
         damage_cache(rng, folder, compute)
 
@@ -228,12 +222,9 @@ def build_data_cases(corpus: Any) -> dict[str, Case]:
         save_file(tensors, path, metadata={"vit": json.dumps(values)})
         with refusals():
             changed = load_bundle(path)
-            similar = 2 if changed.likeness is not None else 0
-            (found,) = vit.predict(changed, corpus.images[4], similar=similar).predictions
+            (found,) = vit.predict(changed, corpus.images[4]).predictions
             assert found.p_value is None or 0 < found.p_value <= 1
-            for each in found.similar or ():
-                assert abs(each.similarity) < 1.01
 
-    cases = (feature_cache, token_cache, shard_index, idx, drawn_parquet, hub_folder)
+    cases = (feature_cache, shard_index, idx, drawn_parquet, hub_folder)
     more = (torchvision_set, corrections, model_features)
     return {case.__name__: case for case in (*cases, *more)}

@@ -12,15 +12,14 @@ from tests.evaluation.conftest import MakePredictions
 from vit.bundle import Bundle
 from vit.data.open import open_dataset
 from vit.evaluation.images import load_images
-from vit.model.model_file import Likeness
 from vit.prediction.conformal import (
     build_sets,
     compute_p_values,
     find_threshold,
     measure_sets,
-    predict_p_values,
     predict_sets,
 )
+from vit.prediction.image_predictor import Predictor
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import compute_log_probabilities
@@ -145,27 +144,26 @@ def test_p_values_of_like_images_are_uniform_and_of_unlike_ones_small() -> None:
     assert (compute_p_values(compute_distances(unlike, training), held_aside) <= 0.05).mean() > 0.95
 
 
-def test_answers_of_a_model_and_none_without_a_threshold(bundle: Bundle) -> None:
+def test_sets_of_a_model_and_none_without_a_threshold(bundle: Bundle) -> None:
     metadata = {name: value for name, value in bundle.metadata.items() if name != "conformal"}
-    bundle = replace(bundle, metadata=metadata, likeness=None)
     num_classes = len(bundle.class_names)
     logits = np.zeros((2, num_classes), dtype=np.float32)
     logits[0, 1] = 20
-    assert predict_sets(bundle, logits) is None
-    assert predict_p_values(bundle, np.ones((2, 4), dtype=np.float32)) is None
+    assert predict_sets(replace(bundle, metadata=metadata), logits) == [None, None]
+    assert measure_sets(replace(bundle, metadata=metadata), logits, np.array([1, 0])) is None
 
     conformal = {"num_images": 10, "thresholds": {"0.95": 0.5}, "no_likeness": "it is too hot"}
     # a temperature doesn't change the sets
-    metadata = {**bundle.metadata, "conformal": conformal, "temperature": 50.0}
-    some = replace(bundle, metadata=metadata)
+    some = replace(bundle, metadata={**metadata, "conformal": conformal, "temperature": 50.0})
     assert predict_sets(some, logits) == [[bundle.class_names[1]], []]
     measured = measure_sets(some, logits, np.array([1, 0]))
     assert measured is not None
     assert (measured.measured, measured.single, measured.single_correct) == (0.5, 0.5, 1.0)
+    assert (measured.mean_size, measured.num_images) == (0.5, 10)
 
-    training = np.eye(4, dtype=np.float16)
-    likeness = Likeness(training, np.array([0.1, 0.2, 0.3], dtype=np.float32))
-    features = np.ones((2, 4), dtype=np.float32)
-    like = replace(some, likeness=likeness)
-    assert predict_p_values(like, features) == [0.25, 0.25]
-    assert predict_p_values(like, None) is None
+
+def test_a_model_without_features_in_its_file_has_no_p_value(bundle: Bundle) -> None:
+    photo = np.zeros((8, 8, 3), np.uint8)
+    for each, expected in ((bundle, False), (replace(bundle, likeness=None), True)):
+        (prediction,) = Predictor(each).predict([photo])
+        assert (prediction.p_value is None) == expected

@@ -1,26 +1,24 @@
 """The operating point in a model file decides what is predicted; without one nothing changes."""
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.conftest import SaveModel
 from vit.bundle import Bundle, load_bundle, update_metadata
 from vit.evaluation.metrics import score_logits
 from vit.prediction.decision import (
+    compute_probabilities,
     decide_classes,
     decide_labels,
     describe_decision,
+    find_labels,
     read_class_threshold,
 )
 from vit.prediction.image_predictor import Predictor
-from vit.prediction.labels import compute_probabilities, find_labels
-from vit.prediction.records import Prediction, write_csv, write_jsonl, write_table
-from vit.prediction.sorting import PhotoSorter
+from vit.prediction.records import Prediction
 
 NAMES = ("cat", "dog", "fox")
 
@@ -58,7 +56,7 @@ def test_labels_without_a_threshold_need_a_half(labels: Bundle) -> None:
     ]
     point = set_point(labels, cat=0.3, fox=0.95)
     assert decide_labels(point, probabilities).tolist() == [[True, True, False], [False] * 3]
-    assert find_labels(point, probabilities[0]) == ["dog", "cat"]
+    assert find_labels(point, probabilities) == [["dog", "cat"], []]
 
 
 def test_scores_are_those_of_the_decision(classes: Bundle) -> None:
@@ -88,22 +86,10 @@ def test_scores_are_those_of_the_decision(classes: Bundle) -> None:
     assert (plain.predicted != scores.predicted).sum() > 20
 
 
-def test_label_scores_have_their_thresholds() -> None:
-    logits = np.array([[0.0, -1.0], [3.0, 1.0]], np.float32)
-    truth = np.array([[True, True], [True, False]])
-    assert score_logits(logits, truth).predicted.tolist() == [[True, False], [True, True]]
-    scores = score_logits(logits, truth, thresholds=np.array([0.6, 0.2]))
-    assert scores.predicted.tolist() == [[False, True], [True, True]]
-    assert scores.subset(np.array([1])).predicted.tolist() == [[True, True]]
-
-
-def test_predict_sorts_and_prints_what_the_operating_point_decides(
-    bundle: Bundle, tmp_path: Path
-) -> None:
+def test_predictions_are_what_the_operating_point_decides(bundle: Bundle) -> None:
     classes = replace(bundle, class_names=tuple(f"class {place}" for place in range(10)))
     labels = replace(classes, data={**classes.data, "task": "multilabel"})
-    photo = tmp_path / "a.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)).save(photo)
+    photo = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
 
     def run(bundle: Bundle) -> Prediction:
         (prediction,) = Predictor(bundle, top_k=10, precision="float32").predict([photo])
@@ -112,28 +98,16 @@ def test_predict_sorts_and_prints_what_the_operating_point_decides(
     plain = run(classes)
     last = plain.classes[-1]
     # every class reaches 0, so that the least probable one is predicted
-    point = set_point(classes, **{last[1]: 0.0})
-    decided = run(point)
+    decided = run(set_point(classes, **{last[1]: 0.0}))
     assert decided.classes == [last, *plain.classes[:-1]]
+    assert decided.predicted == last[1]
     assert replace(decided, classes=plain.classes) == replace(plain, prediction_set=None)
     assert (decided.prediction_set, replace(decided, p_value=0.5).note) == (None, "")
-    for write in (write_table, write_csv, write_jsonl):
-        file = io.StringIO()
-        list(write([replace(decided, prediction_set=None)], file=file))
-        text = file.getvalue()
-        assert last[1] in text.partition(plain.classes[0][1])[0]
-    sorter = PhotoSorter(tmp_path / "sorted", point)
-    assert sorter.choose_folders(replace(decided, p_value=0.5)) == [last[1]]
 
     rest = dict.fromkeys(classes.class_names, 1.0)
-    found = replace(run(set_point(labels, **rest | {"class 3": 0.0, "class 7": 0.0})), p_value=None)
+    found = run(set_point(labels, **rest | {"class 3": 0.0, "class 7": 0.0}))
     assert set(found.labels or ()) == {"class 3", "class 7"}
-    sorter = PhotoSorter(tmp_path / "labels", labels)
-    sorter.copy(found)
-    sorter.copy(replace(run(set_point(labels, **rest)), p_value=None))
-    assert sorted(path.parent.name for path in tmp_path.glob("labels/*/a.png")) == [
-        "class 3", "class 7", "no label"
-    ]  # fmt: skip
+    assert run(set_point(labels, **rest)).labels == []
 
 
 def test_it_is_kept_in_the_model_file(save_model: SaveModel, tmp_path: Path) -> None:
@@ -149,5 +123,3 @@ def test_it_is_kept_in_the_model_file(save_model: SaveModel, tmp_path: Path) -> 
         " others"
     )
     assert describe_decision(load_bundle(model_file)) == ""
-    many = set_point(bundle, **{f"label {number}": 0.5 for number in range(7)})
-    assert "label 4 from 0.5 on and 2 other labels by thresholds" in describe_decision(many)

@@ -1,4 +1,4 @@
-"""Features of images: what the head reads, in the order of the images, in memory and in files."""
+"""Features of images: what the head reads, in the order of the images."""
 
 from pathlib import Path
 
@@ -9,8 +9,7 @@ import torch
 from PIL import Image
 
 import vit
-from tests.conftest import Launcher, SaveModel
-from tests.prediction.conftest import read_rows
+from tests.conftest import SaveModel
 from vit.bundle import load_bundle
 
 
@@ -40,25 +39,14 @@ def test_the_head_makes_the_logits_of_the_features(
         index, _, probability = prediction.classes[0]
         assert row.argmax() == index
         assert row[index] == pytest.approx(probability, abs=1e-6)
-        assert prediction.features is None
 
 
-def test_the_command_writes_them_beside_its_predictions(
-    cli: Launcher, save_model: SaveModel, photos: list[Path], tmp_path: Path
+def test_an_image_without_features_is_named(
+    save_model: SaveModel, photos: list[Path], tmp_path: Path
 ) -> None:
-    model = save_model(tmp_path / "model.safetensors")
-    expected = vit.embed(model, photos, device="cpu", precision="float32")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    images = [photos[0], tmp_path / "broken.png", *photos[1:]]
-    common = ["--device", "cpu", "--precision", "float32", "--embeddings"]
-    cli.succeed("predict", model, *images, "--output", tmp_path / "out.jsonl", *common)
-    rows = read_rows(tmp_path / "out.jsonl")
-    assert [row["path"] for row in rows] == list(map(str, images))
-    assert rows[1].get("embedding") is None
-    found = np.array([row["embedding"] for row in rows if not row.get("error")], np.float32)
-    np.testing.assert_array_equal(found, expected)
-    with pytest.raises(ValueError, match="has no features"):
-        vit.embed(model, images)
+    with pytest.raises(ValueError, match=r"broken\.png has no features"):
+        vit.embed(save_model(tmp_path / "model.safetensors"), [*photos, tmp_path / "broken.png"])
 
 
 def test_a_model_without_a_classifier_has_features_alone(photos: list[Path]) -> None:

@@ -103,8 +103,8 @@ def test_other_classes_and_features_are_refused(
     other = save_model(tmp_path / "c.safetensors", class_names=("ant", "bee", "dog"))
     with pytest.raises(ValueError, match="have other classes: cow, dog in one of them"):
         vit.predict([models[0], other], photos)
-    with pytest.raises(ValueError, match="gives no features to embed"):
-        vit.predict(models, photos, embeddings=True)
+    with pytest.raises(ValueError, match="the features of AveragedModel are unknown"):
+        vit.embed(models, photos)
     larger = save_model(
         tmp_path / "e.safetensors", preprocess=Preprocess((24, 24)), img_size=24, class_names=NAMES
     )

@@ -16,14 +16,7 @@ from vit.bundle import Bundle
 from vit.data.images import ImageInputs
 from vit.data.inputs import list_inputs
 from vit.prediction.image_predictor import Predictor
-from vit.prediction.neighbours import Similar
-from vit.prediction.records import (
-    Prediction,
-    PredictionResult,
-    write_csv,
-    write_jsonl,
-    write_table,
-)
+from vit.prediction.records import Prediction, PredictionResult, write_predictions
 
 
 @pytest.fixture
@@ -122,15 +115,18 @@ def test_only_one_batch_is_in_memory(bundle: Bundle, folder: Path) -> None:
     assert taken <= 8  # three batches of two, and one that is decoded meanwhile
 
 
+def write(predictions: list[Prediction], kind: str) -> str:
+    file = io.StringIO()
+    assert list(write_predictions(predictions, file=file, kind=kind)) == predictions
+    return file.getvalue()
+
+
 def test_lines_hold_what_was_predicted() -> None:
     predictions = [
         Prediction("a.png", [(1, "dog, the", 0.75), (0, "cat", 0.25)], None, ["dog, the"], 0.5),
         Prediction("b.png", [], error="truncated"),
     ]
-    file = io.StringIO()
-    assert list(write_jsonl(predictions, file=file)) == predictions
-    lines = file.getvalue().splitlines()
-    first, second = [json.loads(line) for line in lines]
+    first, second = map(json.loads, write(predictions, "jsonl").splitlines())
     assert first == {
         "path": "a.png",
         "predicted": "dog, the",
@@ -144,15 +140,11 @@ def test_lines_hold_what_was_predicted() -> None:
         "p_value": 0.5,
     }
     assert second == {"path": "b.png", "error": "truncated"}
-    file = io.StringIO()
-    list(write_csv(predictions, file=file))
-    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
-    assert [
-        [row[name] for name in ("path", "predicted", "probability", "error")] for row in rows
-    ] == [["a.png", "dog, the", "0.75", ""], ["b.png", "", "", "truncated"]]
-    assert [(row["prediction_set"], row["p_value"]) for row in rows] == [
-        ("dog, the", "0.5"),
-        ("", ""),
+    rows = list(csv.DictReader(io.StringIO(write(predictions, "csv"))))
+    names = ("path", "predicted", "probability", "prediction_set", "p_value", "error")
+    assert [[row[name] for name in names] for row in rows] == [
+        ["a.png", "dog, the", "0.75", "dog, the", "0.5", ""],
+        ["b.png", "", "", "", "", "truncated"],
     ]
 
 
@@ -165,9 +157,7 @@ def test_a_reader_gets_a_line_for_each_image_with_its_doubt() -> None:
         Prediction("d.png", classes),  # a model file without thresholds
         Prediction("e.png", [], error="truncated"),
     ]
-    file = io.StringIO()
-    assert list(write_table(predictions, file=file)) == predictions
-    assert file.getvalue().splitlines() == [
+    assert write(predictions, "table").splitlines() == [
         " 60.0 %  cat               unusual  a b.png",
         " 60.0 %  cat               unsure   b.png",
         " 60.0 %  cat                        c.png",
@@ -175,32 +165,24 @@ def test_a_reader_gets_a_line_for_each_image_with_its_doubt() -> None:
         "e.png: truncated",
     ]
     # the other formats have the same words
-    lines = io.StringIO()
-    table = io.StringIO()
-    assert list(write_csv(write_jsonl(predictions[:4], file=lines), file=table)) == predictions[:4]
     notes = ["unusual", "unsure", "", ""]
-    assert [json.loads(line)["note"] for line in lines.getvalue().splitlines()] == notes
-    assert [row["note"] for row in csv.DictReader(io.StringIO(table.getvalue()))] == notes
+    lines = write(predictions[:4], "jsonl").splitlines()
+    assert [json.loads(line)["note"] for line in lines] == notes
+    rows = csv.DictReader(io.StringIO(write(predictions[:4], "csv")))
+    assert [row["note"] for row in rows] == notes
 
 
 def test_lines_about_several_labels_say_labels() -> None:
-    """The percentage is that of the first predicted label, and no other's."""
     classes = [(0, "cat", 0.6), (1, "dog", 0.4)]
-    similar = [Similar("train/c.png", "", 0.9)]
     predictions = [
-        Prediction("a.png", classes, labels=["cat", "dog"], similar=similar),
-        # the operating point asks for more of a cat
-        Prediction("b.png", classes, labels=["dog"]),
-        Prediction("c.png", classes, labels=[]),
+        Prediction("a.png", classes, labels=["cat", "dog"]),
+        Prediction("b.png", classes, labels=[]),
     ]
-    table, rows, lines = io.StringIO(), io.StringIO(), io.StringIO()
-    list(write_table(write_csv(write_jsonl(predictions, file=lines), file=rows), file=table))
-    assert table.getvalue().splitlines() == [
-        " 60.0 %  cat, dog                   a.png",
-        " 40.0 %  dog                        b.png",
-        "         no label                   c.png",
+    assert write(predictions, "table").splitlines() == [
+        "         cat, dog                   a.png",
+        "         no label                   b.png",
     ]
-    written = list(csv.DictReader(io.StringIO(rows.getvalue())))
-    assert [row["labels"] for row in written] == ["cat|dog", "dog", ""]
-    first = json.loads(lines.getvalue().splitlines()[0])
-    assert first["similar"] == [{"path": "train/c.png", "similarity": 0.9}]
+    rows = csv.DictReader(io.StringIO(write(predictions, "csv")))
+    assert [row["labels"] for row in rows] == ["cat|dog", ""]
+    lines = write(predictions, "jsonl").splitlines()
+    assert [json.loads(line)["labels"] for line in lines] == [["cat", "dog"], []]

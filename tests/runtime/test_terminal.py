@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.prediction.records import Prediction, write_csv, write_jsonl
+from vit.prediction.records import Prediction, write_predictions
 from vit.runtime.arguments import is_control_character, replace_control_characters
 from vit.runtime.console import build_console, build_table, echo
 from vit.runtime.documents import escape_formula, read_rows
@@ -60,7 +60,7 @@ def test_predictions_have_no_formulas_and_no_control_characters(tmp_path: Path) 
         Prediction("x\x1b]0;title\x07.png", [], error="@error\x9b"),
     ]
     file = io.StringIO()
-    list(write_csv(predictions, file=file))
+    list(write_predictions(predictions, file=file, kind="csv"))
     text = file.getvalue()
     assert not [letter for letter in text if is_control_character(letter)]
     rows = list(csv.reader(io.StringIO(text)))
@@ -75,7 +75,7 @@ def test_predictions_have_no_formulas_and_no_control_characters(tmp_path: Path) 
     assert read["p_value"] == "0.5"
 
     file = io.StringIO()
-    list(write_jsonl(predictions, file=file))
+    list(write_predictions(predictions, file=file, kind="jsonl"))
     lines = file.getvalue().splitlines()
     assert len(lines) == 2
     assert not [letter for line in lines for letter in line if is_control_character(letter)]

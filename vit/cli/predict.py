@@ -50,7 +50,7 @@ def predict(
     gc.disable()
     # torch, which `vit --help` does without
     from vit.prediction.predict import iterate_predictions
-    from vit.prediction.records import write_csv, write_jsonl, write_table
+    from vit.prediction.records import write_predictions
     from vit.runtime.progress import show_progress
 
     gc.freeze()
@@ -59,47 +59,37 @@ def predict(
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
-    keywords = call.keywords
-    output = keywords["output"]
-    if engine == "local":
-        call.refuse(["workers"], "has an effect on --engine ray alone")
-    if output or engine == "ray":
-        call.refuse(["output_format"], "has an effect on standard output alone, not on --output")
-    if output_format == "auto":
-        output_format = "table" if sys.stdout.isatty() and not keywords["similar"] else "jsonl"
-    if keywords["embeddings"] and output_format == "csv":
-        raise ValueError("--embeddings needs --output or --format jsonl: CSV has no place for them")
-    if keywords["similar"] and output_format != "jsonl" and not output:
-        raise ValueError("--similar needs --format jsonl: other formats have no place for photos")
-    model, images = take_models(keywords["model"], images)
+    model, images = take_models(call.keywords["model"], images)
     if not images:
-        find_model(keywords["model"])
+        find_model(call.keywords["model"])
         last = model if isinstance(model, str) else model[-1]
         raise ValueError(f"{last} is a model; name images after it")
     check_images(images)
-    keywords = {**keywords, "model": model}
+    keywords = {**call.keywords, "model": model}
+    output = keywords["output"]
+    if output or engine == "ray":
+        call.refuse(["output_format"], "has an effect on standard output alone, not on --output")
     if engine == "ray":
         # its rows have the probability of every class
-        unused = ("sort_into", "similar", "top_k")
-        call.refuse(unused, "has no effect with --engine ray")
+        call.refuse(["top_k"], "has no effect with --engine ray")
         if output is None:
             raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
-        ray = import_engine()
-        options = {name: each for name, each in keywords.items() if name not in unused}
-        output, resume = options.pop("output"), options.pop("resume")
+        del keywords["top_k"], keywords["output"]
+        resume = keywords.pop("resume")
         places = list(list_names(images))
-        ray.predict_on_ray(places, options, output=output, workers=workers, resume=resume)
+        import_engine().predict_on_ray(
+            places, keywords, output=output, workers=workers, resume=resume
+        )
         return
+    call.refuse(["workers"], "has an effect on --engine ray alone")
     # a folder that is named alone is an error if it holds no images
-    is_one_path = len(images) == 1 and images[0] != "-"
-    inputs: Any = list_names(images)
-    if is_one_path:
-        inputs = images[0]
+    inputs: Any = images[0] if len(images) == 1 and images[0] != "-" else list_names(images)
     # one batch after another, whereas the function keeps all predictions in memory
     predictions = iterate_predictions(images=inputs, **keywords)
-    write = {"table": write_table, "jsonl": write_jsonl, "csv": write_csv}[output_format]
     if not output:
-        predictions = write(predictions, file=sys.stdout)
+        if output_format == "auto":
+            output_format = "table" if sys.stdout.isatty() else "jsonl"
+        predictions = write_predictions(predictions, file=sys.stdout, kind=output_format)
     count = 0
     num_unreadable = 0
     with show_progress("images") as advance:

@@ -11,7 +11,7 @@ from vit.bundle import Bundle
 from vit.evaluation.clusters import Interval, compute_clustered_interval, number_clusters
 from vit.evaluation.images import EvaluationSet
 from vit.model.model_file import OperatingPoint
-from vit.prediction.labels import compute_probabilities
+from vit.prediction.decision import compute_probabilities
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 from vit.runtime.arguments import shorten
 

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from vit.bundle import Bundle
 from vit.model.model_info import find_problem_type
+from vit.prediction.decision import compute_probabilities as predict_probabilities
 from vit.prediction.decision import decide_classes, decide_labels
-from vit.prediction.labels import compute_probabilities as predict_probabilities
 from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import shorten
 from vit.runtime.tensors import Logits, describe_shape

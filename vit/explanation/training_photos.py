@@ -1,6 +1,6 @@
-"""The training photos that are nearest to a photo, with their pictures for pages; `vit predict
---similar` names the same photos."""
+"""The training photos that are nearest to a photo, with their pictures for pages."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,18 +15,25 @@ from vit.data.open import open_dataset, open_for_model, read_label_rule
 from vit.data.sources.registry import is_here
 from vit.data.splits import DatasetSplits
 from vit.explanation.render.page import encode_photo
-from vit.prediction.neighbours import Similar, check_similar, find_similar
+from vit.prediction.neighbours import find_nearest
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
+from vit.prediction.probabilities import Float32s
 
 
 @dataclass(frozen=True)
-class Neighbour(Similar):
+class Neighbour:
     """A training image that is similar to an image.
 
     Attributes:
+        path: Its name within the data set.
+        class_name: Its class; empty if images may have several labels.
+        similarity: Cosine of the two images' features, -1 to 1.
         picture: Its picture as a data address; None if it can't be read on this machine.
     """
 
+    path: str
+    class_name: str
+    similarity: float
     picture: str | None
 
 
@@ -47,14 +54,12 @@ class TrainingPhotos:
 
     def __init__(self, bundle: Bundle, *, side: int, splits: DatasetSplits | None = None) -> None:
         self.bundle = bundle
-        # the reason why the model file names none; None if it names some
-        self.problem: str | None = None
-        try:
-            check_similar(bundle)
-        except ValueError as error:
-            self.problem = str(error)
         self._side = side
         self._splits = splits or bundle.passed_images
+        # name and class of each; the class is -1 where images may have several labels
+        self._named: list[tuple[str, int]] = []
+        if bundle.likeness is not None:
+            self._named = bundle.metadata.get("conformal", {}).get("training_images", [])
         self._pictures: dict[str, str | None] = {}
 
     def find(self, pixels: Sequence[Pixels], count: int) -> list[list[Neighbour]]:
@@ -65,11 +70,8 @@ class TrainingPhotos:
             pixels: Inputs of the model, uint8 [H, W, 3] each.
             count: Number of training photos for each image.
         """
-        if self.problem or not len(pixels):
-            return [[] for _ in pixels]
-        _, features = self._predictor.predict_with_features(read_from(pixels), count=len(pixels))
-        nearest = find_similar(self.bundle, features, count)
-        return [[self.draw(image) for image in images] for images in nearest]
+        every = range(len(self._named))
+        return [self._find_nearest(row, every, count) for row in self._compute_features(pixels)]
 
     def find_of_classes(
         self, pixels: Sequence[Pixels], classes: Sequence[Sequence[int]]
@@ -80,28 +82,39 @@ class TrainingPhotos:
             pixels: Inputs of the model, uint8 [H, W, 3] each.
             classes: Indices of the classes, for each image.
         """
-        if self.problem or not len(pixels):
-            return [[] for _ in pixels]
-        _, features = self._predictor.predict_with_features(read_from(pixels), count=len(pixels))
+        members: dict[int, list[int]] = defaultdict(list)
+        for place, (_, label) in enumerate(self._named):
+            members[label].append(place)
         return [
-            [
-                self.draw(image)
-                for class_index in class_indices
-                # none for a class without features in the file
-                for image in find_similar(self.bundle, row[None], 1, class_index=class_index)[0]
-            ]
-            for row, class_indices in zip(features, classes, strict=True)
+            [photo for index in indices for photo in self._find_nearest(row, members[index], 1)]
+            for row, indices in zip(self._compute_features(pixels), classes, strict=True)
         ]
 
-    def draw(self, image: Similar) -> Neighbour:
-        """Add the picture to a training photo."""
-        if image.path not in self._pictures:
-            self._pictures[image.path] = self._read_picture(image.path)
-        return Neighbour(image.path, image.class_name, image.similarity, self._pictures[image.path])
+    def _compute_features(self, pixels: Sequence[Pixels]) -> Sequence[Float32s | None]:
+        """Compute the features of each image; None if there is nothing to compare them with."""
+        if not self._named:
+            return [None] * len(pixels)
+        predictor = BatchPredictor.from_bundle(self.bundle)
+        _, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
+        return list(features)
 
-    @cached_property
-    def _predictor(self) -> BatchPredictor:
-        return BatchPredictor.from_bundle(self.bundle)
+    def _find_nearest(
+        self, features: Float32s | None, places: Sequence[int], count: int
+    ) -> list[Neighbour]:
+        """Return the most similar of the training photos at some places of the model file's list."""
+        if features is None or not places:
+            return []
+        assert self.bundle.likeness is not None
+        references = self.bundle.likeness.training_features[list(places)]
+        (found,), (cosines,) = find_nearest(features[None], references, count)
+        neighbours = []
+        for place, cosine in zip(found.tolist(), cosines.tolist(), strict=True):
+            path, label = self._named[places[place]]
+            class_name = self.bundle.class_names[label] if label >= 0 else ""
+            if path not in self._pictures:
+                self._pictures[path] = self._read_picture(path)
+            neighbours.append(Neighbour(path, class_name, cosine, self._pictures[path]))
+        return neighbours
 
     def _read_picture(self, path: str) -> str | None:
         index = self._indices.get(path)
@@ -141,6 +154,6 @@ class TrainingPhotos:
         """Indices of the images that the model file names, by name."""
         if self._dataset is None:
             return {}
-        named = {path for path, _ in self.bundle.metadata["conformal"]["training_images"]}
+        named = {path for path, _ in self._named}
         names = [printable(image_id) for image_id in self._dataset.ids]
         return {name: index for index, name in enumerate(names) if name in named}

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from vit.bundle import Bundle
-from vit.prediction.neighbours import compute_distances
 from vit.prediction.probabilities import (
     Float32s,
     Floats,
@@ -65,49 +64,29 @@ def compute_p_values(distances: Floats, calibration: Floats) -> Floats:
 
 def build_sets(probabilities: Floats, threshold: float) -> list[list[int]]:
     """Return the classes that reach the threshold for each row of [n, C], most probable first."""
-    return [
-        [index for index in np.argsort(-row, kind="stable").tolist() if row[index] >= threshold]
-        for row in probabilities
-    ]
+    sets = []
+    for row in probabilities:
+        chosen = np.flatnonzero(row >= threshold)
+        sets.append(chosen[np.argsort(-row[chosen], kind="stable")].tolist())
+    return sets
 
 
-def read_threshold(bundle: Bundle) -> float | None:
-    """Return the threshold that `vit train` wrote into a model file; None without one, and where the
-    thresholds of labels or of an operating point decide."""
-    if bundle.is_multilabel or bundle.operating_point:
-        return None
-    thresholds = bundle.metadata.get("conformal", {}).get("thresholds", {})
-    threshold: float | None = thresholds.get(str(COVERAGE))
-    return threshold
-
-
-def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[str]] | None:
-    """Return the prediction set of each image, as names of classes; None without a threshold.
+def predict_sets(bundle: Bundle, logits: Float32s) -> list[list[str]] | list[None]:
+    """Return the prediction set of each image, as names of classes; None for each if the model file
+    holds no threshold, and where the thresholds of labels or of an operating point decide.
 
     Args:
         bundle: The model. Its temperature, which may have been fitted after the threshold, doesn't
             count.
         logits: [n, C].
     """
-    threshold = read_threshold(bundle)
-    if threshold is None:
-        return None
-    sets = build_sets(np.exp(compute_log_probabilities(logits, 1.0)), threshold)
+    threshold = bundle.metadata.get("conformal", {}).get("thresholds", {}).get(str(COVERAGE))
+    if threshold is None or bundle.is_multilabel or bundle.operating_point:
+        return [None] * len(logits)
+    sets = []
+    for rows in chunk_rows(logits):
+        sets += build_sets(np.exp(compute_log_probabilities(logits[rows], 1.0)), threshold)
     return [[bundle.class_names[index] for index in chosen] for chosen in sets]
-
-
-def predict_p_values(bundle: Bundle, features: Float32s | None) -> list[float] | None:
-    """Return the p-value of each image; None if the model file can't tell.
-
-    Args:
-        bundle: The model, with the features that `vit train` wrote into its file.
-        features: [n, D]; None for a model that has none.
-    """
-    if bundle.likeness is None or features is None:
-        return None
-    distances = compute_distances(features, bundle.likeness.training_features)
-    p_values = compute_p_values(distances, bundle.likeness.distances.astype(float))
-    return list(p_values.tolist())
 
 
 @dataclass(frozen=True)
@@ -132,22 +111,13 @@ class SetMetrics:
 
 
 def measure_sets(bundle: Bundle, logits: Float32s, labels: Ints) -> SetMetrics | None:
-    """Measure a model's prediction sets; None without a threshold.
-
-    Args:
-        bundle: The model.
-        logits: [n, C].
-        labels: [n].
-    """
-    threshold = read_threshold(bundle)
-    if threshold is None:
+    """Measure the prediction sets of `predict_sets` by the labels, [n]."""
+    sets = [chosen for chosen in predict_sets(bundle, logits) if chosen is not None]
+    if not sets:
         return None
-    size = np.zeros(len(labels))
-    is_right = np.zeros(len(labels), dtype=bool)
-    for rows in chunk_rows(logits):
-        in_set = np.exp(compute_log_probabilities(logits[rows], 1.0)) >= threshold
-        size[rows] = in_set.sum(axis=1)
-        is_right[rows] = in_set[np.arange(len(in_set)), labels[rows]]
+    names = [bundle.class_names[label] for label in labels]
+    is_right = np.array([name in chosen for name, chosen in zip(names, sets, strict=True)])
+    size = np.array(list(map(len, sets)))
     is_single = size == 1
     return SetMetrics(
         coverage=COVERAGE,

@@ -1,17 +1,24 @@
-"""Decide what a model predicts: its most probable class, or the labels of at least 50 %, unless the
-model file has an operating point, which sets other thresholds."""
+"""Probabilities of classes or labels, and what a model predicts by them: the most probable class, or
+the labels of at least 50 %. An operating point in the model file sets other thresholds."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from vit.bundle import Bundle
-from vit.prediction.probabilities import Bools, Floats, Ints
+from vit.prediction.probabilities import (
+    Bools,
+    Float32s,
+    Floats,
+    Ints,
+    compute_sigmoid,
+    compute_softmax,
+)
 from vit.runtime.arguments import shorten
 
 # probability from which a label counts as predicted
 THRESHOLD = 0.5
-_MAX_SHOWN = 5  # thresholds in a sentence
 
 
 class ClassThreshold(NamedTuple):
@@ -29,9 +36,19 @@ class ClassThreshold(NamedTuple):
         return np.where(is_reached, self.place, others.argmax(axis=1))
 
 
+def compute_probabilities(bundle: Bundle, logits: Float32s) -> Floats:
+    """Compute the probability of each class or label, float64 [n, C].
+
+    Args:
+        bundle: The model, whose temperature divides the logits.
+        logits: [n, C].
+    """
+    scaled = logits.astype(np.float64) / bundle.temperature
+    return compute_sigmoid(scaled) if bundle.is_multilabel else compute_softmax(scaled)
+
+
 def read_thresholds(bundle: Bundle) -> Floats:
     """Return the probability from which each label of a model counts as predicted, [C]."""
-    # labels without a threshold of their own need a half
     chosen = bundle.operating_point.get("thresholds", {})
     return np.array([chosen.get(name, THRESHOLD) for name in bundle.class_names])
 
@@ -45,25 +62,38 @@ def read_class_threshold(bundle: Bundle) -> ClassThreshold | None:
 
 
 def decide_labels(bundle: Bundle, probabilities: Floats) -> Bools:
-    """Decide which labels each image has, [n, C].
-
-    Args:
-        bundle: A model of several labels an image.
-        probabilities: Probability of each label, [n, C].
-    """
+    """Decide which labels each image has, [n, C], by the probability of each label, [n, C]."""
     reached: Bools = probabilities >= read_thresholds(bundle)
     return reached
 
 
 def decide_classes(bundle: Bundle, probabilities: Floats) -> Ints:
-    """Decide the class of each image, [n].
-
-    Args:
-        bundle: A model of one class an image.
-        probabilities: Probability of each class, [n, C], with the model's temperature.
-    """
+    """Decide the class of each image, [n], by the probability of each class, [n, C]."""
     threshold = read_class_threshold(bundle)
     return probabilities.argmax(axis=1) if threshold is None else threshold.decide(probabilities)
+
+
+def rank_classes(bundle: Bundle, probabilities: Floats) -> Iterator[list[int]]:
+    """Yield the classes of each image, [n, C], the most probable first. With an operating point, the
+    class that it predicts comes first."""
+    order = probabilities.copy()
+    if not bundle.is_multilabel:
+        order[np.arange(len(order)), decide_classes(bundle, probabilities)] = np.inf
+    # a stable order: of equally probable classes the first one comes first
+    return (np.argsort(-row, kind="stable").tolist() for row in order)
+
+
+def find_labels(bundle: Bundle, probabilities: Floats) -> list[list[str]] | list[None]:
+    """Return the labels that each image is predicted to have, the most probable first; None for each
+    image for a model of one class an image."""
+    if not bundle.is_multilabel:
+        return [None] * len(probabilities)
+    rows = zip(
+        rank_classes(bundle, probabilities), decide_labels(bundle, probabilities), strict=True
+    )
+    return [
+        [bundle.class_names[place] for place in ranked if found[place]] for ranked, found in rows
+    ]
 
 
 def describe_decision(bundle: Bundle) -> str:
@@ -72,8 +102,5 @@ def describe_decision(bundle: Bundle) -> str:
     if not point:
         return ""
     chosen = [f"{name} from {value:.4g} on" for name, value in point["thresholds"].items()]
-    shown = ", ".join(shorten(each, 80) for each in chosen[:_MAX_SHOWN])
-    if len(chosen) > _MAX_SHOWN:
-        shown += f" and {len(chosen) - _MAX_SHOWN} other labels by thresholds of their own"
     rest = "" if bundle.is_multilabel else ", otherwise the most probable of the others"
-    return f"operating point {point['rule']}: predicts {shown}{rest}"
+    return f"operating point {point['rule']}: predicts {shorten(', '.join(chosen))}{rest}"

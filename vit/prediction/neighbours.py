@@ -1,34 +1,17 @@
 """Nearest neighbours by the cosine of pooled features."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vit.bundle import Bundle
 from vit.model.model_file import NUM_NEIGHBOURS
 from vit.prediction.probabilities import Float32s, Floats, Ints
 
 Features = NDArray[np.floating[Any]]
 # cosines computed at once: 32 MiB
 _BLOCK = 1 << 23
-
-
-@dataclass(frozen=True)
-class Similar:
-    """A training image that is similar to an image.
-
-    Attributes:
-        path: Its name within the data set.
-        class_name: Its class; empty if images may have several labels.
-        similarity: Cosine of the two images' features, -1 to 1.
-    """
-
-    path: str
-    class_name: str
-    similarity: float
 
 
 def find_nearest(
@@ -81,51 +64,6 @@ def compute_distances(features: Features, training_features: Features) -> Floats
 def convert_to_distances(cosines: Float32s) -> Floats:
     """Return distances between vectors of length one: |a - b|² = 2 - 2 a·b."""
     return np.sqrt(np.maximum(2 - 2 * cosines, 0)).astype(np.float64)
-
-
-def find_similar(
-    bundle: Bundle, features: Float32s, count: int, *, class_index: int | None = None
-) -> list[list[Similar]]:
-    """Find the training images that are most similar to each image, by the cosine of the features.
-
-    Args:
-        bundle: The model, whose file holds features of at most 2,000 training images.
-        features: [n, D].
-        count: Number of training images for each image.
-        class_index: Class of the training images; None: any.
-
-    Returns:
-        For each image at most `count`, the most similar first.
-    """
-    check_similar(bundle)
-    assert bundle.likeness is not None
-    images = bundle.metadata["conformal"]["training_images"]
-    chosen = [place for place, (_, label) in enumerate(images) if class_index in (None, label)]
-    if not chosen:
-        return [[] for _ in features]
-    nearest, cosines = find_nearest(features, bundle.likeness.training_features[chosen], count)
-
-    def name(place: int, cosine: float) -> Similar:
-        path, label = images[chosen[place]]
-        return Similar(path, bundle.class_names[label] if label >= 0 else "", cosine)
-
-    rows = zip(nearest.tolist(), cosines.tolist(), strict=True)
-    return [list(map(name, *row)) for row in rows]
-
-
-def check_similar(bundle: Bundle) -> None:
-    """Check that a model file names training images.
-
-    Raises:
-        ValueError: It names none.
-    """
-    recorded = bundle.metadata.get("conformal", {})
-    if bundle.likeness is not None and recorded.get("training_images"):
-        return
-    reason = recorded.get("no_likeness")
-    if not reason:
-        reason = "`vit train` writes them into the model file if there are validation images"
-    raise ValueError(f"{bundle.name} names no training images: {reason}")
 
 
 def normalize_rows(features: Features) -> Float32s:

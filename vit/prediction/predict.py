@@ -14,12 +14,11 @@ from vit.prediction.image_predictor import Predictor, decode_batches
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult, write_output
-from vit.prediction.sorting import PhotoSorter
 from vit.runtime.arguments import check_arguments
 
 
 @keeps_mode
-@check_arguments(top_k=(1, None), similar=(0, None), batch_size=(1, None))
+@check_arguments(top_k=(1, None), batch_size=(1, None))
 def predict(
     model: Models,
     images: ImageInputs,
@@ -27,9 +26,6 @@ def predict(
     top_k: int = 5,
     output: str | Path | None = None,
     resume: bool = False,
-    embeddings: bool = False,
-    sort_into: str | Path | None = None,
-    similar: int = 0,
     batch_size: int = 64,
     device: str = "auto",
     precision: str = "auto",
@@ -48,17 +44,6 @@ def predict(
         resume: Go on with the `output` of a command that was stopped, JSON
             lines: no image is predicted twice. The model, images and options
             must be the same.
-        embeddings: Add the features that the head reads: `embedding` in JSON
-            lines, `.features` in Python.
-        sort_into: Folder to copy the photos into: one folder for each class,
-            "unsure" and "unusual". A photo goes to "unusual" if its `p_value`
-            is at most 0.05, to its class if its `prediction_set` has one
-            class, and to "unsure" otherwise. With an operating point it
-            always goes to the predicted class, and a photo of several labels
-            to each of them. No file is ever overwritten.
-        similar: Number of most similar training images to name for each
-            image. Similarity is the cosine of the features, and the model
-            file holds up to 2,000 training images.
         batch_size: Images at a time.
         device: See `vit.evaluate`.
         precision: See `vit.evaluate`.
@@ -69,8 +54,7 @@ def predict(
         have several labels, `.labels` has those it is predicted to have.
 
     Raises:
-        ValueError: The model can't be opened, an input is not an image, or
-            the model has no prediction sets to sort photos by.
+        ValueError: The model can't be opened, or an input is not an image.
 
     Example:
         >>> result = vit.predict("runs/digits", "photo.png", top_k=3)
@@ -79,18 +63,32 @@ def predict(
     predictions = iterate_predictions(
         model,
         images,
-        top_k=top_k,
         output=output,
         resume=resume,
-        sort_into=sort_into,
-        embeddings=embeddings,
-        similar=similar,
+        top_k=top_k,
         batch_size=batch_size,
         device=device,
         precision=precision,
     )
-    kept = [each for each in predictions if output is None]
-    return PredictionResult(kept)
+    return PredictionResult([each for each in predictions if output is None])
+
+
+def iterate_predictions(
+    model: Models,
+    images: ImageInputs,
+    *,
+    output: str | Path | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Iterator[Prediction]:
+    """Yield the predictions of `predict`, for any number of images: one batch is in memory."""
+    if resume and output is None:
+        raise ValueError("--resume goes on in a file; name it with --output")
+    items, predict_items = list_inputs(images), Predictor(model, **options).predict_items
+    if output is None:
+        yield from predict_items(items)
+    else:
+        yield from write_output(output, items, predict_items, resume=resume)
 
 
 @keeps_mode
@@ -138,37 +136,3 @@ def embed(
         _, found = predictor.predict_with_features(read_from(pixels), count=len(pixels))
         features.append(found)
     return np.concatenate(features)
-
-
-def iterate_predictions(
-    model: Models,
-    images: ImageInputs,
-    *,
-    output: str | Path | None,
-    resume: bool,
-    sort_into: str | Path | None,
-    **options: Any,
-) -> Iterator[Prediction]:
-    """Yield the predictions of `predict`, for any number of images: one batch is in memory."""
-    predictor = Predictor(model, **options)
-    if resume and output is None:
-        raise ValueError("--resume goes on in a file; name it with --output")
-    asked = [name for name in ("embeddings", "similar") if getattr(predictor, name)]
-    if asked and output is not None and Path(output).suffix == ".csv":
-        raise ValueError(f"--output {output} has no place for --{asked[0]}; name a .jsonl file")
-    sorter = None
-    if sort_into is not None:
-        sorter = PhotoSorter(Path(sort_into), predictor.bundle)
-        sorter.check(images)
-
-    def predict_items(items: Iterator[tuple[str, Any]]) -> Iterator[Prediction]:
-        predictions = predictor.predict_items(items)
-        if sorter is not None:
-            predictions = map(sorter.copy, predictions)
-        return predictions
-
-    items = list_inputs(images)
-    if output is None:
-        yield from predict_items(items)
-    else:
-        yield from write_output(output, items, predict_items, resume=resume)

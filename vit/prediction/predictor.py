@@ -60,11 +60,7 @@ class BatchPredictor:
 
     @classmethod
     def from_bundle(
-        cls,
-        bundle: Bundle,
-        *,
-        batch_size: int | None = None,
-        precision: str = "auto",
+        cls, bundle: Bundle, *, batch_size: int | None = None, precision: str = "auto"
     ) -> Self:
         """Return a predictor on the bundle's device; by default with the batch size and precision
         that suit the device."""
@@ -84,16 +80,7 @@ class BatchPredictor:
         count: int,
         on_progress: Callable[[int], object] = lambda done: None,
     ) -> Float32s:
-        """Compute the logits of images.
-
-        Args:
-            read: See `compute`.
-            count: Number of images.
-            on_progress: See `compute`.
-
-        Returns:
-            Logits [count, num_classes], float32.
-        """
+        """Compute the logits of images, float32 [count, num_classes]. See `compute`."""
         logits = self.compute(
             partial(compute_logits, self.model),
             read,
@@ -101,6 +88,20 @@ class BatchPredictor:
             on_progress=on_progress,
         )
         return cast(Float32s, logits.numpy())
+
+    def predict_with_features(self, read: Read, *, count: int) -> tuple[Float32s, Float32s]:
+        """Compute the logits [count, num_classes] and the pooled features [count, D] that the head
+        reads, which are those of the image alone; for a model of which `has_features` is true."""
+
+        def compute_batch(batch: Tensor) -> Tensor:
+            logits, features = compute_logits_and_features(self.model, batch)
+            # side by side, so that they are copied at once; a model without a classifier has no
+            # logits
+            return torch.cat([logits[:, : self.num_classes], features], dim=1)
+
+        width = self.num_classes + count_features(self.model)
+        results = self.compute(compute_batch, read, shape=(count, width)).numpy()
+        return results[:, : self.num_classes], results[:, self.num_classes :]
 
     @torch.inference_mode()
     def compute(
@@ -135,8 +136,12 @@ class BatchPredictor:
         results_device = self.device if world_size > 1 else torch.device("cpu")
         results = torch.zeros(shape, dtype=dtype, device=results_device)
         batch_size = self.batch_size
-        if self.device.type == "cpu":
-            batch_size = _balance(batch_size, count)
+        if self.device.type == "cpu" and count > batch_size:
+            # All threads get about equally many images. The number of threads that there are doesn't
+            # count, because the last bits of a result depend on the batch size.
+            num_rounds = math.ceil(count / (batch_size * MAX_THREADS))
+            equal_size = math.ceil(count / (num_rounds * MAX_THREADS))
+            batch_size = max(equal_size, min(batch_size, _MIN_BATCH_SIZE))
         # one batch for each process
         images_a_round = world_size * batch_size
 
@@ -175,20 +180,6 @@ class BatchPredictor:
             dist.all_reduce(results)
         return results.cpu()
 
-    def predict_with_features(self, read: Read, *, count: int) -> tuple[Float32s, Float32s]:
-        """Compute the logits [count, num_classes] and the pooled features [count, D] that the head
-        reads, which are those of the image alone; for a model of which `has_features` is true."""
-
-        def compute_batch(batch: Tensor) -> Tensor:
-            logits, features = compute_logits_and_features(self.model, batch)
-            # side by side, so that they are copied at once; a model without a classifier has no
-            # logits
-            return torch.cat([logits[:, : self.num_classes], features], dim=1)
-
-        width = self.num_classes + count_features(self.model)
-        results = self.compute(compute_batch, read, shape=(count, width)).numpy()
-        return results[:, : self.num_classes], results[:, self.num_classes :]
-
 
 def read_from(images: Sequence[Pixels]) -> Read:
     """Return a `Read` for images in memory, uint8 [H, W, 3] each."""
@@ -199,15 +190,3 @@ def choose_batch_size(device: torch.device) -> int:
     """Return the number of images in a forward pass: on a CPU the 64 that its caches hold, else
     256."""
     return 64 if device.type == "cpu" else 256
-
-
-def _balance(batch_size: int, count: int) -> int:
-    """Return a batch size with which all threads get about equally many images.
-
-    With 200 images in batches of 64, one of two threads would get 128. The size doesn't depend on
-    the machine, because the last bits of a result depend on the size.
-    """
-    if count <= batch_size:
-        return batch_size
-    num_rounds = math.ceil(count / (batch_size * MAX_THREADS))
-    return max(math.ceil(count / (num_rounds * MAX_THREADS)), min(batch_size, _MIN_BATCH_SIZE))

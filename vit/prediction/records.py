@@ -1,23 +1,22 @@
-"""Predictions as records: JSON lines, CSV and lines for a reader, which a stopped command goes on
-with."""
+"""Predictions as records, and as JSON lines, CSV or lines for a reader."""
 
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from vit.prediction.conformal import MAX_P_UNUSUAL
-from vit.prediction.neighbours import Similar
-from vit.prediction.probabilities import Float32s, Floats
+from vit.prediction.probabilities import Float32s
 from vit.runtime.arguments import replace_control_characters, shorten
 from vit.runtime.documents import escape_formula
 from vit.runtime.files import FileContent, Result, expand_home
 
 # index, name and probability, the most probable first
 TopClasses = list[tuple[int, str, float]]
+# name and content of each image
 Items = Iterator[tuple[str, Any]]
 # columns of CSV, the keys of `Prediction.to_dict` that fit into cells
 COLUMNS = (
@@ -35,24 +34,22 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of one image, or why there are none.
+    """What a model predicts for one image, or why the image can't be read.
 
     Attributes:
         path: The image's path; "image 0" for the first PIL image or array.
-        classes: Index, name and probability, the most probable first. With an operating point, the
-            class that it predicts comes first.
+        classes: Index, name and probability of the most probable classes, in this order. With an
+            operating point, the class that it predicts comes first.
         error: Why the image can't be read.
         prediction_set: Names of the classes that include the right one for 95 % of images, the most
             probable first; None if the model file holds no threshold, and where the thresholds of
             labels or of an operating point decide.
         p_value: Small if the image is unusual: the fraction of held-out images that are at least as
             far from the training images. None if the model file can't tell.
-        features: Pooled features that the head reads, float32 [D]; None unless asked for.
-        similar: The most similar training images; None unless asked for.
         labels: Names of the labels that the image is predicted to have, the most probable first;
             None for a model of one class an image.
-        probabilities: Probability of every class, [C]; None unless asked for.
         precision: Precision of the forward pass, such as "float32".
+        probabilities: Probability of every class, float32 [C].
     """
 
     path: str
@@ -60,17 +57,14 @@ class Prediction:
     error: str | None = None
     prediction_set: list[str] | None = None
     p_value: float | None = None
-    features: Float32s | None = field(default=None, compare=False, repr=False)
-    similar: list[Similar] | None = None
     labels: list[str] | None = None
-    probabilities: Floats | None = field(default=None, compare=False, repr=False)
     precision: str = ""
+    probabilities: Float32s | None = field(default=None, compare=False, repr=False)
 
     @property
     def note(self) -> str:
         """The doubt about the answer: "unusual" for an image unlike the training images, else
-        "unsure" if the prediction set doesn't have exactly one class; empty without a doubt or
-        without thresholds."""
+        "unsure" if the prediction set doesn't have exactly one class, else empty."""
         if self.p_value is not None and self.p_value <= MAX_P_UNUSUAL:
             return "unusual"
         if self.prediction_set is not None and len(self.prediction_set) != 1:
@@ -94,7 +88,7 @@ class Prediction:
         """Return the prediction as plain values: a line of JSON, whose keys CSV has as columns.
 
         An image that can't be read has its path and `error`; the others have all keys but this,
-        `labels` with several labels an image, and what was asked for.
+        and `labels` with several labels an image.
         """
         record: dict[str, Any] = {"path": self.path}
         if self.error is not None:
@@ -109,11 +103,6 @@ class Prediction:
                 "prediction_set": self.prediction_set,
                 "p_value": self.p_value,
             }
-            if self.similar is not None:
-                record["similar"] = describe_similar(self.similar)
-            if self.features is not None:
-                # with the fewest digits that a float32 is read back from
-                record["embedding"] = list(map(float, self.features.astype("U16")))
         if self.precision:
             record["precision"] = self.precision
         return record
@@ -132,13 +121,8 @@ class PredictionResult(Result):
 
     def build_files(self) -> dict[str, FileContent]:
         """Return predictions.jsonl, with a JSON object for each image."""
-
-        def write(path: Path) -> None:
-            with path.open("w", encoding="utf-8") as file:
-                for _ in write_jsonl(self.predictions, file=file):
-                    pass
-
-        return {"predictions.jsonl": write}
+        lines = (f"{json.dumps(each.to_dict())}\n" for each in self.predictions)
+        return {"predictions.jsonl": "".join(lines)}
 
 
 def describe_classes(classes: TopClasses) -> list[dict[str, Any]]:
@@ -149,73 +133,52 @@ def describe_classes(classes: TopClasses) -> list[dict[str, Any]]:
     ]
 
 
-def describe_similar(images: Sequence[Similar]) -> list[dict[str, Any]]:
-    """Return similar training images as objects for JSON; the class is there if it is known."""
-    described = []
-    for image in images:
-        values = asdict(image)
-        if class_name := values.pop("class_name"):
-            values["class"] = class_name
-        described.append(values)
-    return described
+def write_predictions(
+    predictions: Iterable[Prediction], *, file: IO[str], kind: str
+) -> Iterator[Prediction]:
+    """Write a line for each prediction, and yield the prediction once it is written.
 
-
-def write_jsonl(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write a JSON object on a line for each prediction, and yield the prediction once it is
-    written. Control characters, and names that aren't UTF-8, are escaped."""
-    for prediction in predictions:
-        file.write(f"{json.dumps(prediction.to_dict())}\n")
-        yield prediction
-
-
-def write_csv(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write `COLUMNS` of each image, and yield the prediction once it is written. Names have � for
-    control characters, and an apostrophe where a spreadsheet would see a formula; several have bars
-    between them."""
+    Args:
+        predictions: The predictions.
+        file: Open file.
+        kind: "jsonl": JSON objects, in which control characters and names that aren't UTF-8 are
+            escaped. "csv": `COLUMNS`, with � for control characters, an apostrophe where a
+            spreadsheet would see a formula, and bars between several names. "table": lines for a
+            reader, with the path whole, so that it can be copied.
+    """
     # without carriage returns, so that command-line tools can read the last column
-    writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    table = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    if kind == "csv":
+        table.writeheader()
     for prediction in predictions:
-        writer.writerow({key: _format(value) for key, value in prediction.to_dict().items()})
+        if kind == "csv":
+            cells = prediction.to_dict().items()
+            table.writerow({name: _format_cell(value) for name, value in cells})
+        else:
+            line = _format_line(prediction) if kind == "table" else json.dumps(prediction.to_dict())
+            file.write(f"{line}\n")
         yield prediction
 
 
-def _format(value: Any) -> Any:
-    """Return a value of `Prediction.to_dict` as a cell of CSV, see `write_csv`."""
+def _format_cell(value: Any) -> Any:
     if isinstance(value, list):
-        return "|".join(map(str, map(_format, value)))
+        return "|".join(map(str, map(_format_cell, value)))
     if isinstance(value, str):
         # bytes of names that aren't UTF-8 pass through: the name must still find its file
         return escape_formula(replace_control_characters(value, keep_bytes=True))
     return value
 
 
-def write_table(predictions: Iterable[Prediction], *, file: TextIO) -> Iterator[Prediction]:
-    """Write a line for a reader for each image, and yield the prediction once it is written: the
-    predicted class or labels, the probability, the note and the path, whole, so that it can be
-    copied."""
-    width = 16
-    for prediction in predictions:
-        path = replace_control_characters(prediction.path, keep_bytes=True)
-        if prediction.error is not None:
-            file.write(f"{path}: {replace_control_characters(prediction.error)}\n")
-        else:
-            _, name, probability = prediction.classes[0]
-            percent = f"{100 * probability:5.1f} %"
-            if prediction.labels is not None:
-                # thresholds may leave out the most probable label
-                found = {name: value for _, name, value in prediction.classes}
-                first = next(iter(prediction.labels), "")
-                # it may be beyond the classes that were asked for
-                percent = ""
-                if first in found:
-                    percent = f"{100 * found[first]:5.1f} %"
-                name = ", ".join(prediction.labels) or "no label"
-            name = replace_control_characters(name)
-            # a longer name moves the columns; the lines before it are printed already
-            width = max(width, len(name))
-            file.write(f"{percent:7}  {name:{width}}  {prediction.note:7}  {path}\n")
-        yield prediction
+def _format_line(prediction: Prediction) -> str:
+    path = replace_control_characters(prediction.path, keep_bytes=True)
+    if prediction.error is not None:
+        return f"{path}: {replace_control_characters(prediction.error)}"
+    _, name, probability = prediction.classes[0]
+    percent = f"{100 * probability:5.1f} %"
+    if prediction.labels is not None:
+        # each label has a probability of its own
+        percent, name = "", ", ".join(prediction.labels) or "no label"
+    return f"{percent:7}  {replace_control_characters(name):16}  {prediction.note:7}  {path}"
 
 
 def write_output(
@@ -236,27 +199,21 @@ def write_output(
     Raises:
         ValueError: The file has another name, it is there already, or its lines are of other
             images.
+        OSError: The file can't be written.
     """
     path = expand_home(path)
-    if path.suffix not in (".jsonl", ".csv"):
-        raise ValueError(f"--output {path} ends neither in .jsonl nor in .csv")
-    if resume and path.suffix == ".csv":
-        raise ValueError(f"--resume goes on with JSON lines; name a .jsonl file instead of {path}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--output {path}: there is no folder {path.parent}; make it")
-    if path.exists() and not resume:
-        raise ValueError(f"{path} is there already; add --resume, or choose another --output")
-    # a file of a command that was stopped; without one, all is still to do
-    if resume and path.exists():
+    if path.suffix != ".jsonl" and (resume or path.suffix != ".csv"):
+        raise ValueError(
+            f"{path} ends neither in .jsonl nor in .csv; --resume goes on with .jsonl alone"
+        )
+    if path.exists():
+        if not resume:
+            raise ValueError(f"{path} is there already; add --resume, or choose another --output")
         _skip(path, items)
-    write = {".jsonl": write_jsonl, ".csv": write_csv}[path.suffix]
     # a line is written whole, at once; a second process finds the file
-    with path.open(
-        "a" if resume else "x", encoding="utf-8", errors="surrogateescape", buffering=1
-    ) as file:
-        yield from write(predict(items), file=file)
-        file.flush()
-        os.fsync(file.fileno())
+    mode = "a" if resume else "x"
+    with path.open(mode, encoding="utf-8", errors="surrogateescape", buffering=1) as file:
+        yield from write_predictions(predict(items), file=file, kind=path.suffix[1:])
 
 
 def _skip(path: Path, items: Items) -> None:
@@ -269,13 +226,11 @@ def _skip(path: Path, items: Items) -> None:
             try:
                 name = json.loads(line)["path"]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"line {number:,} of {path} is no prediction; choose another --output"
-                ) from None
+                name = "no prediction"
             image, _ = next(items, ("missing", None))
             if image != name:
                 raise ValueError(
-                    f"line {number:,} of {path} is {shorten(name, 100)}, and that image is now"
+                    f"line {number:,} of {path} is {shorten(str(name), 100)}, and that image is now"
                     f" {shorten(image, 100)}; name the same images, or choose another --output"
                 )
             end += len(line)

@@ -1,7 +1,9 @@
 """The tokens of the training images after a model's frozen blocks, computed once. The steps then
 pass only the other blocks."""
 
+import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -11,8 +13,9 @@ from vit.config import Config
 from vit.data.loader import choose_pipeline
 from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
-from vit.prediction.features import compute_tokens, count_token_bytes
+from vit.prediction.features import read_dataset
 from vit.runtime.processes import current_process
+from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
 from vit.training.validation import build_predictor
 
@@ -51,14 +54,28 @@ def keep_tokens(
 
     mirrored = config.augment.flip != "none"
     predictor = build_predictor(data, model, device=device)
-    image_bytes = count_token_bytes(model, predictor.precision, mirrored=mirrored)
-    chosen, reason = choose_pipeline(len(data.train) * image_bytes, device=device, what="tokens")
+    dtype: torch.dtype = getattr(torch, predictor.precision)
+    num_tokens = model.num_prefix_tokens + math.prod(model.grid_size)
+    shape = (len(data.train), 1 + mirrored, num_tokens, model.embed_dim)
+    size = math.prod(shape) * dtype.itemsize
+    chosen, reason = choose_pipeline(size, device=device, what="tokens")
     # All processes decide alike; the free memory of their devices differs.
     does_not_fit = current_process().any_rank(chosen != "resident")
     if wanted == "auto" and does_not_fit:
         return data, None
-    tokens = compute_tokens(
-        predictor, data.train, mirrored=mirrored, cache_dir=data.splits.cache_dir
-    )
+
+    def compute_batch(images: Tensor) -> Tensor:
+        views = [images, images.flip(-1)] if mirrored else [images]
+        return torch.stack(list(map(model.forward_frozen, views)), dim=1)
+
+    is_main = current_process().is_main
+    with show_progress("tokens of the training images", len(data.train), shown=is_main) as advance:
+        tokens = predictor.compute(
+            compute_batch,
+            partial(read_dataset, data.train, data.preprocess),
+            shape=shape,
+            dtype=dtype,
+            on_progress=advance,
+        )
     config = data.config.with_data(pipeline="tokens")
     return replace(data, config=config, pipeline_reason=reason), tokens

@@ -11,8 +11,7 @@ import numpy as np
 
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.evaluation.images import load_images, open_data
-from vit.prediction.decision import decide_classes
-from vit.prediction.labels import compute_probabilities
+from vit.prediction.decision import compute_probabilities, decide_classes
 from vit.prediction.predictor import BatchPredictor, Pixels
 from vit.runtime.arguments import check_arguments
 from vit.runtime.files import FileContent, Result, format_json

@@ -17,8 +17,7 @@ from vit.explanation.capture.tokens import Grid
 from vit.explanation.checks.token_ablation import build_removal, compute_without
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.targets import LABEL, build_difference
-from vit.prediction.decision import decide_labels
-from vit.prediction.labels import compute_probabilities, find_classes
+from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels
 from vit.prediction.predictor import Pixels
 from vit.runtime.device import copy_to_device
 
@@ -164,10 +163,11 @@ def _turn_answers(
         compute_kept, places.to(images.device), removed.flatten(0, 1).to(images.device)
     )
     found = logits.float().cpu().numpy()
+    probabilities = compute_probabilities(bundle, found)
     if bundle.is_multilabel:
-        answers = decide_labels(bundle, compute_probabilities(bundle, found)).astype(np.int64)
+        answers = decide_labels(bundle, probabilities).astype(np.int64)
     else:
-        answers = find_classes(bundle, found)
+        answers = decide_classes(bundle, probabilities)
     answers = answers.reshape(len(counts), num_images, -1)
     turned: list[tuple[list[int], int | None]] = []
     for row, mistake in enumerate(mistakes):
