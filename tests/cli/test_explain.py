@@ -140,3 +140,16 @@ def test_paths_are_read_from_standard_input(
     explain(model_file, "-", "-o", output, "--no-checks", "--device", "cpu")
     manifest = json.loads((output / "manifest.json").read_text())
     assert [Path(image["path"]).name for image in manifest["images"]] == ["deep.png", "grey.png"]
+
+
+def test_by_default_the_maps_of_the_first_sixteen_images_are_tested(
+    explain: Explain, model_file: Path, tmp_path: Path
+) -> None:
+    arguments = ("--num-images", 17, "--method", "rollout", "--format", "npz")
+    outcome = explain(model_file, *arguments, "--output", tmp_path / "out")
+    assert "the maps of the first 16 images are tested; --checks tests all" in outcome.text
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    is_tested = [image["maps"][0]["sanity_check"] is not None for image in manifest["images"]]
+    assert is_tested == [True] * 16 + [False]
+    outcome = explain(model_file, *arguments, "--checks", "--output", tmp_path / "all")
+    assert "the first 16" not in outcome.text
