@@ -9,7 +9,7 @@ RUN ?= runs/digits
 
 demo: $(VENV)/.installed
 	@echo "1. The model of the package answers for four photos. It knows no crocodiles:"
-	$(BIN)/vit predict imagenette docs/photos --format table
+	$(BIN)/vit predict imagenette docs/photos
 	$(BIN)/vit explain imagenette docs/photos --output $(RUN)-photos --overwrite
 	@echo "2. A model of your own, of 1,797 scanned digits:"
 	$(BIN)/vit train digits --output $(RUN) --overwrite

@@ -222,7 +222,7 @@ class TestCommand:
             (["trian"], "'train'"),
             (["train"], "which configuration?"),
             (["predict", "m", "x", "--top-k", "x"], "--top-k"),
-            (["predict", "m", "x", "--format", "xml"], "'table', 'jsonl', 'csv'"),
+            (["predict", "m", "x", "--engine", "dask"], "'local', 'ray'"),
             (["info", "a", "b"], "b"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -99,11 +99,11 @@ MODES: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "predict": (("predict", "imagenette", "photos"), {"workers"}),
     "predict into a file": (
         ("predict", "imagenette", "photos", "--output", "out.jsonl"),
-        {"workers", "output_format"},
+        {"workers"},
     ),
     "predict by a cluster": (
         ("predict", "imagenette", "photos", "--output", "out", "--engine", "ray"),
-        {"output_format", "top_k"},
+        {"top_k"},
     ),
     "train": (("train", "photos", "-o", "out"), set()),
     "faithfulness": (("faithfulness", "imagenette", "-o", "out"), set()),
@@ -137,7 +137,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if command.function:
             monkeypatch.setattr(vit, command.function, receive, raising=False)
     monkeypatch.setattr("vit.prediction.predict.iterate_predictions", receive)
-    monkeypatch.setattr("vit.cli.predict.import_engine", lambda: Engine)
+    monkeypatch.setattr("vit.cli.predict.import_module", lambda _: Engine)
     addresses: list[object] = []
 
     def listen(address: object) -> Any:

@@ -73,16 +73,19 @@ def test_a_name_that_is_no_text_passes_through(
     predict: Callable[..., Outcome],
     model_file: Path,
     folder: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = os.fsencode(folder) + b"/caf\xe9.png"
     Path(os.fsdecode(name)).write_bytes((folder / "b.png").read_bytes())
     try:
-        for kind in ("jsonl", "csv"):
+        for arguments in ((), ("--output", tmp_path / "found.csv")):
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(name + b"\n"), "utf-8"))
-            outcome = predict(model_file, "-", "--format", kind)
+            outcome = predict(model_file, "-", *arguments)
             assert outcome.code == 0
             out = os.fsencode(outcome.out)
+            if arguments:
+                out = (tmp_path / "found.csv").read_bytes()
             assert b"caf\xe9.png" in out or rb"caf\udce9.png" in out
     finally:
         os.unlink(name)

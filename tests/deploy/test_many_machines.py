@@ -75,8 +75,7 @@ def test_options_that_this_mode_has_no_use_for_are_refused(
     paths = write_images(tmp_path / "photos", 1)
     command = ("predict", tiny_model_file, paths[0], *RAY)
     assert "--output" in cli.fail(*command)
-    for option in (("--top-k", 2), ("--format", "csv")):
-        assert option[0] in cli.fail(*command, "--output", tmp_path / "rows", *option)
+    assert "--top-k" in cli.fail(*command, "--output", tmp_path / "rows", "--top-k", 2)
     assert not (tmp_path / "rows").exists()
 
 

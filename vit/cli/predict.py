@@ -1,6 +1,5 @@
 """`vit predict`: class probabilities for any images, as JSON lines or CSV."""
 
-import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +23,6 @@ def predict(
     call: Call,
     images: list[str],
     *,
-    output_format: Literal["auto", "table", "jsonl", "csv"] = "auto",
     engine: Literal["local", "ray"] = "local",
     workers: int | None = None,
 ) -> None:
@@ -40,21 +38,14 @@ def predict(
         images: Files, folders, tables, Parquet, shards (.tar), addresses (s3://, https://) or names
             of data sets, or - for a list of them on standard input. Models before them (runs, model
             files, timm:NAME) are averaged with MODEL.
-        output_format: Format of standard output; auto is table in a terminal, otherwise jsonl.
         engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and
             writes Parquet into `output`.
         workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
     """
-    # The garbage collector would look through torch's modules again and again, which never are
-    # garbage: a quarter of the time that one photo takes.
-    gc.disable()
     # torch, which `vit --help` does without
     from vit.prediction.predict import iterate_predictions
     from vit.prediction.records import write_predictions
     from vit.runtime.progress import show_progress
-
-    gc.freeze()
-    gc.enable()
 
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
@@ -67,8 +58,6 @@ def predict(
     check_images(images)
     keywords = {**call.keywords, "model": model}
     output = keywords["output"]
-    if output or engine == "ray":
-        call.refuse(["output_format"], "has an effect on standard output alone, not on --output")
     if engine == "ray":
         # its rows have the probability of every class
         call.refuse(["top_k"], "has no effect with --engine ray")
@@ -77,9 +66,12 @@ def predict(
         del keywords["top_k"], keywords["output"]
         resume = keywords.pop("resume")
         places = list(list_names(images))
-        import_engine().predict_on_ray(
-            places, keywords, output=output, workers=workers, resume=resume
-        )
+        try:
+            ray = import_module(_ENGINE)
+        except ImportError as error:
+            text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
+            raise ValueError(text) from error
+        ray.predict_on_ray(places, keywords, output=output, workers=workers, resume=resume)
         return
     call.refuse(["workers"], "has an effect on --engine ray alone")
     # a folder that is named alone is an error if it holds no images
@@ -87,9 +79,8 @@ def predict(
     # one batch after another, whereas the function keeps all predictions in memory
     predictions = iterate_predictions(images=inputs, **keywords)
     if not output:
-        if output_format == "auto":
-            output_format = "table" if sys.stdout.isatty() else "jsonl"
-        predictions = write_predictions(predictions, file=sys.stdout, kind=output_format)
+        kind = "table" if sys.stdout.isatty() else "jsonl"
+        predictions = write_predictions(predictions, file=sys.stdout, kind=kind)
     count = 0
     num_unreadable = 0
     with show_progress("images") as advance:
@@ -112,15 +103,6 @@ def take_models(model: str, images: Sequence[str]) -> tuple[str | list[str], lis
     """Return the model, or a list of those that are named before the images, and the images."""
     others = list(takewhile(is_model_name, images))
     return [model, *others] if others else model, list(images[len(others) :])
-
-
-def import_engine() -> Any:
-    """Import the engine `ray`. Raises ValueError if its packages are missing."""
-    try:
-        return import_module(_ENGINE)
-    except ImportError as error:
-        text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
-        raise ValueError(text) from error
 
 
 def check_images(paths: Sequence[str]) -> None:
@@ -150,4 +132,4 @@ def list_names(names: Iterable[str]) -> Iterator[str]:
             yield name
 
 
-COMMAND = Command(run=predict, function="predict", flags={"output_format": "--format"})
+COMMAND = Command(run=predict, function="predict")
