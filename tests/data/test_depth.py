@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit.data import depth
-from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset
 from vit.data.images import DeepImage, read_image
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import find_python_objects
-from vit.data.statistics import choose_value_range, measure_value_range, survey_images
+from vit.data.statistics import choose_value_range, measure_value_range
 
 RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
 EIGHT_BITS = np.rint(RAMP / 4095 * 255).astype(np.uint8)
@@ -74,47 +72,30 @@ def test_eight_bits_have_no_range_and_nan_is_black(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "bits", "limits", "expected"),
+    ("low", "high", "bits", "expected"),
     [
-        (0, 4095, 0xFFF, None, (0, 4095)),
-        (3, 3000, 0xFFF, None, (0, 4095)),
-        (0, 900, 0x3FF, None, (0, 1023)),
-        (0, 900, 0x3FF, (0, 4095), (0, 4095)),
-        # the sBIT of a file whose values fill 16 bits, as PNG wants it
-        (0, 65535, 0xFFFF, (0, 4095), (0, 65535)),
-        (0, 65520, 0xFFF0, None, (0, 65520)),
-        (0, 4096, 0x1000, None, (0, 4096)),
-        (0, 200, 0xFF, None, (0, 255)),
-        (0, 100_000, 0x1FFFF, None, (0, 131071)),
-        (-1024, 3071, -1, None, (-1024, 3071)),
+        (0, 4095, 0xFFF, (0, 4095)),
+        (3, 3000, 0xFFF, (0, 4095)),
+        (0, 900, 0x3FF, (0, 1023)),
+        (0, 65520, 0xFFF0, (0, 65520)),
+        (0, 4096, 0x1000, (0, 4096)),
+        (0, 200, 0xFF, (0, 255)),
+        (0, 100_000, 0x1FFFF, (0, 131071)),
+        (-1024, 3071, -1, (-1024, 3071)),
         # hundredths of a kelvin: 0 to 32767 would leave 31 levels
-        (27315, 31100, 0x7FFF, None, (27315, 31100)),
-        (7, 7, 7, None, (7, 8)),
-        (0.2, 0.9, None, None, (0, 1)),
-        (280.5, 310.25, None, None, (280.5, 310.25)),
+        (27315, 31100, 0x7FFF, (27315, 31100)),
+        (7, 7, 7, (7, 8)),
+        (0.2, 0.9, None, (0, 1)),
+        (280.5, 310.25, None, (280.5, 310.25)),
     ],
 )
 def test_the_range_is_that_of_the_bits_in_use(
     low: float,
     high: float,
     bits: int | None,
-    limits: tuple[float, float] | None,
     expected: tuple[float, float],
 ) -> None:
-    assert choose_value_range(low, high, bits=bits, limits=limits) == expected
-
-
-def test_twelve_bits_may_be_packed(tmp_path: Path) -> None:
-    """Two samples in three bytes."""
-    packed = RAMP.reshape(-1, 2).astype(int)
-    content = np.stack(
-        [packed[:, 0] >> 4, (packed[:, 0] & 15) << 4 | packed[:, 1] >> 8, packed[:, 1] & 255], 1
-    )
-    path = tmp_path / "packed.tif"
-    path.write_bytes(build_tiff(content.astype(np.uint8).tobytes(), RAMP.shape, bits=12))
-    image = read_image(path)
-    assert isinstance(image, DeepImage)
-    np.testing.assert_array_equal(image.values, RAMP)
+    assert choose_value_range(low, high, bits=bits) == expected
 
 
 def build_tiff(
@@ -168,16 +149,6 @@ def test_negative_long_and_floating_point_values(
     assert np.abs(scale(dataset).astype(int) - expected).max() <= 1
 
 
-def test_white_is_zero(tmp_path: Path) -> None:
-    for name in ("ant", "bee"):
-        (tmp_path / name).mkdir()
-        content = build_tiff(RAMP.tobytes(), RAMP.shape, bits=16, photometric=0)
-        (tmp_path / name / "0.tif").write_bytes(content)
-    dataset = open_dataset("folder", root=tmp_path).split("all")
-    assert measure_value_range(dataset) == (0, 4095)
-    np.testing.assert_array_equal(scale(dataset), 255 - EIGHT_BITS)
-
-
 @pytest.mark.parametrize("suffix", ["png", "tif"])
 def test_colours_of_sixteen_bits_keep_all_of_them(tmp_path: Path, suffix: str) -> None:
     """Pillow would keep the high bytes alone."""
@@ -196,22 +167,17 @@ def test_colours_of_sixteen_bits_keep_all_of_them(tmp_path: Path, suffix: str) -
 
 
 @pytest.mark.parametrize(
-    ("bits", "bands", "layout", "sentence"),
-    [
-        (8, 4, 1, "it has 4 bands; save one or three of its bands as grey or RGB"),
-        (16, 4, 1, "it has 4 bands; save"),
-        (8, 5, 1, "TIFF of a kind"),
-        (16, 5, 1, "TIFF of a kind that Pillow doesn't read; save one or three"),
-        (16, 3, 2, "its bands of 16 bits lie one after the other; save"),
-    ],
+    ("bits", "bands", "layout"), [(8, 4, 1), (16, 4, 1), (8, 5, 1), (16, 5, 1), (16, 3, 2)]
 )
 def test_bands_that_are_no_colours_are_refused(
-    tmp_path: Path, bits: int, bands: int, layout: int, sentence: str
+    tmp_path: Path, bits: int, bands: int, layout: int
 ) -> None:
     content = bytes(8 * 8 * bands * bits // 8)
     tiff = build_tiff(content, (8, 8), bits=bits, photometric=2, bands=bands, layout=layout)
     (tmp_path / "a.tif").write_bytes(tiff)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(
+        ValueError, match=r"its bands aren't read; save one or three|is not one of AVIF"
+    ):
         read_image(tmp_path / "a.tif")
 
 
@@ -244,77 +210,21 @@ def test_arrays_from_python_have_a_range() -> None:
         np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
 
 
-@pytest.mark.filterwarnings("ignore:16-bit images with values up to")
-def test_decoded_images_of_a_range_have_their_own_place(tmp_path: Path) -> None:
-    dataset = write(tmp_path / "images", RAMP)
-    cache = tmp_path / "cache"
-    plain = decode_dataset(dataset, size=(64, 64), cache_dir=cache, progress=False)
-    preprocess = Preprocess((64, 64), value_range=(0, 2 * 4095))
-    ranged = decode_dataset(
-        dataset, size=(64, 64), preprocess=preprocess, cache_dir=cache, progress=False
-    )
-    assert plain.pixels is not None
-    assert ranged.pixels is not None
-    assert plain.pixels.max() == 255
-    assert ranged.pixels.max() == 128
-    assert ranged.fingerprint != plain.fingerprint
-    # the images that the model saw are known by their pixels
-    hashed = decode_dataset(
-        dataset, size=None, preprocess=preprocess, cache_dir=cache, progress=False
-    )
-    np.testing.assert_array_equal(hashed.digests, ranged.digests)
-
-
-def test_few_grey_levels_are_counted(tmp_path: Path) -> None:
-    preprocess = Preprocess((64, 64))
-    dark = write(tmp_path / "dark", (RAMP // 257).astype(np.uint8))
-    assert survey_images(dark, count=2, preprocess=preprocess).num_levels == 16
-    # few levels that are far apart are a drawing
-    drawing = write(tmp_path / "drawing", (EIGHT_BITS > 99).astype(np.uint8) * 255)
-    assert survey_images(drawing, count=2, preprocess=preprocess).num_levels == 32
-    # one hot pixel takes the range
-    hot = RAMP.copy()
-    hot[0, 0] = 65535
-    deep = write(tmp_path / "deep", hot)
-    ranged = Preprocess((64, 64), value_range=measure_value_range(deep))
-    assert survey_images(deep, count=2, preprocess=ranged).num_levels == 18
-    # photos beside them don't hide it
-    write(tmp_path / "mixed", hot)
-    for name in ("ant", "bee"):
-        Image.fromarray(EIGHT_BITS).save(tmp_path / "mixed" / name / "photo.png")
-    mixed = open_dataset("folder", root=tmp_path / "mixed").split("all")
-    assert survey_images(mixed, count=4, preprocess=ranged).num_levels == 18
-    full = Preprocess((64, 64), value_range=(0, 4095))
-    assert survey_images(deep, count=2, preprocess=full).num_levels == 32
-
-
 @pytest.mark.parametrize(
-    ("values", "top"),
-    [
-        (RAMP, 4095),
-        (RAMP // 4, 1023),
-        (RAMP * 4, 16383),
-        (RAMP * 16, 65535),
-        (EIGHT_BITS.astype(np.uint16), 255),
-        (RAMP.astype(np.int32), 4095),
-    ],
+    "values",
+    [RAMP, RAMP // 4, RAMP * 4, RAMP * 16, EIGHT_BITS.astype(np.uint16), RAMP.astype(np.int32)],
 )
 @pytest.mark.filterwarnings("ignore:16-bit images with values up to")
 def test_a_model_of_eight_bits_sees_the_contrast_of_deeper_images(
-    tmp_path: Path, values: np.ndarray, top: int
+    tmp_path: Path, values: np.ndarray
 ) -> None:
     """Divided by 257, 12 bits would leave 17 grey levels."""
     Image.fromarray(values).save(tmp_path / "deep.tif")
     seen = Preprocess((64, 64)).to_uint8(read_image(tmp_path / "deep.tif"))[..., 0]
     assert np.abs(seen.astype(int) - EIGHT_BITS).max() <= 1
-    image = DeepImage(values, limits=(0, 2 * top))
-    halved = Preprocess((64, 64)).to_uint8(image)[..., 0]
-    assert np.abs(halved.astype(int) - EIGHT_BITS / 2).max() <= 1
 
 
-def test_a_guessed_range_is_said_once(tmp_path: Path) -> None:
+def test_a_guessed_range_is_said(tmp_path: Path) -> None:
     Image.fromarray(RAMP).save(tmp_path / "deep.png")
-    depth._say_guess.cache_clear()
-    with pytest.warns(UserWarning, match="up to 4095 are scaled by 0 to 4095") as warned:
+    with pytest.warns(UserWarning, match="up to 4095 are scaled by 0 to 4095"):
         Preprocess((64, 64))([read_image(tmp_path / "deep.png")] * 3)
-    assert len(warned) == 1

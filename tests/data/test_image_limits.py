@@ -13,9 +13,21 @@ from vit.data.images import check_size, read_image
 @pytest.mark.parametrize("size", [(1, 65_536), (65_536, 1)])
 def test_a_line_of_pixels_is_refused(size: tuple[int, int], tmp_path: Path) -> None:
     Image.new("P", size).save(tmp_path / "line.png")
-    with pytest.raises(ValueError, match=r"pixels, more than 65,535 a side; divide it"):
+    with pytest.raises(
+        ValueError, match=r"pixels, more than .* 65,535 a side; reduce or divide it"
+    ):
         read_image(tmp_path / "line.png")
     check_size((65_535, 1500))
+
+
+def test_an_image_of_too_many_pixels_is_refused(tmp_path: Path) -> None:
+    for height, sentence in (
+        (5_001, "20,000 x 5,001 pixels, more than 100,000,"),
+        (10_000, "bomb"),
+    ):
+        Image.new("1", (20_000, height)).save(tmp_path / "a.png")
+        with pytest.raises(ValueError, match=f"a.png can't be read as an image: .*{sentence}"):
+            read_image(tmp_path / "a.png")
 
 
 @pytest.mark.extended

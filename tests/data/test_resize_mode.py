@@ -1,19 +1,13 @@
 """The whole image: padded, stretched, or in an input of its own shape."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.data.test_images import smooth
-from vit.data.augment import Augmentation
 from vit.data.crop import CROP_ASPECTS, Crop
-from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess, ResizeMode
 from vit.data.random import StatelessRandom
-from vit.data.statistics import survey_images
 from vit.data.workers import TrainTransform
 from vit.explanation.render.overlay import place_map
 
@@ -110,34 +104,3 @@ def test_workers_crop_from_the_whole_image(mode: ResizeMode) -> None:
     sees_both = [bool(crop[..., 0].max() > 99 and crop[..., 1].max() > 99) for crop in crops]
     assert any(sees_both) == (mode != "crop")
     assert all(crop.shape == (20, 20, 3) for crop in crops)
-
-
-def test_augmentation_without_crops_takes_padded_pixels() -> None:
-    preprocess = Preprocess((20, 20), resize_mode="pad")
-    image = Image.fromarray(smooth(20, 100))
-    plain = TrainTransform(Crop(), preprocess, None)(image, seed=0)
-    np.testing.assert_array_equal(plain, preprocess.to_uint8(image))
-    shifted = TrainTransform(Crop(padding=2), preprocess, None)(image, seed=0)
-    np.testing.assert_array_equal(shifted, preprocess.to_uint8(image))
-    assert Augmentation().crop == Crop()
-
-
-def test_the_cut_is_that_of_the_typical_image(tmp_path: Path) -> None:
-    for name in ("ant", "bee"):
-        (tmp_path / name).mkdir()
-        for number, size in enumerate([(100, 20), (101, 20), (99, 20), (30, 30)]):
-            Image.new("RGB", size).save(tmp_path / name / f"{number}.png")
-    dataset = open_dataset("folder", root=tmp_path).split("all")
-    survey = survey_images(dataset, count=8)
-
-    def measure(preprocess: Preprocess) -> float:
-        return float(np.median(survey.measure_cuts(preprocess)))
-
-    assert survey.shorter_side == 20
-    assert survey.describe_aspect() == "5:1"
-    assert measure(Preprocess((32, 32))) == pytest.approx(0.8, abs=0.01)
-    assert measure(Preprocess((32, 160))) == pytest.approx(0, abs=0.02)
-    assert measure(Preprocess((32, 32), resize_mode="pad")) == 0
-    # crop_pct cuts as well
-    expected = 1 - 0.2 * 0.75**2
-    assert measure(Preprocess((24, 24), crop_pct=0.75)) == pytest.approx(expected, abs=0.01)

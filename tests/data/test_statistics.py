@@ -8,7 +8,7 @@ from PIL import Image
 
 from vit.data.dataset import ImageDataset
 from vit.data.open import open_dataset
-from vit.data.statistics import measure_mean_and_std, survey_images
+from vit.data.statistics import measure_mean_and_std, measure_shorter_side
 
 
 def write_images(root: Path, sizes: list[tuple[int, int]]) -> ImageDataset:
@@ -22,9 +22,9 @@ def write_images(root: Path, sizes: list[tuple[int, int]]) -> ImageDataset:
 
 def test_the_shorter_side_is_the_median_of_those_that_can_be_read(tmp_path: Path) -> None:
     dataset = write_images(tmp_path, [(10, 20), (30, 20), (50, 40), (40, 60), (90, 90)])
-    assert survey_images(dataset, count=5).shorter_side == 40
+    assert measure_shorter_side(dataset, count=5) == 40
     (tmp_path / "a" / "04.png").write_text("not an image")
-    assert survey_images(dataset, count=5).shorter_side == 30
+    assert measure_shorter_side(dataset, count=5) == 30
 
 
 def test_images_of_which_none_can_be_read_are_refused(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_images_of_which_none_can_be_read_are_refused(tmp_path: Path) -> None:
     for name in dataset.ids:
         (tmp_path / name).write_text("not an image")
     with pytest.raises(ValueError, match=r"none of 3 images of folder all can be read"):
-        survey_images(dataset, count=3)
+        measure_shorter_side(dataset, count=3)
 
 
 def test_mean_and_standard_deviation_are_those_of_all_pixels() -> None:

@@ -1,4 +1,4 @@
-"""A run on images of more than 8 bits, and on the whole of long ones."""
+"""A run on images of more than 8 bits."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,7 @@ from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
 import vit
-from tests.conftest import Launcher
 from vit.bundle import load_bundle
-from vit.data import depth
 
 TINY: dict[str, Any] = {
     "model": {"patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2},
@@ -66,7 +64,6 @@ def test_a_copy_of_twelve_bits_trains_to_the_same_weights(tmp_path: Path) -> Non
     ]
     assert answers[0] == answers[1]
     # a model of 8 bits sees them as bright, and says so
-    depth._say_guess.cache_clear()
     with pytest.warns(UserWarning, match="up to 4095 are scaled by 0 to 4095"):
         found = vit.predict(
             bundles[0], [tmp_path / "4095" / name for name in names], precision="float32"
@@ -87,49 +84,3 @@ def test_a_copy_of_twelve_bits_trains_to_the_same_weights(tmp_path: Path) -> Non
     (prediction, *_) = vit.predict(bundles[1], dark, precision="float32").predictions
     assert prediction.error is None
     assert vit.evaluate(bundles[1], data=dark).evaluation.num_images == 30
-
-
-def test_the_plan_says_the_range_and_warns_of_few_levels(cli: Launcher, tmp_path: Path) -> None:
-    folder = write_digits(tmp_path / "hot", top=4095, count=12)
-    # the range is that of the training images, whichever these are
-    for path in (folder / "0").iterdir():
-        values = np.asarray(Image.open(path)).copy()
-        values[0, 0] = 65535
-        Image.fromarray(values).save(path)
-    arguments = ["train", "folder/small", f"data.root={folder}", "--dry-run"]
-    small = ["data.image_size=8", "model.patch_size=2", "model.stem=patch", "train.device=cpu"]
-    text = " ".join(cli.succeed(*arguments, *small, "-o", tmp_path / "a").text.split())
-    assert "0 to 65535 become black to white (data.value_range)" in text
-    assert "the images use 18 of 256 grey levels, since 0 to 65535 become black to white" in text
-    message = cli.fail(*arguments, *small, "data.value_range=[9, 3]", "-o", tmp_path / "c")
-    assert "data.value_range" in message
-    assert "[9.0, 3.0] must rise" in message
-
-
-def write_long(folder: Path, count: int, seed: int = 0) -> Path:
-    """Write pictures of 5:1 whose class is the shape at one end."""
-    random = np.random.default_rng(seed)
-    for name in ("disc", "cross"):
-        (folder / name).mkdir(parents=True)
-        for number in range(count):
-            pixels = random.normal(120, 12, (60, 300)).clip(0, 255)
-            y, x = np.mgrid[:60, :300]
-            centre = 30 if random.random() < 0.5 else 270
-            x, y = x - centre - random.integers(-6, 7), y - 30 - random.integers(-6, 7)
-            radius = random.integers(14, 20)
-            if name == "disc":
-                shape = np.hypot(x, y) < radius
-            else:
-                shape = (np.minimum(abs(x), abs(y)) < 5) & (np.maximum(abs(x), abs(y)) < radius)
-            pixels[shape] = random.integers(180, 240)
-            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number:03d}.png")
-    return folder
-
-
-def test_the_plan_says_how_much_is_cut(cli: Launcher, tmp_path: Path) -> None:
-    folder = write_long(tmp_path / "long", 12)
-    arguments = ["train", "folder/small", f"data.root={folder}", "--dry-run", "train.device=cpu"]
-    warned = " ".join(cli.succeed(*arguments, "-o", tmp_path / "a").text.split())
-    assert "the centre crop leaves out 80 % of the typical image, of 5:1" in warned
-    text = cli.succeed(*arguments, "data.resize_mode=pad", "-o", tmp_path / "b").text
-    assert "leaves out" not in text

@@ -12,7 +12,7 @@ from torch import Tensor
 from vit.data.random import StatelessRandom
 from vit.runtime.tensors import Images
 
-# width / height of a random crop, from and to
+# width / height of a random crop, from and to, of an input that is a square
 CROP_ASPECTS = (3 / 4, 4 / 3)
 
 Flip = Literal["none", "random", "alternating"]
@@ -55,36 +55,39 @@ class Crop:
         """Sample the crops of images whose height and width are `stored_size`. With `full_sizes`, the
         width and height of full-size images that are stored as a whole, crops are those of these."""
         boxes = None
+        height, width = stored_size
         if self.scale is not None and full_sizes is not None:
-            boxes = self._sample_stored_parts(rng, stored_size, full_sizes)
+            parts = [
+                self.sample_part(seed, (full_height, full_width), shape=width / height)
+                for seed, full_width, full_height in zip(
+                    self.sample_seeds(rng), *full_sizes.tolist(), strict=True
+                )
+            ]
+            # in float64, the same on every machine
+            pixels = torch.tensor([[width], [height]], dtype=torch.float64) / full_sizes
+            boxes = (torch.tensor(parts) * pixels.repeat(2, 1).T).float()
         elif self.scale is not None:
-            # an input that isn't square gets crops of its shape
-            shape = stored_size[1] / stored_size[0]
-            aspect = (CROP_ASPECTS[0] * shape, CROP_ASPECTS[1] * shape)
-            boxes = sample_boxes(rng, "crop", stored_size, scale=self.scale, aspect=aspect).float()
+            boxes = self._sample_boxes(rng, height, width)
 
         # without padding they are 0, and the crop is the centre
         below = 2 * self.padding + 1
         shifts = [rng.integers(f"crop {axis}", below=below) - self.padding for axis in "yx"]
         return CropParams(self.sample_flips(rng), torch.stack(shifts), boxes)
 
-    def _sample_stored_parts(
-        self,
-        rng: StatelessRandom,
-        stored_size: tuple[int, int],
-        full_sizes: Int64[Tensor, "2 B"],
-    ) -> Float[Tensor, "B 4"]:
-        """Sample parts of the full-size images, in pixels of the stored ones."""
-        height, width = stored_size
-        parts = [
-            self.sample_part(seed, (full_height, full_width), shape=width / height)
-            for seed, full_width, full_height in zip(
-                self.sample_seeds(rng), *full_sizes.tolist(), strict=True
-            )
-        ]
-        # in float64, the same on every machine
-        pixels = torch.tensor([[width], [height]], dtype=torch.float64) / full_sizes
-        return (torch.tensor(parts) * pixels.repeat(2, 1).T).float()
+    def _sample_boxes(self, rng: StatelessRandom, height: int, width: int) -> Float[Tensor, "B 4"]:
+        """Sample boxes of whole pixels anywhere inside the image, in the image's shape."""
+        assert self.scale is not None
+        low, high = self.scale
+        # in float64: the boxes are rounded to whole pixels, the same on every machine
+        areas = height * width * (low + (high - low) * rng.uniform("crop area").double())
+        log_low, log_high = (math.log(aspect * (width / height)) for aspect in CROP_ASPECTS)
+        position = rng.uniform("crop aspect").double()
+        aspects = torch.exp(log_low + (log_high - log_low) * position)
+        box_width = (areas * aspects).sqrt().round().clamp(1, width)
+        box_height = (areas / aspects).sqrt().round().clamp(1, height)
+        left = (rng.uniform("crop x") * (width - box_width + 1)).floor()
+        top = (rng.uniform("crop y") * (height - box_height + 1)).floor()
+        return torch.stack([left, top, left + box_width, top + box_height], dim=1).float()
 
     def sample_seeds(self, rng: StatelessRandom) -> list[int]:
         """Sample the seeds of `sample_part`."""
@@ -112,20 +115,15 @@ class Crop:
         for _ in range(10):
             area = random.uniform(least, most)
             aspect = math.exp(random.uniform(math.log(low), math.log(high)))
-            part_width, part_height = (
-                round(math.sqrt(area * aspect)),
-                round(math.sqrt(area / aspect)),
-            )
+            part_width = round(math.sqrt(area * aspect))
+            part_height = round(math.sqrt(area / aspect))
             if 0 < part_width <= width and 0 < part_height <= height:
                 top = int((height - part_height + 1) * random.random())
                 left = int((width - part_width + 1) * random.random())
                 return left, top, left + part_width, top + part_height
         # the largest part in the centre
-        part_width, part_height = width, height
-        if width / height < low:
-            part_height = round(width / low)
-        elif width / height > high:
-            part_width = round(height * high)
+        part_width = min(width, round(height * high))
+        part_height = min(height, round(width / low))
         left, top = (width - part_width) // 2, (height - part_height) // 2
         return left, top, left + part_width, top + part_height
 
@@ -180,13 +178,8 @@ def _find_lines(
 def resized_crop(
     images: UInt8[Tensor, "B S T 3"], boxes: Float[Tensor, "B 4"], size: tuple[int, int]
 ) -> Images:
-    """Cut out boxes of whole pixels and scale them to `size`, bilinear and antialiased.
-
-    Args:
-        images: uint8 [B, S, T, 3].
-        boxes: Left, top, right, bottom, whole numbers as float [B, 4].
-        size: Height and width of the result.
-    """
+    """Cut out boxes (left, top, right, bottom) and scale them to `size` (height, width), bilinear
+    and antialiased."""
     height, width = size
     left, top, right, bottom = boxes.unbind(1)
     row_weights = _resize_weights(top, bottom, source=images.shape[1], target=height)  # [B, H, S]
@@ -213,38 +206,6 @@ def _resize_weights(
     return weights / weights.sum(dim=2, keepdim=True)
 
 
-def sample_boxes(
-    rng: StatelessRandom,
-    stream: str,
-    size: tuple[int, int],
-    *,
-    scale: tuple[float, float],
-    aspect: tuple[float, float],
-) -> Float[Tensor, "B 4"]:
-    """Sample boxes of whole pixels anywhere inside the image.
-
-    Args:
-        rng: Random numbers of the samples.
-        stream: Name of the random numbers.
-        size: Height and width of the image.
-        scale: Range of the box's fraction of the image's area.
-        aspect: Range of width / height, whose logarithm is uniform.
-    """
-    height, width = size
-    # in float64: the boxes are rounded to whole pixels, the same on every machine
-    fraction = rng.uniform(f"{stream} area").double()
-    areas = height * width * (scale[0] + (scale[1] - scale[0]) * fraction)
-    log_low, log_high = map(math.log, aspect)
-    position = rng.uniform(f"{stream} aspect").double()
-    aspects = torch.exp(log_low + (log_high - log_low) * position)
-
-    box_width = (areas * aspects).sqrt().round().clamp(1, width)
-    box_height = (areas / aspects).sqrt().round().clamp(1, height)
-    left = (rng.uniform(f"{stream} x") * (width - box_width + 1)).floor()
-    top = (rng.uniform(f"{stream} y") * (height - box_height + 1)).floor()
-    return torch.stack([left, top, left + box_width, top + box_height], dim=1)
-
-
 def sample_centred_boxes(
     rng: StatelessRandom,
     stream: str,
@@ -260,10 +221,8 @@ def sample_centred_boxes(
 
 def outside_boxes(boxes: Boxes, size: tuple[int, int]) -> Bool[Tensor, "B 1 H W"]:
     """Mask of each image: false inside its box, which may reach over the edges."""
-    height, width = size
     left, top, right, bottom = boxes[:, :, None].unbind(1)
-    rows = torch.arange(height, device=boxes.device)
-    columns = torch.arange(width, device=boxes.device)
+    rows, columns = (torch.arange(side, device=boxes.device) for side in size)
     in_rows = (rows >= top) & (rows < bottom)  # [B, H]
     in_columns = (columns >= left) & (columns < right)  # [B, W]
     return ~(in_rows[:, :, None] & in_columns[:, None])[:, None]

@@ -1,15 +1,13 @@
-"""Decoded pixels of the cache, which threads read for the next steps.
+"""Pipeline "cached": pixels in the cache, which a thread reads for the next steps.
 
 The system keeps in memory what fits of the file, for all processes of the machine.
 """
 
 import math
 import shutil
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +25,6 @@ MAX_MEMORY_FRACTION = 0.4
 _MAX_DISK_FRACTION = 0.8
 # side of the stored image in units of the input's
 _STORED_SIDE = 1.4
-# batches that are read before they are asked for, each by a thread of its own
-_AHEAD = 2
 
 
 def choose_stored(preprocess: Preprocess, crop: Crop) -> Preprocess:
@@ -54,21 +50,22 @@ def has_room(num_bytes: int, cache_dir: Path) -> bool:
     return fits_disk and num_bytes <= MAX_MEMORY_FRACTION * count_free_memory()
 
 
-def gather(pixels: np.ndarray, batches: Iterator[StatelessRandom], *, pinned: bool) -> Steps:
-    """Read the pixels of each batch from `pixels`, uint8 [n, H, W, 3]. If `pinned`, into memory from
-    which a GPU copies while it computes."""
-
+def gather(pixels: np.ndarray, samples: Iterator[StatelessRandom], *, pinned: bool) -> Steps:
+    """Read the pixels of each batch from `pixels`, uint8 [n, H, W, 3], one batch ahead. If `pinned`,
+    into memory from which a GPU copies while it computes."""
     stored = torch.from_numpy(pixels)
 
-    def start(rng: StatelessRandom) -> tuple[StatelessRandom, Future[Tensor]]:
-        shape = (len(rng.sample_ids), *pixels.shape[1:])
+    def read(rng: StatelessRandom) -> tuple[StatelessRandom, Tensor]:
+        shape = (len(rng.sample_ids), *stored.shape[1:])
         batch = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-        return rng, pool.submit(torch.index_select, stored, 0, rng.sample_ids, out=batch)
+        return rng, torch.index_select(stored, 0, rng.sample_ids, out=batch)
 
-    with ThreadPoolExecutor(_AHEAD) as pool:
-        started = deque(map(start, islice(batches, _AHEAD)))
-        while started:
-            rng, reading = started.popleft()
-            batch = reading.result()
-            started.extend(map(start, islice(batches, 1)))
-            yield rng, batch
+    with ThreadPoolExecutor(1) as pool:
+        reading: Future[tuple[StatelessRandom, Tensor]] | None = None
+        for rng in samples:
+            following = pool.submit(read, rng)
+            if reading is not None:
+                yield reading.result()
+            reading = following
+        if reading is not None:
+            yield reading.result()

@@ -3,10 +3,8 @@
 import io
 import os
 import re
-import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,7 +13,8 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from vit.data.depth import is_deep, read_values, scale_values
+from vit.data.depth import DeepImage as DeepImage
+from vit.data.depth import is_deep, read_deep
 from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
 from vit.data.python_images import convert_pixels, iterate_images
 from vit.runtime.drive import is_drive_error, report_drive
@@ -26,128 +25,28 @@ from vit.runtime.places import is_archive
 warnings.filterwarnings("ignore", module="PIL")
 
 IMAGE_SUFFIXES = (
-    ".avif",
-    ".bmp",
-    ".gif",
-    ".jfif",
-    ".jpe",
-    ".jpeg",
-    ".jpg",
-    ".pgm",
-    ".png",
-    ".ppm",
-    ".tif",
-    ".tiff",
-    ".webp",
+    *(".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg"),
+    *(".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"),
 )
-# between the name of a file and the reason
-UNREADABLE = " can't be read as an image: "
 # photos of telephones; the package pillow-heif reads them
 HEIF_SUFFIXES = (".heic", ".heif")
 HEIF_HINT = "pip install '.[heic]' in the clone of vit reads .heic"
-# folders that NAS, file managers, operating systems and archives make; in small letters
-_SYSTEM_FOLDERS = frozenset(
-    (
-        "__macosx",
-        "__pycache__",
-        "@eadir",
-        "@recently-snapshot",
-        "@recycle",
-        "@thumb",
-        "@tmp",
-        "#recycle",
-        "#snapshot",
-        "~snapshot",
-        "$recycle.bin",
-        "recycler",
-        "system volume information",
-        "lost+found",
-        "ipod photo cache",
-        "thumbnails",
-        "_gsdata_",
-        "_vti_cnf",
-    )
-)
 # formats that Pillow may open, whatever a file's name is: some of its other formats start programs
 IMAGE_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+# between the name of a file and the reason
+UNREADABLE = " can't be read as an image: "
+# folders that NAS, file managers, operating systems and archives make; in small letters
+_SYSTEM_FOLDERS = (
+    *("@eadir", "@recycle", "@tmp", "@thumb", "#recycle", "#snapshot", "$recycle.bin", "__macosx"),
+    *("__pycache__", "lost+found", "recycler", "system volume information", "thumbnails"),
+)
 
-# A small file may hold very many pixels. The threads of a pool decode images above this size one at
-# a time, each in a new thread: glibc keeps the memory that a thread has used, so eight threads
-# would keep eight large images.
-_LARGE_PIXELS = 25_000_000
-# larger images are refused; VIT_MAX_PIXELS in the environment sets another limit
+# a small file may hold very many pixels
 _MAX_PIXELS = 100_000_000
 # JPEG's own limit: a line of millions of pixels takes five times the memory of a square
 _MAX_SIDE = 65_535
-_MAX_PIXELS_HINT = "set VIT_MAX_PIXELS in the environment to read it"
-_large_image_lock = threading.Lock()
-
-_BANDS_HINT = "save one or three of its bands as grey or RGB, with 8 or 16 bits"
-
 # pixels that are converted or hashed at once
 _BAND_PIXELS = 2**22
-
-# tags of TIFF
-_BITS_PER_SAMPLE = 258
-_SAMPLES_PER_PIXEL = 277
-
-
-class DeepImage(Image.Image):
-    """An upright image with more than 8 bits a channel: RGB pixels, and the values behind them.
-
-    The RGB pixels are 16 bits scaled to 8; of floating-point values their own range is scaled.
-    `vit.data.preprocess.Preprocess` scales the values by the range of the model instead.
-
-    Args:
-        values: [H, W] or [H, W, 3], integers or floats.
-        limits: Smallest and largest value that the file says it may hold, or None.
-        is_inverted: Large values are dark.
-    """
-
-    def __init__(
-        self,
-        values: np.ndarray,
-        *,
-        limits: tuple[float, float] | None = None,
-        is_inverted: bool = False,
-    ) -> None:
-        super().__init__()
-        self.values = values
-        self.limits = limits
-        self.is_inverted = is_inverted
-        # not inverted: so were these files read before there were ranges
-        preview = self._scale(0, 65535) if self.has_integers else self.stretch()
-        self.__dict__.update(vars(preview))
-
-    @property
-    def has_integers(self) -> bool:
-        """True if the values are whole numbers."""
-        return self.values.dtype.kind in "iu"
-
-    def scale(self, low: float, high: float) -> Image.Image:
-        """Return RGB pixels in which values from low to high are black to white."""
-        return self._scale(low, high, is_inverted=self.is_inverted)
-
-    def stretch(self) -> Image.Image:
-        """Return RGB pixels in which the smallest finite value is black and the largest white."""
-        low, high = find_extremes(self.values)
-        return self.scale(low, high if high > low else low + 1)
-
-    def _scale(self, low: float, high: float, *, is_inverted: bool = False) -> Image.Image:
-        height, width = self.values.shape[:2]
-        rgb = Image.new("RGB", (width, height))
-        band_height = max(_BAND_PIXELS // max(width, 1), 1)
-        for top in range(0, height, band_height):
-            band = self.values[top : top + band_height]
-            pixels = scale_values(band, low, high, is_inverted=is_inverted)
-            rgb.paste(Image.fromarray(pixels).convert("RGB"), (0, top))
-        return rgb
-
-
-def find_extremes(values: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and the largest finite value; zeros if there is none."""
-    finite = values if values.dtype.kind in "iu" else values[np.isfinite(values)]
-    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
 
 
 @cache
@@ -188,8 +87,8 @@ def read_image(
             their size, down to an eighth, in less time. None decodes the full size.
 
     Raises:
-        ValueError: The file is truncated, is not an image, has more than 100 million pixels (or
-            VIT_MAX_PIXELS of the environment) or more than 65,535 a side.
+        ValueError: The file is truncated, is not an image, has more than 100 million pixels or more
+            than 65,535 a side.
         FileNotFoundError: There is no such file.
         DriveError: Its drive doesn't answer.
     """
@@ -201,155 +100,80 @@ def read_image(
             text = "is a folder that holds no images, or can't be read"
             raise ValueError(f"{file} {text}") from error
 
-    if is_dicom(file):
-        values, limits, is_inverted = read_dicom(file, name=name, check_size=check_size)
-        if values.dtype == np.uint8:
-            return Image.fromarray(values).convert("RGB")
-        return DeepImage(values, limits=limits, is_inverted=is_inverted)
-
+    formats = [*IMAGE_FORMATS, "HEIF"] if has_heif() else [*IMAGE_FORMATS]
     try:
-        formats = (*IMAGE_FORMATS, "HEIF") if has_heif() else IMAGE_FORMATS
-        max_pixels = _max_pixels()
-        # Pillow has a limit of its own
-        if max_pixels > _MAX_PIXELS:
-            Image.MAX_IMAGE_PIXELS = max_pixels
-        _load_plugins()
+        if is_dicom(file):
+            return read_dicom(file, check_size)
         with Image.open(file, formats=formats) as image:
             check_size(image.size)
-            is_large = image.width * image.height > _LARGE_PIXELS
             if draft_side is not None:
                 image.draft("RGB", (draft_side, draft_side))
-            # The main thread doesn't take the lock: a process that is forked while it is held would
-            # wait for ever.
-            if is_large and threading.current_thread() is not threading.main_thread():
-                with _large_image_lock, ThreadPoolExecutor(1) as decoder:
-                    return decoder.submit(_decode, image).result()
-            return _decode(image)
+            _check_bands(image)
+            if not is_deep(image):
+                image.load()
+                ImageOps.exif_transpose(image, in_place=True)
+            return to_rgb(image)
     except UnidentifiedImageError as error:
-        raise ValueError(f"{name}{UNREADABLE}{_explain_format(file)}") from error
-    except Image.DecompressionBombError as error:
-        text = f"it has more than {max_pixels:,} pixels; {_MAX_PIXELS_HINT}"
-        raise ValueError(f"{name}{UNREADABLE}{text}") from error
+        reason = f"it is not one of {', '.join(formats)}"
+        if not has_heif():
+            reason += f"; {HEIF_HINT}"
+        raise ValueError(f"{name}{UNREADABLE}{reason}") from error
     except Exception as error:
         if is_drive_error(error):
             raise
-        # for broken bytes, Pillow's decoders raise errors of nearly any type
-        reason = re.sub(r" object at 0x[0-9a-f]+", "", str(error)) or type(error).__name__
-        raise ValueError(f"{name}{UNREADABLE}{reason}") from error
+        # for broken bytes, the decoders raise errors of nearly any type
+        text = " ".join(re.sub(r" object at 0x[0-9a-f]+", "", str(error)).split())
+        raise ValueError(f"{name}{UNREADABLE}{text or type(error).__name__}") from error
 
 
 def read_pixels(file: Path | BinaryIO, *, name: str = "image") -> Image.Image | np.ndarray:
-    """Decode an image file as `read_image` does; a plain JPEG file in less time, to an array
-    [H, W, 3] of the same pixels.
+    """Decode an image file as `read_image` does; a plain JPEG file in less time, by OpenCV, to an
+    array [H, W, 3] of the same pixels.
 
     Raises the errors of `read_image`.
     """
-    with suppress(OSError, ValueError):
-        if isinstance(file, Path):
-            with open(file, "rb") as opened:
-                pixels = _decode_plain_jpeg(opened)
-        else:
-            pixels = _decode_plain_jpeg(file)
-            file.seek(0)
-        if pixels is not None:
-            return pixels
+    # for broken bytes, Pillow raises errors of nearly any type; `read_image` names the fault
+    with suppress(Exception):
+        content = file.read_bytes() if isinstance(file, Path) else file.read()
+        # OpenCV also decodes files that are damaged or cut short
+        if content.startswith(b"\xff\xd8") and content.endswith(b"\xff\xd9"):
+            opened = io.BytesIO(content)
+            image = Image.open(opened, formats=("JPEG",))
+            check_size(image.size)
+            # Pillow has read up to the scan, in which 0 or a restart marker follows on 0xFF
+            is_whole = not re.search(rb"\xff[^\0\xd0-\xd7]", content[opened.tell() : -1])
+            is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+            if image.format == "JPEG" and image.mode in ("RGB", "L") and is_upright and is_whole:
+                # takes long to import
+                import cv2
+
+                flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+                pixels = cv2.imdecode(np.frombuffer(content, np.uint8), flags)
+                # None for broken bytes
+                if pixels is not None:
+                    return np.asarray(pixels)
     return read_image(file, name=name)
-
-
-def _decode_plain_jpeg(file: BinaryIO) -> np.ndarray | None:
-    """Decode a JPEG file of one scan that is upright, not large and not CMYK, and isn't cut short:
-    OpenCV decodes such files, too. None for another."""
-    if file.read(2) != b"\xff\xd8":
-        return None
-    file.seek(0)
-    content = file.read()
-    codes = np.frombuffer(content, np.uint8)
-    # takes long to import
-    import cv2
-
-    opened = io.BytesIO(content)
-    # for broken bytes, Pillow raises errors of nearly any type
-    with suppress(Exception), Image.open(opened, formats=("JPEG",)) as image:
-        check_size(image.size)
-        is_plain = image.format == "JPEG" and image.mode in ("RGB", "L")
-        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-        # Pillow has read up to the scan, in which 0 or a restart marker follows on 0xFF
-        start = opened.tell()
-        following = codes[start + 1 : -1][codes[start:-2] == 0xFF]
-        is_whole = content.endswith(b"\xff\xd9") and np.all(
-            (following == 0) | (following & 0xF8 == 0xD0)
-        )
-        is_small = image.width * image.height <= _LARGE_PIXELS
-        if is_plain and is_upright and is_whole and is_small:
-            flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-            # None for broken bytes
-            pixels: np.ndarray | None = cv2.imdecode(codes, flags)
-            return pixels
-    return None
-
-
-@cache
-def _load_plugins() -> None:
-    """Load the formats that Pillow itself would load with fifty others."""
-    from PIL import TiffImagePlugin, WebPImagePlugin  # noqa: F401
-
-    # older ones have none
-    with suppress(ImportError):
-        from PIL import AvifImagePlugin  # noqa: F401
 
 
 def check_size(size: tuple[int, int]) -> None:
     """Raise ValueError if an image of this width and height would take too much memory."""
-    text = f"it has {size[0]:,} x {size[1]:,} pixels, more than"
-    if size[0] * size[1] > _max_pixels():
-        raise ValueError(f"{text} {_max_pixels():,}; {_MAX_PIXELS_HINT}")
-    if max(size) > _MAX_SIDE:
-        raise ValueError(f"{text} {_MAX_SIDE:,} a side; divide it")
-
-
-def _max_pixels() -> int:
-    text = os.environ.get("VIT_MAX_PIXELS") or str(_MAX_PIXELS)
-    if not text.isdecimal():
-        text = f"VIT_MAX_PIXELS={text} in the environment is not a number of pixels"
-        raise ValueError(f"{text}; set one such as {_MAX_PIXELS}")
-    return int(text)
-
-
-def _explain_format(file: BinaryIO) -> str:
-    """Explain why a file is not an image of a known format."""
-    file.seek(0)
-    header = file.read(12)
-    if not header:
-        return "it is empty"
-    if header[4:8] == b"ftyp" and header[8:11] in (b"hei", b"hev", b"mif", b"msf"):
-        return f"it is HEIC; {HEIF_HINT}"
-    if header[:4] in (b"II*\0", b"MM\0*"):
-        return f"it is a TIFF of a kind that Pillow doesn't read; {_BANDS_HINT}"
-    return f"it is not one of {', '.join(IMAGE_FORMATS)}"
+    if size[0] * size[1] > _MAX_PIXELS or max(size) > _MAX_SIDE:
+        raise ValueError(
+            f"it has {size[0]:,} x {size[1]:,} pixels, more than {_MAX_PIXELS:,}, or than"
+            f" {_MAX_SIDE:,} a side; reduce or divide it"
+        )
 
 
 def _check_bands(image: Image.Image) -> None:
     """Raise ValueError for a TIFF of which Pillow would read some bands alone, or wrong values."""
     if image.format != "TIFF":
         return
-    tags = image.tag_v2  # type: ignore[attr-defined]
     tiles = [tile for tile in image.tile if tile.args]  # type: ignore[attr-defined]
     rawmode = str(tiles[0].args[0]) if tiles else ""
-    # CMYKX and RGBAX, too: bands that are neither colours nor transparency
-    if "X" in rawmode:
-        raise ValueError(f"it has {tags[_SAMPLES_PER_PIXEL]} bands; {_BANDS_HINT}")
-    if rawmode == "R" and max(tags[_BITS_PER_SAMPLE]) > 8:
-        raise ValueError(f"its bands of 16 bits lie one after the other; {_BANDS_HINT}")
-
-
-def _decode(image: Image.Image) -> Image.Image:
-    _check_bands(image)
-    deep = _read_deep(image)
-    if deep is not None:
-        return deep
-    image.load()
-    ImageOps.exif_transpose(image, in_place=True)
-    return to_rgb(image)
+    # X: bands that are neither colours nor transparency, as in RGBAX; R: each band by itself
+    is_deep_band = rawmode == "R" and max(image.tag_v2[258]) > 8  # type: ignore[attr-defined]
+    if "X" in rawmode or is_deep_band:
+        raise ValueError("its bands aren't read; save one or three of them as grey or RGB")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -357,27 +181,21 @@ def to_rgb(image: Image.Image) -> Image.Image:
     8 bits a channel becomes a `DeepImage`."""
     if isinstance(image, DeepImage):
         return image
-    deep = _read_deep(image)
-    if deep is not None:
-        return deep
+    if is_deep(image):
+        return read_deep(image)
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-
-    # intermediate copies take up to 8 times the memory of the result, so large images are divided
-    if image.width * image.height <= _BAND_PIXELS:
-        return _convert(image)
+    # copies of a whole large image would take up to 8 times the memory of the result
     rgb = Image.new("RGB", image.size)
     for top, band in divide(image):
-        rgb.paste(_convert(band), (0, top))
+        if band.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in band.info:
+            # Pillow converts premultiplied modes only to LA and RGBA
+            if band.mode in ("La", "RGBa"):
+                band = band.convert(band.mode.upper())
+            band = band.convert("RGBA")
+            band = Image.alpha_composite(Image.new("RGBA", band.size, "white"), band)
+        rgb.paste(band.convert("RGB"), (0, top))
     return rgb
-
-
-def _read_deep(image: Image.Image) -> DeepImage | None:
-    """Return an upright image of more than 8 bits a channel; None for another."""
-    if not is_deep(image):
-        return None
-    values, is_inverted = read_values(image)
-    return DeepImage(values, is_inverted=is_inverted)
 
 
 def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
@@ -392,17 +210,6 @@ def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
         yield top, image.crop((0, top, image.width, bottom))
 
 
-def _convert(image: Image.Image) -> Image.Image:
-    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
-        # Pillow converts premultiplied modes only to LA and RGBA
-        if image.mode in ("La", "RGBa"):
-            image = image.convert(image.mode.upper())
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
-
-
 @runtime_checkable
 class PixelArray(Protocol):
     """An array of pixels that numpy can read, such as an array or a torch tensor."""
@@ -411,7 +218,6 @@ class PixelArray(Protocol):
     def __array__(self) -> np.ndarray: ...
 
 
-@runtime_checkable
 class ImageSet(Protocol):
     """A map-style data set of torch."""
 
@@ -432,9 +238,8 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
         images: Paths, PIL images or arrays, one or several; or a set or loader of images with
             labels, which are left out. A folder gives the image files below it, sorted. For an
             array (or torch tensor) see `convert_pixels`; several images are [N, H, W, 3] or
-            [N, 3, H, W], and values of more than 8 bits become a `DeepImage`. A path that doesn't
-            exist, a directory that can't be read, and in a list a folder without images, is listed
-            too: reading it raises an error that names it.
+            [N, 3, H, W]. A path that doesn't exist, a directory that can't be read, and in a list a
+            folder without images, is listed too: reading it raises an error that names it.
 
     Raises:
         ValueError: A single folder has no images, or an array has another type or shape.
@@ -447,22 +252,19 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
         paths = _list_folder(images)
         if not paths:
             archives = [name for name in os.listdir(images) if is_archive(name)]
-            held = (
-                f", but the archive {min(archives)}; unpack it" if archives else "; check the path"
-            )
-            raise ValueError(f"{images} holds no images{held}")
+            found = "; check the path"
+            if archives:
+                found = f", but the archive {min(archives)}; unpack it"
+            raise ValueError(f"{images} holds no images{found}")
         yield from paths
     elif isinstance(images, Image.Image):
-        # Pillow would copy upright images, too
-        is_upright = images.getexif().get(ExifTags.Base.Orientation, 1) == 1
-        yield to_rgb(images if is_upright else ImageOps.exif_transpose(images))
+        yield to_rgb(images if is_deep(images) else ImageOps.exif_transpose(images))
     # before sequences: arrays and tensors are iterable, too
     elif isinstance(images, PixelArray):
         several: Iterable[Any] = [images]
         if isinstance(images, Iterable) and np.ndim(images) == 4:
             several = images
-        for pixels in several:
-            array = convert_pixels(pixels)
+        for array in map(convert_pixels, several):
             if array.dtype == np.uint8:
                 yield Image.fromarray(array).convert("RGB")
             else:
@@ -479,13 +281,7 @@ def _list_folder(folder: str | Path) -> list[str]:
     unreadable: list[str] = []
     # the same folders as in training
     files = list_files(folder, left_out=[], unreadable=unreadable)
-    images = filter(is_image_name, files)
-    return sorted([*images, *unreadable])
-
-
-def _scan(directory: str) -> list[os.DirEntry[str]]:
-    with os.scandir(directory) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
+    return sorted([*filter(is_image_name, files), *unreadable])
 
 
 def is_system_folder(name: str) -> bool:
@@ -512,32 +308,19 @@ def list_files(
     Raises:
         OSError: A directory can't be read. One of `is_system_folder` is left out instead.
     """
-    waiting = [os.fspath(folder)]
-    while waiting:
-        directory = waiting.pop()
-        # not os.walk, which recurses: folders may be nested deeper than Python's stack
-        try:
-            sorted_entries = _scan(directory)
-        except FileNotFoundError:
-            continue
-        except OSError:
-            if not is_system_folder(os.path.basename(directory)):
-                if unreadable is None:
-                    raise
-                unreadable.append(directory)
-            continue
 
-        subfolders = []
-        for entry in sorted_entries:
-            is_link = entry.is_symlink()
-            # entry.is_dir would raise for a link that leads to itself
-            is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
-            if is_folder and left_out is not None and is_system_folder(entry.name):
-                left_out.append(entry.path)
-                continue
-            if not is_folder:
-                yield entry.path
-            elif not is_link:
-                subfolders.append(entry.path)
-        # the last directory of `waiting` is read first
-        waiting += reversed(subfolders)
+    def note(error: OSError) -> None:
+        is_needless = is_system_folder(os.path.basename(error.filename))
+        if isinstance(error, FileNotFoundError) or is_needless:
+            return
+        if unreadable is None:
+            raise error
+        unreadable.append(error.filename)
+
+    for directory, folders, names in os.walk(folder, onerror=note):
+        folders.sort()
+        if left_out is not None:
+            systems = list(filter(is_system_folder, folders))
+            left_out += [os.path.join(directory, name) for name in systems]
+            folders[:] = [name for name in folders if name not in systems]
+        yield from (os.path.join(directory, name) for name in sorted(names))

@@ -101,7 +101,6 @@ class TrainLoader:
             text = f"a multiple of {multiple} and at most the {len(self.dataset)} images"
             reason = "; mixup and cutmix mix pairs" if self.augmentation.mixing else ""
             raise ValueError(f"batch_size {self.batch_size} must be {text}{reason}")
-
         self._labels = torch.from_numpy(self.dataset.labels)
         if self.dataset.is_multilabel:
             self._labels = self._labels.float()
@@ -112,10 +111,7 @@ class TrainLoader:
         self._device_augmentation = self.augmentation
         if self.dataset.pixels is None:
             crop = self.augmentation.crop
-            batch_size = self.batch_size // self.order.process.world_size
-            self._workers = DecodingWorkers(
-                self.dataset, self.decoding, crop, self.preprocess, batch_size=batch_size
-            )
+            self._workers = DecodingWorkers(self.dataset, self.decoding, crop, self.preprocess)
             # a random crop is done where images are decoded
             self._device_augmentation = replace(self.augmentation, crop=replace(crop, scale=None))
         elif not self.gathers:
@@ -161,18 +157,16 @@ class TrainLoader:
 
     def _read(self, epoch: int, start_step: int, on_warning: Callable[[str], object]) -> Steps:
         """The samples of each step, and their pixels unless these are on the device already."""
-        seed = self.order.seed
         batches = self.order.list_batches(len(self._labels), epoch, start_step)
+        samples = (StatelessRandom(self.order.seed, epoch, sample_ids) for sample_ids in batches)
         if self._workers is not None:
-            yield from self._workers.decode(batches, seed, epoch, on_warning)
-            return
-        samples = (StatelessRandom(seed, epoch, sample_ids) for sample_ids in batches)
-        if self._resident_pixels is not None:
+            yield from self._workers.decode(samples, on_warning)
+        elif self._resident_pixels is not None:
             yield from ((rng, None) for rng in samples)
-            return
-        assert self.dataset.pixels is not None
-        pinned = torch.device(self.device).type not in ("cpu", "mps")
-        yield from gather(self.dataset.pixels, samples, pinned=pinned)
+        else:
+            assert self.dataset.pixels is not None
+            pinned = torch.device(self.device).type not in ("cpu", "mps")
+            yield from gather(self.dataset.pixels, samples, pinned=pinned)
 
     def _augment_batch(
         self, rng: StatelessRandom, pixels: Tensor | None, size: tuple[int, int], *, mix: bool

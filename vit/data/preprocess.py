@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from PIL import Image
 
-from vit.data.depth import guess_range
-from vit.data.images import DeepImage, to_rgb
+from vit.data.depth import DeepImage, guess_range
+from vit.data.images import to_rgb
 from vit.runtime.arguments import MAX_SIDE, check_choice
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Preprocess:
         image = to_rgb(image)
         if not isinstance(image, DeepImage):
             return image
-        return image.scale(*(self.value_range or guess_range(image.values, image.limits)))
+        return image.scale(*(self.value_range or guess_range(image.values)))
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
         """Return the input's pixels [H, W, 3] of an image of any mode."""
@@ -212,33 +212,25 @@ class Preprocess:
             The box of the image that is resized, its new (width, height), and the columns to its
             left and rows above it in pixels of `resize_size`.
         """
-        target_height, target_width = self.resize_size
-        target = (target_width, target_height)
-        if self.resize_mode == "crop":
-            return self._cover(size), target, (0, 0)
-        whole = (0.0, 0.0, float(size[0]), float(size[1]))
-        if self.resize_mode == "stretch":
-            return whole, target, (0, 0)
-        pixel = max(size[0] / target_width, size[1] / target_height)
-        width, height = (
-            min(max(round(side / pixel), 1), limit)
-            for side, limit in zip(size, target, strict=True)
-        )
-        return whole, (width, height), ((target_width - width) // 2, (target_height - height) // 2)
-
-    def _cover(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
-        """Find the largest centred box of an image of `size` (width, height) that has the aspect of
-        `resize_size`."""
         width, height = size
         target_height, target_width = self.resize_size
-        # original pixels per target pixel that fit in both directions
-        scale = min(width / target_width, height / target_height)
-        box_width = target_width * scale
-        box_height = target_height * scale
-        # Pillow refuses a box that rounding has pushed over an edge
-        left = max((width - box_width) / 2, 0.0)
-        top = max((height - box_height) / 2, 0.0)
-        return left, top, min(left + box_width, width), min(top + box_height, height)
+        target = (target_width, target_height)
+        box = (0.0, 0.0, float(width), float(height))
+        if self.resize_mode == "crop":
+            # the largest centred box of the target's aspect
+            pixel = min(width / target_width, height / target_height)
+            box_width, box_height = (side * pixel for side in target)
+            # Pillow refuses a box that rounding has pushed over an edge
+            left = max((width - box_width) / 2, 0.0)
+            top = max((height - box_height) / 2, 0.0)
+            box = (left, top, min(left + box_width, width), min(top + box_height, height))
+        elif self.resize_mode == "pad":
+            pixel = max(width / target_width, height / target_height)
+            width = min(max(round(width / pixel), 1), target_width)
+            height = min(max(round(height / pixel), 1), target_height)
+            margins = (target_width - width) // 2, (target_height - height) // 2
+            return box, (width, height), margins
+        return box, target, (0, 0)
 
     def _margins(self) -> tuple[int, int]:
         """Rows above the centre crop, and columns to its left."""

@@ -4,11 +4,9 @@ An image that can't be read is named, and the next one that can takes its place.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from pickle import PicklingError
 from typing import Any, NamedTuple
 
@@ -18,26 +16,21 @@ from jaxtyping import Int64, UInt8
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.preprocess import Preprocess
-from vit.data.random import SampleIds, StatelessRandom, seed_generators
-from vit.data.sources.base import ImageReader
+from vit.data.random import StatelessRandom, seed_generators
 from vit.runtime.arguments import first_line
 from vit.runtime.drive import DriveError
 from vit.runtime.machine import count_workers
 
 Transform = Callable[..., Any]
-
-# images of a batch that a worker decodes at a time, at least: fewer cost more to send than to decode
-_MIN_PART = 16
-
 # the samples of each step and, unless they are in memory, their pixels on the host
 Steps = Generator[tuple[StatelessRandom, UInt8[Tensor, "B H W 3"] | None], None, None]
-# index of an image, and seed of its transform and random crop
-Task = tuple[int, int]
+# index of each image of a batch, and seed of its transform and random crop
+Tasks = Sequence[tuple[int, int]]
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
@@ -80,40 +73,38 @@ class TrainTransform:
         crop: A random crop of the full-size image if it has a `scale`; otherwise the centre crop.
         preprocess: Preprocessing of the model.
         transform: The user's transform; None for none.
-
-    Attributes:
-        takes_arrays: Arrays are taken as well as images, see `ImageReader.decode`.
     """
 
     def __init__(self, crop: Crop, preprocess: Preprocess, transform: Transform | None) -> None:
         self.size = preprocess.image_size
-        self._preprocess = preprocess
         self._transform = transform
         self._crop = crop
-        # brings an image to the shape from which random parts are cropped; None: it has its own
-        self._whole: Preprocess | None = None
-        if crop.scale is not None and preprocess.resize_mode != "crop":
+        self._preprocess = preprocess
+        # brings an image to its shape before a random crop; None: it has its own
+        self._resize: Preprocess | None = preprocess
+        if crop.scale is None:
+            if crop.padding:
+                # the device shifts: it gets the margin that crop_pct leaves
+                self.size = preprocess.resize_size
+                self._resize = replace(preprocess, image_size=self.size, crop_pct=1.0)
+        elif preprocess.resize_mode == "crop":
+            self._resize = None
+        else:
             # so large that the smallest crop has the input's resolution
-            height, width = self.size
-            side = crop.scale[0] ** -0.5
-            whole_size = (math.ceil(height * side), math.ceil(width * side))
-            self._whole = replace(preprocess, image_size=whole_size)
-        elif crop.scale is None and crop.padding:
-            # the device shifts: it gets the margin that crop_pct leaves
-            self.size = preprocess.resize_size
-            self._preprocess = replace(preprocess, image_size=self.size, crop_pct=1.0)
-        self.takes_arrays = transform is None and crop.scale is not None and self._whole is None
+            height, width = (math.ceil(side * crop.scale[0] ** -0.5) for side in self.size)
+            self._resize = replace(preprocess, image_size=(height, width))
+        # see `ImageReader.decode`
+        self.takes_arrays = transform is None and self._resize is None
 
     def __call__(self, image: Image.Image | np.ndarray, *, seed: int) -> np.ndarray:
-        if not isinstance(image, np.ndarray):
+        """Transform an image; an array only if `takes_arrays`."""
+        if isinstance(image, Image.Image):
             image = self._preprocess.to_rgb(image)
             # another seed than that of the crop, because both may be of albumentations
             if self._transform is not None:
                 image = apply_transform(self._transform, image, seed=seed + 1)
-            if self._crop.scale is None:
-                return self._preprocess.to_uint8(image)
-            image = np.asarray(image) if self._whole is None else self._whole.to_uint8(image)
-        return self._cut(image, seed)
+            image = np.asarray(image) if self._resize is None else self._resize.to_uint8(image)
+        return image if self._crop.scale is None else self._cut(image, seed)
 
     def _cut(self, image: np.ndarray, seed: int) -> np.ndarray:
         """Cut out the random part, and resize it, bilinear and antialiased."""
@@ -137,7 +128,7 @@ class TrainTransform:
 
 
 class Decoded(NamedTuple):
-    """Decoded images: a part of a batch."""
+    """The decoded images of a batch."""
 
     # index of each image; another one than was asked for if that can't be read
     indices: Int64[Tensor, " B"]
@@ -148,24 +139,35 @@ class Decoded(NamedTuple):
     error: str
 
 
-class Decoder(Dataset[Decoded]):
-    """Decodes a part of a batch in a worker.
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How images are decoded as training goes.
 
     Args:
-        reader: The images.
-        transform: Transforms and crops each of them.
-        max_unreadable: Number of images that may be unreadable.
+        transform: The user's transform of one image, before all augmentation.
+        workers: Processes that decode; None is `count_workers`, 0 decodes in this process.
+        max_unreadable_fraction: Fraction of the images that may be unreadable.
     """
 
-    def __init__(
-        self, reader: ImageReader, transform: TrainTransform, *, max_unreadable: int
-    ) -> None:
-        self._transform = transform
-        self._count = len(reader)
-        self._read = reader.decode if transform.takes_arrays else reader.image
-        self._max_unreadable = min(max_unreadable, self._count - 1)
+    transform: Transform | None = None
+    workers: int | None = None
+    max_unreadable_fraction: float = 0.05
 
-    def __getitem__(self, tasks: Sequence[Task]) -> Decoded:
+
+class Decoder(Dataset[Decoded]):
+    """Decodes batches in a worker."""
+
+    def __init__(
+        self, dataset: ImageDataset, decoding: Decoding, crop: Crop, preprocess: Preprocess
+    ) -> None:
+        self._transform = TrainTransform(crop, preprocess, decoding.transform)
+        self._count = len(dataset)
+        reader = dataset.reader
+        self._read = reader.decode if self._transform.takes_arrays else reader.image
+        limit = int(decoding.max_unreadable_fraction * self._count)
+        self._max_unreadable = min(limit, self._count - 1)
+
+    def __getitem__(self, tasks: Tasks) -> Decoded:
         pixels = np.empty((len(tasks), *self._transform.size, 3), dtype=np.uint8)
         indices = torch.empty(len(tasks), dtype=torch.int64)
         unreadable: dict[int, str] = {}
@@ -205,57 +207,31 @@ def use_one_thread(_worker: int) -> None:
     cv2.setNumThreads(0)
 
 
-class TaskSampler(Sampler[Sequence[Task]]):
-    """The tasks of one epoch; workers that live on take the next epoch's from it."""
+class _EpochTasks:
+    """The batches of one epoch; workers that live on take the next epoch's from it."""
 
-    tasks: Iterable[Sequence[Task]] = ()
+    def __init__(self) -> None:
+        self.batches: Iterable[Tasks] = ()
 
-    def __iter__(self) -> Iterator[Sequence[Task]]:
-        return iter(self.tasks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """How images are decoded as training goes.
-
-    Args:
-        transform: The user's transform of one image, before all augmentation.
-        workers: Processes that decode; None is `count_workers`, 0 decodes in this process.
-        max_unreadable_fraction: Fraction of the images that may be unreadable.
-    """
-
-    transform: Transform | None = None
-    workers: int | None = None
-    max_unreadable_fraction: float = 0.05
+    def __iter__(self) -> Iterator[Tasks]:
+        return iter(self.batches)
 
 
 class DecodingWorkers:
-    """Worker processes that live until `close()` or until this object is deleted. They share each
-    batch of `batch_size` images, so that it is there soon and few images are on their way."""
+    """Worker processes that live until `close()` or until this object is deleted."""
 
     def __init__(
-        self,
-        dataset: ImageDataset,
-        decoding: Decoding,
-        crop: Crop,
-        preprocess: Preprocess,
-        *,
-        batch_size: int,
+        self, dataset: ImageDataset, decoding: Decoding, crop: Crop, preprocess: Preprocess
     ) -> None:
         self._dataset = dataset
-        self._decoding = decoding
         self._crop = crop
-        self._preprocess = preprocess
+        self._max_unreadable_fraction = decoding.max_unreadable_fraction
+        self._decoder = Decoder(dataset, decoding, crop, preprocess)
         self._workers = count_workers() if decoding.workers is None else decoding.workers
-        # without workers, a batch is decoded at once
-        self._part_size = batch_size
-        if self._workers:
-            self._part_size = max(math.ceil(batch_size / self._workers), _MIN_PART)
-        self._num_parts = math.ceil(batch_size / self._part_size)
-        self._sampler = TaskSampler()
+        self._tasks = _EpochTasks()
         self._loader: DataLoader[Decoded] | None = None
         # the iterator of `_loader`, which owns the workers
-        self._parts: Any = None
+        self._iterator: Any = None
         # index of an image → why it can't be read
         self._unreadable: dict[int, str] = {}
 
@@ -265,80 +241,53 @@ class DecodingWorkers:
         torch's handler of the signal of a worker that was killed raises wherever the program is,
         until the workers' iterator has ended; an exception's traceback may keep that alive.
         """
-        shut_down = getattr(self._parts, "_shutdown_workers", None)
-        self._loader = self._parts = None
+        shut_down = getattr(self._iterator, "_shutdown_workers", None)
+        self._loader = self._iterator = None
         if shut_down is not None:
             # the handler may raise once more while torch waits for the other workers; it ends them
             with suppress(RuntimeError):
                 shut_down()
 
     def decode(
-        self,
-        batches: Iterator[SampleIds],
-        seed: int,
-        epoch: int,
-        on_warning: Callable[[str], object],
+        self, samples: Iterator[StatelessRandom], on_warning: Callable[[str], object]
     ) -> Steps:
-        """The pixels of each batch, with the random numbers of its samples."""
-        # to the workers, and not received from them yet
-        sent = deque[StatelessRandom]()
-
-        def list_tasks() -> Iterator[Sequence[Task]]:
-            for sample_ids in batches:
-                rng = StatelessRandom(seed, epoch, sample_ids)
-                sent.append(rng)
-                seeds = self._crop.sample_seeds(rng)
-                tasks = list(zip(sample_ids.tolist(), seeds, strict=True))
-                for start in range(0, len(tasks), self._part_size):
-                    yield tasks[start : start + self._part_size]
-
-        # workers that live on from the epoch before take this one's batches
-        self._sampler.tasks = list_tasks()
+        """Decode the pixels of each batch."""
+        sampled = list(samples)
+        self._tasks.batches = (
+            list(zip(rng.sample_ids.tolist(), self._crop.sample_seeds(rng), strict=True))
+            for rng in sampled
+        )
         if self._loader is None:
-            self._loader = self._build_loader()
+            self._loader = DataLoader(
+                self._decoder,
+                sampler=self._tasks,
+                # the decoder gives batches
+                batch_size=None,
+                num_workers=self._workers,
+                persistent_workers=self._workers > 0,
+                worker_init_fn=use_one_thread,
+                # or each epoch would take a number from torch's own
+                generator=torch.Generator(),
+            )
         try:
-            self._parts = iter(self._loader)
+            self._iterator = iter(self._loader)
         # where processes don't begin as a copy of this one, as on Windows and macOS
         except (PicklingError, AttributeError, TypeError) as error:
             text = "the images or the transform can't be sent to other processes"
             hint = "define the transform in a module, or set data.workers=0"
             raise ValueError(f"{text} ({first_line(error)}); {hint}") from error
-        while parts := list(islice(self._parts, self._num_parts)):
-            for part in parts:
-                self._check(part, on_warning)
-            indices = torch.cat([part.indices for part in parts])
-            pixels = parts[0].pixels
-            if len(parts) > 1:
-                pixels = torch.cat([part.pixels for part in parts])
-            yield replace(sent.popleft(), sample_ids=indices), pixels
+        for rng, batch in zip(sampled, self._iterator, strict=True):
+            self._check(batch, on_warning)
+            yield replace(rng, sample_ids=batch.indices), batch.pixels
 
-    def _build_loader(self) -> DataLoader[Decoded]:
-        count = len(self._dataset)
-        decoder = Decoder(
-            self._dataset.reader,
-            TrainTransform(self._crop, self._preprocess, self._decoding.transform),
-            max_unreadable=int(self._decoding.max_unreadable_fraction * count),
-        )
-        return DataLoader(
-            decoder,
-            sampler=self._sampler,
-            # the decoder gives parts of batches
-            batch_size=None,
-            num_workers=self._workers,
-            persistent_workers=self._workers > 0,
-            worker_init_fn=use_one_thread,
-            # or each epoch would take a number from torch's own
-            generator=torch.Generator(),
-        )
-
-    def _check(self, part: Decoded, on_warning: Callable[[str], object]) -> None:
+    def _check(self, batch: Decoded, on_warning: Callable[[str], object]) -> None:
         """Name the images that can't be read. Raises ValueError if they are too many."""
         dataset = self._dataset
-        for index, reason in part.unreadable.items():
+        for index, reason in batch.unreadable.items():
             if index not in self._unreadable:
                 self._unreadable[index] = reason
                 on_warning(f"skipped {dataset.split} image {dataset.ids[index]}: {reason}")
         unreadable = [(dataset.ids[index], why) for index, why in self._unreadable.items()]
-        check_unreadable(unreadable, len(dataset), self._decoding.max_unreadable_fraction)
-        if part.error:
-            raise ValueError(part.error)
+        check_unreadable(unreadable, len(dataset), self._max_unreadable_fraction)
+        if batch.error:
+            raise ValueError(batch.error)

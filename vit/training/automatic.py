@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from vit.config import Config, load_config, read_sections
 from vit.data.sources.registry import find_kind
 from vit.data.splits import DatasetSplits
-from vit.data.statistics import are_grey, survey_images
+from vit.data.statistics import are_grey, measure_shorter_side
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
@@ -180,7 +180,7 @@ def choose_config(
     images = splits.split("train")
 
     device = choose_device(find_device(overrides)).type
-    side = round(survey_images(images, count=_SAMPLE).shorter_side)
+    side = round(measure_shorter_side(images, count=_SAMPLE))
     task = _Task(
         num_images=len(images),
         side=side,

@@ -2,17 +2,13 @@
 
 import math
 
-import numpy as np
 import torch
 
 from vit.data.label_sets import describe_label_sets
 from vit.data.statistics import (
-    MAX_CUT,
     MAX_RATIO,
-    MIN_LEVELS,
     compute_class_ratio,
-    describe_few_levels,
-    survey_images,
+    measure_shorter_side,
 )
 from vit.runtime.console import build_console, build_table
 from vit.runtime.device import describe_device
@@ -131,21 +127,12 @@ def list_warnings(run: Run) -> list[str]:
 
     # The sizes of the files count, not those of the decoded images.
     image_size = min(data.preprocess.image_size)
-    survey = survey_images(data.splits.split("train"), count=_SAMPLE, preprocess=data.preprocess)
-    side = survey.shorter_side
+    side = measure_shorter_side(data.splits.split("train"), count=_SAMPLE)
     sizes = f"({side:.0f} px) than data.image_size {image_size}"
     if side < _MIN_SCALE * image_size:
         warnings.append(f"the images are much smaller {sizes}; a smaller one trains faster")
     if side > _MAX_SCALE * image_size:
         warnings.append(f"the images are much larger {sizes}; a larger one shows more of them")
-    cut = float(np.median(survey.measure_cuts(data.preprocess)))
-    if cut > MAX_CUT:
-        warnings.append(
-            f"the centre crop leaves out {100 * cut:.0f} % of the typical image, of {survey.describe_aspect()};"
-            " data.resize_mode=pad or a data.image_size [height, width] of that shape shows all"
-        )
-    if survey.num_levels < MIN_LEVELS:
-        warnings.append(describe_few_levels(survey.num_levels, data.preprocess.value_range))
     return warnings
 
 
