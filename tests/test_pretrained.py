@@ -8,8 +8,8 @@ from PIL import Image
 
 import vit
 from tests.conftest import Launcher
-from vit.bundle import PRETRAINED_FOLDER, list_pretrained, load_bundle
-from vit.model.find_file import list_example_photos
+from vit.bundle import load_bundle
+from vit.model.find_file import PRETRAINED_FOLDER, list_example_photos, list_pretrained
 
 PHOTOS = Path(__file__).parent.parent / "docs" / "photos"
 FILE = PRETRAINED_FOLDER / "imagenette.safetensors"

@@ -20,9 +20,7 @@ from vit.data.preprocess import Preprocess
 from vit.data.splits import DatasetSplits
 from vit.model.averaged_model import AveragedModel
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
-from vit.model.find_file import PRETRAINED_FOLDER as PRETRAINED_FOLDER
 from vit.model.find_file import find_model
-from vit.model.find_file import list_pretrained as list_pretrained
 from vit.model.logits import count_features, has_features
 from vit.model.model_file import (
     Hashes,
@@ -66,8 +64,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, repr=False)
 class Bundle:
-    """A model in evaluation mode with its preprocessing, its class names, and the information that
-    its file has about its training.
+    """A model in evaluation mode with its preprocessing, its class names, and what its file tells
+    about its training.
 
     Attributes:
         model: From normalised images [B, 3, height, width] to logits [B, classes].
@@ -80,8 +78,7 @@ class Bundle:
         metadata: All metadata of its file.
         training_hashes: SHA-256 digests and dHashes of the training images.
         likeness: Features by which images are compared with the training images.
-        passed_images: Images that were passed to `vit.train` from Python, while its result is in
-            memory. The held-out ones are evaluated and explained by default.
+        passed_images: Images that `vit.train` got from Python, for functions that get the result.
 
     Example:
         >>> bundle = vit.Bundle.from_model(timm_model, class_names=("cat", "dog"))
@@ -99,17 +96,7 @@ class Bundle:
     training_hashes: Hashes | None = None
     likeness: Likeness | None = None
     passed_images: DatasetSplits | None = None
-    _found: dict[Callable[[nn.Module], Any], Any] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def __repr__(self) -> str:
-        """Return one line, because notebooks show the result of a cell."""
-        height, width = self.preprocess.image_size
-        return (
-            f"Bundle({shorten(self.name)!r}: {type(self.model).__name__}, "
-            f"{len(self.class_names)} classes, images of {height}×{width} pixels)"
-        )
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def from_model(
@@ -119,57 +106,57 @@ class Bundle:
         class_names: Sequence[str] | None = None,
         preprocess: Preprocess | None = None,
     ) -> Self:
-        """Wrap a model of this project, timm, torchvision or Hugging Face.
+        """Wrap a module of this project, timm, torchvision, Hugging Face or your own.
 
         Args:
-            model: The module, which is not copied, but put into evaluation mode. If torch.compile,
-                DistributedDataParallel or peft wraps it, the inner model is used.
-            class_names: Name of each class. None: the model's own names, otherwise "class 0" and
-                so on.
-            preprocess: Preprocessing of images. None: found by
-                `vit.model.model_info.find_preprocess`, otherwise with ImageNet's normalisation.
+            model: The module, which is not copied, but put into evaluation mode. Wrappers of
+                torch.compile, DistributedDataParallel and peft are taken off.
+            class_names: Name of each class. None: the model's own, otherwise "class 0" and so on.
+            preprocess: Preprocessing of images. None: that of the model's library, otherwise
+                ImageNet's normalisation.
 
         Raises:
-            ValueError: The number of class names differs from that of the logits, or an argument
-                that wasn't passed can't be found.
+            ValueError: The number of names isn't that of logits, or the image size is unknown.
         """
         model = unwrap_model(model)
         names = find_class_names(model) if class_names is None else tuple(class_names)
         check_class_names(names, count_classes(model))
         if preprocess is None:
             preprocess = Preprocess.from_dict(find_preprocess(model))
-        metadata = {"preprocess": preprocess.to_dict(), "versions": collect_versions()}
+        metadata = {"preprocess": preprocess.to_dict()}
         if isinstance(model, VisionTransformer):
             metadata["architecture"] = model.architecture
+        data = {}
+        if find_problem_type(model) == "multi_label_classification":
+            data["task"] = MULTILABEL
         return cls(
             model=model.eval(),
             preprocess=preprocess,
             class_names=names,
             name=type(model).__name__,
             sha256=hash_weights(model.state_dict()),
+            data=data,
             metadata=metadata,
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a model file, which every command and function opens.
-
-        Args:
-            path: Path of the file, such as "model.safetensors".
+        """Write a model file, such as "model.safetensors", which every command and function opens.
 
         Raises:
-            ValueError: The model can't be built again from a file: it is neither this project's nor
-                timm's.
+            ValueError: The model is neither this project's nor timm's, so no file rebuilds it.
         """
         content = self.to_file()
         if "timm" not in content.metadata.get("module", {"timm": ""}):
+            kind = type(self.model).__name__
             raise ValueError(
-                f"{type(self.model).__name__} can't be built again from a file; save its state_dict,"
-                " and open that with vit.load_bundle(path, model=…)"
+                f"{kind} can't be built again from a file; save its state_dict, and open that with"
+                " vit.load_bundle(path, model=…)"
             )
         write_model_file(expand_home(path), content)
 
     def to_file(self, weights: dict[str, Tensor] | None = None) -> ModelFile:
         """Return the content of a model file. Without `weights`, it has the model's own tensors."""
+        count, size = len(self.class_names), self.preprocess.image_size
         if isinstance(self.model, VisionTransformer):
             check_class_names(self.class_names, self.model.num_classes)
         metadata = {
@@ -177,11 +164,7 @@ class Bundle:
             "step": None,
             "versions": collect_versions(),
             **self.metadata,
-            **describe(
-                self.model,
-                num_classes=len(self.class_names),
-                img_size=self.preprocess.image_size,
-            ),
+            **describe(self.model, num_classes=count, img_size=size),
             "class_names": list(self.class_names),
             "config": self.config,
             "data": self.data,
@@ -191,21 +174,16 @@ class Bundle:
             weights or self.model.state_dict(), metadata, self.training_hashes, self.likeness
         )
 
+    def find_once(self, find: Callable[[nn.Module], Found]) -> Found:
+        """Return `find(model)`, which depends on the model's structure alone and is computed once."""
+        if find not in self._found:
+            self._found[find] = find(self.model)
+        return cast(Found, self._found[find])
+
     @property
     def device(self) -> torch.device:
         """The device on which the model's weights are."""
         return next(self.model.parameters()).device
-
-    def find_once(self, find: Callable[[nn.Module], Found]) -> Found:
-        """Return `find(model)`, computed by the first call and kept for later ones.
-
-        Args:
-            find: A function of a module, whose answer depends on the model's structure alone, not
-                on its weights, mode or device.
-        """
-        if find not in self._found:
-            self._found[find] = find(self.model)
-        return cast(Found, self._found[find])
 
     @property
     def recorded_images(self) -> RecordedImages:
@@ -222,18 +200,17 @@ class Bundle:
     def is_multilabel(self) -> bool:
         """True if an image may have several labels: each has a probability of its own, the sigmoid
         of its logit."""
-        problem = find_problem_type(self.model)
-        return self.data.get("task") == MULTILABEL or problem == "multi_label_classification"
+        return self.data.get("task") == MULTILABEL
 
     @property
     def temperature(self) -> float:
-        """Divisor of the logits before the softmax; 1 unless it was fitted on validation images."""
+        """Divisor of the logits, fitted on validation images; 1 without them."""
         return float(self.metadata.get("temperature", 1.0))
 
     @property
     def operating_point(self) -> Values:
-        """Thresholds that decide what is predicted, the rule they were chosen by and the number of
-        images they were chosen on (`vit.prediction.decision`); empty without one."""
+        """Thresholds that decide what is predicted, and the rule they were chosen by
+        (`vit.prediction.decision`); empty without one."""
         return self.metadata.get("operating_point") or {}
 
 
@@ -243,19 +220,16 @@ Models = ModelLike | Sequence[ModelLike]
 
 def require_classifier(bundle: Bundle) -> None:
     """Raise ValueError for a model that has features only, or whose classes are unknown."""
-    if not bundle.class_names and count_classes(bundle.model) is None:
-        kind = type(bundle.model).__name__
-        raise ValueError(f"number of classes of {kind} unknown; give class_names=…")
     if not bundle.class_names:
         raise ValueError(
-            f"{bundle.name or 'the model'} has no classifier; use vit.embed for its features, or train"
-            " one with vit train PHOTOS --init"
+            f"{bundle.name} has no classifier; use vit.embed for its features, or train one with vit"
+            " train PHOTOS --init; if it has one, give class_names=…"
         )
 
 
 def keeps_mode(function: Function) -> Function:
-    """Decorate a public function whose first parameter is a model, or a list of them. It may put the
-    model into evaluation mode; afterwards a user's module is in the mode that it was in before."""
+    """Decorate a public function of a model, or of a list of them: afterwards, a user's module is in
+    the training or evaluation mode that it was in before."""
 
     @wraps(function)
     def run(model: ModelLike, *args: Any, **kwargs: Any) -> Any:
@@ -274,83 +248,59 @@ def open_model(
     class_names: Sequence[str] | None = None,
     preprocess: Preprocess | None = None,
 ) -> Bundle:
-    """Return the bundle of a model that is given in any form.
+    """Return the bundle of a model in any form; of a list of them, their probabilities are averaged.
 
-    Args:
-        model: A bundle, a module (see `Bundle.from_model`), or a source for `load_bundle`. Of a list
-            of them, the probabilities are averaged.
-        device: "cpu", "cuda", "cuda:N" or "mps", to which bundles and modules are moved, not
-            copied. "auto" leaves them where they are, and takes a GPU for anything else if there is
-            one.
-        class_names: See `Bundle.from_model`; for a module, or weights without names.
-        preprocess: See `Bundle.from_model`; for a module, or weights without one.
-
-    Raises:
-        FileNotFoundError, ValueError: See `load_bundle` and `Bundle.from_model`.
+    A bundle or module is moved to the device, not copied; "auto" leaves it where it is, and takes a
+    GPU for anything else if there is one. Class names and preprocessing are for a module, or for
+    weights that have none. See `load_bundle` and `Bundle.from_model` for errors.
     """
+    told: Any = {"class_names": class_names, "preprocess": preprocess}
     if isinstance(model, list | tuple):
-        members = [
-            open_model(each, device=device, class_names=class_names, preprocess=preprocess)
-            for each in model
-        ]
-        return _average(members)
+        return _average([open_model(each, device=device, **told) for each in model])
     # Batches of different sizes would otherwise return memory and fetch it again.
     keep_freed_memory()
     torch_device = choose_device(device)
     if isinstance(model, str | Path):
-        return load_bundle(
-            model, device=torch_device, class_names=class_names, preprocess=preprocess
-        )
-    module = model.model if isinstance(model, Bundle) else model
-    expected = "a path, timm:NAME, a Bundle or an nn.Module; pass the .bundle of a run"
-    check_kind(module, nn.Module, name="model", expected=expected)
-    assert isinstance(module, nn.Module)
-    if device != "auto":
-        module.to(torch_device)
-    module.eval()
+        return load_bundle(model, device=torch_device, **told)
     if isinstance(model, Bundle):
         if class_names is not None or preprocess is not None:
             raise ValueError("class_names and preprocess describe a module; a Bundle has its own")
-        return model
-    return Bundle.from_model(module, class_names=class_names, preprocess=preprocess)
+        bundle = model
+    else:
+        expected = "a path, timm:NAME, a Bundle or an nn.Module; pass the .bundle of a run"
+        check_kind(model, nn.Module, name="model", expected=expected)
+        assert isinstance(model, nn.Module)
+        bundle = Bundle.from_model(model, **told)
+    if device != "auto":
+        bundle.model.to(torch_device)
+    bundle.model.eval()
+    return bundle
 
 
 def _average(members: Sequence[Bundle]) -> Bundle:
     """Return models as one, whose probabilities are the mean of theirs. It has the recorded images of
-    the first one, and neither a temperature nor thresholds.
-
-    Raises:
-        ValueError: There is none, or they have other classes or another preprocessing.
-    """
+    the first one, and neither a temperature nor thresholds."""
     if not members:
         raise ValueError("model is an empty list; name at least one model")
     first, *others = members
     if not others:
         return first
     for other in others:
-        names = f"{first.name} and {other.name}"
-        if other.is_multilabel != first.is_multilabel:
-            raise ValueError(f"{names} predict one class and several labels an image")
-        if sorted(other.class_names) != sorted(first.class_names):
-            only = ", ".join(sorted(set(first.class_names) ^ set(other.class_names)))
-            raise ValueError(
-                f"{names} have other classes: {shorten(only) or 'equal names'} in one of them"
-            )
-        if other.preprocess != first.preprocess:
-            raise ValueError(
-                f"{names} see images in another way: {first.preprocess} and {other.preprocess}"
-            )
-    joined = None
+        for name in ("is_multilabel", "class_names", "preprocess"):
+            one, two = str(getattr(first, name)), str(getattr(other, name))
+            if one != two:
+                raise ValueError(
+                    f"{first.name} and {other.name} can't be averaged: {name} is {shorten(one)} and"
+                    f" {shorten(two)}"
+                )
     hashes = [member.training_hashes for member in members if member.training_hashes is not None]
+    joined = None
     if len(hashes) == len(members):
         digests, dhashes = map(np.concatenate, zip(*hashes, strict=True))
         joined = (digests, dhashes)
     model = AveragedModel(
         [member.model for member in members],
         temperatures=[member.temperature for member in members],
-        orders=[
-            [member.class_names.index(name) for name in first.class_names] for member in members
-        ],
         is_multilabel=first.is_multilabel,
     )
     return dataclasses.replace(
@@ -359,8 +309,6 @@ def _average(members: Sequence[Bundle]) -> Bundle:
         name=" + ".join(member.name for member in members),
         sha256=hash_weights(model.state_dict()),
         metadata={"models": [member.name for member in members]},
-        # a module of Hugging Face has its own task
-        data={**first.data, **({"task": MULTILABEL} if first.is_multilabel else {})},
         training_hashes=joined,
         likeness=None,
     )
@@ -380,11 +328,10 @@ def load_bundle(
     Args:
         source: A run (its best model) or model file of vit; "imagenette", a
             small model that comes with the package; timm:NAME; a folder of
-            timm or Hugging Face; or a file of weights with timm's names, as
-            timm, Lightning and others write it (.safetensors, .pth, .pth.tar,
-            .ckpt), which is read without running code from it.
-        model: A module for the weights of a file. Needed for a module that
-            neither this project nor timm can build by name.
+            timm or Hugging Face; or a file of weights with timm's names
+            (.safetensors, .pth, .pth.tar, .ckpt). No code in it is run.
+        model: A module for the weights of a file that neither this project
+            nor timm can build by name.
         class_names: Name of each class, for weights that have none.
         preprocess: Preprocessing of images, for weights that have none.
         num_heads: See `vit.load_timm`.
@@ -395,20 +342,15 @@ def load_bundle(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The file is damaged or of another kind, or an argument
-            doesn't fit it.
+        ValueError: The file is damaged or doesn't fit an argument.
 
     Example:
-        >>> bundle = vit.load_bundle("runs/digits")
-        >>> bundle.class_names
-        >>> bundle.preprocess.image_size  # (height, width) in pixels
         >>> bundle = vit.load_bundle("vit.pth", class_names=("cat", "dog"))
         >>> bundle.save("model.safetensors")
     """
     check_kind(source, (str, Path), name="the model", expected="a path or timm:NAME")
     path = find_model(source)
-    # Building a model on the CPU draws random weights, which must not change the caller's random
-    # numbers. Those of other devices are left alone.
+    # Building a model draws random weights, which must not change the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         if isinstance(path, str) or path.is_dir():
@@ -432,7 +374,7 @@ def load_bundle(
     bundle = Bundle.from_model(
         found.module.to(device), class_names=class_names, preprocess=preprocess
     )
-    data = {"task": MULTILABEL} if found.is_multilabel else {}
+    data = {"task": MULTILABEL} if found.is_multilabel else bundle.data
     return dataclasses.replace(bundle, data=data, name=str(source))
 
 
@@ -451,12 +393,8 @@ def build_bundle(
         check_fit(model, content.weights, origin=str(path))
     if content.likeness is not None:
         width = count_features(model) if has_features(model) else 0
-        stored = content.likeness.training_features.shape[1]
-        if stored != width:
-            raise ValueError(
-                f"{path} is damaged: its features of training images have {stored} channels, and its"
-                f" model's {width}; copy or train it again"
-            )
+        if content.likeness.training_features.shape[1] != width:
+            raise ValueError(f"{path} is damaged: its model has {width} features; copy it again")
     model.load_state_dict(content.weights)
     return Bundle(
         model=model.eval().to(device),
@@ -473,8 +411,8 @@ def build_bundle(
 
 
 def update_metadata(path: Path, values: Values, *, target: Path | None = None) -> None:
-    """Set metadata values, such as a fitted temperature, in the model file at `path`, atomically, or
-    in a copy of it at `target`."""
+    """Set metadata values, such as a temperature, in the model file at `path`, or in a copy of it at
+    `target`."""
     content = read_model_file(path)
     metadata = {**content.metadata, **values}
     write_model_file(target or path, dataclasses.replace(content, metadata=metadata))

@@ -17,8 +17,9 @@ import torch
 from tests.conftest import TINY_RUN, BuildOnce, Launcher
 from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
-from vit.bundle import PRETRAINED_FOLDER, load_bundle
+from vit.bundle import load_bundle
 from vit.config import load_config
+from vit.model.find_file import PRETRAINED_FOLDER
 from vit.training.identity import RunIdentity
 from vit.training.model_answers import complete_model_file
 

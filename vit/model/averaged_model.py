@@ -19,7 +19,6 @@ class AveragedModel(nn.Module):
     Args:
         models: The models, which take the same images.
         temperatures: Divisor of the logits of each.
-        orders: For each model, the place of each class of the first model among its own.
         is_multilabel: Probabilities are those of labels, which don't exclude one another.
     """
 
@@ -28,23 +27,18 @@ class AveragedModel(nn.Module):
         models: Sequence[nn.Module],
         *,
         temperatures: Sequence[float],
-        orders: Sequence[Sequence[int]],
         is_multilabel: bool,
     ) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
         self.temperatures = list(temperatures)
-        self.orders = [list(order) for order in orders]
         self.is_multilabel = is_multilabel
 
     def forward(self, images: Images) -> Float[Tensor, "B C"]:
         """Return logits whose softmax, or sigmoid for labels, is the mean probability."""
-        parts = zip(self.models, self.temperatures, self.orders, strict=True)
+        parts = zip(self.models, self.temperatures, strict=True)
         logits = torch.stack(
-            [
-                compute_logits(model, images)[:, order] / temperature
-                for model, temperature, order in parts
-            ]
+            [compute_logits(model, images) / temperature for model, temperature in parts]
         )  # [M, B, C]
         # sums of probabilities by their logarithms, which hold the smallest ones, too
         if self.is_multilabel:
