@@ -218,6 +218,7 @@ class PixelArray(Protocol):
     def __array__(self) -> np.ndarray: ...
 
 
+@runtime_checkable
 class ImageSet(Protocol):
     """A map-style data set of torch."""
 
