@@ -9,6 +9,7 @@ place, and takes the place of the old one when it is complete.
 import hashlib
 import math
 import os
+import secrets
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -121,14 +122,16 @@ def decode_dataset(
     folder.parent.mkdir(parents=True, exist_ok=True)
 
     # who waits for the lock finds what another process has built meanwhile
-    with lock_file(folder.with_name(f"{folder.name}.lock")):
+    with lock_file(folder.with_name(f"{folder.name}.lock")) as is_locked:
         index = _read_index(folder)
         known = None if index is None else Contents(index["digests"], index["stats"])
         contents = read_contents(dataset.reader, known)
         is_same = index is not None and np.array_equal(contents.digests, index["digests"])
         pixels = _map_pixels(folder, index, size) if index is not None and is_same else None
         if index is None or pixels is None:
-            build = partial(_build, dataset, contents, folder, kind, stored)
+            # without a lock, another process may build it at the same time, in a place of its own
+            mark = "" if is_locked else f".{secrets.token_hex(4)}"
+            build = partial(_build, dataset, contents, folder, kind, stored, mark=mark)
             index = build(workers=workers, progress=progress)
         elif (contents.stats != index["stats"]).any():
             # so that files that only look new aren't read the next time
@@ -177,11 +180,12 @@ def _build(
     kind: str,
     preprocess: Preprocess,
     *,
+    mark: str,
     workers: int | None,
     progress: bool,
 ) -> _Index:
     """Build a folder, and remove the folders of images that are gone: see `decode_dataset`."""
-    building = folder.with_name(f"{folder.name}.building")
+    building = folder.with_name(f"{folder.name}{mark}.building")
     try:
         # a process that was killed may have left it
         shutil.rmtree(building, ignore_errors=True)

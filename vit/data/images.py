@@ -259,7 +259,9 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
             raise ValueError(f"{images} holds no images{found}")
         yield from paths
     elif isinstance(images, Image.Image):
-        yield to_rgb(images if is_deep(images) else ImageOps.exif_transpose(images))
+        # a copy would lose the values of a `DeepImage`
+        is_upright = images.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        yield to_rgb(images if is_upright else ImageOps.exif_transpose(images))
     # before sequences: arrays and tensors are iterable, too
     elif isinstance(images, PixelArray):
         several: Iterable[Any] = [images]
