@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vit.config import Config, load_config
-from vit.runtime.processes import Process
 from vit.training.losses import build_loss
 from vit.training.model import build_model
 from vit.training.plan import TrainingPlan
@@ -61,7 +60,7 @@ def build(config: Config, *, device: str | torch.device = "cpu") -> TrainStep:
         "device": torch.device(device),
     }
     loss = build_loss(label_smoothing=config.train.label_smoothing)
-    return build_train_step(config, model, process=Process(), loss=loss, **options)
+    return build_train_step(config, model, loss=loss, **options)
 
 
 def build_run_plan(config: Config, model: Any = None) -> TrainingPlan:

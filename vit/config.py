@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -43,6 +42,7 @@ _FORMER_KEYS = {
     "train.timeout_seconds",
 }
 Triple = tuple[float, float, float]
+Overrides = Sequence[str] | Mapping[str, Any]  # see `list_overrides`
 Fraction = Annotated[float, Field(gt=0, le=1)]
 DropRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -322,22 +322,25 @@ class Config(_Section):
         return has_frozen_blocks and flips_alone and not self.train.image_sizes
 
 
-def load_config(source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(source: Path | Mapping[str, Any] | None, overrides: Overrides = ()) -> Config:
     """Read a configuration and validate it.
 
     Args:
         source: A YAML file, or a dictionary of its sections. None: the defaults.
-        overrides: Changes `key.path=value`, applied in order.
+        overrides: Changes, applied in order. See `list_overrides`.
 
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: One sentence names the wrong key, and for an unknown key the nearest known one.
     """
-    return validate_config(read_sections(source, overrides))
+    try:
+        return Config.model_validate(read_sections(source, overrides))
+    except ValidationError as error:
+        raise ValueError("; ".join(_explain(item) for item in error.errors()[:3])) from None
 
 
 def read_sections(
-    source: Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()
+    source: Path | Mapping[str, Any] | None, overrides: Overrides = ()
 ) -> dict[str, Any]:
     """Return the sections of a configuration with `overrides` applied, not yet validated. See
     `load_config` for arguments and errors."""
@@ -352,31 +355,41 @@ def read_sections(
 
     # A copy, because overrides must not change the caller's dictionaries.
     sections = copy.deepcopy(dict(source or {}))
-    for override in overrides:
-        _apply_override(sections, override)
+    for key, value in list_overrides(overrides).items():
+        *parents, name = key.split(".")
+        values = sections
+        for parent in parents:
+            values = values.setdefault(parent, {})
+            if not isinstance(values, dict):
+                raise ValueError(f"override {shorten(key)!r}: {parent} is a value, not a section")
+        values[name] = value
     return sections
 
 
-def list_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """Return changes of a configuration as `key.path=value`, from such texts, from a dictionary by
-    key.path, or from one of sections."""
-    if not isinstance(overrides, Mapping):
-        return list(overrides)
-    listed = []
-    for key, value in overrides.items():
-        if isinstance(value, Mapping):
-            listed += [f"{key}.{text}" for text in list_overrides(value)]
-        else:
-            listed.append(f"{key}={json.dumps(value, default=str)}")
-    return listed
-
-
-def validate_config(sections: Mapping[str, Any]) -> Config:
-    """Return the typed configuration of plain sections. Raises ValueError like `load_config`."""
-    try:
-        return Config.model_validate(sections)
-    except ValidationError as error:
-        raise ValueError("; ".join(_explain(item) for item in error.errors()[:3])) from None
+def list_overrides(overrides: Overrides) -> dict[str, Any]:
+    """Return changes of a configuration by key.path: from texts such as "train.epochs=20", whose
+    values are JSON or else text, or from a dictionary, which may have sections."""
+    values: dict[str, Any] = {}
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            if isinstance(value, Mapping):
+                values |= {f"{key}.{name}": each for name, each in list_overrides(value).items()}
+            else:
+                values[key] = str(value) if isinstance(value, Path) else value
+        return values
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ValueError(
+                f"override {shorten(override)!r} is not of the form key.path=value, "
+                "such as train.epochs=20"
+            )
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            # A path or a word stays as it is written, whatever characters it has.
+            values[key] = text
+    return values
 
 
 def plain_values(config: Config) -> dict[str, Any]:
@@ -396,51 +409,20 @@ def values_to_save(config: Config) -> dict[str, Any]:
     return values
 
 
-def dump_config(config: Config) -> str:
-    """Return `values_to_save` as YAML."""
-    return yaml.safe_dump(values_to_save(config), sort_keys=False)
-
-
-def _apply_override(sections: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ValueError(
-            f"override {shorten(override)!r} is not of the form key.path=value, "
-            "such as train.epochs=20"
-        )
-    *parents, name = key.split(".")
-    values = sections
-    for parent in parents:
-        values = values.setdefault(parent, {})
-        if not isinstance(values, dict):
-            raise ValueError(
-                f"override {shorten(override)!r}: {shorten(parent)} is a value, not a section"
-            )
-    try:
-        values[name] = json.loads(text)
-    except ValueError:
-        # A path or a word stays as it is written, whatever characters it has.
-        values[name] = text
-
-
 def _explain(error: Any) -> str:
     """Return one of pydantic's errors as a sentence that names the key."""
     if error["type"] == "list_type" and isinstance(error["input"], str):
         return f'{explain_error(error)}; write it as JSON, such as ["cat", "dog"] or [0.5, 1]'
     if error["type"] != "extra_forbidden":
         return explain_error(error)
-
     key = ".".join(map(str, error["loc"]))
     if key in _FORMER_KEYS:
         return f"{key} is a key of an earlier version; leave it out, or begin its run anew"
     known = list(Config.model_fields)
     if "." in key:
-        sections = Config().model_dump().items()
-        known = [f"{section}.{name}" for section, keys in sections for name in keys]
+        known = list(list_overrides(Config().model_dump()))
     # A right name in the wrong section is as common as a misspelled one.
     near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0.5)
-    hint = f"known sections: {', '.join(Config.model_fields)}"
-    if near:
-        hint = f"did you mean {near[0]}?"
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(Config.model_fields)}"
     return f"unknown key {shorten(key)}; {hint}"

@@ -139,11 +139,6 @@ def test_a_dry_run_shows_the_plan_and_a_batch(
     outcome = cli.succeed("train", empty_yaml, *TINY, "--output", tmp_path / "dry", "--dry-run")
     for word in ("parameters", "training", "validation"):
         assert word in outcome.text
-    # what few need is shown when it is asked for
-    assert "MiB" not in outcome.text
-    given = ["train", empty_yaml, *TINY, "--output", tmp_path / "dry"]
-    again = cli.succeed(*given, "--dry-run", "--verbose")
-    assert "MiB" in again.text
     assert [path.name for path in (tmp_path / "dry").iterdir()] == ["first_batch.png"]
     with Image.open(tmp_path / "dry" / "first_batch.png") as picture:
         assert picture.width >= 8 * 8
@@ -168,9 +163,6 @@ def test_options_are_keys_and_results_have_a_place(
     assert (Path("runs") / f"{run.name}-evaluate-1" / "evaluation.json").is_file()
     second = cli.succeed("train", empty_yaml, *options, "--epochs", "1", "optimizer.lr=1e-9")
     assert f"next: vit evaluate {Path('runs') / empty_yaml.stem}-2" in second.err
-    # a model that has learnt nothing is called so
-    assert "no better than guessing" not in first.err
-    assert "is no better than guessing" in second.err
     assert "name it with --output" in cli.fail("train", empty_yaml, "--resume")
     both = cli.fail("train", empty_yaml, "--model", "timm:vit_tiny", "--init", "timm:vit_tiny")
     assert "--model timm:vit_tiny and --init name two models" in both

@@ -20,7 +20,6 @@ from vit.runtime.device import (
     count_total_bytes,
     free_cached_memory,
 )
-from vit.runtime.processes import Process
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
 from vit.training.run import Run, build_run
 from vit.training.step_graphs import capture_step
@@ -49,7 +48,6 @@ def make_run(
     return build_run(
         load_config(None, [*TINY, *overrides]),
         directory=directory,
-        process=Process(),
         device_name=str(device),
         observers=[MetricsFile(directory), *(observers or [])],
     )

@@ -95,8 +95,8 @@ def test_cross_validation_says_what_held_out_sites_say() -> None:
         folds = assign_folds(labels, groups)
         others, other_labels, _ = draw_sites(rng, 200, centres, rare=False)
         truth = (probe.compute_logits(others).argmax(axis=1) == other_labels).mean()
-        assert probe.top1 is not None
-        differences.append(probe.top1 - truth)
+        assert probe.accuracy is not None
+        differences.append(probe.accuracy - truth)
         # the interval of as many right answers, by site
         out = np.flatnonzero(folds >= 0)
         _, clusters = np.unique(np.array(groups)[out], return_inverse=True)
@@ -121,7 +121,7 @@ def leave_out(
         out = folds == fold
         model = make_pipeline(StandardScaler(), LogisticRegression(C=probe.strength, max_iter=1000))
         right[out] = model.fit(values[~out], labels[~out]).predict(values[out]) == labels[out]
-    assert right[folds >= 0].mean() == pytest.approx(probe.top1, abs=0.02)
+    assert right[folds >= 0].mean() == pytest.approx(probe.accuracy, abs=0.02)
     return right
 
 
@@ -131,7 +131,7 @@ def test_folds_of_a_class_of_one_group_say_what_they_leave_out() -> None:
     features: Features = {(1, "avg"): torch.from_numpy(values).float()}
     folds, _ = predict_by_other_folds(features, labels, num_classes=4, groups=groups, num_folds=4)
     assert (folds.max() + 1, (folds >= 0).sum()) == (4, 96)
-    assert list_always_trained(folds, labels) == [3]
+    assert list_always_trained(folds, labels, "abcd") == "d"
     curve = measure_learning_curve(values, labels, strength=0.01, groups=groups)
     assert len(curve.points) == 6
     assert curve.num_folds == 5
@@ -162,10 +162,10 @@ def test_a_run_of_classes_of_one_group_each_is_not_cross_validated() -> None:
     labels = np.repeat([0, 1], 20)
     features: Features = {(1, "avg"): torch.from_numpy(rng.normal(size=(40, 4))).float()}
     probe = fit_probe(features, labels, num_classes=2, groups=["a"] * 20 + ["b"] * 20)
-    assert (probe.top1, probe.strength) == (None, 1e-2)
+    assert (probe.accuracy, probe.strength) == (None, 1e-2)
     # one class has two groups: the probe that always predicts it would be right
     groups = ["a"] * 10 + ["c"] * 10 + ["b"] * 20
-    assert fit_probe(features, labels, num_classes=2, groups=groups).top1 is None
+    assert fit_probe(features, labels, num_classes=2, groups=groups).accuracy is None
 
 
 # --- audit

@@ -128,7 +128,6 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
     from vit.data.images import read_image
     from vit.data.open import open_dataset
     from vit.model.model_file import compute_checksum
-    from vit.runtime.processes import Process
     from vit.training.run import build_run
 
     def damage(path: Path, folder: Path, rng: random.Random) -> Path:
@@ -186,9 +185,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
         path.write_bytes(mutate(path.read_bytes(), rng))
         with refusals(), contextlib.redirect_stderr(io.StringIO()):
             config = load_config(corpus.config)
-            trainer = build_run(
-                config, directory=run, process=Process(), device_name="cpu", observers=[]
-            ).trainer
+            trainer = build_run(config, directory=run, device_name="cpu", observers=[]).trainer
             trainer.resume()
 
     def configuration(rng: random.Random, folder: Path) -> None:

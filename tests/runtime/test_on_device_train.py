@@ -16,7 +16,6 @@ from tests.runtime.conftest import Count, Counter, Meter
 from tests.training.conftest import flatten, read_metrics, run_until
 from tests.training.test_graphs import Recorder
 from vit.config import load_config
-from vit.runtime.processes import Process
 from vit.training import run as build
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
 from vit.training.run import Run
@@ -116,7 +115,7 @@ def make(
     directory.mkdir(exist_ok=True)
     root = [f"data.root={photos}"] if "data.name=folder" in overrides else []
     config = load_config(None, [*TINY, *overrides, *root])
-    of_run: dict[str, Any] = {"directory": directory, "process": Process(), "device_name": device}
+    of_run: dict[str, Any] = {"directory": directory, "device_name": device}
     return build.build_run(config, **of_run, observers=[MetricsFile(directory), *observers])
 
 

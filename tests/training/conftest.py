@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from vit.config import load_config
-from vit.runtime.processes import Process
 from vit.training.observers import MetricsFile
 from vit.training.run import Run, build_run
 from vit.training.tensorboard import TensorBoard
@@ -39,13 +38,12 @@ MakeRun = Callable[..., Run]
 def make_run() -> MakeRun:
     """A tiny run into a directory; more overrides come behind."""
 
-    def make(directory: Path, *overrides: str, process: Process | None = None) -> Run:
+    def make(directory: Path, *overrides: str) -> Run:
         directory.mkdir(parents=True, exist_ok=True)
         config = load_config(None, [*TINY, *overrides])
         return build_run(
             config,
             directory=directory,
-            process=process or Process(),
             device_name="cpu",
             observers=[MetricsFile(directory), TensorBoard(directory)],
         )

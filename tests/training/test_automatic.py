@@ -17,8 +17,6 @@ import vit.training.automatic as automatic
 from tests.conftest import Launcher, SaveModel
 from vit.bundle import load_bundle
 from vit.config import load_config
-from vit.data.sources import folders
-from vit.model.find_file import find_initial_weights
 from vit.training.automatic import choose_config
 from vit.training.recipe import Recipe, list_recipes
 
@@ -63,21 +61,6 @@ def test_one_word_trains_and_evaluates(cli: Launcher, digits: Path, tmp_path: Pa
     # any other
     assert "resuming" in cli.succeed("train", digits, "-o", run, "--resume").text
     assert load_config(run / "config.yaml") == load_config(written)
-
-
-def test_a_folder_is_listed_once(
-    cli: Launcher, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a million files that takes minutes; few are listed before, without torch."""
-    listed, list_below = list[str](), folders.list_below
-    monkeypatch.setattr(
-        folders,
-        "list_below",
-        lambda folder, *more: listed.append(str(folder)) or list_below(folder, *more),
-    )
-    short = ["train.epochs=1", "train.max_steps=1", "train.device=cpu"]
-    cli.succeed("train", photos, "-o", tmp_path / "run", "--minutes", "0.02", *short)
-    assert sorted(listed) == [str(photos / "china"), str(photos / "flower")]
 
 
 def test_few_photographs_get_a_small_model_and_many_epochs(photos: Path) -> None:
@@ -230,12 +213,6 @@ def test_a_recipe_starts_from_another_runs_model(
     assert "nowhere does not exist; a model is" in cli.fail(
         "train", "digits", "--init", tmp_path / "nowhere", "-o", tmp_path / "x"
     )
-
-
-def test_the_packaged_model_is_one_to_start_from(tmp_path: Path) -> None:
-    path = find_initial_weights("imagenette", tmp_path)
-    assert Path(path).is_absolute()
-    assert load_bundle(path).class_names[3] == "chain saw"
 
 
 def test_what_is_no_recipe_and_no_images_is_told_both(cli: Launcher, tmp_path: Path) -> None:

@@ -1,16 +1,12 @@
 """The images of a run: found once, split as said, prepared as the pretrained weights were."""
 
-import os
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.conftest import TINY_RUN, Launcher
 from vit.config import load_config
 from vit.data.preprocess import Preprocess
 from vit.training.data import TrainingData, build_data, build_dataset
@@ -88,53 +84,3 @@ def test_the_main_process_decides_for_all_where_images_are_kept(
     data = build(root)
     assert (data.config.data.pipeline, data.train.pixels) == ("workers", None)
     assert data.pipeline_reason == "the memory of process 0 is full"
-
-
-def test_training_and_evaluation_walk_each_folder_once(
-    cli: Launcher,
-    empty_yaml: Path,
-    empty_cache: Path,
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    walked: Counter[str] = Counter()
-    scan = os.scandir
-
-    def counting(top: str) -> Any:
-        # shutil.rmtree passes descriptors
-        if isinstance(top, str | Path) and root in Path(top).parents:
-            walked[str(Path(top).relative_to(root))] += 1
-        return scan(top)
-
-    monkeypatch.setattr(os, "scandir", counting)
-    monkeypatch.chdir(root.parent)
-    overrides = [
-        "data.name=folder",
-        "data.root=images",
-        "data.cache_dir=own",
-        "train.epochs=1",
-        "train.batch_size=8",
-    ]
-    settings = [
-        text
-        for text in TINY_RUN
-        if not text.startswith(("data.name", "train.epochs", "train.batch"))
-    ]
-    summary = cli.succeed("train", empty_yaml, *settings, *overrides, "--output", "run").text
-    assert "valid/ is the test split; validation is 10 % of train/ (seed 0)" in summary
-    # the test split is listed for the number of files, and not read
-    assert walked == {"train/a": 1, "train/b": 1, "valid/a": 1, "valid/b": 1}
-    # from another directory: the root is stored absolute
-    monkeypatch.chdir(tmp_path.parent)
-    walked.clear()
-    evaluation = ["--device", "cpu", "--output", tmp_path / "evaluation"]
-    cli.succeed("evaluate", root.parent / "run", *evaluation)
-    assert set(walked.values()) == {1}
-
-    def list_decoded(cache: Path) -> set[str]:
-        return {entry.name.split("-")[1] for entry in cache.glob("folder-*") if entry.is_dir()}
-
-    # a cache that a model file names isn't written
-    assert list_decoded(root.parent / "own") == {"train", "validation"}
-    assert list_decoded(empty_cache) >= {"test"}

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.metrics import f1_score
 
 from tests.conftest import TINY_RUN, Launcher
-from tests.training.conftest import MakeRun, flatten, read_curves, read_metrics, run_until
+from tests.training.conftest import MakeRun, flatten, read_metrics, run_until
 from vit.training.plan import Progress, Validation
 
 MEASURES = ["top1", "macro_f1", "loss"]
@@ -47,25 +46,6 @@ def test_the_model_file_is_the_one_that_the_log_says(
         metrics["step"]: sign * metrics[f"val_{select_by}"] for metrics in read_metrics(tmp_path)
     }
     assert values[progress.best_step] == max(values.values())
-
-
-def test_macro_f1_is_scikit_learns_in_the_log_and_the_curves(
-    make_run: MakeRun, tmp_path: Path
-) -> None:
-    run = make_run(tmp_path, "train.epochs=1")
-    run.trainer.train()
-    validation = run.data.validation
-    assert validation is not None
-    with torch.no_grad():
-        images = run.data.preprocess.normalize(torch.from_numpy(validation.pixels))
-        predicted = run.trainer.train_step.averaged_model(images).argmax(1).numpy()
-    (metrics,) = read_metrics(tmp_path)
-    assert metrics["val_macro_f1"] == pytest.approx(
-        f1_score(validation.labels, predicted, average="macro")
-    )
-    assert read_curves(tmp_path)["epoch/val_macro_f1"][0][1] == pytest.approx(
-        metrics["val_macro_f1"], rel=1e-6
-    )
 
 
 PATIENT = [

@@ -50,7 +50,7 @@ def rewrite(checkpoint: Path, change: Any) -> None:
     [
         ("train.seed=1", "train.seed is 1 there, 0 here"),
         ("optimizer.lr=1e-2", "optimizer.lr is 0.01 there"),
-        ("data.split_seed=1", "training images are others"),
+        ("data.split_seed=1", "fingerprint of the training images is"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_by_name(
@@ -88,40 +88,8 @@ def test_a_lost_model_file_is_written_again(
     path.write_bytes(damaged)
     if fault == "gone":
         path.unlink()
-    outcome = cli.succeed("train", "--resume", "--output", tmp_path / "run")
-    assert "written again" in outcome.text
+    cli.succeed("train", "--resume", "--output", tmp_path / "run")
     assert path.read_bytes() == content
-
-
-def test_a_model_file_that_cannot_be_written_again_is_an_error(
-    cli: Launcher, tiny_run: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_run, tmp_path / "run")
-    (tmp_path / "run" / "model.safetensors").unlink()
-    state = torch.load(latest(tmp_path / "run"), weights_only=True)
-    for path in (tmp_path / "run" / "checkpoints").glob(
-        f"step-{state['progress']['best_step']:08d}-*"
-    ):
-        if path != latest(tmp_path / "run"):
-            path.unlink()
-    if state["progress"]["best_step"] != state["progress"]["step"]:
-        assert "--overwrite" in cli.fail("train", "--resume", "--output", tmp_path / "run")
-
-
-@pytest.mark.parametrize("step", [4, 5, 10])
-def test_a_checkpoint_of_another_run_beside_its_own_is_refused(
-    make_run: MakeRun, half: Path, build_once: BuildOnce, step: int
-) -> None:
-    """Whichever name comes first, and whichever is newer: the others would be deleted."""
-    more = ("train.seed=1", "train.checkpoint_every_steps=2")
-    other = build_once("other_seed", lambda folder: run_until(make_run(folder, *more), 6))
-    (checkpoint,) = (other / "checkpoints").glob("step-00000004-*")
-    name = checkpoint.name.replace("00000004", f"{step:08d}")
-    shutil.copy(checkpoint, half / "checkpoints" / name)
-    before = sorted((half / "checkpoints").iterdir())
-    with pytest.raises(ValueError, match=r"holds checkpoints of several runs: step-.* of run"):
-        make_run(half).trainer.resume()
-    assert sorted((half / "checkpoints").iterdir()) == before
 
 
 def test_a_model_file_of_another_step_is_written_again(
@@ -135,20 +103,6 @@ def test_a_model_file_of_another_step_is_written_again(
     metadata = load_bundle(half).metadata
     assert (metadata["step"], metadata["run_id"]) == (best_step, run.trainer.identity.run_id)
     assert best_step == 10
-
-
-def test_the_model_of_another_run_is_refused_without_checkpoints_too(
-    make_run: MakeRun, half: Path, tmp_path: Path
-) -> None:
-    shutil.rmtree(half / "checkpoints")
-    before = (half / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"model\.safetensors is of run [0-9a-f]{16}, this is run"):
-        make_run(half, "train.seed=1").trainer.resume()
-    assert not make_run(half).trainer.resume()
-    shutil.copy(PRETRAINED_FOLDER / "imagenette.safetensors", half / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors is (not )?of .*run"):
-        make_run(half).trainer.resume()
-    assert (half / "model.safetensors").read_bytes() != before
 
 
 def test_without_checkpoints_a_run_starts_anew_and_says_so(
@@ -176,7 +130,7 @@ def test_a_strangers_file_is_not_taken_for_a_run(
     assert (tmp_path / "run" / name).read_text() == "{}\n"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "step-00000010", "model.safetensors"])
+@pytest.mark.parametrize("name", ["checkpoints", "step-00000010"])
 def test_a_run_whose_files_may_not_be_read_is_left_as_it_is(
     make_run: MakeRun, half: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -205,19 +159,16 @@ def test_a_run_whose_files_may_not_be_read_is_left_as_it_is(
     assert before == {path: path.read_bytes() for path in before}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [([], "not of step 10, the best of this run"), (["train.seed=1"], "is of run")],
-)
+@pytest.mark.parametrize("settings", [[], ["train.seed=1"]])
 def test_a_run_that_ends_completes_its_own_best_model_alone(
-    make_run: MakeRun, half: Path, tmp_path: Path, settings: list[str], message: str
+    make_run: MakeRun, half: Path, tmp_path: Path, settings: list[str]
 ) -> None:
     run = make_run(half)
     assert run.trainer.resume()
     run_until(make_run(tmp_path / "other", *settings), 9)
     path = Path(shutil.copy(tmp_path / "other" / "model.safetensors", half))
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="is not this run's model of step 10"):
         complete_model_file(run, half)
     assert path.read_bytes() == before
 
@@ -234,18 +185,6 @@ def test_the_optimizers_settings_are_the_runs_own(make_run: MakeRun, half: Path)
     after = run.trainer.train_step.optimizer.param_groups
     for key in ("betas", "weight_decay"):
         assert [group[key] for group in after] == [group[key] for group in before]
-
-
-@pytest.mark.parametrize("line", ["[1]", "{", '{"epoch": 1, "step": "x"}'])
-def test_an_odd_line_of_the_metrics_is_named(make_run: MakeRun, half: Path, line: str) -> None:
-    path = half / "metrics.jsonl"
-    first, *rest = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([first, line + "\n", *rest]))
-    run = make_run(half)
-    run.trainer.resume()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl line 2"):
-        run.trainer.train()
-    assert line in path.read_text()  # nothing was lost
 
 
 def test_a_killed_worker_is_one_line_and_resume_goes_on(make_run: MakeRun, tmp_path: Path) -> None:
@@ -282,7 +221,8 @@ def test_model_checkpoint_and_evaluation_name_their_run(
     identity = torch.load(latest(tiny_run), weights_only=True)["identity"]
     bundle = load_bundle(tiny_run)
     assert identity["run_id"] == bundle.metadata["run_id"]
-    assert identity["data_fingerprint"] == bundle.data["fingerprint"]
+    fingerprint = identity["settings"]["the fingerprint of the training images"]
+    assert fingerprint == bundle.data["fingerprint"]
     assert identity["settings"]["train.seed"] == 0
     cli.succeed("evaluate", tiny_run, "--output", tmp_path / "evaluation", "--device", "cpu")
     assert identity["run_id"] in (tmp_path / "evaluation" / "evaluation.json").read_text()
@@ -291,7 +231,7 @@ def test_model_checkpoint_and_evaluation_name_their_run(
 def test_another_value_of_a_key_that_changes_numbers_is_another_run() -> None:
     def identify(*overrides: str) -> str:
         config = load_config(None, overrides)
-        return RunIdentity.from_config(config, data_fingerprint="0" * 64, conditions={}).run_id
+        return RunIdentity.from_config(config, "0" * 64).run_id
 
     for harmless in (
         "data.workers=3",
@@ -305,19 +245,3 @@ def test_another_value_of_a_key_that_changes_numbers_is_another_run() -> None:
     ):
         assert identify(harmless) == identify(), harmless
     assert len({identify(), identify("train.seed=1"), identify("train.select_by=loss")}) == 3
-
-
-def test_other_conditions_are_named_and_the_run_goes_on(make_run: MakeRun, half: Path) -> None:
-    def change(state: dict[str, Any]) -> None:
-        state["identity"]["conditions"]["torch's version"] = "2.11.0"
-        state["identity"]["conditions"]["the precision"] = "bfloat16"
-
-    rewrite(latest(half), change)
-    run = make_run(half)
-    messages: list[str] = []
-    run.trainer.observers[0].on_message = messages.append  # type: ignore[method-assign]
-    assert run.trainer.resume()
-    assert messages == [
-        "the precision was bfloat16 and is float32; torch's version was 2.11.0 and is "
-        f"{torch.__version__}: the run goes on, but not to the same last bits"
-    ]

@@ -2,17 +2,14 @@
 is evaluated."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-import vit
 from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
-from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.training.observers import Observer
 
@@ -107,25 +104,3 @@ def test_unreadable_images_are_named_where_they_are_met(
     assert sorted(text.partition(": ")[0] for text in messages.texts if "skipped" in text) == [
         f"skipped train image {name}" for name in sorted((train.ids[DAMAGED], train.ids[TEXT]))
     ]
-
-
-def test_an_evaluation_decodes_no_training_image_to_look_for_copies(
-    make_run: MakeRun, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On ImageNet that would take longer than the evaluation; what isn't known is said."""
-    make_run(tmp_path / "run", *overrides).trainer.train()
-    bundle = load_bundle(tmp_path / "run")
-    assert bundle.training_hashes is None
-    decoded = []
-
-    def decode(dataset: Any, **options: Any) -> Any:
-        decoded.append(dataset.split)
-        return decode_dataset(dataset, **options)
-
-    monkeypatch.setattr("vit.evaluation.images.decode_dataset", decode)
-    result = vit.evaluate(bundle, device="cpu", num_examples=0)
-    assert decoded == ["test"]
-    assert result.evaluation.duplicates_of_training is None
-    page = result.build_files()["report.html"]
-    assert isinstance(page, str)
-    assert "not known: the model file holds no hashes of its training images" in page

@@ -71,8 +71,7 @@ def test_each_label_is_scikit_learns_regression(balanced: bool) -> None:
     marks = np.concatenate([marks, np.ones((90, 1), bool), np.zeros((90, 1), bool)], axis=1)
     probe = fit_probe(features, marks, num_classes=6, balanced=balanced)
     assert probe.readout == (2, "avg")
-    assert probe.top1 is None
-    assert probe.map is not None
+    assert probe.accuracy is not None
     values = features[probe.readout].numpy().astype(np.float64)
     standardised = StandardScaler().fit_transform(values)
     probabilities = expit(probe.compute_logits(values))
@@ -105,7 +104,7 @@ def test_the_strength_and_the_precision_are_those_of_left_out_images() -> None:
             expected = model.decision_function(scaler.transform(values[is_out]))
             np.testing.assert_allclose(logits[is_out, 0], expected, atol=1e-6)
         precisions[strength] = average_precision_score(marks, logits, average="macro")
-    assert probe.map == pytest.approx(precisions[probe.strength], abs=1e-9)
+    assert probe.accuracy == pytest.approx(precisions[probe.strength], abs=1e-9)
     with pytest.raises(ValueError, match="needs a label that some training images have and others"):
         fit_probe(features, np.ones((90, 2), dtype=bool), num_classes=2)
 
@@ -130,8 +129,8 @@ def test_the_readout_that_tells_the_classes_apart_is_chosen() -> None:
     features, labels = make_features(informative=(1, "token"))
     probe = fit_probe(features, labels, num_classes=3)
     assert probe.readout == (1, "token")
-    assert probe.top1 is not None
-    assert 0.8 < probe.top1 <= 1
+    assert probe.accuracy is not None
+    assert 0.8 < probe.accuracy <= 1
 
 
 def test_accuracy_is_of_images_that_were_left_out() -> None:
@@ -140,8 +139,8 @@ def test_accuracy_is_of_images_that_were_left_out() -> None:
     labels = np.random.default_rng(1).permutation(np.repeat([0, 1, 2], 4))
     noise = {(1, "token"): features[1, "token"]}
     probe = fit_probe(noise, labels, num_classes=3)
-    assert probe.top1 is not None
-    assert probe.top1 < 0.7
+    assert probe.accuracy is not None
+    assert probe.accuracy < 0.7
 
 
 def test_a_class_without_images_has_no_probability() -> None:
@@ -156,7 +155,7 @@ def test_one_image_a_class_is_fitted_without_a_choice() -> None:
     features, labels = make_features(images_a_class=1)
     probe = fit_probe(features, labels, num_classes=3)
     assert probe.readout == (2, "avg")
-    assert probe.top1 is None
+    assert probe.accuracy is None
     with pytest.raises(ValueError, match="at least two classes"):
         fit_probe(features, np.zeros(3, dtype=np.int64), num_classes=3)
 
@@ -164,7 +163,7 @@ def test_one_image_a_class_is_fitted_without_a_choice() -> None:
 def test_folds_that_leave_out_whole_classes_are_taken() -> None:
     features, labels = make_features()
     probe = fit_probe(features, labels, num_classes=3, folds=labels)
-    assert probe.top1 == 0
+    assert probe.accuracy == 0
 
 
 def test_folds_are_stratified_and_even() -> None:

@@ -2,14 +2,12 @@
 
 import html
 import json
-import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from scipy.special import softmax
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
@@ -26,9 +24,7 @@ from vit.model.model_file import read_model_file, write_model_file
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import BatchPredictor
 from vit.training import automatic
-from vit.training.folds import assign_folds
-from vit.training.learning_curve import LearningCurve, measure_learning_curve
-from vit.training.linear_probe import LinearProbe, fit_probe
+from vit.training.linear_probe import fit_probe
 from vit.training.trainer import Trainer
 
 SHORT = [
@@ -69,13 +65,6 @@ def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
         assert "With twice as many photos (774)" in " ".join(outcome.text.split())
 
     return build_once("probe_alone", build)
-
-
-def test_info_tells_the_accuracy_of_a_probe(probe_alone: Path, cli: Launcher) -> None:
-    text = " ".join(cli.succeed("info", probe_alone).out.split())
-    found = vit.evaluate(probe_alone, split="validation", device="cpu").evaluation
-    assert f'"top1": {found.metrics["top1"]}' in text
-    assert f'"num_images": {found.num_images}' in text
 
 
 @pytest.fixture
@@ -222,27 +211,6 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_a_run_without_checkpoints_fits_its_probe_anew(
-    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
-) -> None:
-    start = ["train", "folder/finetune", "data.name=digits", *SHORT, *FINE_TUNED, "--init", weights]
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    cli.succeed(*start, "-o", whole)
-    shutil.copytree(whole, run)
-    shutil.rmtree(run / "checkpoints")
-    outcome = cli.succeed("train", "--resume", "-o", run)
-    assert "holds no checkpoint; the run starts anew" in outcome.text
-    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-    # neither a model file of another run alone, nor beside the checkpoints
-    shutil.copy(probe_alone / "model.safetensors", run)
-    message = cli.fail("train", "--resume", "-o", run)
-    assert "model.safetensors is of run" in message
-    shutil.rmtree(run / "checkpoints")
-    message = cli.fail("train", "--resume", "-o", run)
-    assert "model.safetensors is of run" in message
-
-
 @pytest.mark.usefixtures("no_curve")
 def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
     weights: Path,
@@ -263,48 +231,6 @@ def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
     choice = choose("data.validation_fraction=0.04", "model.freeze=1")
     assert choice.config.model.freeze == 1
     assert choice.config.train.max_minutes is not None
-
-
-def test_images_of_one_group_are_in_one_fold(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = np.random.default_rng(0)
-    for number in range(24):
-        path = tmp_path / "photos" / f"class{number % 2}" / f"site{number // 4}_{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
-    folds: list[np.ndarray] = []
-    groups: list[list[str]] = []
-
-    def fit(*args: Any, **options: Any) -> LinearProbe:
-        folds.append(assign_folds(args[1], options["groups"]))
-        return fit_probe(*args, **options)
-
-    def measure(*args: Any, **options: Any) -> LearningCurve:
-        groups.append(list(options["groups"]))
-        return measure_learning_curve(*args, **options)
-
-    monkeypatch.setattr("vit.training.probe.fit_probe", fit)
-    monkeypatch.setattr("vit.training.probe.measure_learning_curve", measure)
-    vit.train(
-        "folder/finetune",
-        output=tmp_path / "run",
-        init=str(weights),
-        overrides=[
-            "data.name=folder",
-            f"data.root={tmp_path / 'photos'}",
-            r"data.group_by=(site\d+)",
-            "data.test_fraction=0",
-            "data.validation_fraction=0",
-            "data.image_size=8",
-            "model.freeze=backbone",
-            "train.device=cpu",
-        ],
-    )
-    assert len(set(groups[0])) == 6
-    folds_of_groups = set(zip(groups[0], folds[0].tolist(), strict=True))
-    assert len(folds_of_groups) == 6
-    assert len(set(folds[0].tolist())) == 5
 
 
 @pytest.mark.extended

@@ -16,7 +16,6 @@ from vit.config import load_config
 from vit.data.loader import TokenLoader
 from vit.data.preprocess import Preprocess
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.processes import Process
 from vit.training import tokens as tokens_module
 from vit.training.observers import MetricsFile
 from vit.training.run import Run, build_run
@@ -52,7 +51,6 @@ def make_run(save_model: SaveModel, tmp_path: Path) -> MakeRun:
         return build_run(
             load_config(None, [*FROZEN, f"model.init={weights}", *overrides]),
             directory=directory,
-            process=Process(),
             device_name="cpu",
             observers=[MetricsFile(directory), TensorBoard(directory)],
             **options,
@@ -86,18 +84,6 @@ def test_they_train_as_the_images_do(make_run: MakeRun, tmp_path: Path) -> None:
     for name in first:
         assert torch.allclose(first[name], second[name], atol=1e-5), name
     assert losses[0][-1] < losses[0][0]
-
-
-def test_no_step_passes_the_frozen_blocks(make_run: MakeRun, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "data.validation_fraction=0")
-    assert run.config.data.pipeline == "tokens"
-    model = run.trainer.train_step.module
-    assert isinstance(model, VisionTransformer)
-    passed: list[int] = []
-    for layer, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda *_, layer=layer: passed.append(layer))
-    run.trainer.train()
-    assert set(passed) == {2, 3}
 
 
 def test_a_flip_takes_the_tokens_of_the_mirror_image(make_run: MakeRun, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ should be."""
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
@@ -53,19 +52,8 @@ def test_each_condition_is_one_sentence(cli: Launcher, tmp_path: Path, empty_yam
     write_photos(tmp_path / "photos" / "train", counts=(72, 12))
     write_photos(tmp_path / "photos" / "val", counts=(30, 30), seed=1)
     found = list_warnings(cli, tmp_path, empty_yaml, "data.image_size=64", "model.patch_size=16")
-    words = ("much smaller", "rarely", "5:1", "test split")
-    small, few, imbalanced, test = (next(line for line in found if word in line) for word in words)
+    words = ("5:1", "test split")
+    imbalanced, test = (next(line for line in found if word in line) for word in words)
     assert len(found) == len(words)
-    assert "much smaller (24 px) than data.image_size 64" in small
-    assert "the run has 4 steps, and fewer than 200" in few
     assert "china has 65 training images and flower has 11; train.class_balance=auto" in imbalanced
     assert "val/ is the test split" in test
-
-
-@pytest.mark.parametrize("size", [100, 200])
-def test_images_much_larger_than_the_size_are_named(
-    cli: Launcher, tmp_path: Path, empty_yaml: Path, size: int
-) -> None:
-    write_photos(tmp_path / "photos", counts=(30, 30), size=size)
-    found = list_warnings(cli, tmp_path, empty_yaml, "train.epochs=200")
-    assert [f"much larger ({size} px)" in line for line in found] == [True] * (size > 8 * 16)

@@ -105,12 +105,3 @@ def test_a_loss_of_the_user_that_is_nan_stops_with_the_step_and_what_is_kept(
             overrides=["train.checkpoint_every_steps=1", "train.max_steps=20", "augment.mixup=0"],
             loss=loss,
         )
-
-
-def test_a_training_loss_far_above_guessing_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    overrides = ["train.max_steps=10", "optimizer.name=sgd", "optimizer.lr=30"]
-    overrides += ["train.clip_grad=1", "schedule.warmup_epochs=0"]
-    vit.train("digits", output=tmp_path / "run", overrides=overrides)
-    assert "a model that guesses has 2.3; lower optimizer.lr" in capsys.readouterr().err

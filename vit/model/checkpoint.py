@@ -11,7 +11,6 @@ import hashlib
 import io
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
@@ -45,9 +44,7 @@ class IdentityRecord(TypedDict):
     """The record of a `vit.training.identity.RunIdentity`."""
 
     run_id: str
-    data_fingerprint: str
     settings: Mapping[str, Any]
-    conditions: Mapping[str, str]
 
 
 class Checkpoint(NamedTuple):
@@ -97,12 +94,12 @@ def _is_intact(path: Path) -> bool:
     return compute_sha256(path).startswith(path.stem.rpartition("-")[2])
 
 
-def _read(path: Path, *, only_map: bool = False) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any] | None:
     """Return the content of a checkpoint; None if it is damaged. See `read_tensors`."""
     try:
         if not _is_intact(path):
             return None
-        content = read_tensors(path, only_map=only_map)
+        content = read_tensors(path)
     except PermissionError:
         raise
     except (OSError, ValueError):
@@ -177,26 +174,6 @@ class CheckpointStore:
                 f"every checkpoint in {self.directory} is damaged; start again with --overwrite"
             )
         return None
-
-    def find_run_id(self) -> str | None:
-        """Return the id of the run whose checkpoints are here. None without any that can be read.
-
-        Raises:
-            ValueError: They are of several runs.
-        """
-        owners: dict[str, str] = {}
-        for _, path in self._list():
-            content: Any = _read(path, only_map=True)
-            # A damaged one, and one of other content, are passed over.
-            with suppress(LookupError, TypeError):
-                owners.setdefault(str(content["identity"]["run_id"]), path.name)
-        if len(owners) > 1:
-            (first, first_name), (second, second_name) = list(owners.items())[:2]
-            raise ValueError(
-                f"{self.directory} holds checkpoints of several runs: {first_name} of run {first},"
-                f" {second_name} of run {second}; move those of the other run away"
-            )
-        return next(iter(owners), None)
 
     def load(self, step: int) -> dict[str, Any] | None:
         """Load the checkpoint of global step `step`. None if it is missing or damaged."""

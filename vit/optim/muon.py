@@ -10,7 +10,7 @@ and values as one matrix, and has no float32 products and no `found_inf`.
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,6 +27,7 @@ _C = 2.0315
 _STEPS = 5
 MOMENTUM = 0.95  # Nesterov momentum
 _ADAMW_EPS = 1e-8
+_Member = tuple[Tensor, dict[str, Any]]  # a parameter and its group
 # On a CPU, wider matrices are faster one by one than in a batch (48 of 384×384 in bfloat16: 108 ms
 # against 198).
 _BATCHED_WIDTH = 128
@@ -67,29 +68,6 @@ def _iterate(work: Tensor) -> Tensor:
     return work
 
 
-class _Stack(NamedTuple):
-    """Parameters of some groups whose matrices all have one shape.
-
-    Attributes:
-        members: Each parameter with its group.
-    """
-
-    rows: int
-    columns: int
-    members: list[tuple[Tensor, dict[str, Any]]]
-
-    def join(self, tensors: Iterable[Tensor]) -> Float[Tensor, "M R C"]:
-        """Stack tensors, one for each parameter, as matrices."""
-        return torch.cat([tensor.reshape(-1, self.rows, self.columns) for tensor in tensors])
-
-    def split(self, matrices: Float[Tensor, "M R C"]) -> list[Tensor]:
-        """Undo `join`."""
-        parameters = [parameter for parameter, _ in self.members]
-        counts = [parameter.shape[0] // self.rows for parameter in parameters]
-        parts = torch.split(matrices, counts)
-        return [part.reshape(p.shape) for part, p in zip(parts, parameters, strict=True)]
-
-
 class Muon(torch.optim.Optimizer):
     """Muon on the groups whose `num_matrices` is positive, AdamW on the others; one state_dict for
     both.
@@ -101,9 +79,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Groups of `vit.optim.optimizer.parameter_groups`.
-        lr: Learning rate of groups that have none.
+        lr, weight_decay: Those of groups that have none.
         betas: Decay rates of AdamW.
-        weight_decay: Weight decay of groups that have none.
         dtype: Data type of Muon's products. The iteration needs no more than bfloat16, which is
             several times faster on some hardware.
 
@@ -147,24 +124,20 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        stacks: dict[tuple[int, int], _Stack] = {}
+        # rows and columns → parameters whose matrices have this shape, each with its group
+        stacks: dict[tuple[int, int], list[_Member]] = {}
         for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not group["num_matrices"]:
-                self._step_adamw(group)
+                self._step_adamw(parameters, group)
                 continue
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    rows = parameter.shape[0] // group["num_matrices"]
-                    shape = (rows, parameter[0].numel())
-                    stack = stacks.setdefault(shape, _Stack(*shape, []))
-                    stack.members.append((parameter, group))
-        for stack in stacks.values():
-            directions = self._orthogonalize(self._update_momentum(stack))
-            directions *= max(1.0, stack.rows / stack.columns) ** 0.5
-            self._move(stack, directions)
+            for parameter in parameters:
+                shape = (parameter.shape[0] // group["num_matrices"], parameter[0].numel())
+                stacks.setdefault(shape, []).append((parameter, group))
+        for (rows, columns), members in stacks.items():
+            self._step_muon(members, rows, columns)
 
-    def _step_adamw(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+    def _step_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter] = {
@@ -176,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         adamw(
             parameters,
-            [parameter.grad for parameter in parameters],
+            [parameter.grad for parameter in parameters],  # type: ignore[misc]
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -193,39 +166,44 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def _update_momentum(self, stack: _Stack) -> Float[Tensor, "M R C"]:
-        """Update the momentum and return Nesterov's updates.
+    def _step_muon(self, members: list[_Member], rows: int, columns: int) -> None:
+        """Update the momentum, and set weights ← weights − rate · (direction + decay · weights).
 
-        The factor 1 − μ is left out, because the iteration normalises them.
+        The factor 1 − μ of the momentum is left out, because the iteration normalises it.
         """
-        buffers = []
-        for parameter, _ in stack.members:
+
+        def join(tensors: Iterable[Any]) -> Float[Tensor, "M R C"]:
+            return torch.cat([tensor.reshape(-1, rows, columns) for tensor in tensors])
+
+        def split(matrices: Float[Tensor, "M R C"]) -> list[Tensor]:
+            parts = torch.split(matrices, [len(parameter) // rows for parameter, _ in members])
+            return [part.reshape(p.shape) for part, (p, _) in zip(parts, members, strict=True)]
+
+        for parameter, _ in members:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            buffers.append(self.state[parameter]["momentum_buffer"])
-        momentum = stack.join(buffers)
-        gradient = stack.join(p.grad for p, _ in stack.members if p.grad is not None)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter, _ in members]
+        momentum = join(buffers)
+        gradient = join(parameter.grad for parameter, _ in members)
         if self.grad_scale is not None:
             gradient = gradient / self.grad_scale
         if self.found_inf is not None:
-            # The momentum then stays, and the rate of `_move` is 0.
+            # The momentum then stays, and the rate below is 0.
             gradient = torch.where(self.found_inf > 0, momentum, gradient)
         momentum.lerp_(gradient, 1 - MOMENTUM)
-        torch._foreach_copy_(buffers, stack.split(momentum))
-        return gradient.lerp(momentum, MOMENTUM)
+        torch._foreach_copy_(buffers, split(momentum))
 
-    def _move(self, stack: _Stack, directions: Float[Tensor, "M R C"]) -> None:
-        """Set weights ← weights − rate · (directions + decay · weights)."""
-        changes = stack.split(directions)
-        places: dict[int, list[int]] = {}
-        for place, (_, group) in enumerate(stack.members):
-            places.setdefault(id(group), []).append(place)
-        for members in places.values():
-            parameters = [stack.members[place][0] for place in members]
-            group = stack.members[members[0]][1]
+        directions = self._orthogonalize(gradient.lerp(momentum, MOMENTUM))
+        directions *= max(1.0, rows / columns) ** 0.5
+        changes = split(directions)
+        for group in self.param_groups:
+            places = [place for place, member in enumerate(members) if member[1] is group]
+            if not places:
+                continue
+            parameters = [members[place][0] for place in places]
             # A few operations for all parameters: a loop would start three kernels for each.
             group_changes = torch._foreach_add(
-                [changes[place] for place in members], parameters, alpha=group["weight_decay"]
+                [changes[place] for place in places], parameters, alpha=group["weight_decay"]
             )
             rate = group["lr"]
             if self.found_inf is not None:

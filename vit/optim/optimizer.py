@@ -34,11 +34,8 @@ def create_optimizer(
         name: "muon" updates hidden matrices by Muon and the rest by AdamW. "sgd" has Nesterov
             momentum of 0.95.
         model: Model to train.
-        lr: Learning rate of AdamW or SGD.
-        weight_decay: Weight decay of matrices and kernels.
+        lr, weight_decay, layer_decay, muon_lr: See `parameter_groups`.
         betas: Decay rates of AdamW.
-        layer_decay: Factor of the learning rate from a layer to the one below.
-        muon_lr: Learning rate of Muon.
         muon_dtype: Data type of Muon's products.
     """
     groups = parameter_groups(
@@ -85,19 +82,21 @@ def parameter_groups(
         Groups with `params`, `lr`, `weight_decay` and `num_matrices`, the number of matrices packed
         into one parameter: 3 for queries, keys and values, else 1, and 0 in groups without Muon.
     """
-    trainable = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    parameters = dict(model.named_parameters())
+    found = {name: re.search(r"(?:^|\.)blocks\.(\d+)\.", name) for name in parameters}
+    # Only trainable parameters count: the depth is that of the last trained block.
+    block_numbers = {
+        name: int(match[1])
+        for name, match in found.items()
+        if match and parameters[name].requires_grad
     }
-    block_numbers: dict[str, int] = {}
-    for name in trainable:
-        match = re.search(r"(?:^|\.)blocks\.(\d+)\.", name)
-        if match:
-            block_numbers[name] = int(match[1])
     depth = max(block_numbers.values(), default=-1) + 1
-    kernels = [name for name, parameter in model.named_parameters() if parameter.ndim == 4]
+    kernels = [name for name, parameter in parameters.items() if parameter.ndim == 4]
 
     groups: dict[tuple[int, bool, int], dict[str, Any]] = {}
-    for name, parameter in trainable.items():
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
         is_embedding = name.endswith(_EMBEDDINGS)
         if name in block_numbers:
             layer = block_numbers[name] + 1
@@ -112,20 +111,20 @@ def parameter_groups(
         is_hidden_kernel = parameter.ndim == 4 and name != kernels[0]
         if muon_lr is not None and (is_hidden_matrix or is_hidden_kernel):
             group_lr = muon_lr
-            num_matrices = 1
-            if name.endswith("attn.qkv.weight"):
-                num_matrices = 3
+            num_matrices = 3 if name.endswith("attn.qkv.weight") else 1
 
         is_decayed = parameter.ndim >= 2 and not is_embedding
         key = (layer if layer_decay < 1 else 0, is_decayed, num_matrices)
-        if key not in groups:
-            groups[key] = {
+        group = groups.setdefault(
+            key,
+            {
                 "params": [],
                 "lr": layer_decay ** (depth + 1 - layer) * group_lr,
                 "weight_decay": weight_decay if is_decayed else 0.0,
                 "num_matrices": num_matrices,
-            }
-        groups[key]["params"].append(parameter)
+            },
+        )
+        group["params"].append(parameter)
     return list(groups.values())
 
 

@@ -77,12 +77,8 @@ def open_cached(path: Path, read: Callable[[], Opened]) -> Opened | None:
         return None
 
 
-def read_tensors(path: Path, *, only_map: bool = False) -> Any:
+def read_tensors(path: Path) -> Any:
     """Return the content of a file of `torch.save`: tensors, on the CPU, and plain values.
-
-    Args:
-        path: The file.
-        only_map: Map the tensors into memory instead of reading them, for who needs other values.
 
     Raises:
         ValueError: The file is damaged or holds anything else.
@@ -95,7 +91,7 @@ def read_tensors(path: Path, *, only_map: bool = False) -> Any:
     try:
         # timm's training script saves its options in a Namespace, with the weights.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=only_map)
+            content = torch.load(path, map_location="cpu", weights_only=True)
         # A manipulated tensor may repeat a few bytes to any size.
         for tensor in list_tensors(content):
             if tensor.nbytes > tensor.untyped_storage().nbytes():

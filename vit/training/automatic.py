@@ -7,12 +7,12 @@ here: the run itself ends when its minutes do (train.max_minutes).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.config import Config, load_config, read_sections
+from vit.config import Config, Overrides, load_config, read_sections
 from vit.data.sources.registry import find_kind
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import are_grey, measure_shorter_side
@@ -30,26 +30,21 @@ DEFAULT_MINUTES = {"cpu": 5.0, "mps": 5.0, "cuda": 20.0}
 _SAMPLE = 64
 # Pixels up to which images are trained at their own size.
 _MAX_SMALL_SIDE = 48
-# Smaller images lose what tells their class: Fashion-MNIST at 20 px until 60 % of eight epochs had
-# 92.1 % on test images, at its 28 px in ten epochs 92.7 %.
+# Smaller images lose what tells their class: Fashion-MNIST had 92.1 % with 20 px until 60 % of the
+# run, and 92.7 % at its 28 px.
 _MIN_REDUCED_SIDE = 24
-# Fewer photos than these are overfitted by a model of 6 blocks at 128 px: on 4 × 200 photos of
-# Imagenette 75.6 %, where 4 blocks at 64 px gave 80.6 % in a third of the time (2 cores, one seed).
+# Fewer photos than these are overfitted by a model of 6 blocks at 128 px: 75.6 % on 4 × 200 photos
+# of Imagenette, where 4 blocks at 64 px had 80.6 % (one seed).
 _ENOUGH_PHOTOS = 3000
-# Images of a minute in which a CPU of 2 cores trains the recipes of 20 minutes (26 epochs of 48,000
-# in 18 minutes), and of imagenette/cpu (40 epochs of 8,500 in 25 minutes).
+# Images of a minute in which a CPU of 2 cores trains the recipes of 20 minutes, and imagenette/cpu.
 _SMALL_IMAGES_A_MINUTE = 69_000
 _PHOTOS_A_MINUTE = 13_000
 # Images whose features a CPU of 2 cores computes in half of a minute, of a ViT-S at 224 px.
 _PROBED_IMAGES_A_MINUTE = 600
-# Share of the patches that a step leaves out where tokens of frozen blocks are trained on.
-_DROP_RATE = 0.5
-# With fewer validation images nothing follows the probe: of 10 × 5 photos ten are for validation,
-# and fine-tuning was right on one more of these, and on 2 in 100 fewer of 240 unseen ones.
+# With fewer validation images nothing follows the probe: with ten, fine-tuning was right on one more
+# of these, and on 2 in 100 fewer of 240 unseen ones.
 _MIN_VALIDATION_IMAGES = 20
-# One evaluation per this many validation images: with more, the best is best by chance. With 80
-# validation images the third of ten epochs won by one image, and was worse than the probe
-# elsewhere.
+# One evaluation per this many validation images: with more, the best is best by chance.
 _IMAGES_AN_EVALUATION = 100
 _PRETRAINED_HINT = (
     "so few photos are mostly classified better from pretrained weights "
@@ -60,15 +55,8 @@ _PRETRAINED_HINT = (
 
 @dataclass(frozen=True)
 class _Task:
-    """The images, the device and the minutes that a configuration is chosen for.
-
-    Attributes:
-        num_images: Images to train on.
-        side: Median of the images' shorter sides, pixels.
-        is_grey: True for images of at most `_MAX_SMALL_SIDE` pixels without colours.
-        device: cpu, cuda or mps.
-        starts_from_weights: True if `model.init` names weights.
-    """
+    """The images, the device and the minutes that a configuration is chosen for. `side` is the
+    median of the images' shorter sides, in pixels; `is_grey` is known of small images only."""
 
     num_images: int
     side: int
@@ -124,7 +112,7 @@ _RULES = (
     _Rule(
         "imagenette/cpu",
         lambda task: task.num_images >= _ENOUGH_PHOTOS and task.holds(12, _PHOTOS_A_MINUTE),
-        "{side} px take more time",
+        "{task.side} px take more time",
         max_side=128,
         changes={"model.drop_path_rate": 0.1},
     ),
@@ -133,7 +121,8 @@ _RULES = (
     _Rule(
         "folder/small",
         lambda task: True,
-        "{num_images:,} images are too few, or {minutes:g} minutes too short, for more of {side} px",
+        "{task.num_images:,} images are too few, or {task.minutes:g} minutes too short, for more of"
+        " {task.side} px",
         max_side=64,
         changes={"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1},
     ),
@@ -141,12 +130,8 @@ _RULES = (
 
 
 class Choice(NamedTuple):
-    """A configuration that was chosen for images.
-
-    Attributes:
-        reasons: Values that were chosen, with their reasons, by name.
-        splits: The images, opened.
-    """
+    """A configuration that was chosen for images, the values that were chosen, with their reasons,
+    by name, and the images, opened."""
 
     config: Config
     reasons: dict[str, str]
@@ -154,14 +139,14 @@ class Choice(NamedTuple):
 
 
 def choose_config(
-    data: str | Path, overrides: Sequence[str] = (), minutes: float | None = None
+    data: str | Path, overrides: Overrides = (), minutes: float | None = None
 ) -> Choice:
     """Choose a configuration for images.
 
     Args:
         data: A data set's name, a folder, a table or shards. See
             `vit.data.sources.registry.find_kind`.
-        overrides: `key.path=value` of the user.
+        overrides: Changes of the user. See `vit.config.list_overrides`.
         minutes: Minutes of training; None for `DEFAULT_MINUTES`.
 
     Raises:
@@ -200,28 +185,48 @@ def choose_config(
         # imagenette/cpu has as many images of its own
         if key != "model.drop_path_rate" or task.num_images < 2 * _ENOUGH_PHOTOS:
             sections[section][name] = value
+    reasons = {
+        "recipe": f"{rule.recipe}; set augment.flip=none where left and right matter, as in letters"
+    }
     if task.starts_from_weights:
         num_validation = 0
         if user["data"].get("validation_fraction") != 0:
             num_validation = len(splits.split("validation"))
         length = _fit_weights(sections, task, user, num_validation=num_validation)
+        batch = "about ten steps an epoch"
     else:
         _fit_images(sections, task, user, max_side=rule.max_side)
         length = f"as many as {task.num_images:,} images bear"
+        batch = f"near √(2 × {task.num_images:,} images)"
     # The user's own length holds.
     if not user["train"].keys() & {"epochs", "max_steps"}:
         sections["train"]["max_minutes"] = task.minutes
         length += f", at most {task.minutes:g} minutes (--minutes) on this {device.upper()}"
     config = load_config(sections, overrides)
-    return Choice(config, _explain(config, task, rule, user, length), splits)
+
+    values = {
+        "image size": ("image_size", config.data.image_size, rule.reason.format(task=task)),
+        "length": ("epochs", config.train.epochs, length),
+        "batch": ("batch_size", config.train.batch_size, batch),
+    }
+    for name, (key, value, reason) in values.items():
+        is_given = key in user["data"] | user["train"]
+        reasons[name] = f"{key}={value or 'auto'} ({'given' if is_given else reason})"
+    # No step follows a probe alone.
+    if is_probe_alone(config):
+        reasons["length"] = length
+        del reasons["batch"]
+    if rule.recipe == "folder/small" and task.num_images < _ENOUGH_PHOTOS:
+        reasons["pretrained weights"] = f"none; {_PRETRAINED_HINT}"
+    return Choice(config, reasons, splits)
 
 
-def find_device(overrides: Sequence[str]) -> str:
+def find_device(overrides: Overrides) -> str:
     """Return `train.device` of a configuration that is yet to be chosen."""
     return str(_read_overrides(overrides)["train"].get("device", "auto"))
 
 
-def _read_overrides(overrides: Sequence[str]) -> Sections:
+def _read_overrides(overrides: Overrides) -> Sections:
     """Return what the user sets, with every section in it. What isn't a section is refused later
     with the whole configuration."""
     sections = read_sections(None, overrides)
@@ -231,7 +236,7 @@ def _read_overrides(overrides: Sequence[str]) -> Sections:
 
 def _fit_images(sections: Sections, task: _Task, user: Sections, *, max_side: int) -> None:
     """Fit size, batch and length of a recipe to images that a new model is trained on."""
-    data, train = sections["data"], sections["train"]
+    data, train, model = sections["data"], sections["train"], sections["model"]
     # The power of two near √(2n), as in the recipes: 32 for 576 images, 256 for 45,000. Four times
     # that on GPUs.
     train["batch_size"] = max(2 ** round(math.log2(2 * task.num_images) / 2), 8)
@@ -241,43 +246,23 @@ def _fit_images(sections: Sections, task: _Task, user: Sections, *, max_side: in
     epochs = round(min(80 * (600 / task.num_images) ** 0.5, 150))
     train["epochs"] = user["train"].get("epochs") or max(epochs, 2 * train["epochs"])
     train["evaluate_every_epochs"] = max(train["epochs"] // 16, 1)
+    smallest = min((scale for _, scale in train.get("image_sizes") or ()), default=1)
     # A preset has a size and patches of its own.
     if "preset" in user["model"]:
         sections["model"] = {}
     else:
-        _fit_patches(sections, min(task.side, max_side), user)
-    smallest = min((scale for _, scale in train.get("image_sizes") or ()), default=1)
+        # About as many patches as in the recipe, of a power of two, in an image of whole patches.
+        size = user["data"].get("image_size") or min(task.side, max_side)
+        shorter = min(as_pair(size, name="data.image_size"))
+        ideal = max(model["patch_size"] * shorter / data["image_size"], 2)
+        patch_size = user["model"].get("patch_size") or 2 ** round(math.log2(ideal))
+        if "image_size" not in user["data"]:
+            patch = max(as_pair(patch_size, name="model.patch_size"))
+            size = max(round(size / patch), 1) * patch
+        data["image_size"] = size
+        model["patch_size"] = patch_size
     if smallest * min(as_pair(data["image_size"], name="data.image_size")) < _MIN_REDUCED_SIDE:
         train["image_sizes"] = None
-
-
-def _fit_patches(sections: Sections, side: int, user: Sections) -> None:
-    """Set image and patch size: about as many patches as in the recipe, an image of whole
-    patches."""
-    data, model = sections["data"], sections["model"]
-    given = user["data"].get("image_size")
-    height, width = as_pair(given or side, name="data.image_size")
-    ideal_patch = max(model["patch_size"] * min(height, width) / data["image_size"], 2)
-    # Patches divide both sides of an image size that is given. The nearest power of two is taken,
-    # or else the nearest size.
-    sizes = range(1, min(height, width) + 1)
-    fitting = [size for size in sizes if not given or math.gcd(height, width) % size == 0]
-    patch_size = user["model"].get("patch_size") or min(
-        fitting,
-        key=lambda size: (not _is_power_of_two(size), abs(math.log(size / ideal_patch))),
-    )
-    patch_height, patch_width = as_pair(patch_size, name="model.patch_size")
-    height = max(round(height / patch_height), 1) * patch_height
-    width = max(round(width / patch_width), 1) * patch_width
-    data["image_size"] = height if height == width else [height, width]
-    model["patch_size"] = patch_size
-    # The convolutional stems halve the image until it is the grid of patches.
-    if not (_is_power_of_two(patch_height) and _is_power_of_two(patch_width)):
-        model["stem"] = "patch"
-
-
-def _is_power_of_two(size: int) -> bool:
-    return size > 1 and size & (size - 1) == 0
 
 
 def _fit_weights(sections: Sections, task: _Task, user: Sections, *, num_validation: int) -> str:
@@ -297,13 +282,14 @@ def _fit_weights(sections: Sections, task: _Task, user: Sections, *, num_validat
     affordable = int(_PROBED_IMAGES_A_MINUTE * task.minutes)
     if task.device == "cpu" and affordable < 0.75 * task.num_images:
         sections["model"]["probe"] = max(affordable, 200)
-    if user["model"].get("freeze") == "backbone":
+    freeze = user["model"].get("freeze")
+    if freeze == "backbone":
         return "linear probe only (given)"
-    if isinstance(user["model"].get("freeze"), int):
+    if isinstance(freeze, int):
         # The tokens of frozen blocks are computed once. Dropping random patches takes the place of
         # crops.
         sections["augment"] = {"flip": sections["augment"]["flip"]}
-        train["patch_drop_rates"] = [[1.0, _DROP_RATE]]
+        train["patch_drop_rates"] = [[1.0, 0.5]]
     is_asked_for = user["train"].keys() & {"epochs", "max_steps"} or "freeze" in user["model"]
     if 0 < num_validation < _MIN_VALIDATION_IMAGES and not is_asked_for:
         sections["model"]["freeze"] = "backbone"
@@ -312,31 +298,3 @@ def _fit_weights(sections: Sections, task: _Task, user: Sections, *, num_validat
             " would help (--folds 5 fits it on all images)"
         )
     return "a linear probe, then all blocks"
-
-
-def _explain(
-    config: Config, task: _Task, rule: _Rule, user: Sections, length: str
-) -> dict[str, str]:
-    """Return the values that were chosen, with their reasons, by name."""
-    sizes = f"image_size={config.data.image_size}, patch_size={config.model.patch_size}"
-    batch = f"near √(2 × {task.num_images:,} images)"
-    if task.starts_from_weights:
-        sizes = f"image_size={config.data.image_size or 'auto'}"
-        batch = "about ten steps an epoch"
-    size = rule.reason.format(side=task.side, num_images=task.num_images, minutes=task.minutes)
-    reasons = {
-        "recipe": f"{rule.recipe}; set augment.flip=none where left and right matter, as in letters",
-        "image size": f"{sizes} ({'given' if 'image_size' in user['data'] else size})",
-        "length": length,
-    }
-    # No step follows a probe alone.
-    if not is_probe_alone(config):
-        reasons["length"] = f"epochs={config.train.epochs} ({length})"
-        reasons["batch"] = f"batch_size={config.train.batch_size} ({batch})"
-        if "epochs" in user["train"]:
-            reasons["length"] = f"epochs={config.train.epochs} (given)"
-        if "batch_size" in user["train"]:
-            del reasons["batch"]
-    if rule.recipe == "folder/small" and task.num_images < _ENOUGH_PHOTOS:
-        reasons["pretrained weights"] = f"none; {_PRETRAINED_HINT}"
-    return reasons

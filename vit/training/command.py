@@ -45,30 +45,27 @@ def train(
         device: auto, cpu, cuda, cuda:N or mps (train.device).
         seed: Seed of weights, order and augmentation (train.seed).
     """
-    preset = architecture
-    if architecture is not None and _names_weights(architecture):
-        if start.keywords["init"] is not None:
-            raise ValueError(f"--model {architecture} and --init name two models; give one of them")
-        start.keywords["init"] = architecture
-        preset = None
     keys = {
-        "model.preset": preset,
+        "model.preset": architecture,
         "train.epochs": epochs,
         "train.batch_size": batch_size,
         "data.image_size": image_size,
         "train.device": device,
         "train.seed": seed,
     }
+    if architecture is not None and _names_weights(architecture):
+        if start.keywords["init"] is not None:
+            raise ValueError(f"--model {architecture} and --init name two models; give one of them")
+        start.keywords["init"] = architecture
+        del keys["model.preset"]
+    # an override that says the same as an option wins
+    listed = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
     # `vit train --resume train.epochs=3`: the first argument is an override already
     key, equals, _ = (config or "").partition("=")
     # An address may have parameters.
-    is_override = equals and "://" not in key and not Path(config or "").exists()
-    # an override that says the same as an option wins
-    listed = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
-    if config is not None and is_override:
+    if config is not None and equals and "://" not in key and not Path(config).exists():
         listed.append(config)
         config = None
-    overrides = [*listed, *(overrides or [])]
 
     # torch, which takes seconds to import
     from vit.runtime.processes import ProcessLostError
@@ -76,7 +73,9 @@ def train(
     from vit.training.signals import TrainingInterrupted
 
     try:
-        result = start(config, overrides=overrides, output=output, show_plan=True)
+        result = start(
+            config, overrides=[*listed, *(overrides or [])], output=output, show_plan=True
+        )
     except (TrainingInterrupted, ProcessLostError) as stopped:
         echo(str(stopped), err=True)
         raise typer.Exit(REQUEUE) from None
@@ -88,15 +87,14 @@ def train(
         message = "linear probe only"
         if result.steps:
             message = f"{result.steps:,} steps in {result.seconds:.0f} s"
+        count = result.num_validation
         if result.best_top1 is not None:
-            count = result.num_validation
-            message += (
-                f": {round(result.best_top1 * count):,} of {count:,} validation images correct"
-            )
-            message += f" ({format_percent(result.best_top1, count)})"
+            right = round(result.best_top1 * count)
+            percent = format_percent(result.best_top1, count)
+            message += f": {right:,} of {count:,} validation images correct ({percent})"
         if result.best_map is not None:
-            average = format_percent(result.best_map, result.num_validation)
-            message += f": mean average precision {average} on {result.num_validation:,} images"
+            average = format_percent(result.best_map, count)
+            message += f": mean average precision {average} on {count:,} images"
         echo(f"{message}; model: {result.model_path}", err=True)
         echo(f"next: vit evaluate {output}; vit explain {output}", err=True)
 

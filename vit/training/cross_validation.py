@@ -3,10 +3,8 @@ nor another image of its group. `vit evaluate` measures the predictions."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vit.config import Config
 from vit.data.dataset import printable
@@ -15,16 +13,18 @@ from vit.evaluation.out_of_fold import OutOfFold
 from vit.prediction.features import Features
 from vit.prediction.probabilities import Float32s, Ints
 from vit.runtime.numbers import format_percent
-from vit.training.folds import (
-    assign_folds,
-    describe_always_trained,
-    list_always_trained,
-    train_on_whole_classes,
-)
+from vit.training.folds import Labels, assign_folds, list_always_trained, train_on_whole_classes
 from vit.training.linear_probe import fit_probe
 from vit.training.probe import is_probe_alone
-from vit.training.resolve import FOLDS_OVERRIDES
 from vit.training.run import Run
+
+# Keys that `--folds` sets: a linear probe is fitted on all images.
+FOLDS_KEYS = {
+    "data.validation_fraction": 0,
+    "data.test_fraction": 0,
+    "model.probe": True,
+    "model.freeze": "backbone",
+}
 
 
 def check_folds(config: Config) -> None:
@@ -32,7 +32,7 @@ def check_folds(config: Config) -> None:
     if not is_probe_alone(config) or config.data.validation_fraction or config.data.test_fraction:
         raise ValueError(
             "--folds cross-validates a linear probe of all images: it needs --init WEIGHTS, and"
-            f" {', '.join(FOLDS_OVERRIDES)} as it sets them"
+            f" {', '.join(FOLDS_KEYS)} as it sets them"
         )
 
 
@@ -64,21 +64,20 @@ def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> str:
             logits=logits[measured],
         ).save(directory)
         metrics = compute_metrics(score_logits(logits[measured], images.labels[measured]))
-        measure = "mAP" if images.is_multilabel else "top-1"
-        value = metrics["map" if images.is_multilabel else "top1"]
-        always_trained = list_always_trained(folds, images.labels)
-        names = [images.class_names[label] for label in always_trained]
+        name, key = ("mAP", "map") if images.is_multilabel else ("top-1", "top1")
         said = (
             f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images:"
-            f" {measure} {format_percent(value, len(measured))}{describe_always_trained(names)};"
-            f" vit evaluate {directory} reports on them"
+            f" {name} {format_percent(metrics[key], len(measured))}"
         )
+        if names := list_always_trained(folds, images.labels, images.class_names):
+            said += f"; not measured, because of one group or image: {names}"
+        said += f"; vit evaluate {directory} reports on them"
     return process.broadcast(said)
 
 
 def predict_by_other_folds(
     features: Features,
-    labels: NDArray[Any],
+    labels: Labels,
     *,
     num_classes: int,
     groups: Sequence[str] | None,
@@ -86,15 +85,8 @@ def predict_by_other_folds(
     balanced: bool = False,
 ) -> tuple[Ints, Float32s]:
     """Predict each image by a probe of the other folds. These choose the block, the pooling and the
-    strength anew each time, so that nothing of the result has seen the image.
-
-    Args:
-        features: Features of the images, at each readout.
-        labels: [n], or which labels each image has, [n, C].
-        num_classes: C.
-        groups: Group of each image. See `assign_folds`.
-        num_folds: Folds at most. See `assign_folds`.
-        balanced: See `fit_probe`.
+    strength anew each time, so that nothing of the result has seen the image. See `fit_probe` and
+    `assign_folds` for the arguments.
 
     Returns:
         The fold that left out each image, or −1; and the logits [n, C], 0 where it is −1.
@@ -111,18 +103,17 @@ def predict_by_other_folds(
     logits = np.zeros((len(labels), num_classes), dtype=np.float32)
     for fold in range(folds.max() + 1):
         is_out = folds == fold
-        inner_groups = None
-        if groups is not None:
-            inner_groups = [group for group, out in zip(groups, is_out, strict=True) if not out]
+        known = np.flatnonzero(~is_out)
+        inner_groups = None if groups is None else [groups[index] for index in known.tolist()]
         # The folds of the other images serve to choose by.
-        inner_folds = folds[~is_out]
-        inner_folds = train_on_whole_classes(inner_folds - (inner_folds > fold), labels[~is_out])
+        inner_folds = folds[known] - (folds[known] > fold)
+        inner_folds = train_on_whole_classes(inner_folds, labels[known])
         if inner_folds.max() < 1:
             # Only one of two folds is left.
-            inner_folds = assign_folds(labels[~is_out], inner_groups)
+            inner_folds = assign_folds(labels[known], inner_groups)
         probe = fit_probe(
             {readout: values[~is_out] for readout, values in features.items()},
-            labels[~is_out],
+            labels[known],
             num_classes=num_classes,
             balanced=balanced,
             folds=inner_folds,

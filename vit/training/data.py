@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from vit.data.statistics import (
 )
 from vit.data.workers import Decoding, Transform, apply_transform
 from vit.runtime.files import default_cache_dir
-from vit.runtime.processes import Process, current_process
+from vit.runtime.processes import current_process
 
 # Images at most that mean and standard deviation are measured on; the second number counts where
 # they are decoded for it alone.
@@ -75,48 +75,31 @@ def build_dataset(
         class_names: Names of the classes of `user_dataset`.
     """
     data = config.data
-    if user_dataset is None:
-        splits = open_dataset(
-            data.name,
-            root=data.root,
-            classes=data.classes,
-            class_names=data.class_names,
-            rule=SplitRule(
-                validation_fraction=data.validation_fraction,
-                test_fraction=data.test_fraction,
-                split_seed=data.split_seed,
-                group_by=data.group_by,
-                group_duplicates=data.group_duplicates,
-            ),
-            labels=LabelRule(
-                data.label_by,
-                data.path_column,
-                data.label_column,
-                data.task,
-                data.split_column,
-                data.group_column,
-            ),
-            cache_dir=data.cache_dir,
+    rule = SplitRule(**{field.name: getattr(data, field.name) for field in fields(SplitRule)})
+    if user_dataset is not None:
+        # They have no test split. They can be evaluated on other images, or on those that are held
+        # out for validation.
+        return DatasetSplits(
+            FROM_PYTHON,
+            number_listing(find_python_objects(user_dataset, class_names, task=data.task)),
+            replace(rule, test_fraction=0.0, group_by=None, group_duplicates=False),
+            data.cache_dir or default_cache_dir(),
+            default_split="validation",
+            title=FROM_PYTHON,
         )
-        corrections = read_corrections(data.corrections)
-        if corrections:
-            splits = replace(splits, corrections=corrections)
-            check_corrections(splits.split("all"), corrections)
-        return splits
-    # Images from Python have no test split. They can be evaluated on other images, or on those that
-    # are held out for validation.
-    return DatasetSplits(
-        FROM_PYTHON,
-        number_listing(find_python_objects(user_dataset, class_names, task=data.task)),
-        SplitRule(
-            validation_fraction=data.validation_fraction,
-            test_fraction=0.0,
-            split_seed=data.split_seed,
-        ),
-        data.cache_dir or default_cache_dir(),
-        default_split="validation",
-        title=FROM_PYTHON,
+    splits = open_dataset(
+        data.name,
+        root=data.root,
+        classes=data.classes,
+        class_names=data.class_names,
+        rule=rule,
+        labels=LabelRule(**{name: getattr(data, name) for name in LabelRule._fields}),
+        cache_dir=data.cache_dir,
     )
+    if corrections := read_corrections(data.corrections):
+        splits = replace(splits, corrections=corrections)
+        check_corrections(splits.split("all"), corrections)
+    return splits
 
 
 def build_data(
@@ -131,11 +114,10 @@ def build_data(
     images are not touched.
 
     Args:
-        config: Configuration of the run. Its `data.mean`, `data.std` and `data.crop_pct` come
-            before measured values.
+        config: Configuration of the run. What it says comes before `pretrained`, the preprocessing
+            of weights, and that before measured values.
         splits: The data set.
         device: Device on which the images will be.
-        pretrained: Preprocessing of pretrained weights, which comes before measured values.
         has_transform: Training images pass a function of the user, which needs them in full size.
 
     Raises:
@@ -161,15 +143,13 @@ def build_data(
     # Pretrained weights keep the normalisation that they were trained with.
     is_measured = pretrained is not None
     if not is_measured and preprocess.resize_mode == "pad":
-        # The border has the mean colour of what it surrounds.
+        # The border has the mean colour of what it surrounds, and is known before images are cached.
         whole = replace(preprocess, resize_mode="stretch")
-        sample = map(whole.to_uint8, _read_sample(train))
-        preprocess = _normalize(config, preprocess, sample)
+        preprocess = _normalize(config, preprocess, map(whole.to_uint8, _read_sample(train)))
         is_measured = True
     validation = splits.split("validation") if data.validation_fraction > 0 else None
 
     stored_as = choose_stored(preprocess, _build_crop(config))
-    stored_bytes = len(train) * math.prod(stored_as.resize_size) * 3
     decode_as = partial(
         decode_dataset,
         cache_dir=splits.cache_dir,
@@ -177,21 +157,21 @@ def build_data(
         max_unreadable_fraction=data.max_unreadable_fraction,
     )
     decode = partial(decode_as, size=preprocess.resize_size, preprocess=preprocess)
-
+    num_images = len(train) + len(validation or ())
+    num_bytes = num_images * math.prod(preprocess.resize_size) * 3
+    stored_bytes = len(train) * math.prod(stored_as.resize_size) * 3
     # A resumed run names the pipeline, so that the memory that is free now doesn't change it.
-    pipeline = data.pipeline
-    reason = "data.pipeline says so"
-    if pipeline == "auto" and has_transform:
-        pipeline, reason = "workers", "the transform gets images in full size"
-    elif pipeline == "auto":
-        num_images = len(train) + len(validation or ())
-        num_bytes = num_images * math.prod(preprocess.resize_size) * 3
+    choice: tuple[str, str] = (data.pipeline, "data.pipeline says so")
+    if data.pipeline == "auto" and has_transform:
+        choice = ("workers", "the transform gets images in full size")
+    elif data.pipeline == "auto":
         choice = choose_pipeline(num_bytes, device=device)
         is_gpu = device.type != "cpu"
         if choice[0] == "workers" and is_gpu and has_room(stored_bytes, splits.cache_dir):
             choice = ("cached", f"they fit in the free memory; {choice[1]}")
         # The main process decides for all; the free memory of their devices differs.
-        pipeline, reason = current_process().broadcast(choice)
+        choice = current_process().broadcast(choice)
+    pipeline, reason = choice
 
     stored = None
     if pipeline == "cached":
@@ -204,16 +184,12 @@ def build_data(
         train = decode(train)
     if validation is not None:
         validation = decode(validation)
-
-    if not is_measured and train.pixels is not None:
-        step = max(1, len(train) // _MEASURED_IMAGES)
-        preprocess = _normalize(config, preprocess, train.pixels[::step])
-    elif not is_measured:
-        sample = map(preprocess.to_uint8, _read_sample(train))
-        preprocess = _normalize(config, preprocess, sample)
-    class_balance, balance_reason = choose_class_balance(
-        train.labels, wanted=config.train.class_balance
-    )
+    if not is_measured:
+        images: Iterable[np.ndarray] = map(preprocess.to_uint8, _read_sample(train))
+        if train.pixels is not None:
+            images = train.pixels[:: max(1, len(train) // _MEASURED_IMAGES)]
+        preprocess = _normalize(config, preprocess, images)
+    balance = choose_class_balance(train.labels, wanted=config.train.class_balance)
     return TrainingData(
         config=config.with_data(pipeline=pipeline),
         splits=splits,
@@ -222,8 +198,8 @@ def build_data(
         preprocess=preprocess,
         decode=decode,
         pipeline_reason=reason,
-        class_balance=class_balance,
-        class_balance_reason=balance_reason,
+        class_balance=balance[0],
+        class_balance_reason=balance[1],
         stored=stored,
     )
 
@@ -248,7 +224,6 @@ def build_train_loader(
     data: TrainingData,
     *,
     device: torch.device,
-    process: Process,
     transform: Transform | None = None,
     tokens: Float[Tensor, "n V N D"] | None = None,
 ) -> TrainLoader:
@@ -257,7 +232,6 @@ def build_train_loader(
     Args:
         data: The images.
         device: Device on which the batches will be.
-        process: This process, which loads its part of each batch.
         transform: Function of one image, passed from Python. It is tried on one image at once.
         tokens: Tokens of the images, which the batches hold instead of the images.
     """
@@ -274,6 +248,7 @@ def build_train_loader(
         apply_transform(transform, data.preprocess.to_rgb(sample), seed=0)
 
     # If there are fewer images than a batch, take as many as divide into pairs for each process.
+    process = current_process()
     multiple = 2 * process.world_size
     batch_size = min(config.train.batch_size, len(train) // multiple * multiple)
     augment = config.augment
@@ -281,11 +256,7 @@ def build_train_loader(
     return loader_type(
         data.stored or train,
         gathers=data.stored is not None,
-        order=BatchOrder(
-            batch_size=batch_size,
-            seed=config.train.seed,
-            process=process,
-        ),
+        order=BatchOrder(batch_size=batch_size, seed=config.train.seed, process=process),
         device=device,
         preprocess=data.preprocess,
         augmentation=Augmentation(

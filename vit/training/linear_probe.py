@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from vit.data.statistics import compute_class_weights
 from vit.model.logits import Readout
 from vit.prediction.features import Features
-from vit.training.folds import assign_folds
+from vit.training.folds import Folds, Labels, assign_folds
 
 FloatArray = NDArray[np.float64]
-Balance = bool  # see `fit_probe`
 
 # Blocks whose features are tried, counted from the last one, and the images that choose one.
 _NUM_BLOCKS = 4
@@ -42,17 +41,15 @@ class LinearProbe:
         strength: C of scikit-learn's `LogisticRegression`, the inverse of its penalty.
         weight: [C, D], for features as they are: the standardisation is folded in.
         bias: [C].
-        top1: Accuracy on left-out training images, 0 to 1; None where there were too few, or where
-            images have several labels.
-        map: Mean average precision of the labels on these images, 0 to 1; None for classes.
+        accuracy: Accuracy on left-out training images, 0 to 1, or the mean average precision of
+            labels; None where there were too few.
     """
 
     readout: Readout
     strength: float
     weight: Float[np.ndarray, "C D"]
     bias: Float[np.ndarray, " C"]
-    top1: float | None = None
-    map: float | None = None
+    accuracy: float | None = None
 
     def compute_logits(self, features: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n C"]:
         """Compute the logits, float64, of features at `readout`."""
@@ -62,11 +59,11 @@ class LinearProbe:
 
 def fit_probe(
     features: Features,
-    labels: Int[np.ndarray, " n"] | Bool[np.ndarray, "n C"],
+    labels: Labels,
     *,
     num_classes: int,
     balanced: bool = False,
-    folds: Int[np.ndarray, " n"] | None = None,
+    folds: Folds | None = None,
     groups: Sequence[str] | None = None,
 ) -> LinearProbe:
     """Choose readout and strength by the cross-validated log loss, and fit on all images.
@@ -75,12 +72,9 @@ def fit_probe(
         features: Features of the training images, at each readout.
         labels: Labels of the same images, 0 to C − 1; or which labels each image has.
         num_classes: C; a class without images gets a negligible probability.
-        balanced: Weigh each class by the inverse of its number of images, and of labels the images
-            that have them, see `compute_class_weights`.
-        folds: Number of the fold that leaves out each image, −1 for an image that never is. None:
-            see `assign_folds`.
+        balanced: Weigh classes and labels, see `compute_class_weights`.
+        folds: Number of the fold that leaves out each image, or −1. None: see `assign_folds`.
         groups: Group of each image; no group is measured by a probe that has seen a part of it.
-            None: each image is its own group.
 
     Raises:
         ValueError: Fewer than two classes have images, or no label is on some images alone.
@@ -96,46 +90,34 @@ def fit_probe(
     if not several and groups is not None and len(np.unique(labels[folds >= 0])) < 2:
         folds = np.full(len(labels), -1)
     # If no image can be left out: the last block, as it was trained.
-    readout = list(features)[-1]
-    strength = _USUAL_STRENGTH
-    accuracy = None
+    readout, strength, accuracy = list(features)[-1], _USUAL_STRENGTH, None
     # The matrices are small, and several threads would wait for one another.
     with threadpool_limits(1):
         if folds.max() >= 1:
-            readout = _choose_readout(features, labels, folds, balanced=balanced)
+            readout = _choose_readout(features, labels, folds, balanced)
             values = as_array(features, readout)
-            tried = {
-                each: _measure(values, labels, folds, each, balanced=balanced)
-                for each in _STRENGTHS
-            }
-            strength = min(tried, key=lambda each: tried[each][0])
+            tried = {c: _measure(values, labels, folds, c, balanced) for c in _STRENGTHS}
+            strength = min(tried, key=lambda c: tried[c][0])
             accuracy = tried[strength][1]
         values = as_array(features, readout)
         weight, bias = fit_regression(values, labels, strength, num_classes, balanced=balanced)
-    measure = "map" if several else "top1"
-    return LinearProbe(readout, strength, weight, bias, **{measure: accuracy})
+    return LinearProbe(readout, strength, weight, bias, accuracy)
 
 
 def _choose_readout(
-    features: Features, labels: NDArray[Any], folds: NDArray[np.int64], *, balanced: bool
+    features: Features, labels: NDArray[Any], folds: NDArray[np.int64], balanced: bool
 ) -> Readout:
     """Return the readout of the last blocks with the smallest loss on a sample of the images."""
     num_classes = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
     count = max(_MAX_IMAGES, _MIN_IMAGES_A_CLASS * num_classes)
     sample = np.sort(np.random.default_rng(0).permutation(len(labels))[:count])
     depths = sorted({depth for depth, _ in features})[-_NUM_BLOCKS:]
-    losses = {
-        readout: _measure(
-            as_array(features, readout)[sample],
-            labels[sample],
-            folds[sample],
-            _USUAL_STRENGTH,
-            balanced=balanced,
-        )[0]
-        for readout in features
-        if readout[0] in depths
-    }
-    return min(losses, key=lambda readout: losses[readout])
+
+    def measure(readout: Readout) -> float:
+        values = as_array(features, readout)[sample]
+        return _measure(values, labels[sample], folds[sample], _USUAL_STRENGTH, balanced)[0]
+
+    return min((readout for readout in features if readout[0] in depths), key=measure)
 
 
 def _measure(
@@ -143,7 +125,6 @@ def _measure(
     labels: NDArray[Any],
     folds: NDArray[np.int64],
     strength: float,
-    *,
     balanced: bool,
 ) -> tuple[float, float]:
     """Return the mean log loss of the images that are left out, and their accuracy; of labels the
@@ -168,22 +149,14 @@ def _measure(
 
 def predict_left_out(
     values: Float[np.ndarray, "n D"],
-    labels: Int[np.ndarray, " n"] | Bool[np.ndarray, "n C"],
-    folds: Int[np.ndarray, " n"],
+    labels: Labels,
+    folds: Folds,
     strength: float,
     *,
     balanced: bool = False,
 ) -> Float[np.ndarray, "n C"]:
     """Return the logits of each image by the regression of the other folds; 0 for images that are
-    never left out.
-
-    Args:
-        values: Features.
-        labels: Class of each image, or which labels it has.
-        folds: Number of the fold that leaves out each image, or −1.
-        strength: C of scikit-learn's `LogisticRegression`.
-        balanced: See `fit_probe`.
-    """
+    never left out. See `fit_regression` for the arguments."""
     num_classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
     logits = np.zeros((len(labels), num_classes))
     for fold in np.unique(folds[folds >= 0]):
@@ -197,20 +170,13 @@ def predict_left_out(
 
 def fit_regression(
     values: Float[np.ndarray, "n D"],
-    labels: Int[np.ndarray, " n"] | Bool[np.ndarray, "n C"],
+    labels: Labels,
     strength: float,
     num_classes: int,
     *,
     balanced: bool = False,
 ) -> tuple[Float[np.ndarray, "C D"], Float[np.ndarray, " C"]]:
-    """Fit a logistic regression on standardised features, or one for each label.
-
-    Args:
-        values: Features.
-        labels: Class of each image, or which labels it has.
-        strength: C of scikit-learn's `LogisticRegression`.
-        num_classes: C; a class without images gets a negligible probability.
-        balanced: See `fit_probe`.
+    """Fit a logistic regression on standardised features, or one for each label. See `fit_probe`.
 
     Returns:
         Weight and bias, for features that are not standardised.
@@ -229,9 +195,8 @@ def fit_regression(
         bias = np.log(positives / (len(labels) + 1 - positives))
         factors = compute_class_weights(labels, num_classes) if balanced else np.ones(num_classes)
         for place in np.flatnonzero(_vary(labels)):
-            model = LogisticRegression(
-                C=strength, max_iter=1000, class_weight={True: float(factors[place])}
-            )
+            weights = {True: float(factors[place])}
+            model = LogisticRegression(C=strength, max_iter=1000, class_weight=weights)
             model.fit(standardised, labels[:, place])
             weight[place], bias[place] = model.coef_[0], model.intercept_[0]
     else:
@@ -246,8 +211,7 @@ def fit_regression(
         bias += fitted_bias.min() + _ABSENT_BIAS
         weight[model.classes_], bias[model.classes_] = fitted_weight, fitted_bias
     weight = weight / scaler.scale_
-    shift = weight @ scaler.mean_
-    return weight, bias - shift
+    return weight, bias - weight @ scaler.mean_
 
 
 def _vary(labels: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -2,15 +2,10 @@
 of images that are right."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-
-from vit.runtime.arguments import first_line
-from vit.runtime.tensors import describe_shape
 
 # (logits [B, C], targets) → (mean loss, number of images that are right). The targets are classes
 # [B], class probabilities [B, C], or which labels an image has [B, C].
@@ -38,28 +33,38 @@ def build_loss(
     Raises:
         ValueError: The user's loss can't be used.
     """
-    weighs = class_weights is not None
-    if user_loss is not None:
-        _check_user_loss(
-            user_loss, label_smoothing=label_smoothing, weighs_labels=multilabel and weighs
+    if user_loss is not None and (label_smoothing or class_weights is not None):
+        raise ValueError(
+            "loss takes the place of label smoothing and class weights; leave train.label_smoothing"
+            " and train.class_balance out"
         )
-        compute: Any = partial(_compute_user_loss, user_loss, class_weights=class_weights)
-    else:
-        compute = partial(
-            _compute_binary_cross_entropy if multilabel else _compute_cross_entropy,
-            label_smoothing=label_smoothing,
-            class_weights=class_weights,
+    if isinstance(user_loss, nn.Module) and any(p.requires_grad for p in user_loss.parameters()):
+        raise ValueError(
+            "loss= has weights of its own, which it doesn't train; move them to model="
         )
-    count_right = _count_right_labels if multilabel else _count_right_classes
 
     def compute_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return compute(logits.float(), targets), count_right(logits.detach(), targets)
+        answers = logits.detach()
+        logits = logits.float()
+        if user_loss is not None:
+            loss = user_loss(logits, targets).mean()
+        elif multilabel:
+            smoothed = targets + label_smoothing * (0.5 - targets)
+            loss = F.binary_cross_entropy_with_logits(logits, smoothed, pos_weight=class_weights)
+        elif class_weights is None:
+            loss = F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+        else:
+            loss = _compute_weighted_loss(logits, targets, label_smoothing, class_weights)
+        if multilabel:
+            return loss, ((answers > 0) == (targets > 0.5)).all(dim=1).sum()
+        classes = targets if targets.ndim == 1 else targets.argmax(dim=1)
+        return loss, (answers.argmax(dim=1) == classes).sum()
 
     return compute_loss
 
 
-def _compute_cross_entropy(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float, class_weights: Tensor | None
+def _compute_weighted_loss(
+    logits: Tensor, targets: Tensor, label_smoothing: float, class_weights: Tensor
 ) -> Tensor:
     """Compute the mean cross-entropy, where each image has the weight of its class.
 
@@ -67,65 +72,8 @@ def _compute_cross_entropy(
     is certain would be pulled to a rare class by its large weight. It would also divide by the sum
     of the weights, so that the parts of a batch would not add up to the batch.
     """
-    if class_weights is None:
-        return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
     if targets.ndim == 1:
         targets = F.one_hot(targets, logits.shape[1])
     targets = targets * class_weights
     mean = targets.mean(dim=1, keepdim=True).expand_as(targets)
     return F.cross_entropy(logits, targets.lerp(mean, label_smoothing))
-
-
-def _compute_binary_cross_entropy(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float, class_weights: Tensor | None
-) -> Tensor:
-    smoothed = targets + label_smoothing * (0.5 - targets)
-    return F.binary_cross_entropy_with_logits(logits, smoothed, pos_weight=class_weights)
-
-
-def _compute_user_loss(
-    loss: Loss, logits: Tensor, targets: Tensor, *, class_weights: Tensor | None
-) -> Tensor:
-    name = getattr(loss, "__name__", type(loss).__name__)
-    call = f"loss: {name} of logits {describe_shape(logits)} and targets {describe_shape(targets)}"
-    try:
-        losses = loss(logits, targets)
-    except Exception as error:  # a function may raise anything
-        raise ValueError(f"{call} fails ({first_line(error)})") from error
-    shape = describe_shape(losses)
-    if shape not in ([], [len(logits)]) or not losses.requires_grad:
-        raise ValueError(
-            f"{call} gives {shape}, not a mean [] or the losses [{len(logits)}] to differentiate"
-        )
-    if class_weights is None:
-        return losses.mean()
-    if shape == []:
-        raise ValueError(
-            f"{call} gives a mean, in which classes can't be weighted; return the losses of the"
-            ' images (reduction="none"), or set train.class_balance=none'
-        )
-    weights = class_weights[targets] if targets.ndim == 1 else targets @ class_weights
-    return (losses * weights).mean()
-
-
-def _count_right_classes(logits: Tensor, targets: Tensor) -> Tensor:
-    if targets.ndim == 2:
-        targets = targets.argmax(dim=1)
-    return (logits.argmax(dim=1) == targets).sum()
-
-
-def _count_right_labels(logits: Tensor, targets: Tensor) -> Tensor:
-    return ((logits > 0) == (targets > 0.5)).all(dim=1).sum()
-
-
-def _check_user_loss(loss: Loss, *, label_smoothing: float, weighs_labels: bool) -> None:
-    if label_smoothing:
-        raise ValueError("loss takes the place of label smoothing; leave train.label_smoothing out")
-    if weighs_labels:
-        raise ValueError(
-            "loss computes the loss of all labels of an image, which class weights can't weigh; set"
-            " train.class_balance=none"
-        )
-    if isinstance(loss, nn.Module) and any(weight.requires_grad for weight in loss.parameters()):
-        name = type(loss).__name__
-        raise ValueError(f"{name} has weights of its own, which loss= doesn't train; move them")

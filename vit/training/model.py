@@ -27,10 +27,19 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
     """
     torch.manual_seed(config.train.seed)
     preprocess = None
-    if config.model.init is None:
-        model = _build_vision_transformer(config, num_classes=num_classes)
-    else:
+    if config.model.init is not None:
         model, preprocess = _load_model(config, config.model.init, num_classes=num_classes)
+    else:
+        # A key that the configuration doesn't set has the preset's value.
+        preset = config.model.preset
+        arguments = config.model.model_dump(
+            exclude={"init", "preset", "probe", "freeze"}, exclude_unset=preset is not None
+        )
+        if preset is not None:
+            check_choice(preset, PRESETS, name="model.preset")
+            arguments = PRESETS[preset] | arguments
+        _check_sizes(config, config.data.size, arguments["patch_size"])
+        model = VisionTransformer(**arguments, img_size=config.data.size, num_classes=num_classes)
     set_up_training(config, model)
     return model, preprocess
 
@@ -57,28 +66,17 @@ def _load_model(
     if "patch_size" in given:
         patch_size = as_pair(config.model.patch_size, name="model.patch_size")
     image_size = config.data.image_size or model.patch_embed.img_size
-    resolve_image_sizes(config.train.image_sizes, image_size=image_size, patch_size=patch_size)
+    _check_sizes(config, image_size, patch_size)
     model.set_input_size(image_size, patch_size)
     return model, Preprocess.from_dict(values) if values else None
 
 
-def _build_vision_transformer(config: Config, *, num_classes: int) -> VisionTransformer:
-    preset = config.model.preset
-    # A key that the configuration doesn't set has the preset's value.
-    arguments = config.model.model_dump(
-        exclude={"init", "preset", "probe", "freeze"}, exclude_unset=preset is not None
-    )
-    if preset is not None:
-        check_choice(preset, PRESETS, name="model.preset")
-        arguments = PRESETS[preset] | arguments
-        resolve_image_sizes(
-            config.train.image_sizes,
-            image_size=config.data.size,
-            patch_size=as_pair(arguments["patch_size"], name="model.patch_size"),
-        )
-    arguments["img_size"] = config.data.size
-    arguments["num_classes"] = num_classes
-    return VisionTransformer(**arguments)
+def _check_sizes(
+    config: Config, image_size: int | tuple[int, int], patch_size: int | tuple[int, int]
+) -> None:
+    """Raise ValueError for an image that isn't whole patches."""
+    patch = as_pair(patch_size, name="model.patch_size")
+    resolve_image_sizes(config.train.image_sizes, image_size=image_size, patch_size=patch)
 
 
 def set_up_training(config: Config, model: VisionTransformer) -> None:
@@ -97,7 +95,6 @@ def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> N
         raise ValueError(f"train.patch_drop_rates is for vit's own models, and {name} is not one")
     device = next((weight.device for weight in model.parameters()), None)
     images = torch.zeros(2, 3, *config.data.size, device=device)
-    was_training = model.training
     try:
         with torch.no_grad():
             shape = describe_shape(model.eval()(images))
@@ -106,8 +103,6 @@ def check_user_model(config: Config, model: nn.Module, *, num_classes: int) -> N
             f"{name} does not take images {list(images.shape)} ({first_line(error)}); "
             "set data.image_size to the size that it was built for"
         ) from error
-    finally:
-        model.train(was_training)
     if shape != [2, num_classes]:
         raise ValueError(
             f"{name} makes {shape} of {list(images.shape)}, "

@@ -4,6 +4,7 @@ thresholds of prediction sets, a temperature, and features by which unusual imag
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,19 +13,19 @@ from vit.data.dataset import choose_evenly, printable
 from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.evaluation.metrics import score_logits
 from vit.model.logits import has_features
-from vit.model.model_file import Likeness, write_model_file
+from vit.model.model_file import Likeness, read_model_file, write_model_file
 from vit.prediction.conformal import COVERAGE, find_threshold
 from vit.prediction.features import compute_readable_features
 from vit.prediction.neighbours import compute_distances, normalize_rows
 from vit.prediction.probabilities import Ints
 from vit.runtime.arguments import first_line
-from vit.training.model_writer import read_run_model
 from vit.training.run import Run
+from vit.training.validation import predict_validation
 
 _MAX_DISTANCES = 5000
 
 
-def complete_model_file(run: Run, directory: Path) -> str | None:
+def complete_model_file(run: Run, directory: Path) -> None:
     """Put the thresholds, the temperature and the features into the model file of a run. Its
     weights stay as they are.
 
@@ -32,50 +33,39 @@ def complete_model_file(run: Run, directory: Path) -> str | None:
         run: A run that has ended. All its processes take part, and the main process writes.
         directory: Directory of the run.
 
-    Returns:
-        A sentence about the temperature; None if there are too few validation images for one.
-
     Raises:
-        ValueError: The model file is not the run's best model.
+        ValueError, OSError: The model file is not the run's best model.
     """
     path = directory / MODEL_FILE
     trainer = run.trainer
-    step = trainer.progress.best_step
-    content = read_run_model(directory, run_id=trainer.identity.run_id, step=step)
-    if content is None:
+    content = read_model_file(path)
+    best = {"run_id": trainer.identity.run_id, "step": trainer.progress.best_step}
+    if not best.items() <= content.metadata.items():
         raise ValueError(
-            f"{path} is missing, damaged or not of step {step}, the best of this run;"
-            " write it again with --resume"
+            f"{path} is not this run's model of step {best['step']}, its best one; train again with"
+            " --overwrite"
         )
     # A copy of the run's own module takes the best weights, so that none is built again.
     module = copy.deepcopy(trainer.train_step.module)
     bundle = build_bundle(content, path, model=module, device=trainer.train_step.device)
-    thresholds: dict[str, float] = {}
-    conformal: dict[str, object] = {"num_images": 0, "thresholds": thresholds, "no_likeness": ""}
-    values: dict[str, object] = {"conformal": conformal}
-    said = None
-    if trainer.validator is not None:
-        validation = trainer.validator.data.validation
-        assert validation is not None
-        logits = trainer.validator.predict(bundle.model)
+    values: dict[str, Any] = {}
+    conformal = values["conformal"] = {"num_images": 0, "thresholds": {}, "no_likeness": ""}
+    validation = run.data.validation
+    if validation is not None:
+        logits = predict_validation(run.data, bundle.model, trainer.train_step.device)
         if len(logits) >= MIN_IMAGES and np.isfinite(logits).all():
-            temperature = fit_temperature(logits, validation.labels)
-            values["temperature"] = temperature
+            values["temperature"] = fit_temperature(logits, validation.labels)
             values["temperature_fitted_on"] = {
                 "split": validation.split,
                 "fingerprint": validation.fingerprint,
                 "num_images": len(logits),
             }
-            said = (
-                f"calibrated: temperature {temperature:.3f}, fitted on {len(logits):,} images"
-                f" ({validation.split})"
-            )
         conformal["num_images"] = len(validation)
         # The thresholds of labels decide, so that they need no sets.
-        if not bundle.is_multilabel:
-            probabilities = score_logits(logits, validation.labels).label_probability
-            if (threshold := find_threshold(probabilities)) is not None:
-                thresholds[str(COVERAGE)] = threshold
+        if not validation.is_multilabel:
+            threshold = find_threshold(score_logits(logits, validation.labels).label_probability)
+            if threshold is not None:
+                conformal["thresholds"] = {str(COVERAGE): threshold}
             top1 = trainer.progress.best.top1
             values["validation"] = {"top1": top1, "num_images": len(validation)}
 
@@ -91,18 +81,12 @@ def complete_model_file(run: Run, directory: Path) -> str | None:
         metadata = {**content.metadata, **values}
         write_model_file(path, replace(content, metadata=metadata, likeness=likeness))
     trainer.process.wait()
-    return said
 
 
 def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[str, int]]]:
-    """Compute the features by which unusual images and the nearest training images are found.
-
-    Returns:
-        The features, with the name and the class of each training image.
-
-    Raises:
-        ValueError: There are none; the message is the reason.
-    """
+    """Compute the features by which unusual images and the nearest training images are found, and
+    list the name and the class of each training image. Raises ValueError with the reason if there
+    are none."""
     data = run.data
     count = run.config.train.max_training_features
     if not count:
@@ -117,11 +101,10 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     chosen = np.sort(by_class[choose_evenly(len(by_class), count)])
     training = data.train.subset(chosen)
     readable: Ints = np.arange(len(chosen))
-    probe = run.probe
     reads_all = run.config.model.probe is True and training.pixels is not None
-    if probe is not None and run.uncut_model is not None and reads_all:
+    if run.uncut_model is not None and run.probe is not None and reads_all:
         # The probe was fitted on them, so that they are in the cache.
-        features = run.compute_probe_features()[probe.probe.readout]
+        features = run.compute_probe_features()[run.probe.probe.readout]
         training_features = features.numpy()[chosen]
     else:
         training_features, readable = compute_readable_features(bundle, training)
@@ -132,7 +115,8 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     units = normalize_rows(training_features).astype(np.float16)
     likeness = Likeness(units, compute_distances(held_out_features, units).astype(np.float32))
     names = [printable(training.ids[index]) for index in readable.tolist()]
-    if training.is_multilabel:
-        # an image has no class of its own
-        return likeness, [(name, -1) for name in names]
-    return likeness, list(zip(names, training.labels[readable].tolist(), strict=True))
+    # an image of several labels has no class of its own
+    classes = [-1] * len(names)
+    if not training.is_multilabel:
+        classes = training.labels[readable].tolist()
+    return likeness, list(zip(names, classes, strict=True))

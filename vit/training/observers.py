@@ -1,6 +1,5 @@
 """Observers, which show a run to the user. The training loop calls them and knows none of them."""
 
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -19,10 +18,10 @@ from vit.runtime.progress import Advance, show_progress
 
 # Fixed, so that the curves of a resumed run have the same points.
 LOG_EVERY_STEPS = 20
-# Seconds between lines of epochs: a run of half a minute has a few; metrics.jsonl has all.
-_LINE_SECONDS = 10
 # Seconds between updates of the progress bar: reading a result waits for the device.
 _DISPLAY_SECONDS = 0.5
+# Measures of the images that are right, in the order of their use.
+_ACCURACIES = {"map": "mAP", "top1": "top-1", "exact_match": "exact match"}
 
 
 class Observer:
@@ -64,22 +63,9 @@ class Observer:
         """The run has ended or was stopped, also by an error."""
 
 
-def find_accuracy(metrics: Mapping[str, Any], prefix: str = "") -> tuple[str, float]:
-    """Return the title and the value, 0 to 1, of the accuracy among the metrics whose names begin
-    with `prefix`. Where images have several labels, it is the mean average precision if that was
-    measured."""
-    titles = {"map": "mAP", "top1": "top-1", "exact_match": "exact match"}
-    name = next(name for name in titles if prefix + name in metrics)
-    return titles[name], float(metrics[prefix + name])
-
-
 class MetricsFile(Observer):
-    """Writes `metrics.jsonl`, with one object for each epoch.
-
-    Args:
-        directory: Directory of the run.
-        writer: Writes the run's files in the background; None writes at once.
-    """
+    """Writes `metrics.jsonl`, with one object for each epoch, by the writer of the run's files; or
+    at once without one."""
 
     is_essential = True
 
@@ -97,8 +83,8 @@ class MetricsFile(Observer):
 
 
 class ProgressBar(Observer):
-    """Shows a bar with loss, accuracy, images/s and time left, in a terminal only; and lines of
-    epochs: one in 10 seconds at most, and that of the last epoch.
+    """Shows a bar with loss, accuracy, images/s and time left, in a terminal only; and a line for
+    each evaluation.
 
     Args:
         num_validation: Number of validation images, which tells the digits of an accuracy.
@@ -109,9 +95,6 @@ class ProgressBar(Observer):
         self._context = ExitStack()
         self._advance: Advance  # set by `on_start`
         self._displayed_at = 0.0
-        self._printed_at = -math.inf
-        # line of the last epoch, if it is not printed yet
-        self._line = ""
 
     def on_start(self, *, step: int, total_steps: int, settings: Mapping[str, Any]) -> None:
         self._advance = self._context.enter_context(show_progress("epoch 1", total_steps))
@@ -121,10 +104,10 @@ class ProgressBar(Observer):
         title = None
         if time.perf_counter() - self._displayed_at > _DISPLAY_SECONDS:
             self._displayed_at = time.perf_counter()
-            name, accuracy = find_accuracy(metrics)
+            name = next(name for name in _ACCURACIES if name in metrics)
             title = (
-                f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}"
-                f"  {name} {100 * accuracy:.0f} %  {metrics['images_per_second']:,.0f} images/s"
+                f"epoch {metrics['epoch']}  loss {metrics['loss']:.3f}  {_ACCURACIES[name]}"
+                f" {100 * metrics[name]:.0f} %  {metrics['images_per_second']:,.0f} images/s"
             )
         self._advance(1, title)
 
@@ -134,15 +117,14 @@ class ProgressBar(Observer):
         if "train_image_height" in metrics:
             line += f" at {metrics['train_image_height']}×{metrics['train_image_width']} px"
         if metrics["val_loss"] is not None:
-            name, accuracy = find_accuracy(metrics, "val_")
+            name = next(name for name in _ACCURACIES if f"val_{name}" in metrics)
             line += (
-                f"  validation loss {metrics['val_loss']:.3f}  {name} {self._percent(accuracy)}"
+                f"  validation loss {metrics['val_loss']:.3f}"
+                f"  {_ACCURACIES[name]} {self._percent(metrics[f'val_{name}'])}"
                 f"  macro F1 {self._percent(metrics['val_macro_f1'])}"
             )
         line += f"  {metrics['images_per_second']:,.0f} images/s"
-        self._line = f"{line}  {metrics['elapsed_seconds']:.0f} s"
-        if time.perf_counter() - self._printed_at >= _LINE_SECONDS:
-            self._print_line()
+        self.on_message(f"{line}  {metrics['elapsed_seconds']:.0f} s")
 
     def on_message(self, text: str) -> None:
         # a notebook shows standard error in red
@@ -150,11 +132,4 @@ class ProgressBar(Observer):
         print(replace_control_characters(text), file=file)
 
     def on_end(self) -> None:
-        self._print_line()
         self._context.close()
-
-    def _print_line(self) -> None:
-        if self._line:
-            self.on_message(self._line)
-        self._line = ""
-        self._printed_at = time.perf_counter()

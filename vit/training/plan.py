@@ -68,10 +68,9 @@ class TrainingPlan:
 
 
 class Validation(NamedTuple):
-    """The measures on the validation images: mean cross-entropy; accuracy, F1 and mean average
-    precision from 0 to 1, and -1 before the first validation. Where images have several labels, the
-    accuracy is the fraction of the images of which all labels are right. Single classes have no
-    average precision."""
+    """The measures on the validation images: mean cross-entropy; accuracy (with several labels an
+    image, that of all of them), F1 and mean average precision (of several labels) from 0 to 1, and
+    -1 where they are not known."""
 
     loss: float
     top1: float
@@ -131,8 +130,8 @@ class Progress:
         return self.step >= plan.total_steps or has_stopped
 
     def record_best(self, validation: Validation | None, *, select_by: SelectBy) -> bool:
-        """Record the measures of a step if they are the best. Without validation images the last
-        step is the best. Returns whether the step is the best."""
+        """Record the measures of a step if they are the best, and return whether they are. Without
+        validation images the last step is the best."""
         if validation is not None:
             if not validation.rank(select_by) > self.best.rank(select_by):  # nan is never the best
                 self.evaluations_since_best += 1

@@ -1,7 +1,6 @@
 """The linear probe that a run of pretrained weights starts from."""
 
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,15 +12,14 @@ from vit.data.dataset import ImageDataset
 from vit.model.logits import cut_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import Features, compute_features
-from vit.runtime.arguments import shorten
 from vit.runtime.console import build_console
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
-from vit.training.folds import assign_folds, describe_always_trained, list_always_trained
+from vit.training.folds import assign_folds, list_always_trained
 from vit.training.learning_curve import LearningCurve, measure_learning_curve
-from vit.training.linear_probe import LinearProbe, fit_probe
+from vit.training.linear_probe import LinearProbe, as_array, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
@@ -30,14 +28,8 @@ _POOLING_NAMES = {"token": "the class token", "avg": "the mean of the patches"}
 
 @dataclass(frozen=True)
 class FittedProbe:
-    """A probe that was fitted for a run.
-
-    Attributes:
-        probe: The probe of the training images.
-        description: The chosen readout, its accuracy and the time, for the user.
-        curve: Growth of the accuracy with the number of images; in the main process of a new run
-            only.
-    """
+    """The probe of a run's training images, its description for the user, and the growth of its
+    accuracy with the number of images; the last in the main process of a new run only."""
 
     probe: LinearProbe
     description: str
@@ -82,71 +74,54 @@ def fit_to_data(
         measures_curve: Measure the learning curve, too.
     """
     # Images that are decoded while training are decoded here, and unreadable ones are left out.
-    dataset = data.decode(_choose_images(data.train, config.model.probe))
+    images = data.decode(_choose_images(data.train, config.model.probe))
     started_at = time.perf_counter()
-    features = compute_data_features(data, dataset, model, device=device)
-    computed_at = time.perf_counter()
+    features = compute_data_features(data, images, model, device=device)
+    seconds = time.perf_counter() - started_at
     balanced = data.class_balance == "weights"
     process = current_process()
-    folds = assign_folds(dataset.labels, dataset.groups)
+    folds = assign_folds(images.labels, images.groups)
     probe = None
     if process.is_main:
         with show_progress("choosing a linear probe"):
             probe = fit_probe(
                 features,
-                dataset.labels,
-                num_classes=len(dataset.class_names),
+                images.labels,
+                num_classes=len(images.class_names),
                 balanced=balanced,
                 folds=folds,
-                groups=dataset.groups,
+                groups=images.groups,
             )
     # Other processes take the main process's probe, because their libraries may round differently.
     probe = process.broadcast(probe)
     assert probe is not None
-
     depth, pool = probe.readout
-    text = (
-        f"features of block {depth} of {len(model.blocks)}, {_POOLING_NAMES[pool]},"
-        f" C={probe.strength:.2g}"
-    )
-    always_trained = list_always_trained(folds, dataset.labels)
-    names = [dataset.class_names[label] for label in always_trained]
-    if probe.top1 is not None:
-        text += f"; top-1 in cross-validation {format_percent(probe.top1, len(dataset))}"
-        text += describe_always_trained(names)
-    elif probe.map is not None:
-        mean = format_percent(probe.map, len(dataset))
-        text += f"; mean average precision in cross-validation {mean}"
-    elif names:
-        listed = shorten(", ".join(names))
-        text += f"; no cross-validation, because of one group or image: {listed}"
-    count = f"{len(dataset):,}"
-    if len(dataset) < len(data.train):
-        count += f" of {len(data.train):,}"
-    text += (
-        f" ({count} training images; features {computed_at - started_at:.0f} s,"
-        f" regressions {time.perf_counter() - computed_at:.0f} s)"
-    )
+    text = f"features of block {depth} of {len(model.blocks)}, {_POOLING_NAMES[pool]}"
+    text += f", C={probe.strength:.2g}"
+    if probe.accuracy is not None:
+        measure = "mean average precision" if images.is_multilabel else "top-1"
+        text += f"; {measure} in cross-validation {format_percent(probe.accuracy, len(images))}"
+    if names := list_always_trained(folds, images.labels, images.class_names):
+        text += f"; not measured, because of one group or image: {names}"
+    text += f" ({len(images):,} of {len(data.train):,} training images; features {seconds:.0f} s)"
     curve = None
-    if process.is_main and measures_curve:
-        curve = _measure_curve(features, dataset, probe, balanced=balanced)
+    if process.is_main and measures_curve and not images.is_multilabel:
+        curve = _measure_curve(features, images, probe, balanced=balanced)
     return FittedProbe(probe, text, curve)
 
 
 def _measure_curve(
-    features: Features, dataset: ImageDataset, probe: LinearProbe, *, balanced: bool
+    features: Features, images: ImageDataset, probe: LinearProbe, *, balanced: bool
 ) -> LearningCurve | None:
-    """Measure the learning curve of the probe; None for several labels an image."""
-    if dataset.is_multilabel:
-        return None
+    """Measure the learning curve of the probe; None, with a warning, if that fails."""
     try:
         with show_progress("learning curve"):
             return measure_learning_curve(
-                features[probe.readout].numpy().astype(np.float64),
-                dataset.labels,
+                as_array(features, probe.readout),
+                images.labels,
                 strength=probe.strength,
                 class_weight="balanced" if balanced else None,
-                groups=dataset.groups,
+                groups=images.groups,
             )
     except Exception as error:  # it only informs, and must not cost the run
         message = f"warning: no learning curve: {type(error).__name__}: {error}"
@@ -159,12 +134,8 @@ def build_probed_model(
 ) -> VisionTransformer:
     """Build the model that ends at the probe's block and has the probe as its head, to be trained
     as the configuration says."""
-    probed = cut_model(
-        model,
-        probe.readout,
-        weight=torch.from_numpy(probe.weight).float(),
-        bias=torch.from_numpy(probe.bias).float(),
-    )
+    weight, bias = (torch.from_numpy(values).float() for values in (probe.weight, probe.bias))
+    probed = cut_model(model, probe.readout, weight=weight, bias=bias)
     set_up_training(config, probed)
     return probed
 
@@ -176,9 +147,8 @@ def _choose_images(dataset: ImageDataset, max_images: int | bool) -> ImageDatase
         return dataset
     # the first image of each class in a random order, then the second of each class, and so on
     shuffled = np.random.default_rng(0).permutation(len(dataset))
-    seen: Counter[int] = Counter()
-    places = np.zeros(len(dataset), dtype=np.int64)
-    for place, label in enumerate(dataset.strata[shuffled].tolist()):
-        places[place] = seen[label]
-        seen[label] += 1
+    order = np.argsort(dataset.strata[shuffled], kind="stable")
+    counts = np.unique(dataset.strata, return_counts=True)[1]
+    places = np.empty(len(dataset), dtype=np.int64)
+    places[order] = np.concatenate([np.arange(count) for count in counts])
     return dataset.subset(np.sort(shuffled[np.argsort(places, kind="stable")[:max_images]]))

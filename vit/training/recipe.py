@@ -23,8 +23,7 @@ class Recipe(NamedTuple):
 
 
 def names_images(source: ConfigLike | None) -> bool:
-    """Return whether a user named images, for which a configuration is to be chosen. A text that is
-    neither images nor a recipe counts as a recipe, which is then named in an error.
+    """Return whether a user named images, for which a configuration is to be chosen.
 
     Raises:
         ValueError: It is an archive or a document.
@@ -52,26 +51,26 @@ def find_recipe(name: str | Path) -> Path:
     """
     # A path comes before a recipe of the same name.
     path = Path(name)
-    folder = _recipe_folder()
     if path.is_file() and path.suffix.lower() not in ("", ".yaml", ".yml", ".json"):
         raise ValueError(
             f"{name} is neither a configuration (.yaml) nor a table of images (.csv, .tsv, .txt"
             " or .jsonl); write such a table, or name the folder of the images"
         )
+    recipe = _recipe_folder() / f"{name}.yaml"
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return path
-    recipe = folder / f"{name}.yaml"
     if not recipe.is_file():
-        if hint := suggest(name):
-            raise FileNotFoundError(f"{name} does not exist{hint}")
         known = list_recipes()
-        text = f"packaged recipes: {', '.join(known)}; or name a folder of images"
-        raise FileNotFoundError(f"{name} does not exist; {text}{suggest(name, known)}")
+        hint = suggest(name) or (
+            f"; packaged recipes: {', '.join(known)}; or name a folder of images"
+            f"{suggest(name, known)}"
+        )
+        raise FileNotFoundError(f"{name} does not exist{hint}")
     return recipe
 
 
 def list_recipes() -> dict[str, Recipe]:
-    """Return the packaged recipes that have a result, by name."""
+    """Return the packaged recipes whose comment has a result, by name."""
     folder = _recipe_folder()
     recipes = {}
     for path in sorted(folder.rglob("*.yaml")):
@@ -79,14 +78,9 @@ def list_recipes() -> dict[str, Recipe]:
         comment = " ".join(line[2:] for line in lines if line.startswith("# "))
         accuracy = re.search(r"([\d.]+(?: ± [\d.]+)? %) test top-1", comment)
         time = re.search(r"(\d+ s to \d+ s|\d+ s)\b", comment)
-        # A recipe without a result is not offered; its file can still be named.
-        if accuracy is None:
-            continue
-        recipes[path.relative_to(folder).with_suffix("").as_posix()] = Recipe(
-            task=re.split(r"[.:] ", comment)[0],
-            accuracy=accuracy[1],
-            time=time[1] if time else "",
-        )
+        if accuracy and time:
+            name = path.relative_to(folder).with_suffix("").as_posix()
+            recipes[name] = Recipe(re.split(r"[.:] ", comment)[0], accuracy[1], time[1])
     return recipes
 
 

@@ -27,13 +27,13 @@ from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.device import choose_device, choose_precision, use_deterministic_algorithms
 from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
-from vit.runtime.processes import Process
+from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
 from vit.training.identity import RunIdentity
 from vit.training.losses import Loss, StepLoss, build_loss
 from vit.training.model import build_model, check_user_model
-from vit.training.model_writer import BundleWriter
+from vit.training.model_writer import write_bundle
 from vit.training.observers import MetricsFile, Observer, ProgressBar
 from vit.training.plan import TrainingPlan
 from vit.training.probe import (
@@ -48,7 +48,6 @@ from vit.training.tensorboard import TensorBoard
 from vit.training.tokens import keep_tokens
 from vit.training.train_step import TrainStep
 from vit.training.trainer import Trainer
-from vit.training.validation import ImageValidator
 
 # FLOPs of a run on a GPU from which compiling its blocks is worth a minute.
 _WORTHWHILE_FLOPS = 1.6e16
@@ -67,19 +66,22 @@ class Run:
     """The parts of a training run that are needed once it is built.
 
     Attributes:
-        config: Configuration with the image size and the pipeline that were chosen. Whoever resumes
-            the run takes the same ones, whatever memory is free then.
         image_loader: Loader of pictures, where the batches of the trainer hold tokens.
         probe: Probe that the model starts from, if there is one.
         uncut_model: Model that the probe was fitted on, where nothing is trained after it.
     """
 
-    config: Config
     data: TrainingData
     trainer: Trainer
     image_loader: TrainLoader
     probe: FittedProbe | None
     uncut_model: nn.Module | None
+
+    @property
+    def config(self) -> Config:
+        """Configuration with the image size and the pipeline that were chosen. Whoever resumes the
+        run takes the same ones, whatever memory is free then."""
+        return self.data.config
 
     def compute_probe_features(self) -> Features:
         """Compute the features that a probe alone was fitted on, or read them from the cache."""
@@ -92,7 +94,6 @@ def build_run(
     config: Config,
     *,
     directory: Path,
-    process: Process,
     device_name: str,
     splits: DatasetSplits | None = None,
     transform: Transform | None = None,
@@ -106,12 +107,9 @@ def build_run(
     Args:
         config: Configuration of the run.
         directory: Directory of the run.
-        process: This process's place in the run.
         device_name: Device of this process, such as "cuda:1".
         splits: The images, where they are open already.
-        transform: Function of one image, passed from Python.
-        user_model: Module passed from Python, which is trained.
-        loss: Function passed from Python, which takes the place of the cross-entropy.
+        transform, user_model, loss: Objects from Python. See `vit.train`.
         observers: Observers of the run. None: a progress bar, the metrics file and TensorBoard.
         resume: The run in `directory` goes on, if it has left a checkpoint.
     """
@@ -123,7 +121,6 @@ def build_run(
 
     splits = splits or build_dataset(config)
     num_classes = len(splits.split("train").class_names)
-    model: nn.Module
     pretrained = None
     if user_model is not None:
         model = user_model
@@ -152,9 +149,7 @@ def build_run(
     data, tokens = keep_tokens(config, model, data, device=device, transform=transform)
     config = data.config
 
-    build_loader = partial(
-        build_train_loader, data, device=device, process=process, transform=transform
-    )
+    build_loader = partial(build_train_loader, data, device=device, transform=transform)
     image_loader = train_loader = build_loader()
     if tokens is not None:
         train_loader = build_loader(tokens=tokens)
@@ -169,13 +164,11 @@ def build_run(
         config,
         model,
         plan=plan,
-        process=process,
         device=device,
-        loss=choose_loss(config, data, loss, device=device),
+        loss=_choose_loss(data, loss, device=device),
         is_capturable=loss is None,
     )
 
-    validator = ImageValidator(data, device) if data.validation is not None else None
     writer = BackgroundWriter()
     if observers is None:
         observers = [
@@ -183,38 +176,27 @@ def build_run(
             MetricsFile(directory, writer),
             TensorBoard(directory, image_loader),
         ]
-    identity = RunIdentity.from_config(
-        config,
-        data_fingerprint=data.train.fingerprint,
-        conditions={
-            "the kind of device": device.type,
-            "the precision": train_step.precision,
-            "torch's version": str(torch.__version__),
-        },
-        transform=transform,
-        model=user_model,
-        loss=loss,
+    passed = {"transform": transform, "model": user_model, "loss": loss}
+    identity = RunIdentity.from_config(config, data.train.fingerprint, passed)
+    write_model = partial(
+        write_bundle, directory=directory, data=data, run_id=identity.run_id, writer=writer
     )
     trainer = Trainer(
         train_step=train_step,
         plan=plan,
         train_batches=train_loader,
-        validator=validator,
+        data=data,
         checkpoints=checkpoints,
-        model_writer=BundleWriter(directory, config, data, process, identity.run_id, writer),
-        observers=list(observers) if process.is_main else [],
-        process=process,
+        write_model=write_model,
+        observers=list(observers) if current_process().is_main else [],
         identity=identity,
         writer=writer,
         keeps_first_model=uses_probe(config),
-        warns_of_loss=loss is None,
     )
-    return Run(config, data, trainer, image_loader, probe, uncut_model)
+    return Run(data, trainer, image_loader, probe, uncut_model)
 
 
-def choose_loss(
-    config: Config, data: TrainingData, user_loss: Loss | None, *, device: torch.device
-) -> StepLoss:
+def _choose_loss(data: TrainingData, user_loss: Loss | None, *, device: torch.device) -> StepLoss:
     """Build the loss that suits the images."""
     class_weights = None
     if data.class_balance == "weights":
@@ -224,7 +206,7 @@ def choose_loss(
         user_loss.to(device)
     return build_loss(
         multilabel=data.train.is_multilabel,
-        label_smoothing=config.train.label_smoothing,
+        label_smoothing=data.config.train.label_smoothing,
         class_weights=class_weights,
         user_loss=user_loss,
     )
@@ -238,14 +220,7 @@ def build_plan(
     batch_size: int,
     multilabel: bool = False,
 ) -> TrainingPlan:
-    """Plan how long a run is, and what happens when.
-
-    Args:
-        config: Configuration of the run.
-        model: Model to be trained. Image sizes are multiples of its patches.
-        steps_per_epoch: Batches of an epoch.
-        batch_size: Images of a step, over all processes.
-        multilabel: An image may have several labels.
+    """Plan how long a run is, and what happens when. See `TrainingPlan` for the sizes.
 
     Raises:
         ValueError: `train.select_by` is a measure of several labels, and an image has one.
@@ -278,32 +253,28 @@ def build_train_step(
     model: nn.Module,
     *,
     plan: TrainingPlan,
-    process: Process,
     device: torch.device,
     loss: StepLoss,
     is_capturable: bool = True,
 ) -> TrainStep:
     """Build the step that trains a model: the model in its processes, the average of its weights,
-    optimizer and schedule.
-
-    Args:
-        config: Configuration of the run.
-        model: Model to be trained.
-        plan: Plan of the run.
-        process: This process's place in the run.
-        device: Device of this process.
-        loss: Loss of a part of a batch.
-        is_capturable: The loss does the same in each step.
-    """
+    optimizer and schedule. `is_capturable`: the loss does the same in each step."""
     train = config.train
+    world_size = current_process().world_size
     precision = choose_precision(train.precision, device)
     parallel_model = model.to(device)
-    if process.world_size > 1:
+    if world_size > 1:
         parallel_model = DistributedDataParallel(model)
-    compiles = False
-    if isinstance(model, VisionTransformer) and _compiles(config, model, plan, device):
-        _compile_blocks(config, model)
-        compiles = True
+    is_ours = isinstance(model, VisionTransformer)
+    compiles = isinstance(model, VisionTransformer) and _compiles(config, model, plan, device)
+    if isinstance(model, VisionTransformer) and compiles:
+        # torch's own choice is the folder for temporary files, which is emptied now and then.
+        cache = (config.data.cache_dir or default_cache_dir()) / "compiled"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        torch._dynamo.config.recompile_limit = _MAX_COMPILED
+        for block in model.blocks:
+            # From the third size on, torch would make sizes symbols, which a CUDA graph can't have.
+            block.compile(dynamic=False)
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -324,11 +295,11 @@ def build_train_step(
     )
     grad_accum_steps = train.grad_accum_steps
     if grad_accum_steps == "auto":
-        batch_size = plan.batch_size // process.world_size
+        batch_size = plan.batch_size // world_size
         grad_accum_steps = count_parts(model, config.data.size, batch_size, device=device)
     # Several processes share the cores already, and compiled code keeps Python's lock.
     threads = None
-    if process.world_size == 1 and not compiles:
+    if world_size == 1 and not compiles:
         threads = choose_threads(model, device=device)
     return TrainStep(
         parallel_model,
@@ -342,9 +313,7 @@ def build_train_step(
         threads=threads,
         # Gradient checkpointing reads the state of the device's random numbers; other models may do
         # something else in each step.
-        is_capturable=is_capturable
-        and isinstance(model, VisionTransformer)
-        and not train.grad_checkpointing,
+        is_capturable=is_capturable and is_ours and not train.grad_checkpointing,
     )
 
 
@@ -389,14 +358,3 @@ def _compiles(
     pays = step_flops * plan.total_steps / (len(plan.image_sizes) or 1) >= _WORTHWHILE_FLOPS
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     return pays and any(shutil.which(compiler) for compiler in compilers)
-
-
-def _compile_blocks(config: Config, model: VisionTransformer) -> None:
-    """Let torch compile the encoder blocks when they first run. Equal blocks share their code."""
-    # torch's own choice is the folder for temporary files, which is emptied now and then.
-    directory = (config.data.cache_dir or default_cache_dir()) / "compiled"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
-    torch._dynamo.config.recompile_limit = _MAX_COMPILED
-    for block in model.blocks:
-        # From the third size on, torch would make sizes symbols, which a CUDA graph can't have.
-        block.compile(dynamic=False)

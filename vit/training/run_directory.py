@@ -21,17 +21,12 @@ _RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", FIRST_BATCH_FI
 
 @contextmanager
 def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Create and lock a directory for one run, for as long as the context lasts.
-
-    Args:
-        path: The directory.
-        resume: A run that is there may be continued.
-        overwrite: A run that is there may be removed.
+    """Create and lock a directory for one run, for as long as the context lasts. `resume` and
+    `overwrite` allow a run that is there.
 
     Raises:
         NotADirectoryError: `path` is a file.
-        FileExistsError: The directory holds files that are not part of a run; or it holds a run,
-            and neither `resume` nor `overwrite` is set.
+        FileExistsError: The directory holds something that may not be touched.
         ValueError: Another process trains into it.
     """
     if path.exists() and not path.is_dir():
@@ -40,24 +35,23 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
     path.mkdir(parents=True, exist_ok=True)
     refusal = f"another process is training into {path}; wait for it or choose another --output"
     with lock_file(path / _LOCK_FILE, refusal=refusal):
-        holds_run = (path / CONFIG_FILE).exists()
-        # A run writes its configuration before anything else but these.
-        ours = [path / _LOCK_FILE, path / FIRST_BATCH_FILE, *path.glob(TEMPORARIES)]
-        foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
-        if resume:
-            # A job's log may lie there, and a run can go on from its checkpoints alone.
-            foreign.intersection_update(_RUN_FILES)
-            if "checkpoints" in foreign:
-                foreign.clear()
-        if foreign and not holds_run:
-            raise FileExistsError(
-                f"{path} holds {min(foreign)}, which is not part of a run; choose another --output"
-            )
-        if holds_run and not overwrite and not resume:
-            raise FileExistsError(
-                f"{path} already holds a run; continue it with --resume, or replace it with"
-                " --overwrite"
-            )
+        if (path / CONFIG_FILE).exists():
+            if not overwrite and not resume:
+                raise FileExistsError(
+                    f"{path} already holds a run; continue it with --resume, or replace it with"
+                    " --overwrite"
+                )
+        # A run can go on from its checkpoints alone, and a job's log may lie there.
+        elif not (resume and (path / "checkpoints").exists()):
+            ours = [path / _LOCK_FILE, path / FIRST_BATCH_FILE, *path.glob(TEMPORARIES)]
+            foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
+            if resume:
+                foreign.intersection_update(_RUN_FILES)
+            if foreign:
+                raise FileExistsError(
+                    f"{path} holds {min(foreign)}, which is not part of a run; choose another"
+                    " --output"
+                )
         # A run that was killed has left them; nobody else writes here.
         remove_temporaries(path)
         try:

@@ -5,8 +5,7 @@ to 10 µs to start one. The replay of a CUDA graph starts all of them at once.
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -34,64 +33,59 @@ class StepGraphs:
     def __init__(self, run: RunStep, optimizer: Optimizer) -> None:
         self._run = run
         self._optimizer = optimizer
+        self.forget()
+
+    def forget(self) -> None:
+        """Free all graphs and start again, because the optimizer's state has moved."""
         self._counts: dict[Hashable, int] = {}
         # kind of steps → replay of their graph, or the step itself if it can't be captured
         self._graphs: dict[Hashable, RunStep] = {}
 
-    def forget(self) -> None:
-        """Free all graphs and start again, because the optimizer's state has moved."""
-        self._counts.clear()
-        self._graphs.clear()
-
     def __call__(self, images: Tensor, targets: Tensor, *, settings: Hashable) -> Any:
-        """Run a step.
-
-        Args:
-            images, targets: A batch.
-            settings: All other values that decide what the step does.
-        """
+        """Run a step. `settings` are all values, except images and targets, that decide what the
+        step does."""
         kind = (images.shape, targets.shape, targets.dtype, settings)
         self._counts[kind] = self._counts.get(kind, 0) + 1
         if self._counts[kind] <= _WARM_UP_STEPS:
             return self._run(images, targets)
         if kind not in self._graphs:
-            self._graphs[kind] = self._capture(images, targets)
+            try:
+                self._graphs[kind] = capture_step(self._run, self._optimizer, images, targets)
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError):
+                    warnings.warn(
+                        "the training step could not be captured as a CUDA graph"
+                        f" ({first_line(error)}); training goes on without it",
+                        stacklevel=2,
+                    )
+                # Nothing was computed, but random numbers may have been drawn.
+                torch.manual_seed(torch.initial_seed())
+                self._graphs[kind] = self._run
         return self._graphs[kind](images, targets)
-
-    def _capture(self, images: Tensor, targets: Tensor) -> RunStep:
-        """Capture a step, which computes nothing; return the step itself if that fails."""
-        try:
-            return capture_step(self._run, self._optimizer, images, targets)
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError):
-                warnings.warn(
-                    "the training step could not be captured as a CUDA graph"
-                    f" ({first_line(error)}); training goes on without it",
-                    stacklevel=2,
-                )
-        # Nothing was computed, but random numbers may have been drawn.
-        torch.manual_seed(torch.initial_seed())
-        return self._run
 
 
 def capture_step(run: RunStep, optimizer: Optimizer, images: Tensor, targets: Tensor) -> RunStep:
-    """Capture a step. See `StepGraphs`.
-
-    Args:
-        run: The step.
-        optimizer: Optimizer of the step, which has made its state.
-        images, targets: A batch; all batches have its shapes.
+    """Capture a step, which computes nothing. See `StepGraphs`.
 
     Returns:
-        A function that runs the step on another batch.
+        A function that runs the step on another batch of the same shapes.
 
     Raises:
         RuntimeError: The step does something that can't be captured, or doesn't fit into memory.
     """
     images, targets = images.clone(), targets.clone()
     graph = torch.cuda.CUDAGraph()
-    with _marked_capturable(optimizer), torch.cuda.graph(graph):
-        result = run(images, targets)
+    # torch's AdamW refuses to be captured without this mark, which changes nothing of a fused one,
+    # and warns of the mark when it isn't captured.
+    groups = [group for group in optimizer.param_groups if group.get("capturable") is False]
+    for group in groups:
+        group["capturable"] = True
+    try:
+        with torch.cuda.graph(graph):
+            result = run(images, targets)
+    finally:
+        for group in groups:
+            group["capturable"] = False
 
     def replay(new_images: Tensor, new_targets: Tensor) -> Any:
         images.copy_(new_images)
@@ -101,17 +95,3 @@ def capture_step(run: RunStep, optimizer: Optimizer, images: Tensor, targets: Te
         return result._make([value.clone() for value in result])
 
     return replay
-
-
-@contextmanager
-def _marked_capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Mark an optimizer as capturable. torch's AdamW refuses to be captured without the mark, which
-    changes nothing of a fused one, and warns of the mark when it isn't captured."""
-    groups = [group for group in optimizer.param_groups if group.get("capturable") is False]
-    for group in groups:
-        group["capturable"] = True
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["capturable"] = False

@@ -18,12 +18,8 @@ _BATCH_IMAGES = 64
 
 
 class TensorBoard(Observer):
-    """Writes for TensorBoard. The curves of a resumed run go on from its checkpoint.
-
-    Args:
-        run_directory: Directory of the run; the files are in `tensorboard` below it.
-        loader: Loader of the training images; None shows none.
-    """
+    """Writes for TensorBoard, into the folder `tensorboard` of a run. The curves of a resumed run go
+    on from its checkpoint. The first images of `loader` are shown, if there is one."""
 
     def __init__(self, run_directory: Path, loader: TrainLoader | None = None) -> None:
         self.directory = run_directory / "tensorboard"
@@ -48,10 +44,9 @@ class TensorBoard(Observer):
         self.writer.flush()
 
     def on_step(self, metrics: dict[str, Any]) -> None:
-        if metrics["step"] % LOG_EVERY_STEPS:
-            return
-        for name in ("loss", "gradient_norm", "learning_rate"):
-            self.writer.add_scalar(f"step/{name}", float(metrics[name]), metrics["step"])
+        if metrics["step"] % LOG_EVERY_STEPS == 0:
+            for name in ("loss", "gradient_norm", "learning_rate"):
+                self.writer.add_scalar(f"step/{name}", float(metrics[name]), metrics["step"])
 
     def on_epoch(self, metrics: dict[str, Any], model: nn.Module) -> None:
         for key, value in metrics.items():

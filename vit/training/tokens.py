@@ -30,13 +30,6 @@ def keep_tokens(
 ) -> tuple[TrainingData, Float[Tensor, "n V N D"] | None]:
     """Compute the tokens of the training images, if the configuration and the memory allow it.
 
-    Args:
-        config: Configuration of the run, as it was given.
-        model: Model of the run, on its device, its blocks frozen.
-        data: Images of the run.
-        device: The model's device.
-        transform: Function of one image, passed from Python.
-
     Returns:
         The data and None; or the data with the pipeline "tokens", and the tokens.
 
@@ -44,12 +37,13 @@ def keep_tokens(
         ValueError: The configuration asks for tokens of a model or of images that have none.
     """
     wanted = config.data.pipeline
-    if not isinstance(model, VisionTransformer) or transform is not None:
-        if wanted == "tokens":
-            raise ValueError("data.pipeline=tokens is for vit's own models, and images as they are")
-        return data, None
+    is_possible = isinstance(model, VisionTransformer) and transform is None
+    if wanted == "tokens" and not is_possible:
+        raise ValueError("data.pipeline=tokens is for vit's own models, and images as they are")
     is_chosen = wanted == "auto" and config.keeps_tokens and data.train.pixels is not None
-    if wanted != "tokens" and not is_chosen:
+    if not isinstance(model, VisionTransformer) or not (
+        wanted == "tokens" or (is_chosen and is_possible)
+    ):
         return data, None
 
     mirrored = config.augment.flip != "none"

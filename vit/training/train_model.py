@@ -8,24 +8,25 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import yaml
 from torch import nn
 
-from vit.config import Config, dump_config, list_overrides
-from vit.data.dataset import LabelRule
+from vit.config import Config, list_overrides, values_to_save
 from vit.data.workers import Transform
+from vit.model.find_file import find_initial_weights
 from vit.runtime.arguments import check_arguments, check_kind
-from vit.runtime.console import build_console
-from vit.runtime.files import write_text
+from vit.runtime.console import echo
+from vit.runtime.files import expand_home, write_text
 from vit.runtime.processes import join_processes
 from vit.training.automatic import choose_config, find_device
-from vit.training.cross_validation import check_folds, cross_validate_run
+from vit.training.cross_validation import FOLDS_KEYS, check_folds, cross_validate_run
 from vit.training.data import build_dataset
 from vit.training.losses import Loss
 from vit.training.model_answers import complete_model_file
 from vit.training.observers import Observer
-from vit.training.print_plan import print_plan, warn_of_guessing
-from vit.training.recipe import ConfigLike
-from vit.training.resolve import resolve_arguments
+from vit.training.print_plan import print_plan
+from vit.training.recipe import ConfigLike, names_images
+from vit.training.resolve import resolve_config
 from vit.training.result import TrainingResult
 from vit.training.run import build_run
 from vit.training.run_directory import (
@@ -56,7 +57,6 @@ def train(
     overwrite: bool = False,
     dry_run: bool = False,
     show_plan: bool = False,
-    verbose: bool = False,
     transform: Transform | None = None,
     dataset: Any = None,
     class_names: Sequence[str] | None = None,
@@ -72,10 +72,9 @@ def train(
             folder, table, shards or the name of a data set, for which a
             configuration is chosen. None with `resume`: the run's own.
         output: Directory of the run.
-        overrides: Changes of the configuration, such as ["train.epochs=20",
-            "train.seed=1", "train.device=cpu"], or a dictionary such as
-            {"train.epochs": 20}. `vit.config.Config` and
-            docs/reference/configuration.md list the keys.
+        overrides: Changes of the configuration, such as ["train.epochs=20"] or
+            {"train.epochs": 20}; docs/reference/configuration.md lists the
+            keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
             Face, a file of weights, a model file, a run or a checkpoint. None:
             random weights, or those of `model.init`.
@@ -105,7 +104,6 @@ def train(
         overwrite: Replace the run in `output`.
         dry_run: Write a picture of one batch, `first_batch.png`, and stop.
         show_plan: Print what the run will do, and what may go wrong.
-        verbose: Print the whole plan.
         transform: Function called on each training image, uint8 [H, W, 3],
             before the augmentation of the configuration: a transform of
             albumentations or torchvision, or any function.
@@ -122,10 +120,11 @@ def train(
             they are names, or "class 0" and so on.
         model: A module from images [B, 3, H, W] to logits [B, C], which is
             trained itself. None: a vision transformer as configured.
-        loss: Function that takes the place of the cross-entropy and its label
-            smoothing, from logits [B, C] and targets to the losses [B] or
-            their mean. The targets are classes [B], or with mixup and cutmix
-            class probabilities [B, C]. Validation measures cross-entropy.
+        loss: Function that takes the place of the cross-entropy, its label
+            smoothing and class weights, from logits [B, C] and targets to the
+            losses [B] or their mean. The targets are classes [B], or with
+            mixup and cutmix class probabilities [B, C]. Validation measures
+            cross-entropy.
         callbacks: Objects of `vit.Observer`, whose methods are called after
             each step and epoch. One that returns True saves the state and ends
             the run.
@@ -147,6 +146,7 @@ def train(
         >>> vit.predict(run.bundle, "photo.jpg").predictions[0].classes
     """
     _refuse_bootstrapping()
+    started_at = time.perf_counter()
     passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
     check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
     check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
@@ -155,30 +155,34 @@ def train(
     for callback in callbacks:
         expected = "an object of a subclass of vit.Observer"
         check_kind(callback, Observer, name="a callback", expected=expected)
-    started_at = time.perf_counter()
-    listed_overrides = list_overrides(overrides)
+    if resume and overwrite:
+        raise ValueError("--resume continues a run and --overwrite replaces it; give one of them")
+    if minutes is not None and not names_images(config):
+        raise ValueError(
+            "--minutes is for a configuration that is chosen for images; others have train.epochs"
+        )
+    directory = expand_home(output)
+    # These arguments stand for keys of the configuration.
+    keys: dict[str, Any] = {
+        "data.group_by": group_by,
+        "data.label_by": label_by,
+        "data.path_column": path_column,
+        "data.label_column": label_column,
+        "data.split_column": split_column,
+        "data.group_column": group_column,
+    }
+    if init is not None:
+        keys["model.init"] = find_initial_weights(init, directory)
     if loss is not None:
-        listed_overrides.insert(0, "train.label_smoothing=0")
+        keys |= {"train.label_smoothing": 0, "train.class_balance": "none"}
+    if folds is not None:
+        keys |= FOLDS_KEYS
+    if isinstance(group_by, str) and group_by.isdecimal():
+        keys["data.group_by"] = int(group_by)
+    given = {key: value for key, value in keys.items() if value is not None}
+    all_overrides = given | list_overrides(overrides)
     passed = [name for name, value in (("dataset", dataset), ("model", model)) if value is not None]
-    directory, all_overrides, resolved = resolve_arguments(
-        config,
-        output=output,
-        overrides=listed_overrides,
-        init=init,
-        minutes=minutes,
-        group_by=group_by,
-        labels=LabelRule(
-            label_by,
-            path_column,
-            label_column,
-            split_column=split_column,
-            group_column=group_column,
-        ),
-        folds=folds,
-        resume=resume,
-        overwrite=overwrite,
-        passed=passed,
-    )
+    resolved = resolve_config(config, directory, all_overrides, resume=resume, passed=passed)
     is_chosen = resolved is None
     device = resolved.train.device if resolved else find_device(all_overrides)
     # A dry run leaves a run that is there alone.
@@ -201,7 +205,6 @@ def train(
         run = build_run(
             resolved,
             directory=directory,
-            process=process,
             device_name=device_name,
             splits=splits,
             transform=transform,
@@ -216,25 +219,25 @@ def train(
         if process.is_main:
             trainer.observers += callbacks
         is_resumed = resume and trainer.resume()
-        if not is_resumed and process.is_main and not dry_run:
+        if process.is_main and not is_resumed and not dry_run:
             clear_run_directory(directory, overwrite=overwrite)
-            write_text(directory / CONFIG_FILE, dump_config(run.config))
+            saved = yaml.safe_dump(values_to_save(run.config), sort_keys=False)
+            write_text(directory / CONFIG_FILE, saved)
             if run.probe is not None and run.probe.curve is not None:
                 run.probe.curve.save(directory)
         is_shown = show_plan and process.is_main
         if is_shown:
-            print_plan(run, reasons, resumed=is_resumed, verbose=verbose)
+            print_plan(run, reasons, resumed=is_resumed)
         if dry_run:
             save_first_images(run.image_loader, directory / FIRST_BATCH_FILE)
             return TrainingResult(directory, steps=0, seconds=0.0, best_top1=None)
 
         progress = trainer.train()
-        sentences = [complete_model_file(run, directory)]
+        complete_model_file(run, directory)
         if folds is not None:
-            sentences.append(cross_validate_run(run, num_folds=folds, directory=directory))
-        sentences.append(warn_of_guessing(run))
-        for sentence in filter(None, sentences if is_shown else []):
-            build_console(stderr=True).print(sentence, soft_wrap=True)
+            sentence = cross_validate_run(run, num_folds=folds, directory=directory)
+            if is_shown:
+                echo(sentence, err=True)
 
     best = progress.best
     is_multilabel = run.data.train.is_multilabel

@@ -38,8 +38,7 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: Mean over the global batch, before the update.
-        correct: Number of images of the global batch whose largest logit is the label's, or of
-            which all labels are right.
+        correct: Number of right images of the global batch. See `StepLoss`.
         grad_norm: Norm of the gradients before clipping.
         finite: False if the loss or a gradient was not finite and nothing was updated. A step in
             float16 whose gradients may become finite with a smaller loss scale counts as finite; it
@@ -65,14 +64,11 @@ class TrainStep:
             torch's fused optimizers and `vit.optim.muon.Muon` do.
         lr_factor: Factor of all learning rates, from the number of a step, counted from 0.
         loss: Loss of a part of a batch.
-        precision: Precision of the forward pass; weights and gradients are float32. In float16 the
-            loss is scaled.
-        clip_grad: Largest L2 norm of all gradients together; None doesn't clip.
-        grad_accum_steps: Parts of near-equal size that a batch is divided into, at least one for
-            each thread.
-        ema_decay: Decay of the average of the weights; None keeps no average.
-        threads: Threads of a CPU that differentiate the parts of a batch, for a model that is not
-            wrapped.
+        precision: Precision of the forward pass; weights and gradients are float32.
+        clip_grad: Largest L2 norm of all gradients together.
+        grad_accum_steps: Parts that a batch is divided into, at least one for each thread.
+        ema_decay: Decay of the average of the weights.
+        threads: Threads of a CPU that differentiate the parts, for a model that is not wrapped.
         is_capturable: The model and the loss do the same in each step, so that on a CUDA device
             steps are captured as graphs.
     """
@@ -105,12 +101,11 @@ class TrainStep:
         # Numbers that change from step to step are on the device, where a CUDA graph reads them.
         # torch's fused optimizers take a rate as float32 on a GPU, as float64 on a CPU.
         rate_dtype = torch.float32 if self.device.type in ("cuda", "mps") else torch.float64
-        self._full_rates: list[float] = []
-        self._rates: list[Tensor] = []
-        for group in self.optimizer.param_groups:
-            self._full_rates.append(group["lr"])
-            group["lr"] = torch.zeros((), dtype=rate_dtype, device=self.device)
-            self._rates.append(group["lr"])
+        self._full_rates: list[float] = [group["lr"] for group in self.optimizer.param_groups]
+        self._rates = [
+            torch.zeros((), dtype=rate_dtype, device=self.device) for _ in self._full_rates
+        ]
+        self._use_own_rates()
         self._average_weight = torch.zeros((), device=self.device)
 
         self.loss_scale: Tensor | None = None
@@ -123,6 +118,10 @@ class TrainStep:
         if self.is_capturable and self.module is self.model and self.device.type == "cuda":
             self.graphs = StepGraphs(self.run_on_device, self.optimizer)
 
+    def _use_own_rates(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+
     @property
     def learning_rate(self) -> float:
         """Learning rate that the first parameter group uses in the next step."""
@@ -134,12 +133,7 @@ class TrainStep:
         return self.module if self.average is None else self.average
 
     def __call__(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
-        """Update the weights.
-
-        Args:
-            images: Batch of this process.
-            targets: Classes [B], class probabilities [B, C], or which labels an image has [B, C].
-        """
+        """Update the weights by the batch of this process. See `StepLoss` for the targets."""
         self.set_schedule_values()
         if self.graphs is None:
             result = self.run_on_device(images, targets)
@@ -148,6 +142,16 @@ class TrainStep:
             result = self.graphs(images, targets, settings=settings)
         self.num_steps += 1
         return result
+
+    def set_schedule_values(self) -> None:
+        """Copy learning rates and the average's weight, which change from step to step, to the
+        device. The average's decay rises from 0.1 to `ema_decay` as (2 + step) / (11 + step), so
+        that the first weights are soon forgotten."""
+        lr_factor = self.lr_factor(self.num_steps)
+        for rate, full_rate in zip(self._rates, self._full_rates, strict=True):
+            rate.fill_(full_rate * lr_factor)
+        rising_decay = (2 + self.num_steps) / (11 + self.num_steps)
+        self._average_weight.fill_(1 - min(self.ema_decay or 0, rising_decay))
 
     def run_on_device(self, images: Float[Tensor, "B 3 H W"], targets: Tensor) -> StepResult:
         """Do all that a step does on the device. It reads nothing from the device and uses the same
@@ -159,7 +163,7 @@ class TrainStep:
         divides = self.threads is not None and len(images) > 1
         with self.threads.limit_threads() if divides and self.threads else nullcontext():
             if isinstance(self.model, DistributedDataParallel):
-                loss, correct = self._differentiate_in_processes(images, targets)
+                loss, correct = self._differentiate_in_processes(self.model, images, targets)
             else:
                 loss, correct = self._differentiate_in_memory(images, targets)
             return self._update(loss, correct)
@@ -167,29 +171,23 @@ class TrainStep:
     def _differentiate_in_memory(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Call `differentiate`. If it doesn't fit into a GPU's memory, repeat it with the random
         numbers that follow torch's last seed, from now on in parts of half the size."""
-        start_count = self.grad_accum_steps
         while True:
             try:
-                loss, correct = self.differentiate(images, targets)
-                break
+                return self.differentiate(images, targets)
             except torch.OutOfMemoryError:
-                is_captured = self.device.type == "cuda" and (
-                    torch.cuda.is_current_stream_capturing()
-                )
+                is_gpu = self.device.type == "cuda"
+                is_captured = is_gpu and torch.cuda.is_current_stream_capturing()
                 if is_captured or self.grad_accum_steps >= len(images):
                     raise
             # Not above, where the error still holds the tensors of the failed pass.
             self.grad_accum_steps = min(2 * self.grad_accum_steps, len(images))
             free_cached_memory(self.device)
             torch.manual_seed(torch.initial_seed())
-
-        if self.grad_accum_steps != start_count:
             warnings.warn(
                 f"{len(images)} images did not fit the GPU's memory; training goes on in"
                 f" {self.grad_accum_steps} micro-batches a step (train.grad_accum_steps)",
                 stacklevel=2,
             )
-        return loss, correct
 
     def differentiate(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss and the number of right images of a batch. Its gradients, times the loss
@@ -232,14 +230,15 @@ class TrainStep:
         parts = _divide(images, targets, self.threads.count * rounds)
         return self.threads.map(differentiate, parts, is_random=True)
 
-    def _differentiate_in_processes(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _differentiate_in_processes(
+        self, model: DistributedDataParallel, images: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Call `backward` on each part. The processes exchange gradients with the last one."""
-        assert isinstance(self.model, DistributedDataParallel)
         parts = _divide(images, targets, self.grad_accum_steps)
         # mean loss over the processes, number of right images
         totals = torch.zeros(2, device=self.device)
         for number, part in enumerate(parts, 1):
-            with nullcontext() if number == len(parts) else self.model.no_sync():
+            with nullcontext() if number == len(parts) else model.no_sync():
                 loss, correct = self._compute_loss(part, len(images))
                 self._scale(loss).backward()  # type: ignore[no-untyped-call]
             totals += torch.stack([loss.detach() / dist.get_world_size(), correct.float()])
@@ -266,19 +265,17 @@ class TrainStep:
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale
         updates = torch.isfinite(grad_norm) & torch.isfinite(loss)
-        finite = updates
-        if self.loss_scale is not None:
-            finite = updates | (torch.isfinite(loss) & (self.loss_scale > 1))
-
-        # torch's fused optimizers divide the gradients by grad_scale, and change nothing if
-        # found_inf is 1.
+        found_inf = (~updates).float()
         grad_scale = None
         if self.clip_grad:
             grad_scale = (grad_norm / self.clip_grad).clamp(min=1)
+        finite = updates
         if self.loss_scale is not None:
-            clipping = 1.0 if grad_scale is None else grad_scale
-            grad_scale = self.loss_scale * clipping
-        found_inf = (~updates).float()
+            finite = updates | (torch.isfinite(loss) & (self.loss_scale > 1))
+            grad_scale = self.loss_scale * (1.0 if grad_scale is None else grad_scale)
+
+        # torch's fused optimizers divide the gradients by grad_scale, and change nothing if
+        # found_inf is 1.
         self.optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
         self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         self.optimizer.threads = self.threads  # type: ignore[attr-defined]  # Muon divides matrices
@@ -288,27 +285,13 @@ class TrainStep:
             torch._amp_update_scale_(
                 self.loss_scale, self._steps_at_scale, found_inf, 2.0, 0.5, _STEPS_TO_DOUBLE
             )
-        self._update_average(updates)
+        if self.average is not None:
+            # average ← d · average + (1 − d) · weights, in a few operations for all tensors
+            # together; a loop would start three kernels for each
+            change = torch._foreach_sub(self._values, self._average_values)
+            torch._foreach_mul_(change, self._average_weight * updates)
+            torch._foreach_add_(self._average_values, change)
         return StepResult(loss, correct, grad_norm, finite)
-
-    def set_schedule_values(self) -> None:
-        """Copy learning rates and the average's weight, which change from step to step, to the
-        device. The average's decay rises from 0.1 to `ema_decay` as (2 + step) / (11 + step), so
-        that the first weights are soon forgotten."""
-        lr_factor = self.lr_factor(self.num_steps)
-        for rate, full_rate in zip(self._rates, self._full_rates, strict=True):
-            rate.fill_(full_rate * lr_factor)
-        rising_decay = (2 + self.num_steps) / (11 + self.num_steps)
-        self._average_weight.fill_(1 - min(self.ema_decay or 0, rising_decay))
-
-    def _update_average(self, updates: Tensor) -> None:
-        """Compute average ← d · average + (1 − d) · weights, if the step `updates` the weights."""
-        if self.average is None:
-            return
-        # A few operations for all tensors together; a loop would start three kernels for each.
-        change = torch._foreach_sub(self._values, self._average_values)
-        torch._foreach_mul_(change, self._average_weight * updates)
-        torch._foreach_add_(self._average_values, change)
 
     def state_dict(self) -> StepState:
         """Return all that a bit-exact continuation needs."""
@@ -331,8 +314,7 @@ class TrainStep:
         # The settings of the groups are the run's own.
         own = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
+        self._use_own_rates()
         if self.graphs is not None:
             self.graphs.forget()
         self.num_steps = state["num_steps"]

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
@@ -30,14 +29,14 @@ from vit.model.checkpoint import Checkpoint, CheckpointStore
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.numbers import format_percent
-from vit.runtime.processes import Process
+from vit.runtime.processes import current_process
+from vit.training.data import TrainingData
 from vit.training.identity import RunIdentity
-from vit.training.model_writer import BundleWriter
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
-from vit.training.validation import ImageValidator
+from vit.training.validation import validate
 
 T = TypeVar("T")
 
@@ -46,27 +45,6 @@ _NUM_SPEED_CHECKS = 10
 _MIN_LENGTH_CHANGE = 0.05
 # Seconds after which a silent process counts as lost.
 TIMEOUT_SECONDS = 600.0
-# Training losses above this multiple of the loss of guessing are warned of.
-_LARGE_LOSS = 3.0
-
-
-class LookAhead(Iterator[T]):
-    """The items of an iterator, of which the next one may be made before it is asked for."""
-
-    def __init__(self, items: Iterator[T]) -> None:
-        self._items = items
-        self._prepared: list[T] = []
-
-    def prepare(self) -> None:
-        """Make the next item now, if there is one."""
-        if not self._prepared:
-            self._prepared.extend(islice(self._items, 1))
-
-    def __next__(self) -> T:
-        self.prepare()
-        if not self._prepared:
-            raise StopIteration
-        return self._prepared.pop()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,52 +52,45 @@ class Trainer:
     """Runs a plan.
 
     Args:
-        train_step: Trains the model by one batch.
-        plan: How long the run is, and what happens when.
-        train_batches: Loader of the training batches of this process.
-        validator: Measures a model on the validation images; None without any.
-        checkpoints: The run's checkpoints.
-        model_writer: Keeps the best model.
+        write_model: Keeps a model, the best so far, and its step.
         observers: Observers of the run; in the main process only.
-        process: This process's place in the run.
-        identity: Identity of the run, kept in each checkpoint.
         writer: Writes checkpoints and other files in the background.
         keeps_first_model: Validate and write the model before it is trained, as the first best
             model. It is set where the run starts from a probe.
-        warns_of_loss: The loss is a cross-entropy, of which one that is far too large is said.
     """
 
     train_step: TrainStep
     plan: TrainingPlan
     train_batches: TrainLoader
-    validator: ImageValidator | None
+    data: TrainingData
     checkpoints: CheckpointStore
-    model_writer: BundleWriter
+    write_model: Callable[[nn.Module, int], None]
     observers: list[Observer]
-    process: Process
     identity: RunIdentity
     writer: BackgroundWriter
     keeps_first_model: bool = False
-    warns_of_loss: bool = True
 
     def __post_init__(self) -> None:
+        self.process = current_process()
         self.progress = Progress()
         # `plan` and the step's schedule change if the time is too short for the full plan.
         self._full_plan = self.plan
         self._full_lr_factor = self.train_step.lr_factor
+        self._started_at = 0.0
         # time at which this process began to train, and the run's step at that time
         self._speed_start = (0.0, 0)
+        # seconds of `train.max_minutes` that passed before the training
+        self.seconds_before = 0.0
         self._stop_requested = False
         self._signalled = False
-        self._started_at = 0.0
-        # seconds of the run's time that passed before
-        self.seconds_before = 0.0
-        self._has_warned = False
         # step → whether it was finite; not read yet, because reading waits for the device
         self._unchecked: dict[int, Tensor] = {}
         # step of the last checkpoint, and a future that is done when it is on disk
         self._saved_step: int | None = None
         self._saving: Future[None] | None = None
+        self._is_multilabel = self.data.train.is_multilabel
+        # name of the fraction of images that are classified correctly
+        self._accuracy = "exact_match" if self._is_multilabel else "top1"
 
     def train(self) -> Progress:
         """Train to the end of the plan, or until an observer asks to stop.
@@ -129,26 +100,26 @@ class Trainer:
             OSError: A data-loading worker was killed, or a file can't be written.
             ValueError: A loss or gradient is not finite.
         """
-        self._started_at = time.perf_counter() - self.progress.elapsed_seconds
+        progress = self.progress
+        self._started_at = time.perf_counter() - progress.elapsed_seconds
         self.process.set_timeout(TIMEOUT_SECONDS)
         with stop_on_signals(self._request_stop):
             try:
                 self._notify(
-                    lambda observer: observer.on_start(
-                        step=self.progress.step,
-                        total_steps=self.plan.total_steps,
-                        settings=self.identity.settings,
-                    )
+                    "on_start",
+                    step=progress.step,
+                    total_steps=self.plan.total_steps,
+                    settings=self.identity.settings,
                 )
                 if self.keeps_first_model and not self._has_model():
                     self._keep_first_model()
-                self._speed_start = (time.perf_counter(), self.progress.step)
+                self._speed_start = (time.perf_counter(), progress.step)
                 # A run that was stopped after its last step has an epoch to finish.
-                while self.progress.step_in_epoch or not self.progress.is_done(self.plan):
+                while progress.step_in_epoch or not progress.is_done(self.plan):
                     if not self._train_epoch():
                         break
                     self._finish_epoch()
-                    if not self.progress.is_done(self.plan) and self._stop_if_requested():
+                    if not progress.is_done(self.plan) and self._stop_if_requested():
                         break
                 self._wait_for_files()
             except (RuntimeError, ConnectionError, EOFError) as error:
@@ -164,17 +135,8 @@ class Trainer:
                 # This comes first: nothing may be written after observers hear of the end.
                 self.writer.finish()
                 self.train_batches.close()
-                self._notify(lambda observer: observer.on_end())
-        return self.progress
-
-    @property
-    def _is_multilabel(self) -> bool:
-        return self.train_batches.dataset.is_multilabel
-
-    @property
-    def _accuracy(self) -> str:
-        """Name of the fraction of images that are classified correctly."""
-        return "exact_match" if self._is_multilabel else "top1"
+                self._notify("on_end")
+        return progress
 
     def _has_model(self) -> bool:
         """Return whether a model was kept already. With validation images, a model of step 0 has
@@ -184,20 +146,18 @@ class Trainer:
     def _keep_first_model(self) -> None:
         """Validate and write the model as it is before the first step."""
         model = self.train_step.averaged_model.eval()
-        best = None
-        if self.validator is not None:
-            best = self.validator.validate(model)
-            count = len(self.train_batches.dataset)
-            measures = {"mAP": best.map} if self._is_multilabel else {"top-1": best.top1}
-            measures["macro F1"] = best.macro_f1
-            texts = [f"{name} {format_percent(value, count)}" for name, value in measures.items()]
-            self._message(f"linear probe: {', '.join(texts)} on the validation images")
-            if self.plan.settings.select_by != "loss":
+        select_by = self.plan.settings.select_by
+        best = validate(self.data, model, self.train_step.device)
+        if best is not None:
+            name, value = ("mAP", best.map) if self._is_multilabel else ("top-1", best.top1)
+            percent = format_percent(value, len(self.data.train))
+            self._message(f"linear probe: {name} {percent} on the validation images")
+            if select_by != "loss":
                 # If a trained model is equally accurate it replaces the probe: with few images, and
                 # with a loss that label smoothing has raised, the two can't be told apart.
                 best = best._replace(loss=math.inf)
-        self.progress.record_best(best, select_by=self.plan.settings.select_by)
-        self.model_writer.write(model, step=self.progress.step)
+        self.progress.record_best(best, select_by=select_by)
+        self.write_model(model, self.progress.step)
         self._save()
 
     def _train_epoch(self) -> bool:
@@ -209,10 +169,9 @@ class Trainer:
             progress.epoch_sums = progress.epoch_sums.float()
         progress.epoch_sums = progress.epoch_sums.to(device)
         epoch_started_at = time.perf_counter() - progress.epoch_seconds
-        is_over = progress.step >= self.plan.total_steps
-        rest = iter(()) if is_over else self._batches(start_step=progress.step_in_epoch)
-        batches = LookAhead(rest)
-        for batch in batches:
+        batches = self._batches()
+        batch = next(batches, None)
+        while batch is not None:
             self._fit_length()
             if self.plan.settings.patch_drop_rates:
                 # Only our models have it, as was checked when the run was built.
@@ -226,22 +185,39 @@ class Trainer:
             finite_loss = torch.where(result.finite, result.loss, 0)
             progress.epoch_sums += torch.stack([finite_loss, result.correct, result.finite])
             progress.epoch_seconds = time.perf_counter() - epoch_started_at
-            if device.type != "cpu" and progress.step < self.plan.total_steps:
-                # While the device computes the step; `_log` may wait for it.
-                batches.prepare()
+            # The next batch is made while the device computes the step; `_log` may wait for it.
+            batch = next(batches, None)
             self._log(result)
             self.writer.check()
-
             if self._stop_if_requested():
                 return False
-            if progress.step >= self.plan.total_steps:
-                break
             # The last step of an epoch is saved with its metrics: if the process were killed
             # between the two, they would be logged twice.
-            is_last = progress.step_in_epoch == len(self.train_batches)
-            if self._is_checkpoint_due() and not is_last:
+            if batch is not None and self._is_checkpoint_due():
                 self._save()
         return True
+
+    def _batches(self) -> Iterator[Batch]:
+        """Return the remaining batches of the current epoch."""
+        progress = self.progress
+        first = progress.step - progress.step_in_epoch
+        step = progress.step
+        while step < self.plan.total_steps and step - first < len(self.train_batches):
+            start = step
+            batches: Any = self.train_batches.epoch(
+                progress.epoch,
+                start_step=step - first,
+                image_size=self.plan.image_size(step),
+                mix=self.plan.mixes(step),
+                # Only the main process has observers; others name unreadable images, too.
+                on_warning=self._message if self.process.is_main else warnings.warn,
+            )
+            with contextlib.closing(batches):
+                for batch in batches:
+                    yield batch
+                    step += 1
+                    if step >= self.plan.find_change(start):
+                        break
 
     def _fit_length(self) -> None:
         """Fit the length of the run to its time at its speed so far, ten times a run and at most to
@@ -250,13 +226,12 @@ class Trainer:
         A plan that is much too long has no tenth within its time. Powers of two are therefore due,
         too, once a tenth of the time has passed.
         """
-        full_plan = self._full_plan
+        full_steps = self._full_plan.total_steps
         step = self.progress.step
         started_at, start_step = self._speed_start
-        is_tenth = step % max(full_plan.total_steps // _NUM_SPEED_CHECKS, 1) == 0
-        is_due = is_tenth or step.bit_count() == 1
-        max_minutes = full_plan.settings.max_minutes
-        if max_minutes is None or not is_due or step == start_step:
+        is_tenth = step % max(full_steps // _NUM_SPEED_CHECKS, 1) == 0
+        max_minutes = self.plan.settings.max_minutes
+        if max_minutes is None or step == start_step or not (is_tenth or step.bit_count() == 1):
             return
         now = time.perf_counter()
         step_seconds = (now - started_at) / (step - start_step)
@@ -265,13 +240,12 @@ class Trainer:
         total_steps = self.plan.total_steps
         if is_tenth or seconds_left < seconds * (1 - 1 / _NUM_SPEED_CHECKS):
             total_steps = step + max(int(seconds_left / step_seconds), 1)
-        total_steps = self.process.broadcast(min(total_steps, full_plan.total_steps))
-        change = abs(total_steps - self.plan.total_steps) / self.plan.total_steps
-        if change > _MIN_LENGTH_CHANGE:
+        total_steps = self.process.broadcast(min(total_steps, full_steps))
+        if abs(total_steps / self.plan.total_steps - 1) > _MIN_LENGTH_CHANGE:
             if self.progress.total_steps is None:
                 self._message(
-                    f"shortened to about {total_steps:,} of {full_plan.total_steps:,} steps, which"
-                    f" fit into {max_minutes:.2g} minutes"
+                    f"shortened to about {total_steps:,} of {full_steps:,} steps, which fit into"
+                    f" {max_minutes:.2g} minutes"
                 )
             self._set_length(total_steps)
             self._save()
@@ -288,14 +262,13 @@ class Trainer:
         """Evaluate, keep the best model, notify the observers, save."""
         progress = self.progress
         plan = self.plan
+        settings = plan.settings
         self._check_finite()
 
         is_last = progress.step >= plan.total_steps
-        is_due = is_last or (progress.epoch + 1) % plan.settings.evaluate_every_epochs == 0
+        is_due = is_last or (progress.epoch + 1) % settings.evaluate_every_epochs == 0
         model = self.train_step.averaged_model.eval()
-        validation = None
-        if is_due and self.validator is not None:
-            validation = self.validator.validate(model)
+        validation = validate(self.data, model, self.train_step.device) if is_due else None
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
@@ -311,54 +284,22 @@ class Trainer:
             **self._measure_speed(),
             "elapsed_seconds": progress.elapsed_seconds,
         }
-        self._warn_of_large_loss(metrics["train_loss"])
         # Validation is at the size of the data. A change of the training size bends its curve.
         image_size = plan.image_size(progress.step - 1)
         if image_size is not None:
             metrics["train_image_height"], metrics["train_image_width"] = image_size
-        if is_due and progress.record_best(validation, select_by=plan.settings.select_by):
-            self.model_writer.write(model, step=progress.step)
-        self._notify(lambda observer: observer.on_epoch(metrics, model))
+        if is_due and progress.record_best(validation, select_by=settings.select_by):
+            self.write_model(model, progress.step)
+        self._notify("on_epoch", metrics, model)
         if progress.is_done(plan) and not is_last:
             self._message(
-                f"stopped early: {plan.settings.select_by.replace('_', ' ')} was best at step"
+                f"stopped early: {settings.select_by.replace('_', ' ')} was best at step"
                 f" {progress.best_step}, {progress.evaluations_since_best} evaluations ago"
             )
 
         progress.start_epoch()
         if is_due or self._is_checkpoint_due():
             self._save()
-
-    def _warn_of_large_loss(self, train_loss: float) -> None:
-        """Say once that the loss of an epoch is far above that of a model that knows nothing."""
-        num_classes = len(self.train_batches.dataset.class_names)
-        guess = math.log(2 if self._is_multilabel else max(num_classes, 2))
-        if self.warns_of_loss and not self._has_warned and train_loss > _LARGE_LOSS * guess:
-            self._has_warned = True
-            self._message(
-                f"warning: the training loss is {train_loss:.3g}, and a model that guesses has"
-                f" {guess:.2g}; lower optimizer.lr"
-            )
-
-    def _batches(self, *, start_step: int) -> Iterator[Batch]:
-        """Return the batches of the current epoch, from its step number `start_step` on."""
-        first = self.progress.step - self.progress.step_in_epoch
-        while start_step < len(self.train_batches):
-            step = first + start_step
-            batches: Any = self.train_batches.epoch(
-                self.progress.epoch,
-                start_step=start_step,
-                image_size=self.plan.image_size(step),
-                mix=self.plan.mixes(step),
-                # Only the main process has observers; others name unreadable images, too.
-                on_warning=self._message if self.process.is_main else warnings.warn,
-            )
-            with contextlib.closing(batches):
-                for batch in batches:
-                    yield batch
-                    start_step += 1
-                    if first + start_step >= self.plan.find_change(step):
-                        break
 
     def _is_checkpoint_due(self) -> bool:
         every = self.plan.settings.checkpoint_every_steps
@@ -396,59 +337,37 @@ class Trainer:
         self.process.wait()
 
     def resume(self) -> bool:
-        """Go back to the newest intact checkpoint. Returns False if there is none. A model file
-        that is missing, damaged or of another step is written again from the best checkpoint.
+        """Go back to the newest intact checkpoint. Returns False if there is none. The model file,
+        which may be of a later step, is written again from the best checkpoint.
 
         Raises:
-            ValueError: A checkpoint or the model file is of another run, or the model file can't be
-                written again.
+            ValueError: The checkpoint is of another run.
         """
-        self._from_main(self.checkpoints.find_run_id)
         values = self._from_main(lambda: self.checkpoints.load_latest(warn=self._message))
         if values is None:
-            # A model of another run is not overwritten.
-            self._from_main(lambda: self.model_writer.has_written(step=0))
             return False
-        self._restore(values)
+        progress = values["progress"]
+        self.identity.check(values["identity"], origin=f"the checkpoint of step {progress['step']}")
+        self.progress = Progress(**progress | {"best": Validation(*progress["best"])})
         self._saved_step = self.progress.step
-        if changes := self.identity.describe_changed_conditions(values["identity"]):
-            self._message(changes)
+        if self.progress.total_steps is not None:
+            self._set_length(self.progress.total_steps)
+        self.train_step.load_state_dict(values["state"])
 
         best_step = self.progress.best_step
-        has_written = self._from_main(lambda: self.model_writer.has_written(best_step))
-        if has_written or not self._has_model():
-            return True
         best = self._from_main(lambda: self.checkpoints.load(best_step))
-        if best is None:
-            raise ValueError(
-                "the model file is missing, damaged or of another step, and there is no intact"
-                f" checkpoint of its step, {best_step}; train again with --overwrite"
-            )
-        model = copy.deepcopy(self.train_step.averaged_model).eval()
-        model.load_state_dict(best["state"]["average"])
-        self.model_writer.write(model, step=best_step)
-        # An error before the first step must not leave a thread that writes.
-        self.writer.wait()
-        self._message(
-            "the model file was missing, damaged or of another step; it is written again from step"
-            f" {best_step}"
-        )
+        if self._has_model() and best is not None:
+            model = copy.deepcopy(self.train_step.averaged_model).eval()
+            model.load_state_dict(best["state"]["average"])
+            self.write_model(model, best_step)
+            # An error before the first step must not leave a thread that writes.
+            self.writer.wait()
         return True
 
     def _from_main(self, read: Callable[[], T]) -> T:
         """Read in the main process, and return the value in all processes."""
         value = read() if self.process.is_main else None
         return self.process.broadcast(cast(T, value))
-
-    def _restore(self, values: dict[str, Any]) -> None:
-        """Go back to the state that a checkpoint holds. Its name has its checksum, so that only the
-        run that has written it needs a check."""
-        progress = values["progress"]
-        self.identity.check(values["identity"], origin=f"the checkpoint of step {progress['step']}")
-        self.progress = Progress(**progress | {"best": Validation(*progress["best"])})
-        if self.progress.total_steps is not None:
-            self._set_length(self.progress.total_steps)
-        self.train_step.load_state_dict(values["state"])
 
     def _log(self, result: StepResult) -> None:
         """Report a step to the observers."""
@@ -465,7 +384,7 @@ class Trainer:
             "gradient_norm": result.grad_norm,
             **self._measure_speed(),
         }
-        self._notify(lambda observer: observer.on_step(metrics))
+        self._notify("on_step", metrics)
 
     def _measure_speed(self) -> dict[str, float]:
         """Return the learning rate, and the images per second in the current epoch."""
@@ -480,20 +399,17 @@ class Trainer:
         if not self._unchecked:
             return
         # With one tensor the host waits for the device once.
-        flags = torch.stack(list(self._unchecked.values())).tolist()
-        steps = [
-            step for step, is_finite in zip(self._unchecked, flags, strict=True) if not is_finite
-        ]
+        flags = torch.stack(list(self._unchecked.values()))
+        steps = torch.tensor(list(self._unchecked))[~flags.cpu()].tolist()
         self._unchecked.clear()
         if steps:
             kept = "there is no checkpoint yet"
             if self._saved_step is not None:
                 kept = f"the checkpoint of step {self._saved_step} is kept"
-            causes = "lower optimizer.lr or set train.clip_grad"
-            if not self.warns_of_loss:
-                causes += ", and look for a logarithm or a division in loss="
             raise ValueError(
-                f"step {steps[0]}: the loss or a gradient is not finite, and {kept}; {causes}"
+                f"step {steps[0]}: the loss or a gradient is not finite, and {kept}; lower"
+                " optimizer.lr or set train.clip_grad, and look for a logarithm or a division in a"
+                " loss of your own"
             )
 
     def _request_stop(self, signal_name: str) -> None:
@@ -508,27 +424,26 @@ class Trainer:
             return False
         self._save()
         self._wait_for_files()
+        step = self.progress.step
         directory = self.checkpoints.directory.parent
-        text = (
-            f"stopped after step {self.progress.step}; continue with --resume --output {directory}"
-        )
+        text = f"stopped after step {step}; continue with --resume --output {directory}"
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
         if not self._has_model():  # the result needs a model
-            self.progress.best_step = self.progress.step
-            model = self.train_step.averaged_model.eval()
-            self.model_writer.write(model, step=self.progress.step)
+            self.progress.best_step = step
+            self.write_model(self.train_step.averaged_model.eval(), step)
         self._message(text)
         return True
 
     def _message(self, text: str) -> None:
-        self._notify(lambda observer: observer.on_message(text))
+        self._notify("on_message", text)
 
-    def _notify(self, event: Callable[[Observer], bool | None]) -> None:
-        """Call each observer. If one fails, it is not called again, and training goes on."""
+    def _notify(self, event: str, *values: Any, **named: Any) -> None:
+        """Call a method of each observer. If one fails, it is not called again, and training goes
+        on."""
         for observer in list(self.observers):
             try:
-                if event(observer):
+                if getattr(observer, event)(*values, **named):
                     self._stop_requested = True
             except Exception as error:
                 if observer.is_essential:

@@ -1,7 +1,5 @@
 """Validation while a model trains: the numbers that `vit evaluate` would report."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
@@ -27,41 +25,23 @@ def build_predictor(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class ImageValidator:
-    """Measures a model on the validation images.
+def predict_validation(data: TrainingData, model: nn.Module, device: torch.device) -> Float32s:
+    """Compute the logits of the validation images, [n, C]."""
+    assert data.validation is not None
+    images = data.validation.pixels
+    assert images is not None, "validation images are always decoded"
+    return build_predictor(data, model, device=device).predict(
+        lambda start, stop: data.preprocess.crop(images[start:stop]), count=len(images)
+    )
 
-    Args:
-        data: Images of the run, with validation images.
-        device: The model's device.
-    """
 
-    data: TrainingData
-    device: torch.device
-
-    def predict(self, model: nn.Module) -> Float32s:
-        """Compute the logits of the validation images, [n, C]."""
-        assert self.data.validation is not None
-        images = self.data.validation.pixels
-        assert images is not None, "validation images are always decoded"
-        return build_predictor(self.data, model, device=self.device).predict(
-            lambda start, stop: self.data.preprocess.crop(images[start:stop]), count=len(images)
-        )
-
-    def validate(self, model: nn.Module) -> Validation:
-        """Measure a model. All processes call it."""
-        assert self.data.validation is not None
-        scores = score_logits(self.predict(model), self.data.validation.labels)
-        metrics = compute_metrics(scores)
-        if scores.is_multilabel:
-            return Validation(
-                loss=metrics["loss"],
-                top1=metrics["exact_match"],
-                macro_f1=metrics["macro_f1"],
-                map=metrics["map"],
-            )
-        return Validation(
-            loss=float(scores.loss.mean()),
-            top1=float(scores.correct.mean()),
-            macro_f1=metrics["macro_f1"],
-        )
+def validate(data: TrainingData, model: nn.Module, device: torch.device) -> Validation | None:
+    """Measure a model on the validation images; None without any. All processes call it."""
+    if data.validation is None:
+        return None
+    scores = score_logits(predict_validation(data, model, device), data.validation.labels)
+    metrics = compute_metrics(scores)
+    macro_f1 = metrics["macro_f1"]
+    if scores.is_multilabel:
+        return Validation(metrics["loss"], metrics["exact_match"], macro_f1, metrics["map"])
+    return Validation(float(scores.loss.mean()), float(scores.correct.mean()), macro_f1)
