@@ -51,7 +51,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_word_trains_and_evaluates(cli: Launcher, digits: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     outcome = cli.succeed("train", digits, "-o", run, "--minutes", "0.02", "train.device=cpu")
-    assert "image_size=8, patch_size=2 (the images' own size)" in outcome.text
+    assert "image_size=8 (the images' own size)" in outcome.text
     assert "0.02 minutes (--minutes) on this CPU" in outcome.text
     written = yaml.safe_load((run / "config.yaml").read_text())
     assert (written["data"]["name"], written["data"]["root"]) == ("folder", str(digits))
@@ -121,9 +121,7 @@ def test_small_images_without_colours_get_the_recipe_of_such_images(
     [
         (["data.image_size=64"], {"data.image_size": 64, "model.patch_size": 8}),
         (["data.image_size=[64, 96]"], {"data.image_size": (64, 96), "model.patch_size": 8}),
-        (["data.image_size=63"], {"model.patch_size": 7, "model.stem": "patch"}),
         (["model.patch_size=16"], {"data.image_size": 64}),
-        (["model.patch_size=12"], {"data.image_size": 60, "model.stem": "patch"}),
         (
             ["train.epochs=3"],
             {"train.epochs": 3, "train.evaluate_every_epochs": 1, "train.batch_size": 8},

@@ -19,7 +19,6 @@ from tests.training.conftest import MakeRun, run_until
 from tests.training.test_resume import assert_equal_runs
 from vit.bundle import load_bundle
 from vit.config import load_config
-from vit.model.find_file import PRETRAINED_FOLDER
 from vit.training.identity import RunIdentity
 from vit.training.model_answers import complete_model_file
 
