@@ -26,7 +26,7 @@ from vit.data.cache import decode_dataset
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset
 from vit.data.gather import choose_stored, has_room
-from vit.data.loader import Batch, TrainLoader, choose_pipeline
+from vit.data.loader import Batch, TrainLoader, fits_in_memory
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom
@@ -402,11 +402,9 @@ def test_too_many_damaged_files_are_refused_when_they_are_met(
 # --- pipelines --------------------------------
 
 
-def test_the_pipeline_is_chosen_by_the_share_of_memory_and_says_so() -> None:
-    assert choose_pipeline(1000, device=torch.device("cpu"))[0] == "resident"
-    kind, reason = choose_pipeline(2**50, device=torch.device("cpu"))
-    assert kind == "workers"
-    assert "1,073,741,824 MiB of pixels do not fit in 40% of the" in reason
+def test_images_stay_in_memory_by_their_share_of_it() -> None:
+    assert fits_in_memory(1000, torch.device("cpu"))
+    assert not fits_in_memory(2**50, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.pretend_device import MEMORY
 from tests.runtime.conftest import Counter
 from tests.training.conftest import flatten
 from vit.bundle import open_model
-from vit.data.loader import choose_pipeline
+from vit.data.loader import fits_in_memory
 from vit.explanation.explainer import Explainer
 from vit.explanation.items import items_from_images
 from vit.explanation.records import ImageResult
@@ -99,8 +99,8 @@ def test_what_torch_keeps_of_freed_tensors_counts_as_free(monkeypatch: pytest.Mo
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
     device = torch.device("cuda", 0)
-    assert choose_pipeline(2800, device=device)[0] == "resident"
-    assert choose_pipeline(2801, device=device)[0] == "workers"
+    assert fits_in_memory(2800, device)
+    assert not fits_in_memory(2801, device)
 
 
 @pytest.mark.extended

@@ -238,22 +238,7 @@ class TokenLoader(TrainLoader):
         return Batch(self.tokens[index, view].float(), labels, labels, index)
 
 
-def choose_pipeline(
-    num_bytes: int, *, device: torch.device, what: str = "pixels"
-) -> tuple[Pipeline, str]:
-    """Choose "resident" if so many bytes fit in the device's free memory, else "workers".
-
-    Args:
-        num_bytes: Bytes of all decoded images.
-        device: Device on which they would lie.
-        what: Word for them in the reason.
-
-    Returns:
-        The pipeline, and the reason in words.
-    """
+def fits_in_memory(num_bytes: int, device: torch.device) -> bool:
+    """Return whether so many bytes of decoded images fit in the free memory of their device."""
     free = count_free_memory() if device.type == "cpu" else count_free_bytes(device)
-    fits = num_bytes <= MAX_MEMORY_FRACTION * free
-    verb = "fit" if fits else "do not fit"
-    share = f"{MAX_MEMORY_FRACTION:.0%} of the {free / 2**20:,.0f} MiB free on {device.type}"
-    reason = f"{num_bytes / 2**20:,.0f} MiB of {what} {verb} in {share}"
-    return "resident" if fits else "workers", reason
+    return num_bytes <= MAX_MEMORY_FRACTION * free

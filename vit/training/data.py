@@ -18,7 +18,7 @@ from vit.data.corrections import check_corrections, read_corrections
 from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, LabelRule, choose_evenly
 from vit.data.gather import choose_stored, has_room
-from vit.data.loader import BatchOrder, TokenLoader, TrainLoader, choose_pipeline
+from vit.data.loader import BatchOrder, TokenLoader, TrainLoader, fits_in_memory
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.listing import number_listing
@@ -58,7 +58,6 @@ class TrainingData:
     validation: ImageDataset | None
     preprocess: Preprocess
     decode: Callable[[ImageDataset], ImageDataset]
-    pipeline_reason: str
     class_balance: ClassBalance
     class_balance_reason: str
     stored: ImageDataset | None = None
@@ -161,25 +160,21 @@ def build_data(
     num_bytes = num_images * math.prod(preprocess.resize_size) * 3
     stored_bytes = len(train) * math.prod(stored_as.resize_size) * 3
     # A resumed run names the pipeline, so that the memory that is free now doesn't change it.
-    choice: tuple[str, str] = (data.pipeline, "data.pipeline says so")
-    if data.pipeline == "auto" and has_transform:
-        choice = ("workers", "the transform gets images in full size")
-    elif data.pipeline == "auto":
-        choice = choose_pipeline(num_bytes, device=device)
-        is_gpu = device.type != "cpu"
-        if choice[0] == "workers" and is_gpu and has_room(stored_bytes, splits.cache_dir):
-            choice = ("cached", f"they fit in the free memory; {choice[1]}")
+    pipeline = data.pipeline
+    if pipeline == "auto":
+        pipeline = "workers"  # which give a transform its images in full size
+        if not has_transform and fits_in_memory(num_bytes, device):
+            pipeline = "resident"
+        elif not has_transform and device.type != "cpu":
+            if has_room(stored_bytes, splits.cache_dir):
+                pipeline = "cached"
         # The main process decides for all; the free memory of their devices differs.
-        choice = current_process().broadcast(choice)
-    pipeline, reason = choice
+        pipeline = current_process().broadcast(pipeline)
 
     stored = None
     if pipeline == "cached":
         stored = decode_as(train, size=stored_as.resize_size, preprocess=stored_as)
         train = replace(stored, pixels=None)
-        size = " x ".join(map(str, stored_as.image_size))
-        place = f"pixels of {size} in {splits.cache_dir}"
-        reason = f"{stored_bytes / 1e9:,.1f} GB of {place}; {reason}"
     elif pipeline != "workers":
         train = decode(train)
     if validation is not None:
@@ -197,7 +192,6 @@ def build_data(
         validation=validation,
         preprocess=preprocess,
         decode=decode,
-        pipeline_reason=reason,
         class_balance=balance[0],
         class_balance_reason=balance[1],
         stored=stored,

@@ -68,7 +68,9 @@ def summarize_run(run: Run) -> dict[str, str]:
     }
     # Decoded pixels of many GB somewhere, and balanced classes, concern everybody.
     if data.stored is not None:
-        facts["pipeline"] = f"{run.config.data.pipeline} ({data.pipeline_reason})"
+        assert data.stored.pixels is not None
+        size = f"{data.stored.pixels.nbytes / 1e9:,.1f} GB of pixels"
+        facts["pipeline"] = f"cached: {size} in {data.splits.cache_dir}"
     if data.preprocess.value_range is not None:
         low, high = data.preprocess.value_range
         facts["values"] = f"{low:g} to {high:g} become black to white (data.value_range)"

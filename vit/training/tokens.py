@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit.config import Config
-from vit.data.loader import choose_pipeline
+from vit.data.loader import fits_in_memory
 from vit.data.workers import Transform
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import read_dataset
@@ -52,9 +52,8 @@ def keep_tokens(
     num_tokens = model.num_prefix_tokens + math.prod(model.grid_size)
     shape = (len(data.train), 1 + mirrored, num_tokens, model.embed_dim)
     size = math.prod(shape) * dtype.itemsize
-    chosen, reason = choose_pipeline(size, device=device, what="tokens")
     # All processes decide alike; the free memory of their devices differs.
-    does_not_fit = current_process().any_rank(chosen != "resident")
+    does_not_fit = current_process().any_rank(not fits_in_memory(size, device))
     if wanted == "auto" and does_not_fit:
         return data, None
 
@@ -71,5 +70,4 @@ def keep_tokens(
             dtype=dtype,
             on_progress=advance,
         )
-    config = data.config.with_data(pipeline="tokens")
-    return replace(data, config=config, pipeline_reason=reason), tokens
+    return replace(data, config=data.config.with_data(pipeline="tokens")), tokens
