@@ -163,11 +163,11 @@ def build_data(
     pipeline = data.pipeline
     if pipeline == "auto":
         pipeline = "workers"  # which give a transform its images in full size
+        is_gpu = device.type != "cpu"
         if not has_transform and fits_in_memory(num_bytes, device):
             pipeline = "resident"
-        elif not has_transform and device.type != "cpu":
-            if has_room(stored_bytes, splits.cache_dir):
-                pipeline = "cached"
+        elif not has_transform and is_gpu and has_room(stored_bytes, splits.cache_dir):
+            pipeline = "cached"
         # The main process decides for all; the free memory of their devices differs.
         pipeline = current_process().broadcast(pipeline)
 

@@ -39,7 +39,8 @@ def build_model(config: Config, *, num_classes: int) -> tuple[VisionTransformer,
             check_choice(preset, PRESETS, name="model.preset")
             arguments = PRESETS[preset] | arguments
         _check_sizes(config, config.data.size, arguments["patch_size"])
-        model = VisionTransformer(**arguments, img_size=config.data.size, num_classes=num_classes)
+        arguments |= {"img_size": config.data.size, "num_classes": num_classes}
+        model = VisionTransformer(**arguments)
     set_up_training(config, model)
     return model, preprocess
 
