@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -24,8 +24,6 @@ from vit.data.workers import Decoding, DecodingWorkers, Steps
 from vit.runtime.device import copy_to_device, count_free_bytes
 from vit.runtime.machine import count_free_memory
 from vit.runtime.processes import Process
-
-Pipeline = Literal["resident", "cached", "workers", "tokens"]
 
 
 class Batch(NamedTuple):

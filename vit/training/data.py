@@ -129,16 +129,7 @@ def build_data(
             f"data.task=multilabel, and the images of {splits.title or splits.name} have one class"
             " each; list their labels in a table (docs/guides/data.md), or leave it out"
         )
-    preprocess = pretrained or Preprocess(data.size)
-    preprocess = replace(
-        preprocess,
-        image_size=data.size,
-        crop_pct=data.crop_pct or preprocess.crop_pct,
-        resize_mode=data.resize_mode or preprocess.resize_mode,
-        value_range=data.value_range or measure_value_range(train),
-        mean=data.mean or preprocess.mean,
-        std=data.std or preprocess.std,
-    )
+    preprocess = _choose_preprocess(config, train, pretrained)
     # Pretrained weights keep the normalisation that they were trained with.
     is_measured = pretrained is not None
     if not is_measured and preprocess.resize_mode == "pad":
@@ -195,6 +186,23 @@ def build_data(
         class_balance=balance[0],
         class_balance_reason=balance[1],
         stored=stored,
+    )
+
+
+def _choose_preprocess(
+    config: Config, train: ImageDataset, pretrained: Preprocess | None
+) -> Preprocess:
+    """Return what the configuration says, or else the weights."""
+    data = config.data
+    preprocess = pretrained or Preprocess(data.size)
+    return replace(
+        preprocess,
+        image_size=data.size,
+        crop_pct=data.crop_pct or preprocess.crop_pct,
+        resize_mode=data.resize_mode or preprocess.resize_mode,
+        value_range=data.value_range or measure_value_range(train),
+        mean=data.mean or preprocess.mean,
+        std=data.std or preprocess.std,
     )
 
 
