@@ -52,6 +52,7 @@ class LearningCurve:
         points: Measured accuracies, the smallest number of images first; empty if no image can be
             left out or it would take too long.
         forecast: The point of twice as many images; None if the others don't determine it.
+        top1_now: Accuracy of the forecast's law with the present images.
         sentence: A sentence about more images.
     """
 
@@ -59,6 +60,7 @@ class LearningCurve:
     num_folds: int
     points: list[Point]
     forecast: Point | None
+    top1_now: float | None
     sentence: str
 
     def save(self, directory: Path) -> None:
@@ -102,7 +104,7 @@ def measure_learning_curve(
 
     def stop(reason: str) -> LearningCurve:
         sentence = f"It is not known whether more photos would help: {reason}."
-        return LearningCurve(count, num_folds, points, None, sentence)
+        return LearningCurve(count, num_folds, points, None, None, sentence)
 
     if num_folds < 2:
         return stop("every class has too few photos or groups to leave any out")
@@ -145,7 +147,7 @@ def measure_learning_curve(
         f"With twice as many photos ({forecast.num_images:,}) about {expected} % ({low}–{high} %)"
         f" {change} are expected to be classified correctly, by the learning curve of a linear probe."
     )
-    return LearningCurve(count, num_folds, points, forecast, sentence)
+    return LearningCurve(count, num_folds, points, forecast, now, sentence)
 
 
 def forecast_twice(
