@@ -219,7 +219,7 @@ def test_methods_of_attention_are_refused_with_those_that_work() -> None:
     bundle = make_bundle(build_timm_resnet)
     with pytest.raises(
         ValueError,
-        match=r"rollout needs attention: .* ResNet has grad-cam, libra-i",
+        match=r"rollout needs the model's attention: .* ResNet has grad-cam, libra-i",
     ):
         vit.explain(bundle, make_photo(), methods=("grad-cam", "rollout"))
     with pytest.raises(
@@ -272,7 +272,7 @@ def test_models_without_feature_maps_have_maps_of_their_pixels() -> None:
     """The parts add up to the whole image, and none is another's."""
     bundle = make_bundle(build_flat)
     with pytest.raises(
-        ValueError, match=r"grad-cam needs a feature map: .*has libra-input-x-gradient"
+        ValueError, match=r"grad-cam needs the model's feature map: .*has libra-input-x-gradient"
     ):
         vit.explain(bundle, make_photo(), methods="grad-cam")
     found = vit.explain(bundle, make_photo(), target="d")

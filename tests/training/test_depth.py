@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 
 import vit
 from vit.bundle import load_bundle
+from vit.explanation.render.overlay import resize_picture
 
 TINY: dict[str, Any] = {
     "model": {"patch_size": 2, "embed_dim": 32, "depth": 2, "num_heads": 2},
@@ -76,8 +77,9 @@ def test_a_copy_of_twelve_bits_trains_to_the_same_weights(tmp_path: Path) -> Non
         assert theirs == pytest.approx(expected, abs=1e-6)
     # maps are drawn on the photo as the model sees it
     explained = vit.explain(bundles[1], str(tmp_path / "4095" / names[0]), methods="rollout")
-    shown = np.asarray(explained.images[0].read_image())
-    eight_bits = np.asarray(Image.open(tmp_path / "255" / names[0]))
+    shown = np.asarray(explained.images[0].photo)
+    eight_bits = Image.open(tmp_path / "255" / names[0]).convert("RGB")
+    eight_bits = np.asarray(resize_picture(eight_bits, min_side=224, max_side=224))[..., 0]
     np.testing.assert_array_equal(shown[..., 0], eight_bits)
     # another folder than the training's, of which no image reaches the range
     dark = write_digits(tmp_path / "dark", top=1000, count=3)

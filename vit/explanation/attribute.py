@@ -16,8 +16,8 @@ from vit.explanation.targets import (
     CLASS,
     TargetLike,
     build_target,
-    check_count,
     find_output_kind,
+    list_targets,
 )
 from vit.model.logits import compute_logits
 from vit.model.model_info import count_classes, find_class_names, keep_mode
@@ -42,8 +42,8 @@ def attribute(
     training loop.
 
     Args:
-        model: See `vit.evaluate`. A module may be in training mode: maps are
-            those of evaluation mode, and afterwards it is as it was before.
+        model: See `vit.evaluate`. Maps of a module in training mode are those
+            of evaluation mode; its mode comes back.
         images: Normalised images [B, C, H, W], on the model's device.
         method: Name of a method of `vit.explain`.
         target: See `vit.explain`. A list or a tensor [B] has a class for each
@@ -77,7 +77,7 @@ def attribute(
         reader = read_bundle(bundle)
         class_names = bundle.class_names
         is_multilabel = bundle.is_multilabel
-    check_count(target, len(images))
+    target = list_targets(target, len(images))
     (chosen,) = find_methods([method])
     built = CLASS
     # a map that is the same for every class needs none

@@ -2,9 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,12 +11,12 @@ from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.explainer import Explainer
-from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gallery
+from vit.explanation.gallery.gallery import MAX_IMAGES
 from vit.explanation.items import find_items
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
-from vit.explanation.records import Explanations
-from vit.explanation.targets import TargetLike, check_count, describe_target
+from vit.explanation.records import MAX_SHEET_IMAGES, Explanations
+from vit.explanation.targets import TargetLike, describe_target, list_targets
 from vit.explanation.writer import MapWriter
 from vit.runtime.arguments import as_tuple, check_arguments
 
@@ -64,9 +62,8 @@ def explain(
             difference of two classes' logits. An index is an integer, or a text
             where no class is called by a number. A function from outputs [B, C]
             to numbers [B] is explained itself, such as
-            `lambda logits: logits[:, 3]` or `vit.CosineTarget(embedding)`. For
-            a model with one output, "auto" is this output. A list or a tensor
-            has a target for each image.
+            `lambda logits: logits[:, 3]`. For a model with one output, "auto"
+            is this output. A list or a tensor has a class for each image.
         map_options: Options of the methods, such as {"head_fusion": "max"}.
             None: their defaults.
         checks: Test every map: are its patches important for the prediction?
@@ -101,13 +98,9 @@ def explain(
     """
     bundle = open_model(model, device=device, class_names=class_names, preprocess=preprocess)
     # listed once, because listing many images takes a while
-    inputs = None
-    expected = num_images
-    if images is not None:
-        inputs = list(list_images(images))
-        expected = len(inputs)
-    check_count(target, expected)
-    has_gallery = output is not None and "html" in as_tuple(formats)
+    inputs = None if images is None else list(list_images(images))
+    expected = num_images if inputs is None else len(inputs)
+    target = list_targets(target, expected)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
@@ -115,13 +108,13 @@ def explain(
         target=target,
         map_options=map_options,
         num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
-        num_attended=MAX_IMAGES * has_gallery,
+        num_attended=MAX_IMAGES if output is not None and "html" in as_tuple(formats) else 0,
         batch_size=batch_size,
     )
     items = find_items(
         inputs,
         recorded=bundle.recorded_images,
-        count=num_images,
+        num_images=num_images,
         passed_images=bundle.passed_images,
     )
     writer = None
@@ -131,28 +124,26 @@ def explain(
             output, bundle, parameters, formats=as_tuple(formats), overwrite=overwrite
         )
     found = Explanations(bundle, explainer.methods, images=[], unreadable=explainer.unreadable)
-    cards: list[dict[str, Any]] = []  # images of the gallery
     for batch in explainer.explain(items):
         if writer is not None:
             writer.add(batch)
-        if has_gallery:
-            cards += map(describe_card, batch[: MAX_IMAGES - len(cards)])
-        # the pixels of all images may not fit into memory
-        found.images += [replace(each, image=None, pixels=None, attention=None) for each in batch]
+        for image in batch:
+            # the pixels of all images may not fit into memory
+            image.pixels = image.attention = None
+            if len(found.images) >= MAX_SHEET_IMAGES:
+                image.photo = None
+            found.images.append(image)
+    problem = "there are no images to explain"
+    if found.unreadable:
+        problem = (
+            f"{len(found.unreadable)} images can't be read; the first: {found.unreadable[0][1]}"
+        )
     if not found.images:
-        reason = "there are no images to explain"
-        if found.unreadable:
-            count = len(found.unreadable)
-            reason = f"none of the {count} images could be read: {found.unreadable[0][1]}"
-        raise ValueError(reason)
+        raise ValueError(problem)
     if writer is not None:
         writer.finish(found.unreadable)
-        if has_gallery:
-            path = writer.output / "gallery.html"
-            write_gallery(path, bundle, cards, images=writer.entries)
     elif found.unreadable:
-        count, reason = len(found.unreadable), found.unreadable[0][1]
-        warnings.warn(f"{count} images are left out; the first: {reason}", stacklevel=2)
+        warnings.warn(problem, stacklevel=2)
     return found
 
 

@@ -1,9 +1,10 @@
 """The loop behind `vit.explain` and `vit explain`: from images to maps, one batch after another."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,27 +16,28 @@ from vit.data.images import DeepImage
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.checks.sanity_checks import check_maps
 from vit.explanation.items import ImageItem
-from vit.explanation.methods.maps import Maps, compute_maps
-from vit.explanation.methods.registry import check_options, find_methods
+from vit.explanation.methods.maps import compute_maps
+from vit.explanation.methods.registry import Method, check_options, find_methods
 from vit.explanation.methods.rollout import measure_attention
-from vit.explanation.records import ImageResult, MapResult
+from vit.explanation.records import ImageResult, MapResult, describe_class
+from vit.explanation.render.overlay import (
+    PANEL_SIDES,
+    PatchMap,
+    fit_scale,
+    relative_to_uniform,
+    resize_picture,
+)
 from vit.explanation.targets import (
     FEATURES,
     TargetLike,
     build_target,
     choose_decided,
-    compute_probabilities,
     find_decided,
     find_output_kind,
-    has_many,
-    list_targets,
-    starts_with_predicted,
 )
 from vit.runtime.device import copy_to_device, copy_to_host, run_in_memory
 from vit.runtime.files import clean_name
 from vit.runtime.progress import show_progress
-
-_MAX_KEPT_PIXELS = 100_000_000  # in all images that wait to be explained and drawn
 
 
 def choose_explain_batch_size(image_size: tuple[int, int], device: torch.device) -> int:
@@ -49,7 +51,7 @@ def choose_explain_batch_size(image_size: tuple[int, int], device: torch.device)
 
 
 class Explainer:
-    """Explain images with one model. Threads decode the next batch while the model runs.
+    """Explain images with one model.
 
     Args:
         bundle: The model, with its class names and preprocessing.
@@ -62,6 +64,7 @@ class Explainer:
         batch_size: See `vit.explain`.
 
     Attributes:
+        parameters: Everything that the maps depend on but the target, for the manifest.
         unreadable: Path and reason for each image that could not be read.
 
     Raises:
@@ -96,41 +99,31 @@ class Explainer:
         )
         # number of images that fit a GPU's memory together
         self._part_size = self._batch_size
+        self._is_verified = False
         self._kind = find_output_kind(
             bundle.model, bundle.class_names, is_multilabel=bundle.is_multilabel
         )
-        if has_many(target):
-            target = list_targets(target)
+        is_auto = isinstance(target, str) and target == "auto"
         has_classes = any(method.class_specific for method in chosen)
-        if self._kind == "features" and target == "auto" and not has_classes:
+        if self._kind == "features" and is_auto and not has_classes:
             self._target = FEATURES
             self._num_tested = 0  # removed patches have no effect on a class
         else:
             self._target = build_target(target, bundle.class_names, self._kind)
-        if target != "auto" and not has_classes:
+        if not is_auto and not has_classes:
             raise ValueError(
                 f"{' and '.join(methods)}: the same map for every class, so --class {target} "
                 "changes nothing; leave it out, or choose a method whose maps depend on it, such "
                 "as libra-removal"
             )
         # the most probable class otherwise, without a copy to the host
-        self._has_thresholds = self._kind == "labels" or bool(bundle.operating_point)
-        if self._has_thresholds and target == "auto":
+        if is_auto and (self._kind == "labels" or bundle.operating_point):
             self._target = replace(self._target, choose=partial(choose_decided, bundle))
-        # a target that isn't about a class is the same in every column
-        self._has_predicted_first = self._target.name is not None or starts_with_predicted(
-            target, bundle.class_names
-        )
         # files of several classes of one image need the class in their names
-        self._names_classes = target != "auto" or self._kind == "labels"
-        self._is_verified = False
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Everything that the maps depend on but the target, for the manifest."""
-        return {
+        self._names_classes = not is_auto or self._kind == "labels"
+        self.parameters = {
             **self._options,
-            "methods": list(self.methods),
+            "methods": list(methods),
             "checks": self._num_tested,
             "batch_size": self._batch_size,
         }
@@ -138,47 +131,42 @@ class Explainer:
     def explain(self, items: Sequence[ImageItem]) -> Iterator[list[ImageResult]]:
         """Yield explained images, one batch after another. They have pixels and attention, which
         don't fit into memory for many images."""
-        # large images are decoded again for drawing, because two batches of them may not fit into
-        # memory
-        max_pixels = _MAX_KEPT_PIXELS // max(min(2 * self._batch_size, len(items)), 1)
-
         with ThreadPoolExecutor() as pool, show_progress("explaining", len(items)) as advance:
-
-            def decode_ahead(start: int) -> list[Future[ImageResult]]:
-                batch = items[start : start + self._batch_size]
-                return [pool.submit(self._decode, item, max_pixels) for item in batch]
-
-            decoding = decode_ahead(0)
             for start in range(0, len(items), self._batch_size):
+                batch = items[start : start + self._batch_size]
                 results = []
-                # a file that can't be read is named, and the others are explained
-                for item, future in zip(items[start:], decoding, strict=False):
-                    try:
-                        results.append(future.result())
-                    except (ValueError, OSError) as error:
-                        self.unreadable.append((item.path, " ".join(str(error).split())))
-                num_items = len(decoding)
-                decoding = decode_ahead(start + self._batch_size)
+                for item, decoded in zip(batch, pool.map(self._decode, batch), strict=True):
+                    if isinstance(decoded, str):
+                        self.unreadable.append((item.path, decoded))
+                    else:
+                        results.append(decoded)
                 if results:
                     self._explain_batch(results)
                     yield results
-                advance(num_items)
+                advance(len(batch))
 
-    def _decode(self, item: ImageItem, max_pixels: int) -> ImageResult:
-        photo, sha256 = item.read()
+    def _decode(self, item: ImageItem) -> ImageResult | str:
+        """Read an image. Return the reason if it can't be read: the others are explained."""
         preprocess = self.bundle.preprocess
-        if isinstance(photo, DeepImage):
-            # as the model sees it, also when it is read again
-            item = item.convert(preprocess.to_rgb)
-            photo = preprocess.to_rgb(photo)
+        try:
+            photo, sha256 = item.read()
+            if isinstance(photo, DeepImage):
+                photo = preprocess.to_rgb(photo)  # as the model sees it
+            pixels = preprocess.to_uint8(photo)
+        except (ValueError, OSError) as error:
+            return " ".join(str(error).split())
+        # others who get a page don't have the folders
+        file = Path(item.path)
         return ImageResult(
-            item=item,
+            path=item.path,
+            name=item.name,
+            title=file.name if clean_name(file.stem) == item.name else item.name,
+            number=item.number,
             sha256=sha256,
-            class_names=self.bundle.class_names,
             # boxes are in pixels of the original, because maps are drawn on it
             geometry=preprocess.geometry(photo.size),
-            image=photo if photo.width * photo.height <= max_pixels else None,
-            pixels=preprocess.to_uint8(photo),
+            photo=resize_picture(photo, min_side=PANEL_SIDES[0], max_side=PANEL_SIDES[1]),
+            pixels=pixels,
         )
 
     def _explain_batch(self, results: Sequence[ImageResult]) -> None:
@@ -197,7 +185,7 @@ class Explainer:
         """Add to each image its maps and the model's outputs."""
         pixels = np.stack([result.pixels for result in results if result.pixels is not None])
         batch = copy_to_device(torch.from_numpy(pixels), self.bundle.device)
-        numbers = [result.item.number for result in results]
+        numbers = [result.number for result in results]
         forward, targets, maps = compute_maps(
             self._reader,
             self.bundle.preprocess.normalize(batch),
@@ -209,11 +197,8 @@ class Explainer:
         num_tested = len(results)
         if self._num_tested is not None:
             num_tested = sum(number < self._num_tested for number in numbers)
-        checks = check_maps(
-            forward, targets, maps, count=num_tested, predicted_first=self._has_predicted_first
-        )
+        checks = check_maps(forward, targets, maps, count=num_tested)
         logits = forward.logits.detach()
-        probabilities = compute_probabilities(logits.float() / self.bundle.temperature, self._kind)
         scores = torch.stack(
             [self._target.score(logits, column) for column in targets.unbind(dim=1)], dim=1
         )
@@ -224,7 +209,7 @@ class Explainer:
 
         # the only copy from the device, and the only time that the host waits for it
         logits, probabilities, scores, targets, maps, checks, attention = copy_to_host(
-            (logits, probabilities, scores, targets, maps, checks, attention)
+            (logits, self._compute_probabilities(logits), scores, targets, maps, checks, attention)
         )
         for result, parts in zip(results, attention, strict=False):
             result.attention = {name: part.numpy() for name, part in parts.items()}
@@ -233,61 +218,84 @@ class Explainer:
             if not logits[row].isfinite().all():
                 raise ValueError(
                     f"{self.bundle.name} gives logits that are not finite (NaN or infinite) for "
-                    f"{result.item.name}, so there is nothing to explain"
+                    f"{result.name}, so there is nothing to explain"
                 )
             result.probabilities = probabilities[row].numpy()
-            self._add_prediction(result, logits[row : row + 1].float().numpy())
             # labels that fill a row are repeated
             explained = list(dict.fromkeys(targets[row].tolist()))
+            self._add_prediction(result, logits[row : row + 1], explained[0], scores[row, 0].item())
             if self._target.name is None:
                 result.targets = tuple(explained)
-            else:
-                result.output = self._target.name(explained[0])
-                if self._target is not FEATURES:
-                    result.output += f" = {scores[row, 0].item():.4g}"
-            for place, method_maps in enumerate(maps):
-                added = self._add_maps(result, method_maps, row, explained, scores[row].tolist())
-                if row < num_tested:
-                    for map_result, test in zip(added, tests[place], strict=False):
-                        map_result.sanity_check = test[row]
+            for method_maps, of_method in zip(maps, tests, strict=True):
+                columns = zip(method_maps.values[row].numpy(), explained, strict=False)
+                for column, (values, index) in enumerate(columns):
+                    found = self._build_map(result, method_maps.method, values, index)
+                    if found.target_name is not None:
+                        found.score = scores[row, column].item()
+                    if row < num_tested:
+                        found.sanity_check = of_method[column][row]
+                    result.maps.append(found)
 
-    def _add_prediction(self, result: ImageResult, logits: np.ndarray) -> None:
-        """Add what the model predicts, by its thresholds if it has any."""
-        if self._has_thresholds:
-            (present,) = find_decided(self.bundle, logits)
-            result.predicted = present[0] if present else int(result.probabilities.argmax())
-            result.labels = present if self._kind == "labels" else None
-        elif len(result.probabilities):
-            result.predicted = int(result.probabilities.argmax())
+    def _compute_probabilities(self, logits: Tensor) -> Tensor:
+        """Compute the probabilities [B, C]; [B, 0] if the outputs are no logits."""
+        logits = logits.float() / self.bundle.temperature
+        match self._kind:
+            case "classes":
+                return logits.softmax(dim=1)
+            case "labels":
+                return logits.sigmoid()
+            case _:
+                return logits[:, :0]
 
-    def _add_maps(
-        self,
-        result: ImageResult,
-        maps: Maps,
-        row: int,
-        explained: Sequence[int],
-        scores: Sequence[float],
-    ) -> list[MapResult]:
-        """Add the maps of a method, one for each class if they depend on it, and return them."""
-        method = maps.method
-        added: list[MapResult] = []
-        for values, index, score in zip(maps.values[row].numpy(), explained, scores, strict=False):
-            map_result = MapResult(
-                method, f"{result.item.name}.{method.name}", values, is_label=self._kind == "labels"
-            )
-            if method.class_specific:
-                map_result.score = score
-                if self._target.name is not None:
-                    map_result.target_name = self._target.name(index)
-                else:
-                    map_result.target = index
-                    map_result.target_name = self.bundle.class_names[index]
-                    map_result.is_predicted = result.labels is None or index in result.labels
-                if self._names_classes:
-                    map_result.key += f".{clean_name(map_result.target_name)}"
-                # a file name has no place for all characters
-                if map_result.key.casefold() in {other.key.casefold() for other in added}:
-                    map_result.key += f"-{index}"
-            added.append(map_result)
-        result.maps += added
-        return added
+    def _add_prediction(
+        self, result: ImageResult, logits: Tensor, explained: int, score: float
+    ) -> None:
+        """Add what the model predicts, by its thresholds if it has any; without classes, the target
+        and its value."""
+
+        def describe(index: int) -> dict[str, Any]:
+            return describe_class(index, self.bundle.class_names[index], result.probabilities)
+
+        if self._kind in ("classes", "labels"):
+            (present,) = find_decided(self.bundle, logits.float().numpy())
+            prediction = describe((present or [int(result.probabilities.argmax())])[0])
+            if self._kind == "labels":
+                prediction["labels"] = list(map(describe, present))
+        else:
+            name = self._target.name(explained) if self._target.name else ""
+            if self._target is not FEATURES:
+                name += f" = {score:.4g}"
+            prediction = describe_class(None, name, result.probabilities)
+        result.prediction = prediction
+
+    def _build_map(
+        self, result: ImageResult, method: Method, values: PatchMap, index: int
+    ) -> MapResult:
+        """Build the map of an image for one class or target."""
+        noun = "label" if self._kind == "labels" else "class"
+        caption = f"{method.title} (the same for every {noun})"
+        found = MapResult(method, f"{result.name}.{method.name}", values, caption)
+        if method.class_specific and self._target.name is not None:
+            # a number that is not about a class has no evidence, only patches that change it
+            found.target_name = name = self._target.name(index)
+            found.caption = f"patches that raise {name}"
+            if method.signed:
+                found.caption += " (red) and lower it (blue)"
+        elif method.class_specific:
+            found.target = index
+            found.target_name = name = self.bundle.class_names[index]
+            found.caption = f"evidence for {name}"
+            if method.signed:
+                found.caption += f" (red) and against {name} (blue)"
+            labels = result.prediction.get("labels")
+            if labels is not None and index not in [label["index"] for label in labels]:
+                found.caption += f"; {name} is not predicted"
+        # differences that are not drawn have to be named
+        if fit_scale(relative_to_uniform(values), signed=method.signed).is_flat:
+            found.caption += "; nearly even"
+        if found.target_name is not None and self._names_classes:
+            found.key += f".{clean_name(found.target_name)}"
+        # a file name has no place for all characters
+        if found.key.casefold() in {other.key.casefold() for other in result.maps}:
+            found.key += f"-{index}"
+        return found

@@ -1,6 +1,5 @@
 """The training photos that are nearest to a photo, with their pictures for pages."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from vit.data.splits import DatasetSplits
 from vit.explanation.render.page import encode_photo
 from vit.prediction.neighbours import find_nearest
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
-from vit.prediction.probabilities import Float32s
 
 
 @dataclass(frozen=True)
@@ -60,63 +58,47 @@ class TrainingPhotos:
         self._named: list[tuple[str, int]] = []
         if bundle.likeness is not None:
             self._named = bundle.metadata.get("conformal", {}).get("training_images", [])
-        self._pictures: dict[str, str | None] = {}
 
     def find(self, pixels: Sequence[Pixels], count: int) -> list[list[Neighbour]]:
-        """Find the training photos that are most similar to each image, if the model file names
-        any.
-
-        Args:
-            pixels: Inputs of the model, uint8 [H, W, 3] each.
-            count: Number of training photos for each image.
-        """
-        every = range(len(self._named))
-        return [self._find_nearest(row, every, count) for row in self._compute_features(pixels)]
+        """Find the `count` training photos that are most similar to each image, an input of the
+        model, uint8 [H, W, 3]; none if the model file names none."""
+        return self._find(pixels, [[(count, None)] for _ in pixels])
 
     def find_of_classes(
         self, pixels: Sequence[Pixels], classes: Sequence[Sequence[int]]
     ) -> list[list[Neighbour]]:
-        """Find the training photo of each of several classes that is most similar to each image.
+        """Find the training photo of each of several classes that is most similar to each image,
+        see `find`."""
+        return self._find(pixels, [[(1, index) for index in indices] for indices in classes])
 
-        Args:
-            pixels: Inputs of the model, uint8 [H, W, 3] each.
-            classes: Indices of the classes, for each image.
-        """
-        members: dict[int, list[int]] = defaultdict(list)
-        for place, (_, label) in enumerate(self._named):
-            members[label].append(place)
-        return [
-            [photo for index in indices for photo in self._find_nearest(row, members[index], 1)]
-            for row, indices in zip(self._compute_features(pixels), classes, strict=True)
-        ]
-
-    def _compute_features(self, pixels: Sequence[Pixels]) -> Sequence[Float32s | None]:
-        """Compute the features of each image; None if there is nothing to compare them with."""
+    def _find(
+        self, pixels: Sequence[Pixels], wanted: Sequence[Sequence[tuple[int, int | None]]]
+    ) -> list[list[Neighbour]]:
+        """Find numbers of training photos of classes, None for any, for each image."""
         if not self._named:
-            return [None] * len(pixels)
+            return [[] for _ in pixels]
         predictor = BatchPredictor.from_bundle(self.bundle)
         _, features = predictor.predict_with_features(read_from(pixels), count=len(pixels))
-        return list(features)
-
-    def _find_nearest(
-        self, features: Float32s | None, places: Sequence[int], count: int
-    ) -> list[Neighbour]:
-        """Return the most similar of the training photos at some places of the model file's list."""
-        if features is None or not places:
-            return []
         assert self.bundle.likeness is not None
-        references = self.bundle.likeness.training_features[list(places)]
-        (found,), (cosines,) = find_nearest(features[None], references, count)
-        neighbours = []
-        for place, cosine in zip(found.tolist(), cosines.tolist(), strict=True):
-            path, label = self._named[places[place]]
-            class_name = self.bundle.class_names[label] if label >= 0 else ""
-            if path not in self._pictures:
-                self._pictures[path] = self._read_picture(path)
-            neighbours.append(Neighbour(path, class_name, cosine, self._pictures[path]))
-        return neighbours
+        references = self.bundle.likeness.training_features
+        labels = np.array([label for _, label in self._named])
+        found: list[list[Neighbour]] = []
+        for row, parts in zip(features, wanted, strict=True):
+            found.append([])
+            for count, index in parts:
+                places = np.flatnonzero((labels == index) | (index is None))
+                # a class may have no features in the file
+                if not len(places):
+                    continue
+                (nearest,), (cosines,) = find_nearest(row[None], references[places], count)
+                for place, cosine in zip(places[nearest].tolist(), cosines.tolist(), strict=True):
+                    path, label = self._named[place]
+                    name = self.bundle.class_names[label] if label >= 0 else ""
+                    found[-1].append(Neighbour(path, name, cosine, self._draw(path)))
+        return found
 
-    def _read_picture(self, path: str) -> str | None:
+    def _draw(self, path: str) -> str | None:
+        """Draw a training photo; None if it can't be read here, or isn't the recorded one."""
         index = self._indices.get(path)
         if index is None or self._dataset is None:
             return None

@@ -1,11 +1,10 @@
-"""Write explained images: overlays, exact arrays, and a manifest that describes them.
+"""Write explained images: overlays, exact arrays, a manifest that describes them, and the gallery.
 
-Threads draw and write overlays while the model runs. Equal inputs and settings give equal bytes: no
-times, no random numbers, sorted order.
+Equal inputs and settings give equal bytes: no times, no random numbers, sorted order.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,36 +14,29 @@ import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.explanation.records import ImageResult, MapResult
+from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gallery
+from vit.explanation.records import MAX_SHEET_IMAGES, ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
 from vit.runtime.files import open_output, write_arrays, write_atomically, write_json
 
 SCHEMA_VERSION = 6
 SHEET_FILE = "index.png"
-# vit/explanation/render/figure.py draws these; it imports matplotlib, which takes half a second
-_FIGURE_FORMATS = ("svg", "pdf")
-_FORMATS = ("png", *_FIGURE_FORMATS, "npz", "html")
+_FORMATS = ("png", "svg", "pdf", "npz", "html")
 _LIBRARIES = ("vit-pipeline", "torch", "torchvision", "timm", "numpy", "Pillow", "matplotlib")
-# more would keep many photos in memory if drawing is slower than the model
-_MAX_WAITING_BATCHES = 2
 
 
 class MapWriter:
-    """Writes explained images into a directory: overlays `NAME.METHOD.png` as soon as their batch
-    is added, and at the end the other files.
+    """Writes explained images into a directory: pictures `NAME.METHOD.png` of each batch, and at
+    the end the other files.
 
     Args:
         output: The directory.
         bundle: The model.
         parameters: Everything that the maps depend on, for the manifest.
         formats: "png" for overlays and index.png of the first images, "svg" and "pdf" for figures,
-            "npz" for maps.npz. "html" is written elsewhere.
+            "npz" for maps.npz, "html" for gallery.html of the first images.
         overwrite: Replace an earlier result.
-
-    Attributes:
-        output: The directory.
-        entries: The images as the manifest describes them.
 
     Raises:
         ValueError: A format is unknown.
@@ -62,30 +54,27 @@ class MapWriter:
     ) -> None:
         for name in formats:
             check_choice(name, _FORMATS, name="--format")
-        self.output = open_output(output, overwrite=overwrite)
+        self._output = open_output(output, overwrite=overwrite)
         self._bundle = bundle
         self._parameters = parameters
         self._formats = formats
-        self.entries: list[dict[str, Any]] = []
+        self._entries: list[dict[str, Any]] = []  # images as the manifest describes them
         self._arrays: dict[str, np.ndarray] = {}
-        self._rows: list[list[Any]] = []  # images of the contact sheet
-        self._pool = ThreadPoolExecutor()
-        self._writing: list[list[Future[None]]] = []  # pictures of each batch
+        self._shown: list[ImageResult] = []  # images of the contact sheet
+        self._cards: list[dict[str, Any]] = []  # images of the gallery
 
     def add(self, images: Sequence[ImageResult]) -> None:
-        """Add a batch."""
-        has_overlays = "png" in self._formats
+        """Add a batch, and write its pictures."""
         maps = [(image, result) for image in images for result in image.maps]
-        self._writing.append([self._pool.submit(self._draw, *each) for each in maps])
-        self.entries += [image.describe(has_overlays=has_overlays) for image in images]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(self._draw, maps))
+        has_overlays = "png" in self._formats
+        self._entries += [image.describe(has_overlays=has_overlays) for image in images]
         self._arrays |= {result.key: result.values for _, result in maps}
         if has_overlays:
-            from vit.explanation.render.figure import MAX_SHEET_IMAGES
-
-            shown = images[: MAX_SHEET_IMAGES - len(self._rows)]
-            self._rows += [image.draw_row() for image in shown]
-        # if drawing is slower than the model, the model waits
-        self._wait(_MAX_WAITING_BATCHES)
+            self._shown += images[: MAX_SHEET_IMAGES - len(self._shown)]
+        if "html" in self._formats:
+            self._cards += map(describe_card, images[: MAX_IMAGES - len(self._cards)])
 
     def finish(self, unreadable: Sequence[tuple[str, str]]) -> None:
         """Write the files of all images.
@@ -93,15 +82,15 @@ class MapWriter:
         Args:
             unreadable: Path and reason for each image that could not be read.
         """
-        with self._pool:
-            self._wait(0)
         if "npz" in self._formats:
-            write_arrays(self.output / "maps.npz", dict(sorted(self._arrays.items())))
-        if self._rows:
-            from vit.explanation.render.figure import draw_sheet
+            write_arrays(self._output / "maps.npz", dict(sorted(self._arrays.items())))
+        if self._shown:
+            from vit.explanation.render.figure import draw_sheet  # matplotlib takes half a second
 
-            save = partial(_save_picture, draw_sheet(self._rows))
-            write_atomically(self.output / SHEET_FILE, save)
+            _write_picture(self._output / SHEET_FILE, draw_sheet(self._shown))
+        if self._cards:
+            path = self._output / "gallery.html"
+            write_gallery(path, self._bundle, self._cards, images=self._entries)
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "parameters": self._parameters,
@@ -110,44 +99,25 @@ class MapWriter:
             "run_id": self._bundle.metadata.get("run_id"),
             "preprocess": self._bundle.preprocess.to_dict(),
             "versions": {name: version(name) for name in _LIBRARIES},
-            "images": sorted(self.entries, key=lambda entry: entry["path"]),
+            "images": sorted(self._entries, key=lambda entry: entry["path"]),
             "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
         }
-        write_json(self.output / "manifest.json", manifest)
+        write_json(self._output / "manifest.json", manifest)
 
-    def _wait(self, max_waiting: int) -> None:
-        """Wait until the pictures of at most `max_waiting` batches are not written yet."""
-        while len(self._writing) > max_waiting:
-            for future in self._writing.pop(0):
-                future.result()
-
-    def _draw(self, image: ImageResult, result: MapResult) -> None:
+    def _draw(self, pair: tuple[ImageResult, MapResult]) -> None:
         """Write the pictures of one map."""
-        for kind in self._formats:
-            if kind == "png":
-                save = partial(_save_picture, draw_map(image, result))
-            elif kind in _FIGURE_FORMATS:
-                from vit.explanation.render.figure import save_figure
+        image, result = pair
+        photo, signed = image.photo, result.method.signed
+        assert photo is not None
+        if "png" in self._formats:
+            picture = draw_overlay(photo, result.shown_values, image.geometry, signed=signed)
+            _write_picture(self._output / f"{result.key}.png", picture)
+        for kind in {"svg", "pdf"} & set(self._formats):
+            from vit.explanation.render.figure import save_figure  # see `finish`
 
-                save = partial(
-                    save_figure,
-                    image=image.read_image(),
-                    values=result.shown_values,
-                    geometry=image.geometry,
-                    kind=kind,
-                    scale=result.scale,
-                    caption=image.caption(result),
-                )
-            else:
-                continue
-            write_atomically(self.output / f"{result.key}.{kind}", save)
+            save_figure(self._output / f"{result.key}.{kind}", image, result, kind=kind)
 
 
-def draw_map(image: ImageResult, result: MapResult) -> Image.Image:
-    """Draw one map beside its photo."""
-    return draw_overlay(image.read_image(), result.shown_values, image.geometry, scale=result.scale)
-
-
-def _save_picture(picture: Image.Image, path: Path) -> None:
+def _write_picture(path: Path, picture: Image.Image) -> None:
     # the lowest compression takes a fifth of the time for a file of 1.2 times the size
-    picture.save(path, "png", compress_level=1)
+    write_atomically(path, partial(picture.save, format="png", compress_level=1))

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.pretend_device import pretend_device
-from vit.analysis.faithfulness.gains import build_baselines, compute_gain
-from vit.analysis.faithfulness.result import FaithfulnessResult, estimate, find_best
-from vit.explanation.checks.token_ablation import (
-    Fill,
+from vit.analysis.faithfulness.gains import (
     Predict,
+    build_baselines,
     build_probability,
-    build_removal,
+    compute_gain,
 )
+from vit.analysis.faithfulness.result import FaithfulnessResult, estimate, find_best
+from vit.explanation.checks.token_ablation import Fill, build_removal
 
 GRID = (4, 4)
 

@@ -8,12 +8,8 @@ import pytest
 import quantus
 import torch
 
-from vit.analysis.faithfulness.gains import find_order
-from vit.explanation.checks.token_ablation import (
-    build_probability,
-    build_removal,
-    deletion_curve,
-)
+from vit.analysis.faithfulness.gains import build_probability, deletion_curve, find_order
+from vit.explanation.checks.token_ablation import build_removal
 
 GRID = (6, 6)
 PATCHES = GRID[0] * GRID[1]

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tests.explanation.model_zoo import NUM_CLASSES, build
+from vit.analysis.faithfulness.gains import build_probability
 from vit.explanation.capture.forward import capture_attention, run_forward
-from vit.explanation.checks.token_ablation import build_probability, build_removal
+from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.rollout import attention_rollout
 

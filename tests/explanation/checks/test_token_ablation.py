@@ -8,15 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.explanation.keep_tokens import keep_tokens
+from vit.analysis.faithfulness.gains import FRACTIONS, area_under, build_probability, deletion_curve
 from vit.explanation.capture.forward import capture_attention
 from vit.explanation.capture.reader import read_model
-from vit.explanation.checks.token_ablation import (
-    FRACTIONS,
-    area_under,
-    build_probability,
-    build_removal,
-    deletion_curve,
-)
+from vit.explanation.checks.token_ablation import build_removal
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
 
@@ -67,12 +62,11 @@ def test_images_embedded_once_give_the_answers_of_whole_forward_passes(
     with `keep_tokens`."""
     model, images = build(family)
     rows, columns = {"torchvision": (4, 4), "hugging-face": (4, 4)}.get(family, (4, 6))
-    predict = build_probability(
-        build_removal(model, images, grid=(rows, columns), batch_size=1), torch.tensor([0, 1])
-    )
+    compute_kept = build_removal(model, images, grid=(rows, columns), batch_size=1)
     generator = torch.Generator().manual_seed(0)
     kept = torch.stack([torch.randperm(rows * columns, generator=generator)[:7] for _ in range(6)])
-    found = predict(kept)
+    classes = torch.tensor([0, 1] * 3)
+    found = compute_kept(classes, kept).softmax(dim=1)[torch.arange(6), classes]
     for removal in range(3):
         with torch.no_grad(), keep_tokens(model, kept[2 * removal : 2 * removal + 2]):
             output = model(images)
@@ -89,9 +83,9 @@ def test_a_convolutional_stem_sees_each_image_once(ours: Build) -> None:
     handle = model.patch_embed.register_forward_pre_hook(
         lambda module, args: seen.append(len(args[0]))
     )
-    predict = build_probability(build_removal(reader, images, grid=(4, 6)), torch.tensor([0, 1]))
+    compute_kept = build_removal(reader, images, grid=(4, 6))
     for kept in range(1, 24):
-        predict(torch.arange(kept).expand(10, -1))
+        compute_kept(torch.tensor([0, 1] * 5), torch.arange(kept).expand(10, -1))
     handle.remove()
     assert sum(seen) == len(images)
 
@@ -116,7 +110,7 @@ def test_painting_leaves_kept_patches_their_pixels(ours: Build) -> None:
 def test_area_under_is_the_trapezoid_of_the_curve() -> None:
     curve = torch.rand(5, 10, dtype=torch.float64)
     expected = np.trapezoid(curve.numpy(), FRACTIONS, axis=1) / 0.9
-    assert np.abs(area_under(curve).numpy() - expected).max() < 1e-12
+    assert np.abs(area_under(curve, FRACTIONS).numpy() - expected).max() < 1e-12
 
 
 def test_deletion_takes_the_first_of_the_order_away() -> None:

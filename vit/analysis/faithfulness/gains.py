@@ -1,6 +1,8 @@
 """Symmetric relevance gains: how much more the patches that a map ranks first take away from the
 probability of the class than those that it ranks last."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -8,15 +10,35 @@ from torch import Tensor
 
 from vit.explanation.capture.forward import PatchMaps
 from vit.explanation.capture.tokens import Grid
-from vit.explanation.checks.token_ablation import (
-    Predict,
-    area_under,
-    deletion_curve,
-)
+from vit.explanation.checks.token_ablation import ComputeKept
+from vit.explanation.targets import CLASS, Target
+from vit.model.logits import at_least_float32
 
 PerImage = Float[np.ndarray, " n"]
-# fractions of the patches that insertion curves keep
+# from the patches of each of n images that are kept to the probabilities of their classes
+Predict = Callable[[Int[Tensor, "n kept"]], Float[Tensor, " n"]]
+# fractions of the patches that deletion curves remove, and that insertion curves keep
+FRACTIONS = tuple(step / 10 for step in range(10))
 KEPT = tuple((step + 1) / 10 for step in range(10))
+
+
+def build_probability(
+    compute_kept: ComputeKept, classes: Int[Tensor, " n"], *, target: Target = CLASS
+) -> Predict:
+    """Build a function from the patches that are kept to the probability of each image's class.
+
+    Args:
+        compute_kept: Function from `build_removal` for the same images.
+        classes: Class of each image.
+        target: Number that is computed instead of the class's probability.
+    """
+    rows = torch.arange(len(classes), device=classes.device)
+
+    @torch.no_grad()
+    def predict(kept: Int[Tensor, "n kept"]) -> Float[Tensor, " n"]:
+        return target.value(at_least_float32(compute_kept(rows, kept)), classes)
+
+    return predict
 
 
 def build_baselines(batch: int, grid: Grid, *, seed: int) -> dict[str, PatchMaps]:
@@ -42,11 +64,25 @@ def compute_gain(predict: Predict, maps: PatchMaps) -> Float[Tensor, " n"]:
         maps: Maps [n, rows, columns] of the images.
     """
     order = find_order(maps)
-    deletion = area_under(deletion_curve(predict, order))
+    deletion = area_under(deletion_curve(predict, order, FRACTIONS), FRACTIONS)
     # insertion is deletion in the opposite order: the most relevant patches are removed last
-    removed_first = [1 - fraction for fraction in KEPT]
-    insertion_curve = deletion_curve(predict, order.flip(1), fractions=removed_first)
-    return area_under(insertion_curve, fractions=KEPT) - deletion
+    insertion = deletion_curve(predict, order.flip(1), [1 - fraction for fraction in KEPT])
+    return area_under(insertion, KEPT) - deletion
+
+
+def deletion_curve(
+    predict: Predict, order: Int[Tensor, "n P"], fractions: Sequence[float]
+) -> Float[Tensor, "n steps"]:
+    """Compute the probabilities without the first patches of `order`, for fractions of them."""
+    num_patches = order.shape[1]
+    removed = [round(fraction * num_patches) for fraction in fractions]
+    return torch.stack([predict(order[:, number:]) for number in removed], dim=1)
+
+
+def area_under(curve: Float[Tensor, "n steps"], fractions: Sequence[float]) -> Float[Tensor, " n"]:
+    """Compute the trapezoidal area divided by the range of the fractions: a mean probability."""
+    points = torch.tensor(fractions, dtype=curve.dtype, device=curve.device)
+    return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])
 
 
 def find_order(maps: PatchMaps) -> Int[Tensor, "n P"]:

@@ -11,14 +11,19 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from vit.analysis.faithfulness.gains import PerImage, build_baselines, compute_gain
+from vit.analysis.faithfulness.gains import (
+    PerImage,
+    build_baselines,
+    build_probability,
+    compute_gain,
+)
 from vit.analysis.faithfulness.result import GAINS, FaithfulnessResult
 from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, find_labels, open_data
 from vit.explanation.capture.forward import PatchMaps
 from vit.explanation.capture.reader import read_model
-from vit.explanation.checks.token_ablation import build_probability, build_removal
+from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.explainer import choose_explain_batch_size
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import find_methods, list_methods

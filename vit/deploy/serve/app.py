@@ -198,7 +198,7 @@ class _Service:
         return [
             {
                 "method": map.method.name,
-                "caption": map.describe(),
+                "caption": map.caption,
                 "values": map.values.tolist(),
                 "box": [left / width, top / height, right / width, bottom / height],
                 "check": str(map.sanity_check),

@@ -88,10 +88,20 @@ class MapChecks(NamedTuple):
         columns = (self.p_value.tolist(), self.agreement.tolist(), self.is_constant.tolist())
         checks = []
         for p_value, agreement, is_constant in zip(*columns, strict=True):
-            verdict, reason = _find_verdict(p_value, patches, is_constant=is_constant)
+            test = f"shifted copies of the map ({patches} removed)"
+            # rounded down, because 94.9 % are less than the verdict's 95 %
+            percent = math.floor(100 * (1 - p_value) + 1e-6)
+            verdict, reason = CONFIRMED, f"better than {percent} % of {test}"
             if len(tiles.means) < MIN_TILES:
+                rows, across = self.grid
                 verdict = NOT_TESTED
-                reason = f"with {self.grid[0]} × {self.grid[1]} patches, the test can't tell"
+                reason = f"with {rows} × {across} patches, the test can't tell"
+            elif is_constant:
+                verdict, reason = NOT_CONFIRMED, "every patch has the same value"
+            elif p_value > MAX_P_PARTLY_CONFIRMED:
+                verdict, reason = NOT_CONFIRMED, f"no better than {test}"
+            elif p_value > MAX_P_CONFIRMED:
+                verdict = PARTLY_CONFIRMED
             checks.append(
                 SanityCheck(verdict, reason, agreement, p_value, len(tiles.places), patches)
             )
@@ -122,7 +132,6 @@ def check_maps(
     maps: Sequence[Maps],
     *,
     count: int | None = None,
-    predicted_first: bool = False,
 ) -> list[list[MapChecks]]:
     """Test maps of one forward pass, all by the same passes without tiles.
 
@@ -130,25 +139,23 @@ def check_maps(
         forward: The pass.
         targets: Classes that are explained.
         maps: Maps of each method for these classes. Maps that don't depend on the class are tested
-            for the predicted one.
+            for the predicted one, or for a target that isn't about a class.
         count: Number of images, from the first on, whose maps are tested. None: all.
-        predicted_first: The first targets are the predicted classes.
 
     Returns:
         The tests by method and class, on the model's device; none if no image is tested.
     """
     if count == 0:
         return [[] for _ in maps]
-    predicted = targets[:, :1] if predicted_first else forward.logits.argmax(dim=1, keepdim=True)
-    classes = torch.cat([targets, predicted], dim=1)[:count]
-    *drops, drops_of_predicted = measure_drops(forward, classes)
+    predicted = targets[:, :1]
+    if not forward.target.predicted_first and forward.target.name is None:
+        predicted = forward.logits.argmax(dim=1, keepdim=True)
+    *drops, of_predicted = measure_drops(forward, torch.cat([targets, predicted], dim=1)[:count])
     checks = []
-    for method_maps in maps:
-        evidence = [drops_of_predicted]
-        if method_maps.method.class_specific:
-            evidence = drops
-        columns = zip(method_maps.values[:count].unbind(dim=1), evidence, strict=True)
-        checks.append([check_map(values, column) for values, column in columns])
+    for method, values in maps:
+        evidence = drops if method.class_specific else [of_predicted]
+        columns = zip(values[:count].unbind(dim=1), evidence, strict=True)
+        checks.append([check_map(*column) for column in columns])
     return checks
 
 
@@ -209,33 +216,15 @@ def check_map(maps: PatchMaps, drops: Float[Tensor, "B m"]) -> MapChecks:
     )
 
 
-def _find_verdict(p_value: float, patches: str, *, is_constant: bool) -> tuple[str, str]:
-    """Return verdict and reason."""
-    if is_constant:
-        return NOT_CONFIRMED, "every patch has the same value"
-    test = f"shifted copies of the map ({patches} removed)"
-    if p_value > MAX_P_PARTLY_CONFIRMED:
-        return NOT_CONFIRMED, f"no better than {test}"
-    # rounded down, because 94.9 % are less than the verdict's 95 %
-    percent = math.floor(100 * (1 - p_value) + 1e-6)
-    verdict = CONFIRMED if p_value <= MAX_P_CONFIRMED else PARTLY_CONFIRMED
-    return verdict, f"better than {percent} % of {test}"
-
-
 def count_confirmed(verdicts: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each method that says how many of its maps are confirmed.
-
-    Args:
-        verdicts: Verdicts of each method's maps. Maps that were not tested don't count.
-    """
+    """Return a line for each method that says how many of its tested maps are confirmed, from the
+    verdicts of its maps."""
     lines = []
-    for method, map_verdicts in verdicts.items():
-        tested = [verdict for verdict in map_verdicts if verdict != NOT_TESTED]
+    for method, of_method in verdicts.items():
+        tested = [verdict for verdict in of_method if verdict != NOT_TESTED]
         if tested:
-            count = tested.count(CONFIRMED)
-            lines.append(
-                f"{method}: {count} of {len(tested)} maps confirmed by the patch-removal test"
-            )
+            confirmed = f"{tested.count(CONFIRMED)} of {len(tested)} maps confirmed"
+            lines.append(f"{method}: {confirmed} by the patch-removal test")
     return lines
 
 

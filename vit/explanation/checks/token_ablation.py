@@ -6,7 +6,7 @@ the position embedding. No image has to be painted over, which would look unlike
 for comparison and for models that need all of their tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Literal, cast
 
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from vit.explanation.capture.reader import ModelReader, read_model
 from vit.explanation.capture.tokens import Grid
-from vit.explanation.targets import CLASS, Target
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.device import Precision, autocast
@@ -25,38 +24,9 @@ from vit.runtime.tensors import Images, Tokens
 
 # drop tokens if the model allows it, otherwise paint; or always paint
 Fill = Literal["auto", "mean"]
-# fractions of the patches that deletion curves remove: 0 to 0.9
-FRACTIONS = tuple(step / 10 for step in range(10))
 
-# from kept patches to probabilities, of one class or several; row r is about image r modulo B, any
-# number of rows for each
-Predict = Callable[[Int[Tensor, "R kept"]], Float[Tensor, "R ..."]]
 # from places among the B images, and the patches of each that are kept, to logits
 ComputeKept = Callable[[Int[Tensor, " R"], Int[Tensor, "R kept"]], Float[Tensor, "R C"]]
-
-
-def build_probability(
-    compute_kept: ComputeKept, classes: Int[Tensor, " B"], *, target: Target = CLASS
-) -> Predict:
-    """Build a function from the patches that are kept to the probability of each image's class.
-
-    Args:
-        compute_kept: Function from `build_removal` for the same images.
-        classes: Class of each image, [B].
-        target: Number that is computed instead of the class's probability.
-
-    Returns:
-        A function from kept patches [R, kept], R a multiple of B, to probabilities [R].
-    """
-    image_rows = torch.arange(len(classes), device=classes.device)
-
-    @torch.no_grad()
-    def predict(kept: Int[Tensor, "R kept"]) -> Float[Tensor, " R"]:
-        repetitions = len(kept) // len(classes)
-        logits = at_least_float32(compute_kept(image_rows.repeat(repetitions), kept))
-        return target.value(logits, classes.repeat(repetitions))
-
-    return predict
 
 
 @torch.no_grad()
@@ -101,9 +71,7 @@ def build_removal(
         with recording, autocast(images.device, precision):
             logits.append(compute_logits(reader.model, batch))
     image_logits = torch.cat(logits)
-    image_tokens = None
-    if drops_tokens:
-        image_tokens = torch.cat(recorded)
+    image_tokens = torch.cat(recorded) if recorded else None
     background = images.mean(dim=(-1, -2), keepdim=True)
 
     def compute_rows(rows: Int[Tensor, " r"], kept: Int[Tensor, "r kept"]) -> Float[Tensor, "r C"]:
@@ -169,22 +137,3 @@ def compute_without(
         kept = (~removed[rows]).nonzero()[:, 1].reshape(len(rows), count)
         logits.append(compute_kept(places[rows], kept))
     return at_least_float32(torch.cat(logits))[order.argsort()]
-
-
-def deletion_curve(
-    predict: Predict, order: Int[Tensor, "R P"], *, fractions: Sequence[float] = FRACTIONS
-) -> Float[Tensor, "R steps"]:
-    """Compute the probabilities without the first patches of `order`, for each of the `fractions`
-    of the patches."""
-    num_patches = order.shape[1]
-    return torch.stack(
-        [predict(order[:, round(fraction * num_patches) :]) for fraction in fractions], dim=1
-    )
-
-
-def area_under(
-    curve: Float[Tensor, "R steps"], *, fractions: Sequence[float] = FRACTIONS
-) -> Float[Tensor, " R"]:
-    """Compute the trapezoidal area divided by the range of the fractions: a mean probability."""
-    points = torch.tensor(fractions, dtype=curve.dtype, device=curve.device)
-    return torch.trapezoid(curve, points, dim=1) / (points[-1] - points[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from PIL import Image
 
 from vit.bundle import Bundle
@@ -17,10 +17,8 @@ from vit.data.dataset import printable
 from vit.explanation.checks.sanity_checks import NOT_TESTED, VERDICTS, count_confirmed
 from vit.explanation.methods.registry import METHODS
 from vit.explanation.records import ImageResult, MapResult
-from vit.explanation.render.outline import trace_outline
-from vit.explanation.render.overlay import fit_size
+from vit.explanation.render.overlay import fit_scale, palette, resize_picture, shade
 from vit.explanation.render.page import BADGES, encode_picture, name_model, render_page
-from vit.explanation.render.scale import palette, shade
 from vit.runtime.files import write_text
 
 MAX_IMAGES = 200  # browsers can't open much larger pages
@@ -63,16 +61,16 @@ def write_gallery(
 
 def describe_card(image: ImageResult) -> dict[str, Any]:
     """Describe an image for the page, with its pictures."""
-    photo = image.read_image()
-    if max(photo.size) > _PHOTO_SIDE:  # small ones are not enlarged
-        photo = photo.resize(fit_size(photo.size, _PHOTO_SIDE), Image.Resampling.LANCZOS)
+    assert image.photo is not None
+    # small ones are not enlarged
+    photo = resize_picture(image.photo, min_side=1, max_side=_PHOTO_SIDE)
     # the box in percent, because the photo is reduced
     width, height = image.geometry.original_size
     left, top, right, bottom = image.geometry.box
     box = (left / width, top / height, (right - left) / width, (bottom - top) / height)
     attention = image.attention or {}
     return {
-        "title": printable(image.item.title),
+        "title": printable(image.title),
         "photo": encode_picture(photo),
         "size": (width, height),
         "box": [100 * part for part in box],
@@ -80,27 +78,25 @@ def describe_card(image: ImageResult) -> dict[str, Any]:
         "predicted": printable(str(image.prediction["name"])),
         "confidence": image.prediction["probability"],
         "said": image.describe_prediction(),
-        "maps": [_describe_map(image, result) for result in image.maps],
+        "maps": [_describe_map(result) for result in image.maps],
         "heads": np.shape(attention.get("heads", np.empty((0, 0))))[:2],
         "pictures": {name: _encode_tiles(tiles) for name, tiles in attention.items()},
     }
 
 
-def _describe_map(image: ImageResult, result: MapResult) -> dict[str, Any]:
+def _describe_map(result: MapResult) -> dict[str, Any]:
     # colours as on the overlays, with the opacity in the fourth channel
-    heat, strength = shade(result.shown_values, result.scale)
+    values = result.shown_values
+    heat, strength = shade(values, fit_scale(values, signed=result.method.signed))
     heat.putalpha(Image.fromarray((255 * strength).round().astype(np.uint8)))
-    # in patches from the upper left corner of the model's input
-    outline = trace_outline(result.shown_values, result.scale)
     check = result.sanity_check
     verdict = check.verdict if check else NOT_TESTED
     badge, colour = BADGES[verdict]
     return {
         "method": result.method.name,
         "target": "" if result.target is None else result.target,
-        "caption": result.describe(),
+        "caption": result.caption,
         "picture": encode_picture(heat, "PNG"),
-        "outline": "".join(f"M{x:g} {y:g}L{to_x:g} {to_y:g}" for (x, y), (to_x, to_y) in outline),
         "verdict": verdict,
         "badge": badge,
         "colour": colour,
@@ -111,9 +107,7 @@ def _describe_map(image: ImageResult, result: MapResult) -> dict[str, Any]:
 def _encode_tiles(tiles: Float[np.ndarray, "down across rows columns"]) -> str:
     """Encode maps as tiles of one picture; the colours of each go from 0 to its largest value."""
     largest = np.maximum(tiles.max(axis=(2, 3), keepdims=True), 1e-30)
-    cells: UInt8[np.ndarray, "down across rows columns"] = np.round(255 * tiles / largest).astype(
-        np.uint8
-    )
+    cells = np.round(255 * tiles / largest).astype(np.uint8)
     down, across, rows, columns = tiles.shape
     picture = Image.fromarray(cells.swapaxes(1, 2).reshape(down * rows, across * columns))
     picture.putpalette(palette(signed=False).tobytes())

@@ -35,7 +35,7 @@ Rule = Callable[[Function, Arguments, Options], Any]
 
 _GATE = "_libra_gate"  # attribute of the result of an activation with two bounds
 # names of inputs that may be passed by keyword, in their order
-_INPUTS = ("input", "query", "key", "value", "other", "exponent", "x1", "x2")
+_INPUTS = ("input", "query", "key", "value", "other", "exponent")
 
 
 class LibraGradients(TorchFunctionMode):
@@ -167,12 +167,7 @@ def _normalise(func: Function, args: Arguments, kwargs: Options) -> Any:
         eps = torch.finfo(tokens.dtype).eps
     if "bias" in kwargs:  # layer norm
         tokens = tokens - tokens.mean(dim=dims, keepdim=True)
-    linear = tokens * (tokens.detach().square().mean(dim=dims, keepdim=True) + eps).rsqrt()
-    if kwargs["weight"] is not None:
-        linear = linear * kwargs["weight"]
-    if kwargs.get("bias") is not None:
-        linear = linear + kwargs["bias"]
-    return _swap(result, linear)
+    return _rescale(result, tokens, dims, eps, kwargs["weight"], kwargs.get("bias"))
 
 
 def _normalise_groups(func: Function, args: Arguments, kwargs: Options) -> Any:
@@ -183,11 +178,28 @@ def _normalise_groups(func: Function, args: Arguments, kwargs: Options) -> Any:
     input, num_groups = args
     groups = input.unflatten(1, (num_groups, -1)).flatten(2)  # [B, G, n]
     groups = groups - groups.mean(dim=2, keepdim=True)
-    variance = groups.detach().square().mean(dim=2, keepdim=True)
-    linear = (groups * (variance + kwargs["eps"]).rsqrt()).reshape(input.shape)
-    for name, join in (("weight", torch.mul), ("bias", torch.add)):
-        if kwargs[name] is not None:
-            linear = join(linear, kwargs[name].unflatten(0, (-1, *[1] * (input.ndim - 2))))
+    weight, bias = (
+        parameter if parameter is None else parameter.unflatten(0, (-1, *[1] * (input.ndim - 2)))
+        for parameter in (kwargs["weight"], kwargs["bias"])
+    )
+    return _rescale(result, groups, (2,), kwargs["eps"], weight, bias)
+
+
+def _rescale(
+    result: Tensor,
+    centred: Tensor,
+    dims: tuple[int, ...],
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Give the result of a norm the gradient of a division by its constant deviation."""
+    variance = centred.detach().square().mean(dim=dims, keepdim=True)
+    linear = (centred * (variance + eps).rsqrt()).reshape(result.shape)
+    if weight is not None:
+        linear = linear * weight
+    if bias is not None:
+        linear = linear + bias
     return _swap(result, linear)
 
 
@@ -197,18 +209,6 @@ def _normalise_length(func: Function, args: Arguments, kwargs: Options) -> Any:
     (input,) = args
     norm = torch.linalg.vector_norm(input, kwargs["p"], kwargs["dim"], keepdim=True)
     return _swap(result, input / norm.clamp_min(kwargs["eps"]).detach())
-
-
-def _compare(func: Function, args: Arguments, kwargs: Options) -> Any:
-    """Compute the cosine similarity with constant norms."""
-
-    def compare(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
-        # both in the shape of the two together
-        pair = (x1 + torch.zeros_like(x2), x2 + torch.zeros_like(x1))
-        norms = [torch.linalg.vector_norm(x, dim=dim).clamp_min(eps).detach() for x in pair]
-        return _multiply(torch.mul, pair, {}).sum(dim) / (norms[0] * norms[1])
-
-    return _swap(func(*args, **kwargs), compare(*args, **kwargs))
 
 
 def _attend(func: Function, args: Arguments, kwargs: Options) -> Any:
@@ -254,7 +254,6 @@ _NAMES: dict[Rule, str] = {
     _normalise: "layer_norm rms_norm",
     _normalise_groups: "group_norm",
     _normalise_length: "normalize",
-    _compare: "cosine_similarity",
     _attend: "scaled_dot_product_attention",
     _attend_projected: "multi_head_attention_forward",
 }

@@ -26,12 +26,8 @@ Relevance = Float[Tensor, "B _ N"]  # for one class of each image, or for each c
 
 
 class Maps(NamedTuple):
-    """Maps of one method for T classes of each image; T is 1 if maps don't depend on the class.
-
-    Attributes:
-        method: The method.
-        values: The maps, float32.
-    """
+    """Maps of one method for T classes of each image, float32; T is 1 if maps don't depend on the
+    class."""
 
     method: Method
     values: Float[Tensor, "B T rows columns"]
@@ -67,45 +63,45 @@ def compute_maps(
     # weights may be in half precision
     images = images.to(next(reader.model.parameters()).dtype)
     # settling has verified the first image already, or an earlier image of the same module
-    verify_pass = verify and not (settle_source(reader, images) or reader.is_recalled)
+    verify = verify and not (settle_source(reader, images) or reader.is_recalled)
     chosen = find_methods(methods, reader)
     values = check_options(chosen, options or {}, reader)
     # each method once, also if it is part of several
     names = [name for method in chosen for name in method.parts or (method.name,)]
     computed = [METHODS[name] for name in dict.fromkeys(names)]
-    libra_methods = [method for method in computed if method.libra]
-    own_methods = [method for method in computed if not method.libra]
-
+    relevance: dict[str, Relevance] = {}
     # layers and heads are evaluated again after the pass, in the same mode
     with evaluation_mode(reader.model):
-        run = partial(run_forward, reader, images, verify=verify_pass)
-        relevance: dict[str, Relevance] = {}
-        forward = None
-        if libra_methods:
-            with LibraGradients():
-                forward = run(gradients=True)
-            forward.target = replace(target, score=partial(_score_by_libra, target))
-            targets = target.choose(forward.logits.detach())
-            relevance |= _compute_relevance(forward, libra_methods, targets, values)
-        if own_methods:
+        for libra in (True, False):
+            of_pass = [method for method in computed if method.libra == libra]
+            if not of_pass:
+                continue
             # frees the first graph before there is another of the same size; the logits are the
             # same
             forward = None
-            needs_graph = any(method.class_specific for method in own_methods)
-            forward = run(gradients=needs_graph)
-            forward.target = target
+            needs_graph = any(method.class_specific for method in of_pass)
+            run = partial(run_forward, reader, images, gradients=needs_graph, verify=verify)
+            if libra:
+                with LibraGradients():
+                    forward = run()
+                forward.target = replace(target, score=partial(_score_by_libra, target))
+            else:
+                forward = run()
+                forward.target = target
             targets = target.choose(forward.logits.detach())
-            relevance |= _compute_relevance(forward, own_methods, targets, values)
+            for method in of_pass:
+                relevance[method.name] = _compute_relevance(forward, method, targets, values)
 
         assert forward is not None
+        num_prefix = forward.num_prefix_tokens
+        maps = []
         for method in chosen:
             if method.parts:
-                parts = [relevance[part] for part in method.parts]
-                relevance[method.name] = _combine(parts, forward.num_prefix_tokens)
-        split = partial(
-            split_prefix, num_prefix_tokens=forward.num_prefix_tokens, grid=forward.grid
-        )
-        maps = [Maps(method, split(relevance[method.name]).float()) for method in chosen]
+                found = _combine([relevance[part] for part in method.parts], num_prefix)
+            else:
+                found = relevance[method.name]
+            split = split_prefix(found, num_prefix_tokens=num_prefix, grid=forward.grid)
+            maps.append(Maps(method, split.float()))
         return forward, targets, maps
 
 
@@ -118,25 +114,16 @@ def _score_by_libra(target: Target, logits: Logits, classes: Classes) -> Float[T
 
 
 def _compute_relevance(
-    forward: Forward,
-    methods: Sequence[Method],
-    targets: Int[Tensor, "B T"],
-    values: Mapping[str, Any],
-) -> dict[str, Relevance]:
-    """Compute the relevance of each method, by its name, from one pass."""
-    relevance = {}
+    forward: Forward, method: Method, targets: Int[Tensor, "B T"], values: Mapping[str, Any]
+) -> Relevance:
+    """Compute the relevance by one method: once if it is the same for every class."""
+    assert method.compute is not None
+    columns = targets.unbind(dim=1)[: None if method.class_specific else 1]
+    options = {name: values[name] for name in method.options}
     # the forward pass may be in half precision; the products of many matrices are not
     with torch.autocast(forward.images.device.type, enabled=False), torch.enable_grad():
-        for method in methods:
-            assert method.compute is not None
-            options = {name: values[name] for name in method.options}
-            # one map, if it is the same for every class
-            columns = [
-                method.compute(forward, column, **options).detach()
-                for column in targets.unbind(dim=1)[: None if method.class_specific else 1]
-            ]
-            relevance[method.name] = torch.stack(columns, dim=1)
-    return relevance
+        found = [method.compute(forward, column, **options).detach() for column in columns]
+    return torch.stack(found, dim=1)
 
 
 def _combine(parts: Sequence[Relevance], num_prefix_tokens: int) -> Relevance:

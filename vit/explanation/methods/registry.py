@@ -54,72 +54,59 @@ class Method:
 
     @cached_property
     def options(self) -> Mapping[str, inspect.Parameter]:
-        """The options of the method and its parts, by name."""
-        found: dict[str, inspect.Parameter] = {}
-        for function in [METHODS[name].compute for name in self.parts] or [self.compute]:
-            assert function is not None
-            parameters = inspect.signature(function, eval_str=True).parameters
-            found |= {
-                name: parameter
-                for name, parameter in parameters.items()
-                if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-            }
-        return found
+        """The options of the method, by name. Methods that are parts have none."""
+        if self.compute is None:
+            return {}
+        parameters = inspect.signature(self.compute, eval_str=True).parameters
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
 
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        # the attention alone
-        Method(
-            name="rollout",
-            title="attention rollout",
-            compute=compute_rollout,
-            class_specific=False,
-        ),
-        # attention weighted by gradients
-        Method(name="gae", title="generic attention explanation", compute=compute_gae),
-        # the first choice for models without readable attention
-        Method(
-            name="grad-cam",
-            title="Grad-CAM of the last feature map",
-            compute=compute_grad_cam,
-            models="feature map",
-        ),
-        # tokens or pixels times LibraGrad's gradients
-        Method(
-            name="libra-fullgrad",
-            title="Libra FullGrad+",
-            compute=compute_fullgrad_plus,
-            signed=True,
-            libra=True,
-        ),
-        Method(
-            name="libra-input-x-gradient",
-            title="Libra input times gradient",
-            compute=compute_difference_x_gradient,
-            signed=True,
-            models="all",
-            libra=True,
-        ),
-        # the effect of leaving a token out
-        Method(
-            name="removal-gradient",
-            title="removal gradient",
-            compute=compute_removal_map,
-            signed=True,
-        ),
-        # one part each for patches that are left out, patches that are painted over, and single
-        # patches
-        Method(
-            name="libra-removal",
-            title="Libra FullGrad+, pixels and removal gradient",
-            parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
-            signed=True,
-        ),
-    )
-}
-_ROLLOUT_OPTIONS = METHODS["rollout"].options
+_BUILT_IN = (
+    Method(
+        name="rollout", title="attention rollout", compute=compute_rollout, class_specific=False
+    ),
+    Method(name="gae", title="generic attention explanation", compute=compute_gae),
+    # the first choice for models without readable attention
+    Method(
+        name="grad-cam",
+        title="Grad-CAM of the last feature map",
+        compute=compute_grad_cam,
+        models="feature map",
+    ),
+    Method(
+        name="libra-fullgrad",
+        title="Libra FullGrad+",
+        compute=compute_fullgrad_plus,
+        signed=True,
+        libra=True,
+    ),
+    Method(
+        name="libra-input-x-gradient",
+        title="Libra input times gradient",
+        compute=compute_difference_x_gradient,
+        signed=True,
+        models="all",
+        libra=True,
+    ),
+    Method(
+        name="removal-gradient",
+        title="removal gradient",
+        compute=compute_removal_map,
+        signed=True,
+    ),
+    # one part each for patches that are left out, patches that are painted over, and single patches
+    Method(
+        name="libra-removal",
+        title="Libra FullGrad+, pixels and removal gradient",
+        parts=("libra-fullgrad", "libra-input-x-gradient", "removal-gradient"),
+        signed=True,
+    ),
+)
+METHODS = {method.name: method for method in _BUILT_IN}
 
 
 def register_method(method: Method) -> None:
@@ -163,27 +150,25 @@ def find_methods(names: Sequence[str], reader: "ModelReader | None" = None) -> l
     Raises:
         ValueError: A method is unknown, or it needs what can't be read in the model.
     """
-    known = list(METHODS) if reader is None else list_methods(reader)
     for name in names:
-        if name in known:
+        known = ", ".join(METHODS if reader is None else list_methods(reader))
+        if name not in METHODS:
+            raise ValueError(f"unknown method {name!r}; known: {known}")
+        if reader is None or name in list_methods(reader):
             continue
-        if reader is None or name not in METHODS:
-            raise ValueError(f"unknown method {name!r}; known: {', '.join(known)}")
-        model = type(reader.model).__name__
-        source = METHODS[name].models
-        if source == "all" or (source == "feature map" and reader.has_attention):
-            reason = f"{name} is for models without readable attention, and that of {model} is read"
-        else:
-            needed = f"a {source}" if source == "feature map" else source
-            reason = f"{name} needs {needed}: {reader.explain_refusal(source)}"
-        raise ValueError(f"{reason}; {model} has {', '.join(known)}")
+        reason = "is for models without readable attention"
+        if not reader.has_attention:
+            source = METHODS[name].models
+            assert source != "all"
+            reason = f"needs the model's {source}: {reader.explain_refusal(source)}"
+        raise ValueError(f"{name} {reason}; {type(reader.model).__name__} has {known}")
     return [METHODS[name] for name in names]
 
 
 def check_options(
     methods: Sequence[Method], options: Mapping[str, object], reader: "ModelReader"
 ) -> dict[str, Any]:
-    """Check the values of options, and convert texts of the command line.
+    """Check the values of options.
 
     Args:
         methods: The methods that will get them.
@@ -201,11 +186,12 @@ def check_options(
     values = {name: option.default for name, option in declared.items()}
     for name, value in options.items():
         if name not in declared:
-            known = f"they have {', '.join(declared)}" if declared else "they have no options"
             chosen = ", ".join(method.name for method in methods)
-            raise ValueError(f"{name} is no option of the methods {chosen}; {known}")
+            known = ", ".join(declared) or "none"
+            raise ValueError(f"{name} is no option of the methods {chosen}; known: {known}")
         values[name] = check_value(name, value, declared[name].annotation)
     if reader.has_attention:
-        ranged = {name: value for name, value in values.items() if name in _ROLLOUT_OPTIONS}
+        of_rollout = METHODS["rollout"].options
+        ranged = {name: value for name, value in values.items() if name in of_rollout}
         check_rollout_options(len(reader.places), **ranged)
     return values

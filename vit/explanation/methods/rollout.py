@@ -7,8 +7,7 @@ output token i.
 
 Rows of Ã sum to one. After the mean over heads they do so by themselves. After a maximum, a minimum
 or with discarded entries they are divided by their sums, after the residual is mixed in, as in the
-program vit-explain (Gildenblat 2020). It divides columns by the sums of the rows, which is left out
-here.
+program vit-explain (Gildenblat 2020), which divides columns by the sums of the rows.
 
 The rollout of large images does without N×N weights, which don't fit into memory: for 4,096 tokens
 those of one layer of one image take 0.8 GB.
@@ -84,22 +83,15 @@ def attention_rollout(
         residual=residual,
         start_layer=start_layer,
     )
-
-    last = attentions[-1]
     if pool_weights is None:
-        identity = torch.eye(last.shape[-1], dtype=last.dtype, device=last.device)
-        rows = at_least_float32(identity)[None]
+        last = attentions[-1]
+        rows = at_least_float32(torch.eye(last.shape[-1], dtype=last.dtype, device=last.device))
+        rows = rows[None]
     else:
         rows = at_least_float32(pool_weights)[:, None]
     # rows of the product, from its left end: all of them, or their mixture
     for attention in reversed(attentions[start_layer:]):
-        rows = _mix(
-            rows,
-            attention,
-            head_fusion=head_fusion,
-            discard_ratio=discard_ratio,
-            residual=residual,
-        )
+        rows = _mix(rows, attention, head_fusion, discard_ratio, residual)
     return rows if pool_weights is None else rows[:, 0]
 
 
@@ -113,16 +105,8 @@ def compute_rollout(
     residual: float = 0.5,
     start_layer: int = 0,
 ) -> TokenWeights:
-    """Compute the map method `rollout`, which is the same for all classes.
-
-    Args:
-        forward: A forward pass.
-        classes: Not used.
-        head_fusion: Fusion of the heads: mean, max or min.
-        discard_ratio: Fraction of the weakest attention that is dropped in each layer.
-        residual: Weight of the residual connection.
-        start_layer: First layer that is used.
-    """
+    """Compute the map method `rollout`, which is the same for all classes; see
+    `attention_rollout`."""
     layers = forward.record.layers
     pool_weights = at_least_float32(forward.pool_weights)
 
@@ -130,13 +114,8 @@ def compute_rollout(
         row = pool_weights[images, None]
         for layer in reversed(layers[start_layer:]):
             if head_fusion != "mean" or discard_ratio > 0:
-                row = _mix(
-                    row,
-                    layer.attention(images),
-                    head_fusion=head_fusion,
-                    discard_ratio=discard_ratio,
-                    residual=residual,
-                )
+                attention = layer.attention(images)
+                row = _mix(row, attention, head_fusion, discard_ratio, residual)
                 continue
             # a plain mean can do without the whole matrix, and with few query rows at a time, which
             # stay in the processor's cache
@@ -164,19 +143,17 @@ def measure_attention(forward: Forward, image: int) -> dict[str, Tensor]:
     """
     layers = forward.record.layers
     one = slice(image, image + 1)
-    prefix = forward.num_prefix_tokens
+    prefix, grid = forward.num_prefix_tokens, forward.grid
     parts = {}
     if len({layer.num_heads for layer in layers}) == 1:
         heads = [layer.attend(forward.pool_weights, one)[0, :, prefix:] for layer in layers]
-        parts["heads"] = torch.stack(heads)  # [layers, heads, patches]
-        parts["heads"] = parts["heads"].reshape(*parts["heads"].shape[:2], *forward.grid)
+        parts["heads"] = torch.unflatten(torch.stack(heads), -1, grid).float()
     if layers[0].num_tokens <= _MAX_FLOW_TOKENS:
         # fused layer by layer, so that the heads of one layer are in memory
         fused = [layer.attention(one).mean(dim=1, keepdim=True) for layer in layers]
         flow = attention_rollout(fused)[0, prefix:, prefix:]
-        rows, columns = forward.grid
-        parts["flow"] = flow.reshape(rows, columns, rows, columns)
-    return {name: part.float() for name, part in parts.items()}
+        parts["flow"] = flow.reshape(*grid, *grid).float()
+    return parts
 
 
 class LogitsAndRollout(nn.Module):
@@ -211,7 +188,6 @@ class LogitsAndRollout(nn.Module):
 def _mix(
     rows: Float[Tensor, "_ n N"],
     attention: Float[Tensor, "B H N N"],
-    *,
     head_fusion: str,
     discard_ratio: float,
     residual: float,
@@ -225,24 +201,19 @@ def _mix(
         return residual * rows + (1 - residual) * mixed
     fused = HEAD_FUSIONS[head_fusion](attention, dim=1)
     if discard_ratio > 0:
-        fused = _discard_lowest(fused, discard_ratio)
+        entries = fused.flatten(1)
+        # within each image, so that its map doesn't depend on the batch
+        count = int(discard_ratio * entries.shape[1])
+        lowest = entries.topk(count, dim=1, largest=False, sorted=False).indices
+        kept = entries.scatter(1, lowest, 0.0)
+        kept[:, 0] = entries[:, 0]
+        fused = kept.reshape(fused.shape)
     identity = torch.eye(fused.shape[-1], dtype=fused.dtype, device=fused.device)
     matrix = residual * identity + (1 - residual) * fused
     sums = matrix.sum(dim=-1, keepdim=True)
     divided = matrix / sums.clamp_min(torch.finfo(matrix.dtype).tiny)
     # a row of zeros (everything discarded) becomes the identity's row
     return rows @ torch.where(sums > 0, divided, identity)
-
-
-def _discard_lowest(fused: Float[Tensor, "B N N"], discard_ratio: float) -> Float[Tensor, "B N N"]:
-    """Set the lowest `discard_ratio` of each image's entries to 0, but not the first one."""
-    entries = fused.flatten(1)
-    # within each image, so that its map doesn't depend on the batch
-    count = int(discard_ratio * entries.shape[1])
-    lowest = entries.topk(count, dim=1, largest=False, sorted=False).indices
-    kept = entries.scatter(1, lowest, 0.0)
-    kept[:, 0] = entries[:, 0]
-    return kept.reshape(fused.shape)
 
 
 def check_rollout_options(
@@ -259,7 +230,9 @@ def check_rollout_options(
     check_choice(head_fusion, tuple(HEAD_FUSIONS), name="head_fusion")
     if not 0 <= discard_ratio < 1:
         raise ValueError(f"discard_ratio {discard_ratio} is outside [0, 1)")
-    ranges = {"residual": (residual, 1), "start_layer": (start_layer, num_layers - 1)}
-    for name, (value, largest) in ranges.items():
+    for name, value, largest in (
+        ("residual", residual, 1),
+        ("start_layer", start_layer, num_layers - 1),
+    ):
         if not 0 <= value <= largest:
             raise ValueError(f"{name} {value} is outside 0 to {largest}")

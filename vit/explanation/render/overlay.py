@@ -1,75 +1,136 @@
-"""From a map on the patch grid to a picture: the photo and its heat map.
+"""From a map on the patch grid to a picture: the photo with the map's colours over it.
 
 A map is drawn on the pixels that the model saw: `Preprocess.geometry` gives their box in the
-upright original. A thin frame is around that box, and the photo is dark and grey outside of it. The
-opacity of the colours grows with the value, so that photo and map are visible together. A
-line is around the patches that hold half of the evidence.
+upright original. The photo is dark and grey outside of it. The opacity of the colours grows with
+the value, so that photo and map are visible together. Values are in multiples of the average patch.
 """
 
 from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
-from PIL import Image, ImageDraw
+from jaxtyping import Float, UInt8
+from PIL import Image
 
 from vit.data.preprocess import Geometry
-from vit.explanation.render.outline import trace_outline
-from vit.explanation.render.scale import ColourScale, PatchMap, shade
 
-MAX_SIDE = 512  # largest side of a photo in pixels
+PatchMap = Float[np.ndarray, "rows columns"]
+PANEL_SIDES = (224, 512)  # smallest and largest side of a photo in pixels
+# a map whose maximum is lower is drawn flat: stretched to the whole range of the colours,
+# differences of a few percent would look like an object
+FLAT_BELOW = 1.2
+_FLAT_STRENGTH = 0.15
+# matplotlib's inferno and RdYlBu_r, a row each, because importing matplotlib takes half a second:
+# readable with any colour vision, and bright on dark photos; blue is negative, red positive
+_PALETTES = Path(__file__).with_name("palettes.png")
+# the darkest colours of the sequential map would hide the photo instead of marking it
+_FIRST_COLOUR = 0.35
+# exponent of a value's opacity: in proportion (1), middle values couldn't be seen on small pictures
+_STRENGTH_EXPONENT = 0.7
 _OPACITY = 0.8  # opacity of the highest value
 # fraction of its colour that the photo loses below a map, so that it isn't confused with the map's
 _FADING = 0.75
 _DIMMING = 0.5  # fraction of its brightness that the photo loses where the model didn't see it
-_MIN_SIDE = 224  # smaller photos are enlarged
 _GAP = 8  # pixels between photo and map
-_PIXELS_PER_WIDTH = 160  # pixels of a picture's longer side for each pixel of a line's width
+
+
+class ColourScale(NamedTuple):
+    """The values at the ends of the colours.
+
+    Attributes:
+        low: Lowest value, in multiples of the average patch; for a signed map, minus the highest.
+        high: Highest value.
+        signed: True if zero is the middle of the colours.
+    """
+
+    low: float
+    high: float
+    signed: bool
+
+    @property
+    def is_flat(self) -> bool:
+        """True if the map is nearly even, so that its differences are not drawn."""
+        return not self.signed and self.high < FLAT_BELOW
+
+
+def fit_scale(values: PatchMap, *, signed: bool) -> ColourScale:
+    """Return a scale from the lowest to the highest value, symmetric about zero if signed."""
+    low, high = float(values.min()), float(values.max())
+    if signed:
+        high = max(abs(low), abs(high))
+        low = -high
+    return ColourScale(low, high, signed)
+
+
+def relative_to_uniform(values: PatchMap) -> PatchMap:
+    """Return a map in multiples of the average patch, in absolute values."""
+    total = float(np.abs(values).sum())
+    return values * np.float32(values.size / total) if total > 0 else values
+
+
+def shade(
+    values: Float[np.ndarray, "height width"], scale: ColourScale
+) -> tuple[Image.Image, Float[np.ndarray, "height width"]]:
+    """Return the colour of each value, and its strength: 0 (the photo is visible) to 1."""
+    if scale.is_flat:
+        strength = np.full_like(values, _FLAT_STRENGTH)
+    elif scale.signed:
+        strength = np.clip(np.abs(values) / (scale.high or 1), 0, 1)
+    else:
+        strength = np.clip((values - scale.low) / (scale.high - scale.low), 0, 1)
+    if scale.signed:
+        # from the middle of each half of the colours, but not to its end: paler colours would
+        # whiten the photo, darker ones hide it
+        fractions = 0.5 + np.sign(values) * (0.25 + 0.15 * strength)
+    else:
+        fractions = _FIRST_COLOUR + (1 - _FIRST_COLOUR) * strength
+    heat = Image.fromarray((255 * fractions).round().astype(np.uint8))
+    # Pillow applies colours faster than numpy, and without the GIL
+    heat.putpalette(palette(signed=scale.signed).tobytes())
+    return heat.convert("RGB"), strength**_STRENGTH_EXPONENT
+
+
+@lru_cache
+def palette(*, signed: bool) -> UInt8[np.ndarray, "256 3"]:
+    """Return the colours of 0 to 255."""
+    with Image.open(_PALETTES) as picture:
+        colours: np.ndarray = np.asarray(picture.convert("RGB"))[int(signed)]
+    return colours
+
+
+def resize_picture(
+    picture: Image.Image, *, min_side: int = 160, max_side: int = 256
+) -> Image.Image:
+    """Enlarge or reduce a picture so that its longer side is in this range, in pixels."""
+    longer = max(picture.size)
+    scaling = min(max(longer, min_side), max_side) / longer
+    width, height = (max(round(side * scaling), 1) for side in picture.size)
+    return picture.resize((width, height), Image.Resampling.LANCZOS)
 
 
 def draw_overlay(
-    image: Image.Image, values: PatchMap, geometry: Geometry, *, scale: ColourScale
+    photo: Image.Image, values: PatchMap, geometry: Geometry, *, signed: bool
 ) -> Image.Image:
-    """Draw the photo and, on its right, the map over it. Values are in multiples of the average
-    patch."""
-    width, height = panel_size(image.size)
-    photo = image.resize((width, height), Image.Resampling.LANCZOS)
-    panels = Image.new("RGB", (2 * width + _GAP, height), "white")
+    """Draw the photo and, on its right, the map over it, see `blend`."""
+    photo = resize_picture(photo, min_side=PANEL_SIDES[0], max_side=PANEL_SIDES[1])
+    panels = Image.new("RGB", (2 * photo.width + _GAP, photo.height), "white")
     panels.paste(photo, (0, 0))
-    panels.paste(blend(photo, values, geometry, scale=scale), (width + _GAP, 0))
+    panels.paste(blend(photo, values, geometry, signed=signed), (photo.width + _GAP, 0))
     return panels
 
 
-def panel_size(size: tuple[int, int]) -> tuple[int, int]:
-    """Return the (width, height) of a photo of this size in pictures."""
-    return fit_size(size, min(max(*size, _MIN_SIDE), MAX_SIDE))
-
-
-def fit_size(size: tuple[int, int], longer: int) -> tuple[int, int]:
-    """Return a (width, height) of the same shape whose longer side has `longer` pixels."""
-    scaling = longer / max(size)
-    width, height = (max(round(side * scaling), 1) for side in size)
-    return width, height
-
-
-def blend(
-    photo: Image.Image,
-    values: PatchMap,
-    geometry: Geometry,
-    *,
-    scale: ColourScale,
-    lines: bool = True,
-) -> Image.Image:
+def blend(photo: Image.Image, values: PatchMap, geometry: Geometry, *, signed: bool) -> Image.Image:
     """Draw the map over the photo, which loses most of its colour.
 
     Args:
         photo: The whole upright original, in any size.
         values: The map, in multiples of the average patch.
         geometry: Box of the model's input in the original.
-        scale: Scale of the colours.
-        lines: Draw the outline of half of the evidence and the frame of the model's input.
+        signed: Put zero in the middle of the colours.
     """
     placed, coverage = place_map(values, geometry, size=photo.size)
-    heat, strength = shade(placed, scale)
+    heat, strength = shade(placed, fit_scale(values, signed=signed))
     grey = photo.convert("L").convert("RGB")
     faded = Image.blend(photo, grey, _FADING)
     mask = Image.fromarray((strength * _OPACITY * 255).round().astype(np.uint8))
@@ -78,46 +139,7 @@ def blend(
         unseen = Image.blend(grey, Image.new("RGB", photo.size), _DIMMING)
         seen = Image.fromarray((coverage * 255).astype(np.uint8))
         blended = Image.composite(blended, unseen, seen)
-    if lines:
-        _draw_lines(blended, values, geometry, scale)
     return blended
-
-
-def place_outline(
-    values: PatchMap, geometry: Geometry, scale: ColourScale
-) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """Return the lines of `trace_outline` in pixels of the upright original."""
-    left, top, right, bottom = geometry.box
-    rows, columns = values.shape
-    x = np.linspace(left, right, columns + 1).tolist()
-    y = np.linspace(top, bottom, rows + 1).tolist()
-    return [
-        ((x[from_x], y[from_y]), (x[to_x], y[to_y]))
-        for (from_x, from_y), (to_x, to_y) in trace_outline(values, scale)
-    ]
-
-
-def _draw_lines(
-    picture: Image.Image, values: PatchMap, geometry: Geometry, scale: ColourScale
-) -> None:
-    """Draw the outline of half of the evidence and the frame of the model's input on a picture of
-    the whole upright original."""
-    across, down = (
-        side / original for side, original in zip(picture.size, geometry.original_size, strict=True)
-    )
-    draw = ImageDraw.Draw(picture)
-    width = max(round(max(picture.size) / _PIXELS_PER_WIDTH), 1)
-    lines = [
-        [(x * across, y * down) for x, y in line] for line in place_outline(values, geometry, scale)
-    ]
-    # white on black, so that it is seen on any photo
-    for colour, thickness in (("black", width + 2), ("white", width)):
-        for line in lines:
-            draw.line(line, fill=colour, width=thickness)
-    left, top, right, bottom = geometry.box
-    frame = (left * across, top * down, right * across - 1, bottom * down - 1)
-    if frame != (0, 0, picture.width - 1, picture.height - 1):
-        draw.rectangle([frame[0] - 1, frame[1] - 1, frame[2] + 1, frame[3] + 1], outline="white")
 
 
 def place_map(

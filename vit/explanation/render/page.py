@@ -6,27 +6,20 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-from numpy.typing import NDArray
 from PIL import Image
 
 from vit.bundle import MODEL_FILE
 from vit.data.preprocess import Geometry
-from vit.explanation.render.overlay import blend, fit_size
-from vit.explanation.render.scale import fit_scale, relative_to_uniform
+from vit.explanation.render.overlay import PatchMap, blend, relative_to_uniform, resize_picture
 
-# text of each badge, and its colour, which is dark enough for white text
+# text of each verdict's badge, and its colour, which is dark enough for white text
 BADGES = {
     "confirmed": ("✓ map confirmed", "#15703a"),
     "partly confirmed": ("~ map partly confirmed", "#8a5a00"),
     "not confirmed": ("✗ map not confirmed", "#a02020"),
     "not tested": ("– map not tested", "#555555"),
-    "unusual": ("! unusual", "#6a3fb5"),
-    "unsure": ("? unsure", "#8a5a00"),
 }
-# the base of all pages, and scripts that several include
-_SHARED_TEMPLATES = Path(__file__).parent
 
 
 def render_page(template: Path, context: Mapping[str, object]) -> str:
@@ -44,7 +37,7 @@ def render_page(template: Path, context: Mapping[str, object]) -> str:
         jinja2.UndefinedError: for a name that is missing from `context`.
     """
     environment = Environment(
-        loader=FileSystemLoader([template.parent, _SHARED_TEMPLATES]),
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=select_autoescape(("html.jinja",)),
         # a misspelt name is an error instead of an empty text
         undefined=StrictUndefined,
@@ -63,26 +56,17 @@ def name_model(source: str) -> str:
     return path.parent.name if path.name == MODEL_FILE else path.name
 
 
-def resize_picture(
-    picture: Image.Image, *, min_side: int = 160, max_side: int = 256
-) -> Image.Image:
-    """Enlarge or reduce a picture so that its longer side is in this range, in pixels."""
-    longer = min(max(*picture.size, min_side), max_side)
-    return picture.resize(fit_size(picture.size, longer), Image.Resampling.LANCZOS)
-
-
 def encode_photo(photo: Image.Image, *, side: int) -> str:
     """Encode a photo as a data address; its longer side gets `side` pixels."""
     return encode_picture(resize_picture(photo, min_side=side, max_side=side))
 
 
-def encode_signed_map(photo: Image.Image, values: NDArray[np.float32], *, side: int) -> str:
+def encode_signed_map(photo: Image.Image, values: PatchMap, *, side: int) -> str:
     """Encode a signed map over the whole photo as a data address, see `encode_photo`."""
-    relative = relative_to_uniform(values)
     shown = resize_picture(photo, min_side=side, max_side=side)
     # the box of the model's input is the whole photo
     geometry = Geometry(photo.size, box=(0.0, 0.0, float(photo.width), float(photo.height)))
-    return encode_picture(blend(shown, relative, geometry, scale=fit_scale(relative, signed=True)))
+    return encode_picture(blend(shown, relative_to_uniform(values), geometry, signed=True))
 
 
 def encode_picture(picture: Image.Image, kind: str = "JPEG") -> str:
