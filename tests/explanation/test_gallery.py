@@ -114,7 +114,7 @@ def test_tiles_are_the_heads_and_the_rows_of_the_rollout(page: Path) -> None:
 def test_the_first_images_of_very_many_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vit.explanation.writer.MAX_IMAGES", 2)
+    monkeypatch.setattr("vit.explanation.explain.MAX_IMAGES", 2)
     names = ["a.png", "b.png", "c.png"]
     path = write(tmp_path, make_bundle(), names, methods="rollout", target="auto", checks=False)
     text = path.read_text()

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from vit.data.images import ImageInputs, list_images
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import open_reader
 from vit.explanation.explainer import Explainer
-from vit.explanation.gallery.gallery import MAX_IMAGES
+from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gallery
 from vit.explanation.items import find_items
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import list_methods
@@ -101,6 +102,7 @@ def explain(
     inputs = None if images is None else list(list_images(images))
     expected = num_images if inputs is None else len(inputs)
     target = list_targets(target, expected)
+    has_gallery = output is not None and "html" in as_tuple(formats)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
@@ -108,7 +110,7 @@ def explain(
         target=target,
         map_options=map_options,
         num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
-        num_attended=MAX_IMAGES if output is not None and "html" in as_tuple(formats) else 0,
+        num_attended=MAX_IMAGES * has_gallery,
         batch_size=batch_size,
     )
     items = find_items(
@@ -124,9 +126,12 @@ def explain(
             output, bundle, parameters, formats=as_tuple(formats), overwrite=overwrite
         )
     found = Explanations(bundle, explainer.methods, images=[], unreadable=explainer.unreadable)
+    cards: list[dict[str, Any]] = []  # images of the gallery
     for batch in explainer.explain(items):
         if writer is not None:
             writer.add(batch)
+        if has_gallery:
+            cards += map(describe_card, batch[: MAX_IMAGES - len(cards)])
         for image in batch:
             # the pixels of all images may not fit into memory
             image.pixels = image.attention = None
@@ -142,6 +147,8 @@ def explain(
         raise ValueError(problem)
     if writer is not None:
         writer.finish(found.unreadable)
+        if has_gallery:
+            write_gallery(writer.output / "gallery.html", bundle, cards, images=writer.entries)
     elif found.unreadable:
         warnings.warn(problem, stacklevel=2)
     return found

@@ -1,4 +1,4 @@
-"""Write explained images: overlays, exact arrays, a manifest that describes them, and the gallery.
+"""Write explained images: overlays, exact arrays, and a manifest that describes them.
 
 Equal inputs and settings give equal bytes: no times, no random numbers, sorted order.
 """
@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image
 
 from vit.bundle import Bundle
-from vit.explanation.gallery.gallery import MAX_IMAGES, describe_card, write_gallery
 from vit.explanation.records import MAX_SHEET_IMAGES, ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
@@ -35,8 +34,12 @@ class MapWriter:
         bundle: The model.
         parameters: Everything that the maps depend on, for the manifest.
         formats: "png" for overlays and index.png of the first images, "svg" and "pdf" for figures,
-            "npz" for maps.npz, "html" for gallery.html of the first images.
+            "npz" for maps.npz. "html" is written elsewhere.
         overwrite: Replace an earlier result.
+
+    Attributes:
+        output: The directory.
+        entries: The images as the manifest describes them.
 
     Raises:
         ValueError: A format is unknown.
@@ -54,14 +57,13 @@ class MapWriter:
     ) -> None:
         for name in formats:
             check_choice(name, _FORMATS, name="--format")
-        self._output = open_output(output, overwrite=overwrite)
+        self.output = open_output(output, overwrite=overwrite)
         self._bundle = bundle
         self._parameters = parameters
         self._formats = formats
-        self._entries: list[dict[str, Any]] = []  # images as the manifest describes them
+        self.entries: list[dict[str, Any]] = []  # images as the manifest describes them
         self._arrays: dict[str, np.ndarray] = {}
         self._shown: list[ImageResult] = []  # images of the contact sheet
-        self._cards: list[dict[str, Any]] = []  # images of the gallery
 
     def add(self, images: Sequence[ImageResult]) -> None:
         """Add a batch, and write its pictures."""
@@ -69,12 +71,10 @@ class MapWriter:
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._draw, maps))
         has_overlays = "png" in self._formats
-        self._entries += [image.describe(has_overlays=has_overlays) for image in images]
+        self.entries += [image.describe(has_overlays=has_overlays) for image in images]
         self._arrays |= {result.key: result.values for _, result in maps}
         if has_overlays:
             self._shown += images[: MAX_SHEET_IMAGES - len(self._shown)]
-        if "html" in self._formats:
-            self._cards += map(describe_card, images[: MAX_IMAGES - len(self._cards)])
 
     def finish(self, unreadable: Sequence[tuple[str, str]]) -> None:
         """Write the files of all images.
@@ -83,14 +83,11 @@ class MapWriter:
             unreadable: Path and reason for each image that could not be read.
         """
         if "npz" in self._formats:
-            write_arrays(self._output / "maps.npz", dict(sorted(self._arrays.items())))
+            write_arrays(self.output / "maps.npz", dict(sorted(self._arrays.items())))
         if self._shown:
             from vit.explanation.render.figure import draw_sheet  # matplotlib takes half a second
 
-            _write_picture(self._output / SHEET_FILE, draw_sheet(self._shown))
-        if self._cards:
-            path = self._output / "gallery.html"
-            write_gallery(path, self._bundle, self._cards, images=self._entries)
+            _write_picture(self.output / SHEET_FILE, draw_sheet(self._shown))
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "parameters": self._parameters,
@@ -99,10 +96,10 @@ class MapWriter:
             "run_id": self._bundle.metadata.get("run_id"),
             "preprocess": self._bundle.preprocess.to_dict(),
             "versions": {name: version(name) for name in _LIBRARIES},
-            "images": sorted(self._entries, key=lambda entry: entry["path"]),
+            "images": sorted(self.entries, key=lambda entry: entry["path"]),
             "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
         }
-        write_json(self._output / "manifest.json", manifest)
+        write_json(self.output / "manifest.json", manifest)
 
     def _draw(self, pair: tuple[ImageResult, MapResult]) -> None:
         """Write the pictures of one map."""
@@ -111,11 +108,11 @@ class MapWriter:
         assert photo is not None
         if "png" in self._formats:
             picture = draw_overlay(photo, result.shown_values, image.geometry, signed=signed)
-            _write_picture(self._output / f"{result.key}.png", picture)
+            _write_picture(self.output / f"{result.key}.png", picture)
         for kind in {"svg", "pdf"} & set(self._formats):
             from vit.explanation.render.figure import save_figure  # see `finish`
 
-            save_figure(self._output / f"{result.key}.{kind}", image, result, kind=kind)
+            save_figure(self.output / f"{result.key}.{kind}", image, result, kind=kind)
 
 
 def _write_picture(path: Path, picture: Image.Image) -> None:
