@@ -122,19 +122,6 @@ def test_a_process_that_is_killed_is_one_error_and_the_next_run_is_right(
     assert_same(build(killing, cache, workers=2), build(source, cache / "one", workers=1))
 
 
-def test_a_dataset_is_decoded_once(array_source: ImageDataset, cache: Path) -> None:
-    reader = CountingReader(array_source.reader.pixels)
-    source, reads = replace(array_source, reader=reader), reader.reads
-    first = build(source, cache)
-    decoded = len(reads)
-    again = build(source, cache)
-    assert len(reads) == decoded
-    assert again.fingerprint == first.fingerprint
-    np.testing.assert_array_equal(again.pixels, first.pixels)
-    build(source, cache, size=(5, 5))
-    assert len(reads) > decoded
-
-
 @pytest.mark.parametrize("damage", ["short", "index", "missing"])
 def test_a_damaged_dataset_is_built_again(
     array_source: ImageDataset, cache: Path, damage: str
@@ -222,14 +209,6 @@ def test_unreadable_images_are_named_counted_and_left_out(
         match=r"3 of 60 images can't be read, more than .* 0\.02; the first is cat/0\.png",
     ):
         build(source, cache, max_unreadable_fraction=0.02)
-
-
-def test_a_set_without_any_readable_image_is_refused(make_folder: MakeFolder, cache: Path) -> None:
-    source = folder_source(make_folder)
-    for name in source.ids:
-        (source.reader.root / name).write_bytes(b"x")
-    with pytest.raises(ValueError, match="12 of 12 images can't be read"):
-        build(source, cache, max_unreadable_fraction=1.0)
 
 
 def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_nothing_else(

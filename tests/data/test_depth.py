@@ -50,14 +50,6 @@ def test_twelve_bits_fill_the_range_wherever_they_are_in_sixteen(
     np.testing.assert_array_equal(scale(high), EIGHT_BITS)
 
 
-def test_all_of_sixteen_bits_are_scaled_as_without_a_range(tmp_path: Path) -> None:
-    wide = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    dataset = write(tmp_path, wide)
-    assert measure_value_range(dataset) == (0, 65535)
-    np.testing.assert_array_equal(scale(dataset), (wide.astype(int) + 128) // 257)
-    np.testing.assert_array_equal(scale(dataset), np.asarray(dataset.image(0))[..., 0])
-
-
 def test_eight_bits_have_no_range_and_nan_is_black(tmp_path: Path) -> None:
     assert measure_value_range(write(tmp_path / "eight", EIGHT_BITS)) is None
     # a dark image doesn't change the others
@@ -166,9 +158,7 @@ def test_colours_of_sixteen_bits_keep_all_of_them(tmp_path: Path, suffix: str) -
     np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
 
 
-@pytest.mark.parametrize(
-    ("bits", "bands", "layout"), [(8, 4, 1), (16, 4, 1), (8, 5, 1), (16, 5, 1), (16, 3, 2)]
-)
+@pytest.mark.parametrize(("bits", "bands", "layout"), [(16, 5, 1), (16, 3, 2)])
 def test_bands_that_are_no_colours_are_refused(
     tmp_path: Path, bits: int, bands: int, layout: int
 ) -> None:
@@ -176,7 +166,7 @@ def test_bands_that_are_no_colours_are_refused(
     tiff = build_tiff(content, (8, 8), bits=bits, photometric=2, bands=bands, layout=layout)
     (tmp_path / "a.tif").write_bytes(tiff)
     with pytest.raises(
-        ValueError, match=r"its bands aren't read; save one or three|is not one of AVIF"
+        ValueError, match=r"its bands of 16 bits lie one after the other|is not one of AVIF"
     ):
         read_image(tmp_path / "a.tif")
 
@@ -188,12 +178,6 @@ def test_a_deep_image_is_turned_upright(tmp_path: Path) -> None:
     image = read_image(tmp_path / "turned.png")
     assert isinstance(image, DeepImage)
     np.testing.assert_array_equal(image.values, np.rot90(RAMP, -1))
-
-
-def test_floats_without_a_range_are_refused(tmp_path: Path) -> None:
-    Image.fromarray(RAMP.astype(np.float32)).save(tmp_path / "f.tif")
-    with pytest.raises(ValueError, match="have no fixed range"):
-        Preprocess((64, 64)).to_uint8(read_image(tmp_path / "f.tif"))
 
 
 def test_arrays_from_python_have_a_range() -> None:
@@ -210,21 +194,8 @@ def test_arrays_from_python_have_a_range() -> None:
         np.testing.assert_array_equal(scale(dataset), EIGHT_BITS)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [RAMP, RAMP // 4, RAMP * 4, RAMP * 16, EIGHT_BITS.astype(np.uint16), RAMP.astype(np.int32)],
-)
-@pytest.mark.filterwarnings("ignore:16-bit images with values up to")
-def test_a_model_of_eight_bits_sees_the_contrast_of_deeper_images(
-    tmp_path: Path, values: np.ndarray
-) -> None:
+def test_a_model_of_eight_bits_refuses_deeper_images(tmp_path: Path) -> None:
     """Divided by 257, 12 bits would leave 17 grey levels."""
-    Image.fromarray(values).save(tmp_path / "deep.tif")
-    seen = Preprocess((64, 64)).to_uint8(read_image(tmp_path / "deep.tif"))[..., 0]
-    assert np.abs(seen.astype(int) - EIGHT_BITS).max() <= 1
-
-
-def test_a_guessed_range_is_said(tmp_path: Path) -> None:
     Image.fromarray(RAMP).save(tmp_path / "deep.png")
-    with pytest.warns(UserWarning, match="up to 4095 are scaled by 0 to 4095"):
-        Preprocess((64, 64))([read_image(tmp_path / "deep.png")] * 3)
+    with pytest.raises(ValueError, match="trained on images of 8 bits; save it with 8 bits"):
+        Preprocess((64, 64)).to_uint8(read_image(tmp_path / "deep.png"))

@@ -3,11 +3,8 @@ same twice. So is it in each pipeline."""
 
 import gc
 import multiprocessing
-import os
 import random
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -121,14 +118,6 @@ def test_an_epoch_shows_every_sample_once_with_its_own_label(dataset: ImageDatas
     assert [len(batch.labels) for batch in read(make(dataset))] == [8] * 7
 
 
-def test_the_same_seed_repeats_a_run_and_another_does_not(dataset: ImageDataset) -> None:
-    loader, again = (make(dataset, augment=FULL) for _ in range(2))
-    assert_same(read(loader, 2), read(again, 2))
-    first = next(loader.epoch(2)).sample_ids
-    assert not torch.equal(first, next(make(dataset, seed=4).epoch(2)).sample_ids)
-    assert not torch.equal(first, next(loader.epoch(3)).sample_ids)
-
-
 @pytest.mark.parametrize("pipeline", ["resident", "cached", "workers", "damaged"])
 def test_processes_and_the_first_step_change_no_batch(
     dataset: ImageDataset, files: ImageDataset, pipeline: str, request: pytest.FixtureRequest
@@ -159,15 +148,6 @@ def test_a_smaller_image_size_is_the_antialiased_reduction(dataset: ImageDataset
     torch.testing.assert_close(small.images, expected, atol=1e-4, rtol=0)
 
 
-def test_mixing_can_be_left_out_of_an_epoch(dataset: ImageDataset) -> None:
-    loader = make(dataset, augment=FULL)
-    mixed, plain = next(loader.epoch(0)), next(loader.epoch(0, mix=False))
-    assert mixed.targets.shape == (8, 3)
-    assert mixed.targets.dtype == torch.float32
-    assert torch.equal(plain.targets, plain.labels)
-    assert torch.equal(mixed.sample_ids, plain.sample_ids)
-
-
 def test_batches_do_not_share_memory_with_the_decoded_images(dataset: ImageDataset) -> None:
     before = np.array(dataset.pixels)
     for batch in make(dataset).epoch(0):
@@ -194,17 +174,6 @@ def test_mistakes_get_a_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         make(dataset, **changes)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("augment", [Augmentation(), FULL, GEOMETRY])
-def test_cuda_gives_the_batches_of_the_cpu(dataset: ImageDataset, augment: Augmentation) -> None:
-    host = make(dataset, augment=augment)
-    device = make(dataset, augment=augment, device="cuda")
-    for one, other in zip(host.epoch(1), device.epoch(1), strict=True):
-        assert torch.equal(one.sample_ids, other.sample_ids.cpu())
-        torch.testing.assert_close(one.images, other.images.cpu(), atol=2e-2, rtol=0)
-        torch.testing.assert_close(one.targets, other.targets.cpu(), atol=1e-5, rtol=0)
 
 
 # --- workers ----------------------------------
@@ -241,39 +210,6 @@ def test_any_number_of_workers_gives_the_same_batches(
     assert said[0] == said[1] != []
 
 
-def test_a_sample_is_drawn_anew_each_epoch_in_workers(files: ImageDataset) -> None:
-    """The fault of albumentations 2.0.8: workers repeat their random numbers every epoch."""
-    # equal images are also drawn differently from one another
-    for path in (files.reader.root / "cat").iterdir():
-        path.write_bytes((files.reader.root / "cat/00.png").read_bytes())
-    loader = make(files, augment=GEOMETRY, workers=2)
-    seen: dict[int, set[bytes]] = {}
-    for epoch in range(6):
-        for batch in loader.epoch(epoch):
-            for sample, image in zip(batch.sample_ids.tolist(), batch.images, strict=True):
-                seen.setdefault(sample, set()).add(image.numpy().tobytes())
-    loader.close()
-    assert {len(pictures) for pictures in seen.values()} == {6}
-    cats = [seen[index] for index, name in enumerate(files.ids) if name.startswith("cat")]
-    assert len(set.union(*cats)) == 6 * 12
-
-
-def test_workers_flip_small_and_large_crops_alike(make_folder: MakeFolder) -> None:
-    """Up to 0.1.0 small crops were flipped, and large ones weren't."""
-    root = make_folder("cat/0.png", "dog/0.png")
-    ramp = np.tile(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (64, 1, 3))
-    for path in root.glob("*/*.png"):
-        Image.fromarray(ramp).save(path)
-    source = open_dataset("folder", root=root).split("all").subset([0, 1] * 200)
-    crop = Crop(scale=(0.08, 1.0), flip="random")
-    (batch,) = read(make(source, augment=Augmentation(crop=crop), batch_size=400))
-    slope = (batch.images[:, 0, :, -1] - batch.images[:, 0, :, 0]).mean(1)
-    is_large = slope.abs() > slope.abs().median()
-    shares = [float((slope[group] < 0).float().mean()) for group in (is_large, ~is_large)]
-    # the standard error of each share is 0.035
-    assert all(0.36 < share < 0.64 for share in shares), shares
-
-
 def test_resuming_decodes_only_what_is_left(
     files: ImageDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,33 +240,6 @@ def test_an_epoch_takes_nothing_from_anyones_random_state(
         list(loader.epoch(epoch))
     loader.close()
     assert states() == before
-
-
-def kill_and_read(worker: int, batches: Iterable[Batch]) -> None:
-    os.kill(worker, signal.SIGKILL)
-    list(batches)
-
-
-def test_close_ends_the_workers_also_while_an_exception_holds_their_iterator(
-    files: ImageDataset,
-) -> None:
-    """`close` calls torch's private `_shutdown_workers`.
-
-    Without it torch's handler raises the killed worker's error again whenever any process that the
-    program started ends, for as long as the first exception is held.
-    """
-    before = {process.pid for process in multiprocessing.active_children()}
-    loader = make(files, augment=GEOMETRY, workers=2, batch_size=2)
-    batches = loader.epoch(0)
-    next(batches)
-    workers = {process.pid for process in multiprocessing.active_children()} - before
-    with pytest.raises((RuntimeError, ConnectionError, EOFError)) as caught:
-        kill_and_read(min(workers), batches)
-    loader.close()
-    assert wait_until_gone(before) == set()
-    for _ in range(3):
-        subprocess.run(["true"], check=True)
-    assert caught.value is not None  # held until here
 
 
 def wait_until_gone(before: set[int]) -> set[int]:
@@ -462,38 +371,3 @@ def test_an_abandoned_epoch_of_the_cache_ends_its_threads(files: ImageDataset) -
     batches = make_cached(files, GEOMETRY, workers=2).epoch(0)
     next(batches)
     batches.close()  # type: ignore[attr-defined]
-
-
-def test_shards_are_read_by_workers_like_files(files: ImageDataset, tmp_path: Path) -> None:
-    import webdataset
-
-    shards = tmp_path / "shards"
-    shards.mkdir()
-    for number in range(2):
-        with webdataset.TarWriter(str(shards / f"{number}.tar")) as writer:
-            for index in range(12 * number, 12 * number + 12):
-                data = (files.reader.root / files.ids[index]).read_bytes()
-                writer.write(
-                    {"__key__": f"{index:02d}", "png": data, "cls": str(files.labels[index])}
-                )
-    source = open_dataset("webdataset", root=shards).split("all")
-    found = [read(make(each, augment=GEOMETRY, workers=2)) for each in (files, source)]
-    assert_same(*found)
-
-
-def test_images_are_known_by_names_sizes_and_labels_or_decoded_by_their_pixels(
-    damaged: ImageDataset, tmp_path: Path
-) -> None:
-    moved = damaged.reader.root.rename(tmp_path / "moved")
-    other = open_dataset("folder", root=moved).split("all")
-    before = damaged.subset(range(24))
-    known = other.fingerprint
-    with (moved / "cat/04.png").open("ab") as file:
-        file.write(b"\0")
-    assert len({known, other.fingerprint, replace(other, labels=1 - other.labels).fingerprint}) == 3
-    assert before.subset(range(23)).fingerprint != before.fingerprint
-    decoded = decode_dataset(
-        other, size=(8, 8), cache_dir=tmp_path / "c", progress=False, max_unreadable_fraction=0.1
-    )
-    assert {name for name, _ in decoded.unreadable} == {"cat/03.png", "dog/05.png"}
-    assert decoded.fingerprint != other.fingerprint

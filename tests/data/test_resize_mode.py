@@ -9,7 +9,6 @@ from vit.data.crop import CROP_ASPECTS, Crop
 from vit.data.preprocess import Preprocess, ResizeMode
 from vit.data.random import StatelessRandom
 from vit.data.workers import TrainTransform
-from vit.explanation.render.overlay import place_map
 
 SIZES = [(64, 48), (48, 64), (300, 40), (40, 301), (33, 97), (20, 20), (40, 200)]
 
@@ -49,29 +48,6 @@ def test_every_place_of_the_image_is_where_geometry_says(
         # at the rim the filter leans inwards
         places = shown[2:-2] / 255 * side
         np.testing.assert_allclose(places, claimed[2:-2], atol=0.006 * side + 0.02)
-
-
-def test_padding_keeps_the_aspect_and_centres() -> None:
-    pixels = Preprocess((20, 20), mean=(0.0, 0.0, 0.0), resize_mode="pad").to_uint8(
-        Image.new("RGB", (100, 20), "white")
-    )
-    assert (pixels[8:12] == 255).all()
-    assert (pixels[:8] == 0).all()
-    assert (pixels[12:] == 0).all()
-
-
-def test_the_map_of_a_padded_image_lies_on_the_whole_photo() -> None:
-    """5:1 in a square of 10 × 10 patches: the photo has the fifth and the sixth row of them."""
-    preprocess = Preprocess((20, 20), resize_mode="pad")
-    values = np.zeros((10, 10), dtype=np.float32)
-    values[4, 0], values[5, 9], values[0] = 1, 2, 9
-    placed, coverage = place_map(values, preprocess.geometry((100, 20)), size=(100, 20))
-    assert coverage.all()
-    # the pixels beside a patch's centre have 19 parts of its value and one of its neighbour's
-    np.testing.assert_allclose(placed[4:6, :5], 0.95, rtol=1e-6)
-    np.testing.assert_allclose(placed[14:16, 95:], 0.95 * 2, rtol=1e-6)
-    # nothing of the first row, which the photo doesn't have
-    assert placed.max() <= 2
 
 
 def test_random_crops_have_the_shape_of_the_input() -> None:

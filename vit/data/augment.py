@@ -1,8 +1,5 @@
-"""Augmentation of a batch: sample parameters for each sample; apply them to the batch.
-
-Parameters are sampled on the host, a few hundred numbers, and go to the device in one copy with the
-indices. So the host knows which operation falls on which sample, and nothing waits for the device.
-"""
+"""Augmentation of a batch. Parameters of each sample are drawn on the host, and go to the device in
+one copy with the indices, so that nothing waits for the device."""
 
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -20,11 +17,10 @@ from vit.runtime.tensors import Images
 
 
 class MixParams(NamedTuple):
-    """Sampled mixture of each sample with its neighbour."""
+    """Mixture of each sample with its neighbour: the weight of its own image outside its box, which
+    is the neighbour's."""
 
-    # weight of the sample's own image outside its box
     own_weight: Float[Tensor, " B"]
-    # area that is the neighbour's
     boxes: Boxes
 
 
@@ -71,16 +67,8 @@ def mix_batch(
     *,
     num_classes: int,
 ) -> tuple[Images, Float[Tensor, "B T"]]:
-    """Mix each sample with its neighbour; return the images and their targets.
-
-    The last sample of an odd batch stays as it is.
-
-    Args:
-        images: Normalised images.
-        targets: Labels, which become class weights [B, num_classes]; or rows, which are mixed.
-        params: See `Mixing.sample`.
-        num_classes: Number of classes of labels.
-    """
+    """Mix each normalised image with its neighbour; return the images and their targets. Labels become
+    class weights [B, num_classes], rows are mixed. The last of an odd batch stays as it is."""
     count, _, height, width = images.shape
     # 0 ↔ 1, 2 ↔ 3, …
     partner = (torch.arange(count, device=images.device) ^ 1).clamp(max=count - 1)
@@ -158,7 +146,7 @@ class Augmentation:
             rng: Random numbers of the batch's samples; with the sizes, they alone decide.
             stored_size: Height and width of the images before they are cropped.
             size: Height and width of the images that the model gets.
-            full_height: Height of the images for which `cutout` is meant.
+            full_height: Height for which `cutout` is meant; a schedule may train on smaller images.
             mix: Apply mixup and cutmix.
             full_sizes: See `Crop.sample`.
         """
@@ -168,7 +156,6 @@ class Augmentation:
             deviations = [2 * rng.uniform(stream) - 1 for stream in streams]
             color_factors = (1 + self.color_jitter * torch.stack(deviations)).clamp(min=0)
 
-        # the side is for full-size images; a schedule may train on smaller ones
         erased_boxes = None
         if self.cutout:
             side = round(self.cutout * size[0] / full_height)

@@ -221,7 +221,14 @@ def _write_pixels(
     the others are decoded. Return what is known of them."""
     count = len(dataset)
     path = building / "images.u8"
-    pixels = _create_pixels(path, (count, *preprocess.image_size, 3))
+    # every image has its place in the file, so that processes write side by side
+    shape = (count, *preprocess.image_size, 3)
+    with path.open("wb") as file:
+        if hasattr(os, "posix_fallocate"):
+            # writing through a memory map to a full disk would kill the process
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape))
+    # it makes the file as large as it must be
+    pixels = np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
     # two hashes, width and height
     facts = np.zeros((4, count), dtype=np.uint64)
     missing = set(range(count))
@@ -243,7 +250,7 @@ def _write_pixels(
     if missing:
         places = np.array(sorted(missing))
         failures = _decode_images(
-            dataset, places, path, facts, preprocess, workers=workers, progress=progress
+            dataset, places, pixels, facts, preprocess, workers=workers, progress=progress
         )
     # unreadable images have no place in the file, only in the index
     readable = np.delete(np.arange(count), list(failures))
@@ -266,31 +273,18 @@ def _write_pixels(
     }
 
 
-def _create_pixels(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Create a file with a place for every image, so that processes write side by side, and map it.
-    Raises OSError if the disk is full."""
-    with path.open("wb") as file:
-        if hasattr(os, "posix_fallocate"):
-            # writing through a memory map to a full disk would kill the process
-            os.posix_fallocate(file.fileno(), 0, math.prod(shape))
-        # macOS and Windows
-        else:
-            file.truncate(math.prod(shape))
-    return np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
-
-
 def _decode_images(
     dataset: ImageDataset,
     places: np.ndarray,
-    path: Path,
+    pixels: np.ndarray,
     facts: np.ndarray,
     preprocess: Preprocess,
     *,
     workers: int | None,
     progress: bool,
 ) -> _Failures:
-    """Write the pixels of the images at `places` into a file, and what is known of them into
-    `facts`. Return the failures."""
+    """Write the pixels of the images at `places` into a memory map, which other processes open by
+    its file, and what is known of them into `facts`. Return the failures."""
     # takes long to import; it starts new processes (a fork is unsafe with threads) that import no
     # __main__
     from joblib import Parallel, delayed  # type: ignore[import-untyped]
@@ -298,11 +292,10 @@ def _decode_images(
     is_alone = workers in (0, 1) or len(places) < _FEW or dataset.reader.in_process
     num_jobs = 1 if is_alone else workers or -1
     pool = Parallel(n_jobs=num_jobs, return_as="generator_unordered", max_nbytes=None)
-    chunks = (places[start : start + _CHUNK] for start in range(0, len(places), _CHUNK))
     # a generator, because the parts of millions of images would take much memory
     tasks = (
-        delayed(_decode_chunk)(dataset.subset(chunk), chunk, path, len(dataset), preprocess)
-        for chunk in chunks
+        delayed(_decode_chunk)(dataset.subset(chunk), chunk, pixels, preprocess)
+        for chunk in np.split(places, range(_CHUNK, len(places), _CHUNK))
     )
     failures: _Failures = {}
     title = f"decoding {dataset.name} {dataset.split}"
@@ -321,15 +314,10 @@ def _decode_images(
 
 
 def _decode_chunk(
-    dataset: ImageDataset, places: np.ndarray, path: Path, count: int, preprocess: Preprocess
+    dataset: ImageDataset, places: np.ndarray, pixels: np.ndarray, preprocess: Preprocess
 ) -> tuple[np.ndarray, np.ndarray, _Failures]:
-    """Decode some images, and write their pixels into these places of a file of `count` images.
-
-    Returns:
-        `places` as they are, facts of the images [4, n], and failures.
-    """
-    shape = (count, *preprocess.image_size, 3)
-    pixels = np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
+    """Decode images into these places of a memory map. Return the places, facts of the images
+    [4, n], and failures."""
     facts = np.zeros((4, len(places)), dtype=np.uint64)
     failures: _Failures = {}
     for index, place in enumerate(places.tolist()):

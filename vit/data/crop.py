@@ -21,12 +21,11 @@ Boxes = Int64[Tensor, "B 4"]
 
 
 class CropParams(NamedTuple):
-    """Sampled crop and flip of each sample."""
+    """Crop and flip of each sample: boxes (left, top, right, bottom), or centre crops, which are
+    shifted down and to the right."""
 
     is_flipped: Bool[Tensor, " B"]
-    # down and right, in pixels
     shifts: Int64[Tensor, "2 B"]
-    # left, top, right, bottom; None: the shifted centre crop
     boxes: Float[Tensor, "B 4"] | None
 
 
@@ -96,17 +95,9 @@ class Crop:
     def sample_part(
         self, seed: int, size: tuple[int, int], *, shape: float
     ) -> tuple[int, int, int, int]:
-        """Sample the part of a full-size image that is cropped and resized, with the numbers of
-        RandomResizedCrop of albumentations 2.0.8.
-
-        Args:
-            seed: Seed of the image's part.
-            size: Height and width of the image.
-            shape: Width / height of the model's input.
-
-        Returns:
-            Left, top, right and bottom.
-        """
+        """Sample the part (left, top, right, bottom) of a full-size image of `size` (height, width),
+        with the numbers of RandomResizedCrop of albumentations 2.0.8. The `shape` is the width / height
+        of the model's input."""
         assert self.scale is not None
         height, width = size
         low, high = (aspect * shape for aspect in CROP_ASPECTS)

@@ -1,6 +1,5 @@
 """Images of more than 8 bits a channel: their values, and how these become RGB pixels."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,7 @@ class DeepImage(Image.Image):
     """An upright image with more than 8 bits a channel: RGB pixels, and the values behind them.
 
     The RGB pixels are 16 bits scaled to 8; of floating-point values their own range is scaled.
-    `vit.data.preprocess.Preprocess` scales the values by the range of the model instead.
-
-    Args:
-        values: [H, W] or [H, W, 3], integers or floats.
+    `Preprocess` scales the values, integers or floats [H, W] or [H, W, 3], by the model's range.
     """
 
     def __init__(self, values: np.ndarray) -> None:
@@ -79,29 +75,6 @@ def read_deep(image: Any) -> DeepImage:
     if tags.get(_BITS_PER_SAMPLE) == (32,) and tags.get(_SAMPLE_FORMAT, (1,)) == (1,):
         values = values.view(np.uint32)
     return DeepImage(values)
-
-
-def guess_range(values: np.ndarray) -> tuple[float, float]:
-    """Return the values of one image that become black and white, for a model of 8-bit images: 0 to
-    the largest value of 8, 10, 12, 14 or 16 bits. A warning names it.
-
-    Raises:
-        ValueError: Values are negative, larger, or no whole numbers.
-    """
-    high = values.max()
-    if values.dtype.kind == "f" or values.min() < 0 or high > 65535:
-        raise ValueError(
-            "floating-point, negative or 32-bit values have no fixed range in a model that was"
-            " trained on images of 8 bits; save it with 8 or 16 bits a channel"
-        )
-    top = next(2**bits - 1 for bits in (8, 10, 12, 14, 16) if high < 2**bits)
-    if top < 65535:
-        warnings.warn(
-            f"16-bit images with values up to {top} are scaled by 0 to {top}, since the model was"
-            " trained on images of 8 bits; save them with 8 bits if that is wrong",
-            stacklevel=2,
-        )
-    return 0, top
 
 
 def _has_deep_colours(image: Any) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import numpy as np
 from PIL import Image
 
-from vit.data.images import DeepImage, divide
+from vit.data.images import DeepImage
 
 # bits of 64 by which near-duplicates may differ
 _NEAR = 6
@@ -22,8 +22,7 @@ def hash_pixels(image: Image.Image) -> int:
     if isinstance(image, DeepImage):
         digest.update(np.ascontiguousarray(image.values).data)
         return int.from_bytes(digest.digest()[:8], "little")
-    for _, band in divide(image):
-        digest.update(band.tobytes())
+    digest.update(image.tobytes())
     return int.from_bytes(digest.digest()[:8], "little")
 
 

@@ -1,7 +1,4 @@
-"""Pipeline "cached": pixels in the cache, which a thread reads for the next steps.
-
-The system keeps in memory what fits of the file, for all processes of the machine.
-"""
+"""Pipeline "cached": pixels of the cache, which a thread reads for the next step."""
 
 import math
 import shutil
@@ -30,10 +27,9 @@ _STORED_SIDE = 1.4
 def choose_stored(preprocess: Preprocess, crop: Crop) -> Preprocess:
     """Return the preprocessing of images that are stored once and cropped on the device.
 
-    Random parts are cut from the whole image, stored with 1.4 times the sides of the input. They
-    have less detail than parts of the full-size image: for 12 photos of about 500 x 375 pixels and
-    an input of 224 (scale 0.08 to 1), pixels differ by 2.6 of 255 grey levels on average. Without
-    random parts, the pixels are those of the other pipelines.
+    Random parts are cut from the whole image, stored with 1.4 times the sides of the input, with
+    less detail than parts of the full-size image: by 2.6 of 255 grey levels on average for photos of
+    500 x 375 pixels and an input of 224. Other crops have the pixels of the other pipelines.
     """
     if crop.scale is None:
         return replace(preprocess, image_size=preprocess.resize_size, crop_pct=1.0)
@@ -43,8 +39,7 @@ def choose_stored(preprocess: Preprocess, crop: Crop) -> Preprocess:
 
 
 def has_room(num_bytes: int, cache_dir: Path) -> bool:
-    """Return true if so many bytes fit on the disk of `cache_dir`, and in the free memory, from which
-    they are then read."""
+    """Return true if so many bytes fit on the disk of `cache_dir` and in the free memory."""
     folder = next(place for place in (cache_dir, *cache_dir.parents) if place.exists())
     fits_disk = num_bytes <= _MAX_DISK_FRACTION * shutil.disk_usage(folder).free
     return fits_disk and num_bytes <= MAX_MEMORY_FRACTION * count_free_memory()

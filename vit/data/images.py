@@ -45,7 +45,7 @@ _SYSTEM_FOLDERS = (
 _MAX_PIXELS = 100_000_000
 # JPEG's own limit: a line of millions of pixels takes five times the memory of a square
 _MAX_SIDE = 65_535
-# pixels that are converted or hashed at once
+# pixels that are converted at once
 _BAND_PIXELS = 2**22
 
 
@@ -108,7 +108,10 @@ def read_image(
             check_size(image.size)
             if draft_side is not None:
                 image.draft("RGB", (draft_side, draft_side))
-            _check_bands(image)
+            tags = getattr(image, "tag_v2", {})
+            # PlanarConfiguration and BitsPerSample: Pillow reads wrong values
+            if tags.get(284) == 2 and max(tags[258]) > 8:
+                raise ValueError("its bands of 16 bits lie one after the other; save it as PNG")
             if not is_deep(image):
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
@@ -164,18 +167,6 @@ def check_size(size: tuple[int, int]) -> None:
         )
 
 
-def _check_bands(image: Image.Image) -> None:
-    """Raise ValueError for a TIFF of which Pillow would read some bands alone, or wrong values."""
-    if image.format != "TIFF":
-        return
-    tiles = [tile for tile in image.tile if tile.args]  # type: ignore[attr-defined]
-    rawmode = str(tiles[0].args[0]) if tiles else ""
-    # X: bands that are neither colours nor transparency, as in RGBAX; R: each band by itself
-    is_deep_band = rawmode == "R" and max(image.tag_v2[258]) > 8  # type: ignore[attr-defined]
-    if "X" in rawmode or is_deep_band:
-        raise ValueError("its bands aren't read; save one or three of them as grey or RGB")
-
-
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to RGB: transparency is put on white, and an image of more than
     8 bits a channel becomes a `DeepImage`."""
@@ -187,7 +178,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return image
     # copies of a whole large image would take up to 8 times the memory of the result
     rgb = Image.new("RGB", image.size)
-    for top, band in divide(image):
+    band_height = max(_BAND_PIXELS // max(image.width, 1), 1)
+    for top in range(0, image.height, band_height):
+        band = image.crop((0, top, image.width, min(top + band_height, image.height)))
         if band.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in band.info:
             # Pillow converts premultiplied modes only to LA and RGBA
             if band.mode in ("La", "RGBa"):
@@ -196,18 +189,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
             band = Image.alpha_composite(Image.new("RGBA", band.size, "white"), band)
         rgb.paste(band.convert("RGB"), (0, top))
     return rgb
-
-
-def divide(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Divide an image into bands from the top down, so that working on one takes little memory.
-
-    Yields:
-        (number of the first row, band).
-    """
-    band_height = max(_BAND_PIXELS // max(image.width, 1), 1)
-    for top in range(0, image.height, band_height):
-        bottom = min(top + band_height, image.height)
-        yield top, image.crop((0, top, image.width, bottom))
 
 
 @runtime_checkable
@@ -239,18 +220,19 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
         images: Paths, PIL images or arrays, one or several; or a set or loader of images with
             labels, which are left out. A folder gives the image files below it, sorted. For an
             array (or torch tensor) see `convert_pixels`; several images are [N, H, W, 3] or
-            [N, 3, H, W]. A path that doesn't exist, a directory that can't be read, and in a list a
-            folder without images, is listed too: reading it raises an error that names it.
+            [N, 3, H, W]. A path that doesn't exist, and in a list a folder that can't be read or has no
+            images, is listed, too: reading it raises an error that names it.
 
     Raises:
         ValueError: A single folder has no images, or an array has another type or shape.
+        OSError: A directory can't be read.
     """
     if isinstance(images, str | Path):
         # not Path.is_dir, which raises for a name of 300 characters
         if not os.path.isdir(images):
             yield str(images)
             return
-        paths = _list_folder(images)
+        paths = sorted(filter(is_image_name, list_files(images)))
         if not paths:
             archives = [name for name in os.listdir(images) if is_archive(name)]
             found = "; check the path"
@@ -275,55 +257,38 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
     else:
         for image in iterate_images(images):
             if isinstance(image, str | Path) and os.path.isdir(image):
-                yield from _list_folder(image) or [str(image)]
+                paths = []
+                with suppress(OSError):
+                    paths = sorted(filter(is_image_name, list_files(image)))
+                yield from paths or [str(image)]
             else:
                 yield from list_images(image)
 
 
-def _list_folder(folder: str | Path) -> list[str]:
-    unreadable: list[str] = []
-    # the same folders as in training
-    files = list_files(folder, left_out=[], unreadable=unreadable)
-    return sorted([*filter(is_image_name, files), *unreadable])
-
-
 def is_system_folder(name: str) -> bool:
-    """Return true for the name of a folder that a system or a program makes beside a user's files:
-    thumbnails, waste baskets, hidden folders."""
+    """Return true for the name of a folder of thumbnails or deleted files, or of a hidden one."""
     return name.startswith(".") or name.casefold() in _SYSTEM_FOLDERS
 
 
-def list_files(
-    folder: str | Path,
-    *,
-    left_out: list[str] | None = None,
-    unreadable: list[str] | None = None,
-) -> Iterator[str]:
+def list_files(folder: str | Path, *, left_out: list[str] | None = None) -> Iterator[str]:
     """List the files below a folder, those of each directory in sorted order. Links to directories
-    are not followed.
+    are not followed, and folders of `is_system_folder` are left out.
 
     Args:
         folder: The folder.
-        left_out: List that gets the folders of `is_system_folder`, which are then left out. With
-            None, they are read.
-        unreadable: List that gets the directories that can't be read. With None, these are errors.
+        left_out: List that gets the folders that are left out.
 
     Raises:
-        OSError: A directory can't be read. One of `is_system_folder` is left out instead.
+        OSError: A directory can't be read.
     """
 
-    def note(error: OSError) -> None:
-        is_needless = is_system_folder(os.path.basename(error.filename))
-        if isinstance(error, FileNotFoundError) or is_needless:
-            return
-        if unreadable is None:
-            raise error
-        unreadable.append(error.filename)
+    def fail(error: OSError) -> None:
+        raise error
 
-    for directory, folders, names in os.walk(folder, onerror=note):
+    for directory, folders, names in os.walk(folder, onerror=fail):
         folders.sort()
+        systems = list(filter(is_system_folder, folders))
         if left_out is not None:
-            systems = list(filter(is_system_folder, folders))
             left_out += [os.path.join(directory, name) for name in systems]
-            folders[:] = [name for name in folders if name not in systems]
+        folders[:] = [name for name in folders if name not in systems]
         yield from (os.path.join(directory, name) for name in sorted(names))

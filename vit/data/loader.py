@@ -27,15 +27,18 @@ from vit.runtime.processes import Process
 
 
 class Batch(NamedTuple):
-    """The images and labels of a training step, on the training device."""
+    """The images and labels of a training step, on the training device.
 
-    # normalised, or their tokens
+    Attributes:
+        images: Normalised images, or their tokens.
+        targets: int64 [B]; float32 [B, C] if samples are mixed or may have several labels.
+        labels: int64 [B], or float32 [B, C] if samples may have several labels.
+        sample_ids: Index of each image in the dataset.
+    """
+
     images: Float[Tensor, "B 3 H W"] | Float[Tensor, "B N D"]
-    # int64 [B]; float32 [B, C] if samples are mixed or may have several labels
     targets: Tensor
-    # int64 [B], or float32 [B, C] if samples may have several labels
     labels: Tensor
-    # index in the dataset
     sample_ids: Int64[Tensor, " B"]
 
 
@@ -67,9 +70,8 @@ class BatchOrder:
 class TrainLoader:
     """Shuffled, augmented batches of one size; the images that don't fill a batch are left out.
 
-    The pixels of a decoded dataset lie on the device as uint8 (on a CPU they are read where they
-    are mapped), or are gathered from the file that holds them. Otherwise, worker processes decode
-    and crop the full-size images.
+    The pixels of a decoded dataset lie on the device as uint8 (on a CPU they stay where they are
+    mapped), or are gathered from their file. Otherwise, workers decode the full-size images.
 
     Args:
         dataset: The images.

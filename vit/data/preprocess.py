@@ -1,8 +1,5 @@
-"""From RGB pixels to the model's input.
-
-torch is imported only where tensors are made, so that decoding processes start in a fraction of a
-second.
-"""
+"""From RGB pixels to the model's input. torch is imported only where tensors are made, so that
+decoding processes start in a fraction of a second."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from PIL import Image
 
-from vit.data.depth import DeepImage, guess_range
+from vit.data.depth import DeepImage
 from vit.data.images import to_rgb
 from vit.runtime.arguments import MAX_SIDE, check_choice
 
@@ -59,7 +56,7 @@ class Preprocess:
         std: Standard deviation of each channel, for pixels in [0, 1].
         interpolation: Pillow's filter.
         value_range: Values that become black and white in images of more than 8 bits a channel.
-            None: the model was trained on 8 bits, see `vit.data.depth.guess_range`.
+            None: the model was trained on 8 bits, and refuses them.
         resize_mode: "crop"; "pad" scales the whole image to fit, and puts it on a ground of the
             mean colour; "stretch" scales it to `image_size` in both directions.
 
@@ -124,15 +121,17 @@ class Preprocess:
         return text
 
     def to_rgb(self, image: Image.Image) -> Image.Image:
-        """Convert an image of any mode to RGB, with its values scaled by `value_range`.
-
-        Raises:
-            ValueError: There is no range, and its values fit no number of bits.
-        """
+        """Convert an image of any mode to RGB, with its values scaled by `value_range`. Raises
+        ValueError if it has more than 8 bits a channel, and there is no range."""
         image = to_rgb(image)
         if not isinstance(image, DeepImage):
             return image
-        return image.scale(*(self.value_range or guess_range(image.values)))
+        if self.value_range is None:
+            raise ValueError(
+                "the image has more than 8 bits a channel, and the model was trained on images of 8"
+                " bits; save it with 8 bits"
+            )
+        return image.scale(*self.value_range)
 
     def to_uint8(self, image: Image.Image) -> np.ndarray:
         """Return the input's pixels [H, W, 3] of an image of any mode."""
@@ -206,12 +205,8 @@ class Preprocess:
     def _place(
         self, size: tuple[int, int]
     ) -> tuple[tuple[float, float, float, float], tuple[int, int], tuple[int, int]]:
-        """Find how an image of `size` (width, height) is resized.
-
-        Returns:
-            The box of the image that is resized, its new (width, height), and the columns to its
-            left and rows above it in pixels of `resize_size`.
-        """
+        """Find how an image of `size` (width, height) is resized: the box that is resized, its new
+        (width, height), and the columns to its left and rows above it in pixels of `resize_size`."""
         width, height = size
         target_height, target_width = self.resize_size
         target = (target_width, target_height)

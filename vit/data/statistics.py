@@ -12,9 +12,11 @@ from vit.data.dataset import ImageDataset, choose_evenly
 from vit.data.depth import DeepImage, find_extremes
 from vit.data.label_sets import count_labels
 
-# pixels that are decoded for a sample, in a few seconds; and for the range of deep images
+# pixels that are decoded for a sample, in a few seconds
 _MAX_PIXELS = 2 * 10**8
+# pixels that are decoded for the range of deep images, and to see if there are any
 _MAX_DEEP_PIXELS = 4 * 10**8
+_MAX_FIRST_PIXELS = 5 * 10**7
 # names of files that never have more than 8 bits a channel
 _SHALLOW_SUFFIXES = (".avif", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".webp")
 # images whose values are measured, and those that are read to see if there are deep ones
@@ -59,7 +61,6 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
     # in an order that has all classes at its beginning
     order = np.random.default_rng(0).permutation(places)
     lows, highs = [], []
-    # bits that are set in any value; None if values are no whole numbers
     bits: int | None = 0
     num_pixels = 0
     # where no image can be read
@@ -74,22 +75,16 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
                 elif bits is not None:
                     bits |= int(np.bitwise_or.reduce(image.values, axis=None))
             num_pixels += image.width * image.height
-            if num_pixels > _MAX_DEEP_PIXELS or (not lows and number >= _FIRST_SAMPLE):
+            is_shallow = not lows and (number >= _FIRST_SAMPLE or num_pixels > _MAX_FIRST_PIXELS)
+            if is_shallow or num_pixels > _MAX_DEEP_PIXELS:
                 break
     return choose_value_range(min(lows), max(highs), bits=bits) if lows else None
 
 
 def choose_value_range(low: float, high: float, *, bits: int | None) -> tuple[float, float]:
-    """Choose the values that become black and white.
-
-    Args:
-        low, high: Smallest and largest value of the images.
-        bits: Bits that are set in any value; None if values are no whole numbers.
-
-    Returns:
-        0 to 1 for floats in it; 0 to the largest value with as many bits, for whole numbers; and
-        low to high where some are negative or where that would leave too few grey levels.
-    """
+    """Choose the values that become black and white: 0 to 1 for floats in it; 0 to the largest value
+    with as many bits, for whole numbers; and low to high where some are negative or where that would
+    leave too few grey levels. `bits` are set in any value; None for floats."""
     measured = (low, high if high > low else low + 1)
     if bits is None:
         return (0.0, 1.0) if low >= 0 and high <= 1 else measured
@@ -113,11 +108,8 @@ def _read_random(dataset: ImageDataset, count: int) -> Iterator[Image.Image]:
 
 
 def measure_mean_and_std(images: Iterable[np.ndarray]) -> tuple[Triple, Triple]:
-    """Measure mean and standard deviation of each channel, of pixels in [0, 1], with 4 digits.
-
-    Args:
-        images: Images, uint8 [H, W, 3] each.
-    """
+    """Measure mean and standard deviation of each channel, of pixels in [0, 1], with 4 digits, of
+    images uint8 [H, W, 3]."""
     # sums of integers are exact and don't depend on how numpy adds; image by image, because numpy
     # takes 8 bytes a pixel for bincount
     histogram = np.zeros((3, 256), dtype=np.int64)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pickle import PicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from vit.data.crop import Crop
 from vit.data.dataset import ImageDataset, check_unreadable
 from vit.data.preprocess import Preprocess
 from vit.data.random import StatelessRandom, seed_generators
-from vit.runtime.arguments import first_line
 from vit.runtime.drive import DriveError
 from vit.runtime.machine import count_workers
 
@@ -34,18 +32,9 @@ Tasks = Sequence[tuple[int, int]]
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
-    """Apply a transform of the user's to an RGB image of any size.
-
-    Args:
-        transform: A transform of albumentations or torchvision, or a function of uint8 [H, W, 3].
-        image: The image, in RGB.
-        seed: Seed of albumentations' own generator; for others, of torch's, numpy's and random's.
-
-    Raises:
-        ValueError: The result is neither an RGB image nor uint8 [H, W, 3] nor a uint8 tensor
-            [3, H, W].
-    """
-    # a transform of albumentations
+    """Apply a user's transform to an RGB image of any size: one of albumentations or torchvision, or a
+    function of uint8 [H, W, 3]. Raises ValueError if the result isn't an RGB image of uint8."""
+    # albumentations has a generator of its own
     if hasattr(transform, "set_random_seed"):
         transform.set_random_seed(seed)
         result = transform(image=np.array(image))["image"]
@@ -54,7 +43,7 @@ def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> I
         takes_pil = type(transform).__module__.startswith("torchvision.")
         result = transform(image if takes_pil else np.array(image))
 
-    # torchvision returns [3, H, W], all others [H, W, 3]
+    # torchvision's tensors are [3, H, W]
     if isinstance(result, torch.Tensor):
         result = result.permute(1, 2, 0)
     pixels = np.asarray(result)
@@ -67,13 +56,8 @@ def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> I
 
 
 class TrainTransform:
-    """From a decoded image to uint8 [H, W, 3]: the user's transform, then a crop.
-
-    Args:
-        crop: A random crop of the full-size image if it has a `scale`; otherwise the centre crop.
-        preprocess: Preprocessing of the model.
-        transform: The user's transform; None for none.
-    """
+    """From a decoded image to uint8 [H, W, 3]: the user's transform, then a random crop of the
+    full-size image if the crop has a `scale`, otherwise the centre crop."""
 
     def __init__(self, crop: Crop, preprocess: Preprocess, transform: Transform | None) -> None:
         self.size = preprocess.image_size
@@ -128,14 +112,17 @@ class TrainTransform:
 
 
 class Decoded(NamedTuple):
-    """The decoded images of a batch."""
+    """The decoded images of a batch.
 
-    # index of each image; another one than was asked for if that can't be read
+    Attributes:
+        indices: Index of each image; another one than was asked for if that can't be read.
+        unreadable: Index of an image → why it can't be read.
+        error: Why the user's transform failed, or images can't be reached now; else empty.
+    """
+
     indices: Int64[Tensor, " B"]
     pixels: UInt8[Tensor, "B H W 3"]
-    # index of an image → why it can't be read
     unreadable: dict[int, str]
-    # why the user's transform failed, or why images can't be reached now; else empty
     error: str
 
 
@@ -164,8 +151,6 @@ class Decoder(Dataset[Decoded]):
         self._count = len(dataset)
         reader = dataset.reader
         self._read = reader.decode if self._transform.takes_arrays else reader.image
-        limit = int(decoding.max_unreadable_fraction * self._count)
-        self._max_unreadable = min(limit, self._count - 1)
 
     def __getitem__(self, tasks: Tasks) -> Decoded:
         pixels = np.empty((len(tasks), *self._transform.size, 3), dtype=np.uint8)
@@ -175,11 +160,7 @@ class Decoder(Dataset[Decoded]):
         # errors are returned as text: a worker's exceptions would arrive with its traceback
         try:
             for row, (index, seed) in enumerate(tasks):
-                found, image = self._read_next(index, unreadable)
-                # the main process ends the run
-                if image is None:
-                    break
-                indices[row] = found
+                indices[row], image = self._read_next(index, unreadable)
                 pixels[row] = self._transform(image, seed=seed)
         except (ValueError, OSError, DriveError) as failure:
             error = str(failure)
@@ -187,16 +168,15 @@ class Decoder(Dataset[Decoded]):
 
     def _read_next(
         self, index: int, unreadable: dict[int, str]
-    ) -> tuple[int, Image.Image | np.ndarray | None]:
-        """Read the image at `index` or the first one after it that can be read, and note the others;
-        None if too many can't."""
-        while len(unreadable) <= self._max_unreadable:
+    ) -> tuple[int, Image.Image | np.ndarray]:
+        """Read the image at `index` or the first one after it that can be read, and note the others.
+        Raises ValueError if none can."""
+        for place in range(index, index + self._count):
             try:
-                return index, self._read(index)
+                return place % self._count, self._read(place % self._count)
             except (ValueError, OSError) as error:
-                unreadable[index] = str(error)
-            index = (index + 1) % self._count
-        return index, None
+                unreadable[place % self._count] = str(error)
+        raise ValueError("none of the images can be read")
 
 
 def use_one_thread(_worker: int) -> None:
@@ -210,8 +190,7 @@ def use_one_thread(_worker: int) -> None:
 class _EpochTasks:
     """The batches of one epoch; workers that live on take the next epoch's from it."""
 
-    def __init__(self) -> None:
-        self.batches: Iterable[Tasks] = ()
+    batches: Iterable[Tasks] = ()
 
     def __iter__(self) -> Iterator[Tasks]:
         return iter(self.batches)
@@ -236,15 +215,12 @@ class DecodingWorkers:
         self._unreadable: dict[int, str] = {}
 
     def close(self) -> None:
-        """End the processes that decode images, if there are any; the next epoch starts new ones.
-
-        torch's handler of the signal of a worker that was killed raises wherever the program is,
-        until the workers' iterator has ended; an exception's traceback may keep that alive.
-        """
+        """End the processes that decode images, if there are any; the next epoch starts new ones."""
+        # an exception's traceback may keep the iterator alive, and with it the workers
         shut_down = getattr(self._iterator, "_shutdown_workers", None)
         self._loader = self._iterator = None
         if shut_down is not None:
-            # the handler may raise once more while torch waits for the other workers; it ends them
+            # torch raises again for a worker that was killed, and ends the others
             with suppress(RuntimeError):
                 shut_down()
 
@@ -269,13 +245,7 @@ class DecodingWorkers:
                 # or each epoch would take a number from torch's own
                 generator=torch.Generator(),
             )
-        try:
-            self._iterator = iter(self._loader)
-        # where processes don't begin as a copy of this one, as on Windows and macOS
-        except (PicklingError, AttributeError, TypeError) as error:
-            text = "the images or the transform can't be sent to other processes"
-            hint = "define the transform in a module, or set data.workers=0"
-            raise ValueError(f"{text} ({first_line(error)}); {hint}") from error
+        self._iterator = iter(self._loader)
         for rng, batch in zip(sampled, self._iterator, strict=True):
             self._check(batch, on_warning)
             yield replace(rng, sample_ids=batch.indices), batch.pixels

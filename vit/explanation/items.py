@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vit.data.dataset import ImageDataset
-from vit.data.images import divide, read_image
+from vit.data.images import read_image
 from vit.data.open import RecordedImages, open_for_model
 from vit.data.sources.remote import is_remote
 from vit.data.splits import DatasetSplits
@@ -120,7 +120,4 @@ def _read_sample(dataset: ImageDataset, index: int) -> tuple[Image.Image, str]:
 
 
 def _hash(image: Image.Image) -> str:
-    digest = hashlib.sha256()
-    for _, band in divide(image):
-        digest.update(band.tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(image.tobytes()).hexdigest()
