@@ -190,7 +190,7 @@ def plain(directory: Path) -> dict[str, Any]:
     found["conditions"] = {
         key: value for key, value in found["conditions"].items() if key not in ("time", "command")
     }
-    return {key: value for key, value in found.items() if key not in ("cost", "model")}
+    return {key: value for key, value in found.items() if key != "model"}
 
 
 def test_an_evaluation_saves_what_the_command_writes(

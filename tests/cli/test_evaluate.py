@@ -19,7 +19,7 @@ from vit.data.cache import decode_dataset
 from vit.data.open import open_dataset
 from vit.data.preprocess import Preprocess
 from vit.data.splits import SplitRule
-from vit.evaluation.clusters import compute_clustered_interval
+from vit.evaluation.intervals import compute_clustered_interval
 from vit.evaluation.metrics import score_logits
 from vit.evaluation.out_of_fold import OutOfFold
 from vit.model.vision_transformer import VisionTransformer
@@ -106,7 +106,6 @@ def test_leaves_figures_predictions_pictures_and_a_report(
     assert len(rows) == 18
     right = [row["label"] == row["predicted"] for row in rows]
     assert metrics["metrics"]["top1"] == np.mean(right)
-    assert all(Path(row["file"]).is_file() and row["file"].endswith(row["path"]) for row in rows)
     probabilities = [
         {name: float(row[f"probability of {name}"]) for name in CLASSES} for row in rows
     ]
@@ -258,7 +257,7 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
         json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two")
     )
     assert two["conditions"]["processes"] == "2"
-    for name in one.keys() - {"conditions", "cost"}:
+    for name in one.keys() - {"conditions"}:
         assert one[name] == two[name], name
 
 
@@ -267,11 +266,14 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
     [
         (["--data", "cifar11"], "--data cifar11 is not a data set"),
         (["--split", "tset"], "unknown split 'tset'; known: all, test, train, validation"),
-        (["--operating-point", "bee:f1", "--split", "all"], "--operating-point needs a model file"),
+        (
+            ["--operating-point", "bee:f1", "--split", "all"],
+            "which can't measure it, too; add --spl",
+        ),
         (["--operating-point", "f1"], "needs the class that is predicted from a threshold on"),
         (["--operating-point", "bee:sensitivity=1.5"], "sensitivity=1.5 is no rule"),
-        (["--operating-point", "yak:f1"], "yak is not one of the classes bee, cat, dog"),
-        (["--operating-point", "bee:sensitivity=0.9"], "images with bee are too few for"),
+        (["--operating-point", "yak:f1"], "the classes are bee, cat, dog"),
+        (["--operating-point", "bee:sensitivity=0.99"], "allow no sensitivity=0.99, at most"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--precision", "bf16"], "unknown precision 'bf16'"),
     ],
@@ -369,9 +371,9 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     chosen = np.random.default_rng(0).permutation(18)[:17]
     images = everything.subset(chosen)
     logits = np.random.default_rng(1).normal(size=(17, 3)).astype(np.float32)
-    predictions = OutOfFold(tuple(images.ids), images.digests, np.arange(17) % 3, logits)
+    predictions = OutOfFold(np.array(images.ids), images.digests, np.arange(17) % 3, logits)
     predictions.save(run)
-    code, screen, error = evaluate(run, "--output", out, "--by", "folder", "--num-examples", "1")
+    code, _, error = evaluate(run, "--output", out, "--num-examples", "1")
     assert code == 0, error
     metrics = json.loads((out / "evaluation.json").read_text())
     assert (metrics["split"], metrics["num_images"]) == ("cross-validation", 17)
@@ -381,12 +383,10 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     assert metrics["intervals"]["top1"] == list(
         compute_clustered_interval(scores.correct, np.unique(groups, return_inverse=True)[1])
     )
-    assert sum(row["num_images"] for row in metrics["subgroups"][0]["rows"]) == 17
     rows = read_predictions(out / "predictions.csv")
     assert [row["path"] for row in rows] == list(images.ids)
     assert [row["group"] for row in rows] == groups
     assert metrics["duplicates_of_training"] is None
-    assert "1 images are always trained on" in " ".join(screen.split())
     assert "the model has seen these images" in (out / "report.html").read_text()
     # a threshold is chosen on the predictions of the folds
     rule = ("--operating-point", "bee:sensitivity=0.7")
@@ -399,10 +399,6 @@ def test_a_cross_validated_run_is_measured_by_its_out_of_fold_predictions(
     assert bees[max(place - 1, 0)] <= decided["thresholds"]["bee"] <= bees[place]
     assert decided["num_images"] == 17
     assert "the measured ones" in (tmp_path / "decided" / "evaluation.json").read_text()
-    _, _, error = evaluate(
-        run, "--output", tmp_path / "x", "--split", "cross-validation", "--data", root
-    )
-    assert "split cross-validation is that of a run of vit train --folds" in error
     replace(predictions, digests=images.digests[::-1]).save(run)
     _, _, error = evaluate(run, "--output", tmp_path / "x")
     assert "the images have changed since the run was cross-validated" in error

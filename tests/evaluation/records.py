@@ -1,19 +1,45 @@
 """Evaluations made up for a test."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 
-from vit.evaluation.metrics import (
-    bin_confidence,
-    compute_metrics,
-    measure,
-    score_logits,
-)
-from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
-from vit.evaluation.result import EVALUATION_FILE, Cost, Evaluation
+from vit.bundle import Bundle
+from vit.data.preprocess import Preprocess
+from vit.evaluation.images import EvaluationSet
+from vit.evaluation.metrics import Scores, measure, score_logits
+from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.runtime.files import write_json
+
+NAMES = tuple(f"class {index}" for index in range(4))
+
+
+def make_evaluation(scores: Scores, names: Sequence[str] = NAMES, **values: Any) -> Evaluation:
+    """The evaluation of these scores, with other values if they are given."""
+    metrics, intervals, per_class = measure(scores, None, names)
+    facts: dict[str, Any] = {
+        "task": "multilabel" if scores.is_multilabel else "classes",
+        "metrics": metrics,
+        "intervals": intervals,
+        "per_class": per_class,
+        "num_images": len(scores),
+        "num_groups": len(scores),
+        "unreadable": [],
+        "duplicates_of_training": None,
+        "data": "made up",
+        "split": "test",
+        "notes": [],
+        "fingerprint": "0" * 64,
+        "model": "model",
+        "model_sha256": "a" * 64,
+        "conditions": {"precision": "float32", "device": "none"},
+    }
+    return Evaluation(**{**facts, **values})
 
 
 def write_evaluation(
@@ -27,42 +53,29 @@ def write_evaluation(
 ) -> Path:
     """An evaluation directory of four classes in which the labels have the given ranks (0 is a
     hit)."""
-    names = tuple(f"class {index}" for index in range(4))
     labels = np.arange(len(ranks)) % 4
     logits = np.zeros((len(ranks), 4), dtype=np.float32)
     rows = np.arange(len(ranks))
     logits[rows, labels] = 1
     for ahead in range(1, 4):
         logits[rows, (labels + ahead) % 4] = np.where(ranks >= ahead, 2, 0)
-    scores = score_logits(logits, labels)
-    assert (scores.rank == ranks).all()
-    ids = [f"test/{index:04d}.png" for index in rows]
-    if reverse:
-        order = rows[::-1]
-        logits, ids = logits[order], ids[::-1]
-        scores = score_logits(logits, labels[order])
-    directory = folder / name
-    directory.mkdir()
-    write_predictions(directory / PREDICTIONS_FILE, scores, ids=ids, class_names=names)
-    metrics = compute_metrics(scores)
-    evaluation = Evaluation(
-        task="classes",
-        metrics=metrics,
-        intervals=dict.fromkeys(metrics, (0.0, 1.0)),
-        per_class=measure(scores, None, names).per_class,
-        reliability=bin_confidence(scores),
-        num_images=len(scores),
-        num_groups=len(scores),
-        unreadable=[],
-        duplicates_of_training=None,
-        cost=Cost(1, 2, 3.0),
-        data="made up",
-        split="test",
-        notes=[],
+    order = rows[::-1] if reverse else rows
+    scores = score_logits(logits[order], labels[order])
+    assert (scores.rank == ranks[order]).all()
+    evaluation = make_evaluation(
+        scores,
         fingerprint=fingerprint,
         model=name,
         model_sha256=model_sha256 or hashlib.sha256(name.encode()).hexdigest(),
-        conditions={"precision": "float32", "device": "none"},
     )
+    dataset: Any = SimpleNamespace(groups=None)
+    preprocess = Preprocess((8, 8))
+    ids = tuple(f"test/{index:04d}.png" for index in order)
+    images = EvaluationSet(dataset, ids, labels[order], preprocess)
+    bundle = Bundle(torch.nn.Linear(1, 1), preprocess, NAMES, name=name, sha256="a" * 64)
+    directory = folder / name
+    directory.mkdir()
+    result = EvaluationResult(evaluation, scores, images, bundle)
+    result.write_predictions(directory / "predictions.csv")
     write_json(directory / EVALUATION_FILE, evaluation.model_dump(mode="json"))
     return directory

@@ -13,7 +13,7 @@ from tests.explanation.keep_tokens import keep_tokens
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.evaluation.metrics import score_logits
-from vit.evaluation.report.contrast import Mistake, _list_counts, choose_mistakes, explain_mistakes
+from vit.evaluation.report.contrast import Mistake, choose_mistakes, explain_mistakes
 from vit.model.vision_transformer import VisionTransformer
 
 GRID, PATCH = 4, 6
@@ -82,7 +82,7 @@ def test_every_answer_that_turns_does_so_in_a_forward_pass(tiny_bundle: Bundle) 
     scores = result.scores
     mistakes = choose_mistakes(scores, 20)
     assert mistakes
-    pixels = [result.images.read(each.index, each.index + 1)[0] for each in mistakes]
+    pixels = [result.images.read(each.image, each.image + 1)[0] for each in mistakes]
     num_turned = 0
     contrasts = explain_mistakes(tiny_bundle, mistakes, pixels)
     for image, mistake, contrast in zip(pixels, mistakes, contrasts, strict=True):
@@ -93,14 +93,6 @@ def test_every_answer_that_turns_does_so_in_a_forward_pass(tiny_bundle: Bundle) 
     assert num_turned
 
 
-def test_few_patches_are_tried_first_and_no_more_than_a_quarter() -> None:
-    assert _list_counts(16) == [1, 2, 3, 4]
-    counts = _list_counts(256)
-    assert counts[0] == 1
-    assert counts[-1] <= 64
-    assert len(counts) < 16
-
-
 def test_the_clearest_mistakes_are_chosen() -> None:
     logits = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
     labels = np.arange(200) % 4
@@ -108,8 +100,8 @@ def test_the_clearest_mistakes_are_chosen() -> None:
     mistakes = choose_mistakes(scores, 7)
     wrong = np.flatnonzero(~scores.correct)
     worst = wrong[np.argsort(-scores.confidence[wrong], kind="stable")][:7]
-    assert [mistake.index for mistake in mistakes] == worst.tolist()
-    assert all(labels[each.index] == each.place != each.predicted for each in mistakes)
+    assert [mistake.image for mistake in mistakes] == worst.tolist()
+    assert all(labels[each.image] == each.place != each.predicted for each in mistakes)
     # each label has its turn: missed, and falsely found
     marks = np.random.default_rng(1).random((200, 4)) < 0.5
     label_scores = score_logits(logits, marks)
@@ -118,8 +110,8 @@ def test_the_clearest_mistakes_are_chosen() -> None:
         (place, is_missed) for place in range(4) for is_missed in (False, True)
     ]
     for each in chosen:
-        assert marks[each.index, each.place] == each.is_missed
-        assert label_scores.predicted[each.index, each.place] != each.is_missed
+        assert marks[each.image, each.place] == each.is_missed
+        assert label_scores.predicted[each.image, each.place] != each.is_missed
 
 
 def test_a_label_turns_in_a_forward_pass(bundle: Bundle) -> None:

@@ -101,8 +101,8 @@ def test_perfect_and_useless_predictions_have_intervals() -> None:
     assert 0.0 < high < 0.2
     logits = np.zeros(labels.shape, np.float32)
     logits[3, 1] = np.nan
-    with pytest.raises(ValueError, match="1 of 100 images have NaN among their logits"):
-        score_logits(logits, labels)
+    with pytest.raises(ValueError, match="1 of 100 images have NaN or infinity among their logits"):
+        compute_metrics(score_logits(logits, labels))
 
 
 def test_a_single_image_has_intervals_that_json_can_hold() -> None:

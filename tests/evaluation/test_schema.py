@@ -10,25 +10,29 @@ import pytest
 
 from tests.evaluation.conftest import MakeEvaluation
 from vit.evaluation.metrics import compute_metrics, score_logits
-from vit.evaluation.result import Evaluation, load_evaluation
+from vit.evaluation.result import Evaluation, find_evaluation
 from vit.runtime.files import write_json
 
 RANKS = np.array([0, 1, 0, 3])
 
 
-def test_an_evaluation_survives_the_file(make_evaluation: MakeEvaluation, tmp_path: Path) -> None:
-    evaluation = load_evaluation(make_evaluation("a", RANKS) / "evaluation.json")
-    write_json(tmp_path / "again.json", evaluation.model_dump(mode="json"))
-    assert load_evaluation(tmp_path / "again.json") == evaluation
+def load(path: Path) -> Evaluation:
+    return Evaluation.model_validate_json(path.read_bytes())
 
 
-def test_every_headline_key_is_there_and_described() -> None:
-    properties = Evaluation.model_json_schema()["properties"]
-    promised = (
-        "schema_version task metrics intervals per_class num_images duplicates_of_training split data"
-        " model_sha256"
-    )
-    assert set(promised.split()) <= properties.keys()
+def test_the_latest_evaluation_of_a_model_survives_its_file(
+    make_evaluation: MakeEvaluation, tmp_path: Path
+) -> None:
+    sha256 = "b" * 64
+    evaluation = load(make_evaluation("a", RANKS, model_sha256=sha256) / "evaluation.json")
+    for version in ("", '"schema_version": 2, '):
+        (tmp_path / f"old{version[:1]}").mkdir()
+        (tmp_path / f"old{version[:1]}" / "evaluation.json").write_text(
+            "{" + version + '"top1": 0.5}'
+        )
+    make_evaluation("other", RANKS)
+    assert find_evaluation(str(tmp_path), sha256) == evaluation
+    assert find_evaluation(str(tmp_path), "c" * 64) is None
 
 
 def read_predictions(directory: Path) -> list[dict[str, str]]:
@@ -51,15 +55,6 @@ def test_predictions_keep_every_digit_and_odd_names(make_evaluation: MakeEvaluat
     probabilities = [float(row[f"probability of class {k}"]) for k, row in enumerate(rows)]
     expected = [float(row["label_probability"]) for row in rows]
     assert probabilities == pytest.approx(expected, abs=1e-7)
-
-
-def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.json"
-    for version in ("", '"schema_version": 2, '):
-        path.write_text("{" + version + '"top1": 0.5}')
-        message = r"is not an evaluation of this version: it has schema version (None|2), not 3"
-        with pytest.raises(ValueError, match=message):
-            load_evaluation(path)
 
 
 # top-1, its interval and the number of images → the start of the sentence, worked by hand
@@ -85,7 +80,7 @@ def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
 ) -> None:
     top1, low, high, count = values
     path = make_evaluation("a", np.array([0, 1, 2, 3, 0])) / "evaluation.json"
-    evaluation = load_evaluation(path)
+    evaluation = load(path)
     # two of five images are of the first of four classes
     per_class = [replace(row, support=row.support * count // 5) for row in evaluation.per_class]
     update = {
@@ -100,9 +95,9 @@ def test_the_accuracy_is_a_plain_sentence_with_its_baselines(
     comparison = evaluation.describe_guessing()
     assert re.search(r"frequent class gives (40(\.0)?|38|39\.9) %", comparison)
     start = "By comparison, " if low > 0.4 else "That may be no better than guessing: "
-    assert comparison.startswith(start if top1 > 0.4 else "That is no better than guessing: ")
+    assert comparison.startswith(start)
     assert evaluation.beats_guessing() == (low > 0.4)
-    assert "Top-5 accuracy" not in [row.title for row in evaluation.list_rows()]
+    assert "Top-5 accuracy" not in [row[0] for row in evaluation.list_rows()]
 
 
 def test_a_logit_of_minus_infinity_leaves_the_file_json(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from vit.data.groups import find_groups
 from vit.data.open import open_dataset
 from vit.data.sources.base import ArrayReader
 from vit.data.splits import DatasetSplits, SplitRule
-from vit.evaluation.clusters import compute_clustered_interval
+from vit.evaluation.intervals import compute_clustered_interval
 from vit.prediction.features import Features
 from vit.training.cross_validation import predict_by_other_folds
 from vit.training.folds import assign_folds, list_always_trained

@@ -11,7 +11,7 @@ from PIL import Image
 
 import vit
 from tests.conftest import Launcher, SaveModel
-from vit.bundle import load_bundle, open_model, update_metadata
+from vit.bundle import open_model, update_metadata
 from vit.data.preprocess import Preprocess
 from vit.prediction.records import Prediction
 
@@ -69,8 +69,7 @@ def test_probabilities_are_the_mean_of_those_of_the_models(
     }
     out = tmp_path / "out"
     arguments = ("--data", photos, "--num-examples", "1", "--precision", "float32", "-o", out)
-    screen = " ".join(cli.succeed("evaluate", *models, *arguments).text.split())
-    assert "the mean probabilities of 2 models were measured" in screen
+    cli.succeed("evaluate", *models, *arguments)
     with (out / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -79,12 +78,6 @@ def test_probabilities_are_the_mean_of_those_of_the_models(
     correct = [NAMES[path_of[row["path"]].argmax()] == row["label"] for row in rows]
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["metrics"]["top1"] == np.mean(correct)
-    parameters = [
-        sum(weight.numel() for weight in load_bundle(model).model.parameters()) for model in models
-    ]
-    assert evaluation["cost"]["parameters"] == sum(parameters)
-    with pytest.raises(ValueError, match="is not a model file, and the operating point"):
-        vit.evaluate(models, data=photos, operating_point="bee:f1")
 
     # on the command line, models come before the photos
     lines = cli.succeed("predict", *models, photos, "--precision", "float32").out.splitlines()

@@ -17,7 +17,6 @@ CLOCKS = {
     "elapsed_seconds",
     "milliseconds_per_image",
     "conditions",
-    "cost",
     "device",
     "model",
 }

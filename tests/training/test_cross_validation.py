@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
-from vit.evaluation.clusters import compute_clustered_interval
+from vit.evaluation.intervals import compute_clustered_interval
 from vit.prediction.features import Features
 from vit.training.cross_validation import predict_by_other_folds
 from vit.training.folds import assign_folds

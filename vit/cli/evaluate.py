@@ -29,7 +29,7 @@ def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool =
     if not result.is_main:
         return
     evaluation = result.evaluation
-    rows = [(row.title, row.value, row.interval) for row in evaluation.list_rows()]
+    rows = evaluation.list_rows()
     title = f"{evaluation.num_images:,} images of {evaluation.data} ({evaluation.split})"
     table = build_table(rows, ("metric", "value", "95 % interval"), title=title)
     console = build_console()
@@ -37,9 +37,11 @@ def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool =
     console.print(f"{evaluation.describe_accuracy()} {evaluation.describe_guessing()}")
     for sentence in evaluation.list_warnings():
         console.print(sentence, style="yellow")
-    for part in evaluation.subgroups:
-        title = f"By {part.column}, the worst of {len(part.rows)}"
-        console.print(build_table(part.list_rows()[:_NUM_WORST], part.headings, title=title))
+    for column, subgroups in evaluation.subgroups.items():
+        title = f"By {column}, the worst of {len(subgroups)}"
+        cells = [subgroup.list_cells() for subgroup in subgroups[:_NUM_WORST]]
+        headings = (column, "images", "groups", rows[0][0], "95 % interval")
+        console.print(build_table(cells, headings, title=title))
     console.print(f"open {output / 'report.html'} in a browser")
 
 

@@ -4,71 +4,43 @@
 Fractions are 0 to 1, not percent.
 """
 
-import html
+import csv
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from vit.bundle import MODEL_FILE, Bundle
-from vit.evaluation.calibration import save_fitted
-from vit.evaluation.clusters import Interval
+from vit.data.dataset import printable
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
-from vit.evaluation.metrics import Bin, ClassMetrics, Scores
-from vit.evaluation.predictions import PREDICTIONS_FILE, write_predictions
-from vit.evaluation.subgroups import SubgroupTable
-from vit.evaluation.thresholds import ThresholdRates
+from vit.evaluation.intervals import Interval
+from vit.evaluation.metrics import ClassMetrics, Scores
+from vit.evaluation.subgroups import Subgroup
 from vit.prediction.conformal import SetMetrics
-from vit.runtime.documents import check_schema, read_json
-from vit.runtime.files import FileContent, Result, expand_home, write_json
+from vit.prediction.probabilities import Bools, chunk_rows
+from vit.runtime.documents import escape_formula
+from vit.runtime.files import FileContent, Result, compute_sha256, expand_home, format_json
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"
-SCHEMA_VERSION = 3
-# metric → its name for readers, and what it is
+# metric → its name for readers
 _TITLES = {
-    "top1": ("Top-1 accuracy", "fraction of images whose class is predicted"),
-    "top5": ("Top-5 accuracy", "fraction of images whose class is among the five most probable"),
-    "map": ("Mean average precision", "area under the precision-recall curve, mean of the labels"),
-    "roc_auc": ("ROC AUC", "area under the ROC curve, mean of the labels"),
-    "macro_f1": ("Macro F1", "mean F1 of the classes or labels that have images"),
-    "macro_recall": ("Macro recall", "mean recall of the classes that have images"),
-    "micro_f1": ("Micro F1", "F1 of all pairs of image and label together"),
-    "exact_match": ("Exact match", "fraction of images of which all labels are right"),
-    "loss": ("Loss", "mean cross-entropy of the probabilities, nats"),
-    "ece": ("Calibration error", "expected calibration error (ECE) over 15 bins of equal width"),
-    "brier": ("Brier score", "squared difference of probabilities and one-hot label, 0 to 2"),
+    "top1": "Top-1 accuracy",
+    "top5": "Top-5 accuracy",
+    "map": "Mean average precision",
+    "roc_auc": "ROC AUC, mean of the labels",
+    "macro_f1": "Macro F1",
+    "macro_recall": "Macro recall",
+    "micro_f1": "Micro F1",
+    "exact_match": "Exact match of all labels",
+    "loss": "Cross-entropy",
+    "ece": "Expected calibration error",
+    "brier": "Brier score",
 }
-# metrics that are no fractions, and are shown as plain numbers
-_NUMBERS = ("loss", "ece", "brier")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a model.
-
-    Attributes:
-        parameters: Number of parameters.
-        flops_per_image: Floating-point operations of one image; a multiply-add counts as two.
-        images_per_second: Speed of the evaluation, which waits for images, too; None of the
-            predictions of `vit train --folds`.
-    """
-
-    parameters: int
-    flops_per_image: int
-    images_per_second: float | None
-
-
-class MetricRow(NamedTuple):
-    """A metric as tables for people show it."""
-
-    title: str
-    value: str
-    interval: str
-    about: str
 
 
 class Evaluation(BaseModel):
@@ -84,15 +56,13 @@ class Evaluation(BaseModel):
     intervals: dict[str, Interval]
     # every class or label of the model, in its order
     per_class: list[ClassMetrics]
-    # confidence and accuracy of the predicted class, or of all pairs of image and label
-    reliability: list[Bin]
     # divisor of the logits before the softmax or the sigmoid; 1 if none was fitted
     temperature: float = 1.0
     # rule by which the thresholds were chosen; null without an operating point
     operating_point: str | None = None
 
-    # the metric by the values of each column of --by
-    subgroups: list[SubgroupTable] = []
+    # column of --by → the images by its values, the worst first
+    subgroups: dict[str, list[Subgroup]] = {}
     # null if the model file holds no threshold of prediction sets
     prediction_sets: SetMetrics | None = None
 
@@ -103,7 +73,6 @@ class Evaluation(BaseModel):
     unreadable: list[tuple[str, str]]
     # null if it isn't known which images were in training
     duplicates_of_training: TrainTestOverlap | None
-    cost: Cost
 
     # name of the data set
     data: str
@@ -132,144 +101,104 @@ class Evaluation(BaseModel):
 
     def __repr__(self) -> str:
         """One line, because notebooks show a result that ends a cell."""
-        # four digits, so that two results can be told apart
-        name = self.headline
-        value = self.metrics[name]
-        low, high = self.intervals[name]
-        shown = "–" if value is None else f"{value:.4f}"
-        return (
-            f"Evaluation({self.num_images} images of {self.data} ({self.split}),"
-            f" {name}={shown} ({low:.4f} to {high:.4f}))"
-        )
+        return f"Evaluation({self.data}, {self.split}: {self.describe_accuracy()})"
 
     __str__ = __repr__
 
-    def _repr_html_(self) -> str:
-        """Return the metrics as a table, for a notebook."""
-        cells = [
-            f"<tr><td>{row.title}<td>{row.value}<td>{row.interval}" for row in self.list_rows()
-        ]
-        headings = "<tr><th>metric<th>value<th>95 % interval"
-        return f"<p>{html.escape(repr(self))}<table>{headings}{''.join(cells)}</table>"
-
-    def list_rows(self) -> list[MetricRow]:
-        """Return the metrics as tables for people show them: top-5 only from ten classes on, and no
-        metric that equals another one."""
-        redundant = set()
-        if len(self.per_class) < 10:
-            redundant.add("top5")
-        # with equally many images of each class it equals top-1
-        if len({row.support for row in self.per_class if row.support}) == 1:
-            redundant.add("macro_recall")
+    def list_rows(self) -> list[tuple[str, str, str]]:
+        """Return title, value and 95 % interval of each metric as tables for people show them."""
         shown = [
-            (*_TITLES[name], self.metrics[name], self.intervals.get(name), name in _NUMBERS)
-            for name in self.metrics
-            if name not in redundant
+            (_TITLES[name], value, self.intervals.get(name))
+            for name, value in self.metrics.items()
+            # five of few classes are most of them
+            if name != "top5" or len(self.per_class) >= 10
         ]
         # a model of two classes is quoted by its curves, too
-        if rest := self.one_against_rest:
-            about = "this class against the rest"
-            areas = (
-                ("ROC AUC", rest.roc_auc, rest.roc_auc_interval),
-                ("Average precision", rest.average_precision, rest.average_precision_interval),
-            )
+        if row := self.one_against_rest:
+            area = f"Average precision of {row.name}"
             shown += [
-                (f"{title} of {rest.name}", about, value, bounds, False)
-                for title, value, bounds in areas
-                if value is not None
+                (f"ROC AUC of {row.name}", row.roc_auc, row.roc_auc_interval),
+                (area, row.average_precision, row.average_precision_interval),
             ]
-        return [self._build_row(*cells) for cells in shown]
+        rows = []
+        for title, value, bounds in shown:
+            # loss, calibration error and Brier score are no fractions
+            text = "–" if value is None else format_number(value)
+            interval = ""
+            if value is not None and bounds:
+                text, interval = self._percent(value), format_interval(bounds, self.num_images)
+            rows.append((title, text, interval))
+        return rows
 
-    def _build_row(
-        self, title: str, about: str, value: float | None, bounds: Interval | None, is_number: bool
-    ) -> MetricRow:
-        if value is None:
-            return MetricRow(title, "–", "", about)
-        if is_number:
-            return MetricRow(title, format_number(value), "", about)
-        interval = format_interval(bounds, self.num_images) if bounds else ""
-        return MetricRow(title, format_percent(value, self.num_images), interval, about)
+    def _percent(self, fraction: float | None) -> str:
+        return "–" if fraction is None else format_percent(fraction, self.num_images)
 
     @property
     def one_against_rest(self) -> ClassMetrics | None:
         """The class of the operating point, or the rarer of two classes, with its curves; None for
         labels, more classes and images of one class."""
-        # both of two classes have thresholds
-        rows = [row for row in self.per_class if row.thresholds]
+        rows = [row for row in self.per_class if row.roc_auc is not None]
         if self.is_multilabel or not rows:
             return None
         return min(rows, key=lambda row: row.support)
 
     @property
-    def _decided(self) -> tuple[ClassMetrics, ThresholdRates] | None:
-        """The class of the operating point and its rates; None without one."""
-        rest = self.one_against_rest
-        return (rest, rest.thresholds[0]) if self.operating_point and rest else None
+    def _fraction_right(self) -> float:
+        """Fraction of images of which the class, or all labels, are right."""
+        return self.metrics.get("top1") or self.metrics.get("exact_match") or 0.0
 
     @property
     def _guess(self) -> float:
-        """Metric of guessing: accuracy of always predicting the most frequent class, or mean
-        average precision of a random order, which is the mean frequency of the labels."""
-        supports = [row.support for row in self.per_class if row.support]
-        if not self.is_multilabel:
-            return max(supports) / self.num_images
-        return sum(supports) / max(len(supports), 1) / self.num_images
+        """Fraction of the most frequent class, or the mean one of the labels, which is the mean
+        average precision of a random order."""
+        supports = [row.support for row in self.per_class if row.support] or [0]
+        mean = sum(supports) / len(supports)
+        return (mean if self.is_multilabel else max(supports)) / self.num_images
 
     def beats_guessing(self) -> bool:
-        """Return whether the model is better than guessing, beyond what chance gives: the 95 %
-        interval of its headline lies above that of guessing, or with an operating point that of the
-        area under the ROC curve above a half."""
-        if decided := self._decided:
-            return decided[0].roc_auc_interval[0] > 0.5
+        """Return whether the interval of the headline lies above guessing, or with an operating
+        point that of the area under the ROC curve above a half."""
+        if self.operating_point and (row := self.one_against_rest):
+            return row.roc_auc_interval[0] > 0.5
         return self.intervals[self.headline][0] > self._guess
 
     def describe_accuracy(self) -> str:
         """Return the headline in a sentence: the accuracy, or the rates at the operating point."""
-        count = self.num_images
-        percent = partial(format_percent, count=count)
-        interval = format_interval(self.intervals[self.headline], count)
-        value = self.metrics[self.headline]
-        if self.is_multilabel:
-            right = round((self.metrics["exact_match"] or 0) * count)
-            shown = "–" if value is None else percent(value)
-            return (
-                f"All labels are right on {right:,} of {count:,} images. The mean average precision"
-                f" is {shown} (95 % interval {interval})."
-            )
-        if decided := self._decided:
-            row, rates = decided
-            others, found = count - row.support, round(rates.sensitivity * row.support)
+        count, row = self.num_images, self.one_against_rest
+        if self.operating_point and row:
+            others, recall = count - row.support, row.recall or 0.0
+            found = round(recall * row.support)
+            alarms = row.predicted - found
             return (
                 f"{found:,} of {row.support:,} images with {row.name} are found"
-                f" ({format_percent(rates.sensitivity, row.support)}; 95 % interval"
-                f" {format_interval(rates.sensitivity_interval, row.support)}), with"
-                f" {row.predicted - found:,} false alarms in {others:,} other images"
-                f" ({format_percent(1 - rates.specificity, others)}). A person has to look at"
-                f" {row.predicted:,} of {count:,} images."
+                f" ({format_percent(recall, row.support)}; 95 % interval"
+                f" {format_interval(row.recall_interval, row.support)}), with {alarms:,} false"
+                f" alarms in {others:,} other images ({format_percent(alarms / others, others)})."
+                f" A person has to look at {row.predicted:,} of {count:,} images."
             )
-        assert value is not None
+        value = self._percent(self.metrics[self.headline])
+        interval = format_interval(self.intervals[self.headline], count)
+        right = round(self._fraction_right * count)
+        if self.is_multilabel:
+            return (
+                f"All labels are right on {right:,} of {count:,} images. The mean average precision"
+                f" is {value} (95 % interval {interval})."
+            )
         return (
-            f"{round(value * count):,} of {count:,} images are classified correctly"
-            f" ({percent(value)}; 95 % interval {interval})."
+            f"{right:,} of {count:,} images are classified correctly"
+            f" ({value}; 95 % interval {interval})."
         )
 
     def describe_guessing(self) -> str:
         """Compare the headline with that of guessing."""
-        percent = partial(format_percent, count=self.num_images)
-        if self.is_multilabel:
-            return f"Guessing would give {percent(self._guess)}."
-        if decided := self._decided:
-            share = percent(decided[0].predicted / self.num_images)
-            return f"As many images at random would have {share} of them."
-        always = f"always predicting the most frequent class gives {percent(self._guess)}"
-        if (self.metrics["top1"] or 0) <= self._guess:
-            return f"That is no better than guessing: {always}."
-        if not self.beats_guessing():
-            few = f"{self.num_images:,} images"
-            if self.num_groups < self.num_images:
-                few += f" in {self.num_groups:,} groups"
-            return f"That may be no better than guessing: {always}, and {few} are too few to tell."
-        return f"By comparison, {always}."
+        guess = "a random order" if self.is_multilabel else "always the most frequent class"
+        text = f"{guess} gives {self._percent(self._guess)}."
+        if self.operating_point and (row := self.one_against_rest):
+            share = self._percent(row.predicted / self.num_images)
+            text = f"as many images at random would have {share} of them."
+        if self.beats_guessing():
+            return f"By comparison, {text}"
+        return f"That may be no better than guessing: {text}"
 
     def list_warnings(self) -> list[str]:
         """Return what a reader should know before quoting a metric, in sentences."""
@@ -279,17 +208,16 @@ class Evaluation(BaseModel):
                 f"{len(self.unreadable)} images could not be read and are not counted, the first:"
                 f" {': '.join(self.unreadable[0])}"
             )
-        missing = [row.name for row in self.per_class if not row.support]
-        if self.is_multilabel and missing:
-            warnings.append(f"no image has the label {', '.join(missing)}: its metrics are –")
         overlap = self.duplicates_of_training
-        if overlap is not None and (text := overlap.describe()):
+        if overlap is not None and overlap.exact + overlap.near:
+            text = (
+                f"{overlap.exact} of these images were in training, {overlap.near} more are"
+                f" near-duplicates of one that was: {', '.join(overlap.examples[:3])}"
+            )
             if overlap.accuracy_without is not None:
-                name = "exact_match" if self.is_multilabel else "top1"
-                percent = partial(format_percent, count=self.num_images)
                 text += (
-                    f"; {_TITLES[name][0].lower()} is {percent(self.metrics[name] or 0)} with them"
-                    f" and {percent(overlap.accuracy_without)} without"
+                    f"; {self._percent(self._fraction_right)} of the images are right with them and"
+                    f" {self._percent(overlap.accuracy_without)} without"
                 )
             warnings.append(text)
         return warnings
@@ -306,7 +234,7 @@ class EvaluationResult(Result):
         bundle: The model, with its operating point.
         num_examples: Errors that the report shows.
         is_main: True in the process that writes files.
-        has_new_values: True if no model file has the operating point yet; `save` writes one.
+        has_new_values: True if the operating point is new; `save` writes a model file with it.
     """
 
     evaluation: Evaluation
@@ -320,29 +248,67 @@ class EvaluationResult(Result):
     def __repr__(self) -> str:
         return f"EvaluationResult{repr(self.evaluation).removeprefix('Evaluation')}"
 
-    def _repr_html_(self) -> str:
-        """Return the metrics as a table, for a notebook."""
-        return self.evaluation._repr_html_()
-
     def build_files(self) -> dict[str, FileContent]:
         # templates and maps, which not every evaluation needs
         from vit.evaluation.report.report import build_report
 
+        files: dict[str, FileContent] = {}
+        if self.has_new_values:
+            files[MODEL_FILE] = self.bundle.save
         return {
-            PREDICTIONS_FILE: partial(
-                write_predictions,
-                scores=self.scores,
-                ids=self.images.ids,
-                class_names=self.bundle.class_names,
-                groups=self.images.groups,
-                files=self.images.files,
-            ),
+            **files,
+            "predictions.csv": self.write_predictions,
             "report.html": build_report(self),
+            # written last: whoever finds it finds the other files, too
+            EVALUATION_FILE: self._write_evaluation,
         }
 
+    def write_predictions(self, path: Path) -> None:
+        """Write predictions.csv: a line for each image, with the probability of each class.
+
+        `vit compare` pairs evaluations by the column `path`, the image's name in its data set. The
+        probability of each class has the fewest digits that a float32 is read back from: 0.7 GB for
+        50,000 images of 1,000 classes. Other numbers have those of a float64.
+        """
+        scores, images = self.scores, self.images
+        names = [escape_formula(name) for name in self.bundle.class_names]
+
+        def join(marks: Bools) -> list[str]:
+            return ["|".join(names[place] for place in np.flatnonzero(row)) for row in marks]
+
+        columns: dict[str, Sequence[Any]] = {"path": list(map(escape_formula, images.ids))}
+        if scores.is_multilabel:
+            columns |= {"labels": join(scores.labels), "predicted": join(scores.predicted)}
+        else:
+            columns |= {
+                "label": [names[label] for label in scores.labels],
+                "predicted": [names[label] for label in scores.predicted],
+                "probability": scores.confidence.tolist(),
+                "label_probability": scores.label_probability.tolist(),
+                "rank": scores.rank.tolist(),
+            }
+        columns["loss"] = scores.loss.tolist()
+        if images.dataset.groups is not None:
+            columns["group"] = [escape_formula(printable(name)) for name in images.dataset.groups]
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([*columns, *(f"probability of {name}" for name in names)])
+            rows = zip(*columns.values(), strict=True)
+            for part in chunk_rows(scores.probabilities):
+                # numpy's texts are the shortest, and many times faster than one number at a time
+                texts = scores.probabilities[part].astype(np.float32).astype("U16").tolist()
+                writer.writerows([*next(rows), *values] for values in texts)
+
+    def _write_evaluation(self, path: Path) -> None:
+        evaluation = self.evaluation
+        if self.has_new_values:
+            # the evaluation is of the file beside it
+            sha256 = compute_sha256(path.with_name(MODEL_FILE))
+            evaluation = evaluation.model_copy(update={"model_sha256": sha256})
+        path.write_text(format_json(evaluation.model_dump(mode="json")), encoding="utf-8")
+
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
-        """Write what `vit evaluate` writes: predictions.csv, the page, the model file if an
-        operating point was chosen, and last evaluation.json.
+        """Write what `vit evaluate` writes.
 
         Args:
             directory: New or empty directory.
@@ -354,49 +320,21 @@ class EvaluationResult(Result):
         """
         if not self.is_main:
             return
-        output = expand_home(directory)
+        output = expand_home(directory).resolve()
         names = map(Path, self.bundle.metadata.get("models", [self.bundle.name]))
-        if any(name.resolve().is_relative_to(output.resolve()) for name in names):
+        if any(name.resolve().is_relative_to(output) for name in names):
             raise ValueError(f"{directory} holds the evaluated model; choose another --output")
-        # evaluation.json is written last: whoever finds it finds the other files, too
         super().save(directory, overwrite=overwrite)
-        evaluation = self.evaluation
-        if self.has_new_values:
-            # the evaluation is of this file
-            sha256 = save_fitted(self.bundle, output / MODEL_FILE)
-            evaluation = evaluation.model_copy(update={"model_sha256": sha256})
-        write_json(output / EVALUATION_FILE, evaluation.model_dump(mode="json"))
-
-
-def load_evaluation(path: Path) -> Evaluation:
-    """Read an evaluation file.
-
-    Raises:
-        ValueError: The file is damaged or from another version.
-    """
-    try:
-        values = read_json(path)
-        version = values.get("schema_version") if isinstance(values, dict) else None
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"it has schema version {version}, not {SCHEMA_VERSION}")
-        return check_schema(Evaluation, values, origin="it")
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not an evaluation of this version: {error}; evaluate again"
-        ) from None
 
 
 def find_evaluation(model: str, sha256: str) -> Evaluation | None:
     """Return the latest evaluation of the model file with this hash, in or beside the run that
     `model` names; None if there is none."""
     run = Path(model) if Path(model).is_dir() else Path(model).parent
-    evaluations = []
+    found = []
     for path in (*run.glob(f"*/{EVALUATION_FILE}"), *run.parent.glob(f"*/{EVALUATION_FILE}")):
         # a file of another version, or a damaged one, is skipped
         with suppress(ValueError, OSError):
-            evaluations.append(load_evaluation(path))
-    return max(
-        (evaluation for evaluation in evaluations if evaluation.model_sha256 == sha256),
-        key=lambda evaluation: evaluation.conditions.get("time") or "",
-        default=None,
-    )
+            found.append(Evaluation.model_validate_json(path.read_bytes()))
+    own = [each for each in found if each.model_sha256 == sha256]
+    return max(own, key=lambda each: each.conditions.get("time", ""), default=None)

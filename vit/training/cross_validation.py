@@ -58,7 +58,7 @@ def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> str:
         )
         measured = np.flatnonzero(folds >= 0)
         OutOfFold(
-            ids=tuple(printable(images.ids[index]) for index in measured.tolist()),
+            ids=np.array([printable(images.ids[index]) for index in measured.tolist()], dtype=str),
             digests=images.digests[measured],
             folds=folds[measured],
             logits=logits[measured],

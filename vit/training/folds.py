@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 
 from vit.data.label_sets import number_label_sets
-from vit.evaluation.clusters import number_clusters
+from vit.evaluation.intervals import number_clusters
 from vit.runtime.arguments import shorten
 
 NUM_FOLDS = 5

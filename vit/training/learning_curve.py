@@ -17,7 +17,6 @@ from jaxtyping import Float, Int
 from scipy.special import stdtrit
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from vit.evaluation.report.learning_curve import LEARNING_CURVE_FILE, SCHEMA_VERSION
 from vit.runtime.files import write_json
 
 # fractions of the images of the other folds
@@ -65,8 +64,8 @@ class LearningCurve:
 
     def save(self, directory: Path) -> None:
         """Write learning_curve.json into a run's directory."""
-        content = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        write_json(directory / LEARNING_CURVE_FILE, content)
+        content = {"schema_version": 3, **asdict(self)}
+        write_json(directory / "learning_curve.json", content)
 
 
 def measure_learning_curve(

@@ -14,7 +14,7 @@ from vit.data.cache import decode_dataset
 from vit.data.dataset import ImageDataset, LabelRule
 from vit.data.open import RecordedImages, open_for_model, open_passed
 from vit.data.statistics import measure_value_range
-from vit.evaluation.images import check_data, check_no_rule
+from vit.evaluation.images import check_data
 from vit.model.logits import PRE_LOGITS
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import compute_features
@@ -99,12 +99,6 @@ def audit(
             "vit audit compares images by the features of a model: add --model timm:NAME, a folder of"
             " timm, a model file or a run"
         )
-    check_data(data, dataset)
-    if data is None and dataset is None:
-        raise ValueError("which images? name them as data, or pass them as dataset=…")
-    # before minutes of work
-    if find_spec("cleanlab") is None:
-        raise ValueError("vit audit needs cleanlab: pip install '.[audit]' in the clone of vit")
     labels = LabelRule(
         label_by,
         path_column,
@@ -112,12 +106,17 @@ def audit(
         split_column=split_column,
         group_column=group_column,
     )
+    check_data(data, dataset, labels, group_by)
+    if data is None and dataset is None:
+        raise ValueError("which images? name them as data, or pass them as dataset=…")
+    # before minutes of work
+    if find_spec("cleanlab") is None:
+        raise ValueError("vit audit needs cleanlab: pip install '.[audit]' in the clone of vit")
     if dataset is None:
         splits = open_for_model(
             data, root=root, recorded=RecordedImages(), labels=labels, group_by=group_by
         )
     else:
-        check_no_rule(labels, group_by)
         splits = open_passed(dataset, class_names=class_names, model_classes=())
     listed = splits.split("all")
     bundle = _open_backbone(model, device)

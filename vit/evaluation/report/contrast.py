@@ -1,8 +1,8 @@
 """Why a prediction is wrong: the evidence that decided, the patches whose removal turns the answer,
 and the nearest training photos."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,20 +36,19 @@ class Mistake(NamedTuple):
     """A wrong prediction of one image.
 
     Attributes:
-        index: Number of the image.
+        image: Number of the image.
         place: Its class; or the label that is missed or falsely found.
         predicted: Class that is predicted; or the label.
         is_missed: False for a label that is falsely found.
     """
 
-    index: int  # type: ignore[assignment]  # NamedTuple's own method of this name isn't used
+    image: int
     place: int
     predicted: int
     is_missed: bool = True
 
 
-@dataclass(frozen=True)
-class Contrast:
+class Contrast(NamedTuple):
     """Why one image has a wrong prediction.
 
     Attributes:
@@ -63,6 +62,16 @@ class Contrast:
     removed: list[int]
     answer: int | None
 
+    def describe(self, class_names: Sequence[str]) -> str:
+        """Say which patches change the answer."""
+        if not self.removed:
+            return "Removing up to a quarter of the patches does not change the prediction."
+        answer = "the answer is right"
+        if self.answer is not None:
+            answer = f"it is predicted as {class_names[self.answer]}"
+        count = len(self.removed)
+        return f"without {count} patch{'es' * (count > 1)} {answer}"
+
 
 def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
     """Choose up to `count` of the clearest mistakes: the most confident wrong classes; or of each
@@ -72,22 +81,17 @@ def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
         # among equally confident ones, the first comes first
         surest_first = np.argsort(-scores.confidence, kind="stable")
         chosen = surest_first[~scores.correct[surest_first]][:count]
-        return [
-            Mistake(index, int(scores.labels[index]), int(scores.predicted[index]))
-            for index in chosen.tolist()
-        ]
-    ranked: list[tuple[int, Mistake]] = []
-    for place in range(scores.num_classes):
-        has_label, is_found = scores.mark(place)
-        # missed ones have the least probability first, falsely found ones the most
-        order = np.argsort(scores.probabilities[:, place], kind="stable")
-        is_wrong = (has_label != is_found)[order]
-        for is_missed, indices in ((True, order[is_wrong]), (False, order[is_wrong][::-1])):
-            chosen = indices[has_label[indices] == is_missed][:count]
-            ranked += [
-                (rank, Mistake(index, place, place, is_missed))
-                for rank, index in enumerate(chosen.tolist())
-            ]
+        columns = (chosen, scores.labels[chosen], scores.predicted[chosen])
+        return [Mistake(*row) for row in zip(*(each.tolist() for each in columns), strict=True)]
+    is_wrong = scores.labels != scores.predicted
+    gaps = np.abs(scores.labels - scores.probabilities)[is_wrong]
+    pairs = np.argwhere(is_wrong)[np.argsort(-gaps, kind="stable")]
+    turns: Counter[tuple[int, bool]] = Counter()
+    ranked = []
+    for index, place in pairs.tolist():
+        is_missed = bool(scores.labels[index, place])
+        ranked.append((turns[place, is_missed], Mistake(index, place, place, is_missed)))
+        turns[place, is_missed] += 1
     # the clearest of each label before the second of any
     ranked.sort(key=lambda pair: pair[0])
     return [mistake for _, mistake in ranked[:count]]
@@ -96,23 +100,15 @@ def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
 def whiten(photo: Pixels, contrast: Contrast) -> Pixels:
     """Return the photo with the removed patches in white."""
     rows, columns = contrast.values.shape
-    height, width = photo.shape[0] // rows, photo.shape[1] // columns
-    without = photo.copy()
-    for patch in contrast.removed:
-        top, left = patch // columns * height, patch % columns * width
-        without[top : top + height, left : left + width] = 255
-    return without
+    is_removed = np.isin(np.arange(rows * columns), contrast.removed).reshape(rows, columns)
+    patch = np.ones((photo.shape[0] // rows, photo.shape[1] // columns), dtype=bool)
+    return np.where(np.kron(is_removed, patch)[:, :, None], np.uint8(255), photo)
 
 
 def explain_mistakes(
     bundle: Bundle, mistakes: Sequence[Mistake], pixels: Sequence[Pixels]
 ) -> list[Contrast]:
-    """Explain mistakes.
-
-    Args:
-        bundle: The model.
-        mistakes: The mistakes.
-        pixels: Their images as the model sees them, [H, W, 3] each.
+    """Explain mistakes of a model in images as it sees them, [H, W, 3] each.
 
     Raises:
         ValueError: The model's attention can't be read.
@@ -122,8 +118,7 @@ def explain_mistakes(
         part = mistakes[start : start + _BATCH]
         batch = torch.from_numpy(np.stack(pixels[start : start + _BATCH]))
         images = bundle.preprocess.normalize(copy_to_device(batch, bundle.device))
-        places = torch.tensor([mistake.place for mistake in part])
-        predicted = torch.tensor([mistake.predicted for mistake in part])
+        _, places, predicted, is_missed = map(torch.tensor, zip(*part, strict=True))
         target = build_difference(bundle.class_names, predicted, places)
         if bundle.is_multilabel:
             target = LABEL.with_classes(places)
@@ -133,55 +128,49 @@ def explain_mistakes(
         values = maps.values[:, 0].cpu()  # [B, rows, columns]
         if bundle.is_multilabel:
             # where a label is missed, the evidence against it was wrong
-            signs = torch.tensor([1 - 2 * each.is_missed for each in part])
-            values = values * signs[:, None, None]
-        turned = _turn_answers(bundle, images, values.flatten(1), forward.grid, part)
-        contrasts += [
-            Contrast(map_.numpy(), *each) for map_, each in zip(values, turned, strict=True)
-        ]
+            values = values * (1 - 2 * is_missed.int())[:, None, None]
+        contrasts += _turn_answers(bundle, images, values, forward.grid, part)
     return contrasts
 
 
 def _turn_answers(
     bundle: Bundle,
     images: Float[Tensor, "B 3 height width"],
-    values: Float[Tensor, "B P"],
+    values: Float[Tensor, "B rows columns"],
     grid: Grid,
     mistakes: Sequence[Mistake],
-) -> list[tuple[list[int], int | None]]:
+) -> list[Contrast]:
     """Find for each image the fewest patches whose removal changes the answer, and the new class.
     Patches are removed in the order of the map, the most important first; each answer without them
     is that of a forward pass."""
-    num_images, num_patches = values.shape
-    counts = torch.tensor(_list_counts(num_patches))
+    order = values.flatten(1).argsort(dim=-1, descending=True, stable=True)
+    counts = torch.tensor(_list_counts(order.shape[1]))
     # rank of each patch; 0 is the strongest evidence for the wrong answer
-    ranks = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    removed: Bool[Tensor, "N B P"] = ranks[None] < counts[:, None, None]
-    places: Int[Tensor, " NB"] = torch.arange(num_images).repeat(len(counts))
+    removed: Bool[Tensor, "N B P"] = order.argsort(dim=-1)[None] < counts[:, None, None]
+    numbers: Int[Tensor, " NB"] = torch.arange(len(images)).repeat(len(counts))
     compute_kept = build_removal(read_bundle(bundle), images, grid=grid, batch_size=_BATCH)
     logits = compute_without(
-        compute_kept, places.to(images.device), removed.flatten(0, 1).to(images.device)
+        compute_kept, numbers.to(images.device), removed.flatten(0, 1).to(images.device)
     )
     found = logits.float().cpu().numpy()
+    _, places, predicted, is_missed = map(np.array, zip(*mistakes, strict=True))
     probabilities = compute_probabilities(bundle, found)
     if bundle.is_multilabel:
-        answers = decide_labels(bundle, probabilities).astype(np.int64)
+        decided = decide_labels(bundle, probabilities)
+        answers = decided[np.arange(len(found)), np.tile(places, len(counts))]
+        is_turned = answers.reshape(len(counts), -1) == is_missed
     else:
         answers = decide_classes(bundle, probabilities)
-    answers = answers.reshape(len(counts), num_images, -1)
-    turned: list[tuple[list[int], int | None]] = []
-    for row, mistake in enumerate(mistakes):
-        answer = answers[:, row, 0]
-        is_turned = answer != mistake.predicted
-        if bundle.is_multilabel:
-            is_turned = answers[:, row, mistake.place] == mistake.is_missed
-        if not is_turned.any():
-            turned.append(([], None))
-            continue
-        first = int(is_turned.argmax())
-        patches = removed[first, row].nonzero()[:, 0].tolist()
-        turned.append((patches, None if bundle.is_multilabel else int(answer[first])))
-    return turned
+        is_turned = answers.reshape(len(counts), -1) != predicted
+    contrasts = []
+    for row, first in enumerate(is_turned.argmax(axis=0).tolist()):
+        patches, answer = [], None
+        if is_turned[first, row]:
+            patches = removed[first, row].nonzero()[:, 0].tolist()
+            if not bundle.is_multilabel:
+                answer = int(answers[first * len(images) + row])
+        contrasts.append(Contrast(values[row].numpy(), patches, answer))
+    return contrasts
 
 
 def _list_counts(num_patches: int) -> list[int]:
