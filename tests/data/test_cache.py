@@ -6,9 +6,10 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,21 +50,21 @@ def folder_source(make_folder: MakeFolder, count: int = 6) -> ImageDataset:
     return open_dataset("folder", root=root).split("all")
 
 
-@dataclass(frozen=True, eq=False)
 class CountingReader(ArrayReader):
     """Notes each image that is decoded, and can break off."""
 
-    reads: list[bytes] = field(default_factory=list)
-    break_after: int = 10**9
+    reads: list[bytes]
+    break_after = 10**9
 
-    def image(self, index: int) -> Image.Image:
-        self.reads.append(self.pixels[index].tobytes())
+    def __init__(self, pixels: np.ndarray) -> None:
+        super().__init__(pixels)
+        self.reads = []
+
+    def image(self, index: int, **options: Any) -> Image.Image:
+        self.reads.append(self.places[index].tobytes())
         if len(self.reads) > self.break_after:
             raise KeyboardInterrupt
-        return super().image(index)
-
-    def subset(self, indices: np.ndarray) -> "CountingReader":
-        return CountingReader(self.pixels[indices], self.reads, self.break_after)
+        return super().image(index, **options)
 
 
 def test_pixels_are_the_preprocessed_files(make_folder: MakeFolder, cache: Path) -> None:
@@ -91,20 +92,16 @@ def test_processes_and_this_process_build_the_same(
     assert_same(build(source, cache / "many", workers=2), one)
 
 
-@dataclass(frozen=True, eq=False)
 class KillingReader(FileReader):
     """Kills the process that reads the first dog, once."""
 
     mark: Path
 
-    def image(self, index: int) -> Image.Image:
-        if self.paths[index].startswith("dog") and not self.mark.exists():
+    def image(self, index: int, **options: Any) -> Image.Image:
+        if self.names[index].startswith("dog") and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().image(index)
-
-    def subset(self, indices: np.ndarray) -> "KillingReader":
-        return KillingReader(self.root, super().subset(indices).paths, self.mark)
+        return super().image(index, **options)
 
 
 def test_a_process_that_is_killed_is_one_error_and_the_next_run_is_right(
@@ -113,7 +110,8 @@ def test_a_process_that_is_killed_is_one_error_and_the_next_run_is_right(
     source = folder_source(make_folder, count=20)
     monkeypatch.setattr(decoding, "_FEW", 0)
     monkeypatch.setattr(decoding, "_CHUNK", 7)
-    reader = KillingReader(tmp_path / "images", source.ids, tmp_path / "killed")
+    reader = KillingReader(tmp_path / "images", source.ids)
+    reader.mark = tmp_path / "killed"
     killing = replace(source, reader=reader)
 
     with pytest.raises(OSError, match="a data-loading worker has ended"):
@@ -148,9 +146,9 @@ def test_a_damaged_dataset_is_built_again(
 def test_a_builder_that_died_leaves_nothing_that_is_used(
     array_source: ImageDataset, cache: Path
 ) -> None:
-    source = replace(
-        array_source, reader=CountingReader(array_source.reader.pixels, break_after=40)
-    )
+    reader = CountingReader(array_source.reader.places)
+    reader.break_after = 40
+    source = replace(array_source, reader=reader)
     with pytest.raises(KeyboardInterrupt):
         build(source, cache)
     assert [entry for entry in cache.iterdir() if entry.is_dir()] == []
@@ -206,7 +204,7 @@ def test_unreadable_images_are_named_counted_and_left_out(
         assert dataset.labels.tolist() == [0] * 29 + [1] * 28
     with pytest.raises(
         ValueError,
-        match=r"3 of 60 images can't be read, more than .* 0\.02; the first is cat/0\.png",
+        match=r"3 of 60 images can't be read, more than .* 0\.02; the first are cat/0\.png",
     ):
         build(source, cache, max_unreadable_fraction=0.02)
 
@@ -220,7 +218,7 @@ def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_n
     assert build(array_source.subset(order), cache).fingerprint == base
     assert build(renamed, cache).fingerprint == base
     assert build(array_source, cache, size=(3, 3)).fingerprint == base
-    pixels = array_source.reader.pixels.copy()
+    pixels = array_source.reader.places.copy()
     pixels[17, 0, 0, 0] ^= 1
     labels = array_source.labels.copy()
     labels[[3, 4]] = labels[[4, 3]]

@@ -223,7 +223,7 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path, cli: 
     folders = open_dataset("folder", root=tmp_path / "folders").split("all")
     assert set(find_groups(folders, 1)) == set(found)
     for group_by, text in [
-        (2, "puts all images of 'cat' into one group, 'cat'"),
+        (2, "puts the images of each class into one group, such as"),
         (7, "finds no group in paths such as"),
         ("site", "has 0 groups in brackets"),
         ("(", "is not a regular expression"),

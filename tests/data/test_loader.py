@@ -215,9 +215,9 @@ def test_resuming_decodes_only_what_is_left(
 ) -> None:
     decoded, original = list[str](), FileReader.image
 
-    def recording(self: FileReader, index: int) -> Any:
-        decoded.append(self.paths[index])
-        return original(self, index)
+    def recording(self: FileReader, index: int, **options: Any) -> Any:
+        decoded.append(self.names[index])
+        return original(self, index, **options)
 
     monkeypatch.setattr(FileReader, "image", recording)
     (last,) = read(make(files), 0, start_step=2)

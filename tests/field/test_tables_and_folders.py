@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.conftest import TINY_RUN, SaveModel
+from tests.conftest import SaveModel
 from vit.data.class_names import sort_class_names
 from vit.data.dataset import LabelRule
 from vit.data.images import read_image
@@ -170,10 +170,6 @@ def list_styles() -> Iterator[Style]:
 STYLES = list(list_styles())
 
 
-def test_there_are_sixty_tables() -> None:
-    assert len({style.name for style in STYLES}) == len(STYLES) >= 60
-
-
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_all(tmp_path_factory.mktemp("tables") / "photos", *TRUTH)
@@ -246,36 +242,17 @@ INDIVIDUAL: dict[str, tuple[str, str, dict[str, str]]] = {
     "empty columns": ("path,label,,,", "{p},{l},,,", {}),
 }
 
-# program → the table, and what its error says
-ANSWERED: dict[str, tuple[str, str, dict[str, str], str]] = {
-    "Excel, Japanese": ("path,label", "{p},ネコ{n}", {"encoding": "cp932"}, "save it as UTF-8"),
-    "Excel, Chinese": ("path,label", "{p},狐狸{n}", {"encoding": "gbk"}, "save it as UTF-8"),
-    "Excel, Russian": (
-        "path;label",
-        "{p};лиса",
-        {"encoding": "cp1251"},
-        "save it as UTF-8 (in Excel",
-    ),
-    "Excel, Greek": ("path;label", "{p};αλεπού", {"encoding": "cp1253"}, "unknown encoding"),
-    "old Macs": ("path,label", "{p},{l}", {"encoding": "mac_roman"}, "unknown encoding ('FŸchse'"),
-    "DOS": ("path;label", "{p};{l}", {"encoding": "cp850"}, "save it as UTF-8"),
-    "Matlab, quotes": ("Files,Labels", "'{p}','{l}'", {}, "--path-column NAME"),
-    "SQL": ("CREATE TABLE t (id INT);", "INSERT INTO t VALUES ('{p}','{l}');", {}, "call it path"),
-    "PostgreSQL, aligned": ("path | label", "{p} | {l}\n(1 row)", {}, "write path,label"),
-    "CheXpert": ("Path,Sex,AP,Dachs,Luchs", "{p},M,AP,-1.0,", {}, "--label-column NAME"),
-    "crosses": ("path,Dachs,Luchs", "{p},x,", {}, "--label-column NAME"),
-    "probabilities": ("path,Dachs,Luchs", "{p},0.9,0.1", {}, "--label-column NAME"),
-    "iNaturalist": (
-        "id,image_url,common_name",
-        "9{n},https://x/9/{n}.jpg,{l}",
-        {},
-        "download them",
-    ),
-    "GBIF": ("identifier\tspecies\tclass", "{p}\t{l}\tAves{g}", {}, "both 'class' and 'species'"),
-    "Zooniverse": ("image,annotations", '{f},"[{{""value"":""{l}""}}]"', {}, "keep one label"),
-    "Label Studio, server": ("image,choice", "/data/upload/1/4f-{f},{l}", {}, "correct the path"),
-    "empty classes": ("path,label", "{p},", {}, "give each image one class"),
-    "formulas": ("path,label", '"=""{p}""",{l}', {}, "correct the path"),
+# tables that need a change before they are read
+INDIVIDUAL |= {
+    "old Macs": ("path,label", "{p},{l}", {"encoding": "mac_roman"}),
+    "DOS": ("path;label", "{p};{l}", {"encoding": "cp850"}),
+    "Matlab, quotes": ("Files,Labels", "'{p}','{l}'", {}),
+    "PostgreSQL, aligned": ("path | label", "{p} | {l}\n(1 row)", {}),
+    "iNaturalist": ("id,image_url,common_name", "9{n},https://x/9/{n}.jpg,{l}", {}),
+    "GBIF": ("identifier\tspecies\tclass", "{p}\t{l}\tAves{g}", {}),
+    "Zooniverse": ("image,annotations", '{f},"[{{""value"":""{l}""}}]"', {}),
+    "Label Studio, server": ("image,choice", "/data/upload/1/4f-{f},{l}", {}),
+    "formulas": ("path,label", '"=""{p}""",{l}', {}),
 }
 
 
@@ -294,11 +271,6 @@ def fill(
             )
         )  # fmt: skip
     return (end.join(lines) + end).encode(encoding)
-
-
-def test_there_are_sixty_programs() -> None:
-    contents = {fill(*case[:2], **case[2]) for case in (*INDIVIDUAL.values(), *ANSWERED.values())}
-    assert len(contents) == len(INDIVIDUAL) + len(ANSWERED) >= 60
 
 
 # ---- whatever a table looks like, no image gets the label of another one
@@ -334,7 +306,7 @@ def name_columns(header: str, row: str) -> dict[str, str]:
 def test_no_table_of_the_corpus_gives_an_image_a_wrong_label(photos: Path) -> None:
     outcomes: Counter[str] = Counter()
     tables = [(f"t{style.suffix}", style.content, {}) for style in STYLES]
-    for header, row, options, *_ in (*INDIVIDUAL.values(), *ANSWERED.values()):
+    for header, row, options in INDIVIDUAL.values():
         # others have labels of their own
         if "{l}" not in row:
             continue
@@ -371,17 +343,6 @@ def test_a_table_in_the_folder_names_the_classes(tmp_path: Path, program: str) -
     assert splits.split("all").read_column("site") == {f"a/{n}.png": "x" for n in range(4)}
 
 
-def test_metadata_in_folders_of_splits(tmp_path: Path) -> None:
-    for split, first in (("train", 0), ("test", 4)):
-        save_all(tmp_path, *(f"{split}/{n}.png" for n in range(first, first + 4)))
-        rows = [
-            json.dumps({"file_name": f"{n}.png", "label": "ab"[n % 2]})
-            for n in range(first, first + 4)
-        ]
-        write(tmp_path / split / "metadata.jsonl", "\n".join(rows))
-    assert set(read(tmp_path, "test")) == {f"test/{n}.png" for n in range(4, 8)}
-
-
 def test_columns_are_named_by_the_user(tmp_path: Path) -> None:
     save_all(tmp_path, *grid("a", count=8))
     rows = "".join(
@@ -400,7 +361,7 @@ def test_columns_are_named_by_the_user(tmp_path: Path) -> None:
     }
     assert list(read(table, "test", **named)) == ["a/6.png", "a/7.png"]
     assert set(open_place(table, **named).split("all").groups) == {"g0", "g1", "g2", "g3"}
-    with pytest.raises(ValueError, match="no column 'x'"):
+    with pytest.raises(ValueError, match="has no column x"):
         read(table, **{**named, "path_column": "x"})
 
 
@@ -410,11 +371,11 @@ def test_every_wrong_row_is_named_by_its_line_ten_at_most(tmp_path: Path) -> Non
     table = write(tmp_path / "t.csv", f"path,label\n{rows}")
     with pytest.raises(
         ValueError,
-        match=r"line 3: label '' .*line 4: 0.png is listed with two classes.*line 5: gone0",
+        match=r"line 3: label '' .*line 4: 0.png has another class in line 2; line 5: gone0",
     ) as caught:
         read(table)
     assert "12 rows more" in str(caught.value)
-    assert str(caught.value).count(" line ") == 10
+    assert len(re.findall(r"line \d+: ", str(caught.value))) == 10
 
 
 @pytest.mark.parametrize(
@@ -478,12 +439,11 @@ def test_folders_that_are_no_classes_are_refused_in_a_sentence(
 def test_what_is_not_read_of_a_folder_is_said(tmp_path: Path) -> None:
     save_all(tmp_path, *grid("train/a", "train/b"), "test/0.png", "stray.png")
     write(tmp_path / "train/a/notes.txt", "x")
-    splits = open_place(tmp_path)
-    assert "they are not used, and test images are taken from the others" in list_notes(tmp_path)
-    text = splits.describe_files()
-    assert "8 images in 2 classes" in text
-    assert ".txt 1" in text
-    assert "images in test/ itself 1" in text
+    notes = list_notes(tmp_path)
+    assert "they are not used, and test images are taken from the others" in notes
+    assert ".txt 1" in notes
+    assert "images in test/ itself 1" in notes
+    assert len(read(tmp_path)) == 8
 
 
 def test_ids_that_name_two_files_are_refused(tmp_path: Path) -> None:
@@ -511,20 +471,15 @@ def test_label_by_says_what_it_leaves_out(tmp_path: Path) -> None:
         open_dataset("digits", labels=LabelRule(label_by="(x)"))
 
 
-def test_folders_of_systems_are_left_out_with_a_count(tmp_path: Path) -> None:
+def test_folders_of_systems_are_left_out(tmp_path: Path) -> None:
     save_all(tmp_path, *grid("cat", "dog"))
     hidden = ("@eaDir/cat", "cat/@eaDir", "dog/.thumbnails", "__MACOSX", "#recycle", ".ipynb_ch")
     hidden += ("cat/Thumbnails", "_gsdata_", "dog/_vti_cnf")
     save_all(tmp_path, *grid(*hidden, count=3))
-    splits = open_place(tmp_path)
-    assert splits.split("all").class_names == ("cat", "dog")
-    text = splits.describe_files()
-    assert "8 images in 2 classes" in text
-    assert "27 not used" in text
-    assert "images in folders @eaDir 6" in text
     save(tmp_path / "cat/.hidden.png")
     write(tmp_path / "dog/notes.txt", "woof")
-    assert "2 not images: .txt 1, hidden 1" in open_place(tmp_path).describe_files()
+    assert read(tmp_path) == dict.fromkeys(grid("cat"), "cat") | dict.fromkeys(grid("dog"), "dog")
+    assert "not used: .txt 1, hidden 1" in list_notes(tmp_path)
 
 
 def test_a_split_of_fewer_classes_is_matched_by_name(tmp_path: Path) -> None:
@@ -549,23 +504,6 @@ def test_whole_numbers_are_ordered_as_numbers(tmp_path: Path) -> None:
     pixels = np.zeros((24, 4, 4, 3), dtype=np.uint8)
     listing = find_python_objects((pixels, [str(n % 12) for n in range(24)]), None)
     assert listing.class_names == numbers
-
-
-def test_a_run_with_classes_in_another_order_is_not_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_all(tmp_path, *grid(*(f"photos/{number}" for number in range(11))))
-    overrides = [*TINY_RUN, f"data.root={tmp_path / 'photos'}", "data.name=folder"]
-    overrides += ["train.max_steps=1", "train.batch_size=8"]
-    options = {"output": tmp_path / "run", "overrides": overrides}
-    with monkeypatch.context() as former:
-        former.setattr(
-            "vit.data.sources.folders.sort_class_names", lambda names: sorted(set(names))
-        )
-        run = vit.train("digits", **options)
-    assert run.bundle.class_names[:3] == ("0", "1", "10")
-    with pytest.raises(ValueError, match="another run: the training images are others"):
-        vit.train("digits", **options, resume=True)
 
 
 def test_a_name_that_looks_like_an_index_is_told_apart() -> None:
@@ -655,9 +593,9 @@ def test_an_index_means_the_same_class_everywhere(
 @pytest.mark.parametrize(
     ("labels", "sentence"),
     [
-        ([1, 2], "labels of dataset are 1, 2, not 0 to 1 without gaps"),
+        ([1, 2], "labels of dataset are 1, 2, not 0 to 1"),
         ([0, 1, 3], "labels of dataset are 0, 1, 3, not 0 to 2"),
-        ([0, 10**9], "not 0 to 1 without gaps"),
+        ([0, 10**9], "not 0 to 1"),
         ([0, 0], "names fewer than two classes"),
         (["cat", "cat"], "names fewer than two classes: 'cat'"),
     ],

@@ -339,12 +339,9 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
             splits = open_dataset("folder", root=folder / "images", cache_dir=folder / "cache")
             images = splits.split("all")
             # no image is lost in silence
-            told = splits.describe_files()
-            counts = [re.search(rf"([\d,]+) {words}", told) for words in ("images in", "not used")]
-            total = sum(int(count[1].replace(",", "")) for count in counts if count)
-            # images in hidden folders may be counted, too
-            everything = len(list((folder / "images").rglob("*.png")))
-            assert len(visible) <= total <= everything, (told, visible)
+            told = " ".join(splits.images.listing.read)
+            unused = map(int, re.findall(r"images in .*?/ itself (\d+)", told))
+            assert len(visible) == len(images) + sum(unused), (told, visible)
             assert len(set(images.ids)) == len(images)
 
     def export(rng: random.Random, folder: Path) -> None:

@@ -56,4 +56,4 @@ def test_each_condition_is_one_sentence(cli: Launcher, tmp_path: Path, empty_yam
     imbalanced, test = (next(line for line in found if word in line) for word in words)
     assert len(found) == len(words)
     assert "china has 65 training images and flower has 11; train.class_balance=auto" in imbalanced
-    assert "val/ is the test split" in test
+    assert "val is the test split" in test

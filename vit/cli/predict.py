@@ -35,9 +35,8 @@ def predict(
     An unreadable image gets a line with an error. If none can be read, the exit code is 1.
 
     Args:
-        images: Files, folders, tables, Parquet, shards (.tar), addresses (s3://, https://) or names
-            of data sets, or - for a list of them on standard input. Models before them (runs, model
-            files, timm:NAME) are averaged with MODEL.
+        images: Files, folders or tables, or - for a list of them on standard input. Models before
+            them (runs, model files, timm:NAME) are averaged with MODEL.
         engine: local, or ray: a cluster, which reads folders, .csv, Parquet and addresses, and
             writes Parquet into `output`.
         workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
@@ -109,11 +108,11 @@ def check_images(paths: Sequence[str]) -> None:
     """Raise the error of the first path if none of them can hold images, and of a folder without
     images that is named alone."""
     # yaml, which `vit --help` does without
-    from vit.data.inputs import is_input, list_inputs
+    from vit.data.inputs import list_inputs
 
     if len(paths) == 1 and os.path.isdir(paths[0]):
         next(list_inputs(paths[0]), None)
-    known = (path for path in paths if path == "-" or os.path.lexists(path) or is_input(path))
+    known = (path for path in paths if path == "-" or os.path.lexists(path))
     if any(not explain_file(path) for path in known):
         return
     first = paths[0]

@@ -1,7 +1,6 @@
 """Names of classes: their checks, the choice of some of them, and their words."""
 
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,15 +23,6 @@ def sort_class_names(class_names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(class_names), key=find_place))
 
 
-def find_alike(class_names: Iterable[str]) -> list[list[str]]:
-    """Find classes whose names differ in small and large letters alone, or as numbers in zeros alone."""
-    alike: dict[str, list[str]] = {}
-    for name in sorted(class_names):
-        key = str(int(name)) if re.fullmatch(r"[0-9]{1,18}", name) else name.casefold()
-        alike.setdefault(key, []).append(name)
-    return [names for names in alike.values() if len(names) > 1]
-
-
 def choose_classes(
     class_names: Sequence[str], classes: Sequence[str], *, aliases: Mapping[str, str]
 ) -> tuple[str, ...]:
@@ -41,17 +31,15 @@ def choose_classes(
     Args:
         class_names: All classes of the set.
         classes: Classes to keep, each by its name or an alias.
-        aliases: Class name → another name for it.
+        aliases: Class name → another name for it, such as "tench" for n01440764.
 
     Raises:
         ValueError: A class is unknown, or fewer than two are kept.
     """
-    # a class has its own name and perhaps an alias, such as "tench" for n01440764
     class_of = {name: name for name in class_names}
     class_of |= {alias: name for name, alias in aliases.items() if name in class_of}
     for name in classes:
         check_choice(name, class_of, name="class of data.classes")
-
     # the order is that of the set, so that labels don't depend on how classes are listed
     chosen = {class_of[name] for name in classes}
     check_classes(chosen, origin="data.classes")
@@ -59,33 +47,18 @@ def choose_classes(
 
 
 def check_classes(class_names: Collection[str], *, origin: str) -> None:
-    """Raise ValueError if there are fewer than two classes, or two that look the same; the message
-    begins with `origin`."""
+    """Raise ValueError, whose message begins with `origin`, if there are fewer than two classes."""
     if len(class_names) < 2:
         names = shorten(", ".join(map(repr, class_names)) or "none")
         raise ValueError(
             f"{origin} names fewer than two classes: {names}; add images of another class"
         )
 
-    # spaces, and é as one character or as two, can't be told apart on a screen
-    original: dict[str, str] = {}
-    for name in class_names:
-        normal = " ".join(unicodedata.normalize("NFC", name).split())
-        if normal in original:
-            pair = f"{original[normal]!a} and {name!a}"
-            text = "differ only in spaces or in how their characters are encoded"
-            raise ValueError(f"{origin}: the classes {pair} {text}; write them alike")
-        original[normal] = name
-
 
 def read_words(path: Path) -> dict[str, str]:
     """Read lines such as "n01440764 tench, Tinca tinca": class → its first synonym."""
-    words = {}
-    for line in read_text(path).splitlines():
-        parts = line.split(maxsplit=1)
-        if len(parts) == 2:
-            words[parts[0]] = parts[1].split(",")[0].strip()
-    return words
+    lines = [line.split(maxsplit=1) for line in read_text(path).splitlines()]
+    return {line[0]: line[1].split(",")[0].strip() for line in lines if len(line) == 2}
 
 
 def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
@@ -105,7 +78,7 @@ def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     for name in class_names:
         with suppress(KeyError):
             words[name] = table.label_name_to_description(name).split(",")[0].strip()
-    return deduplicate(words)
+    return _deduplicate(words)
 
 
 def resolve_class_names(
@@ -115,38 +88,23 @@ def resolve_class_names(
 
     Args:
         class_names: Classes as the data set calls them.
-        source: Names by class, for all classes or some; or a text file for all. Its lines are a
-            class and its name, or the name alone, in the order of the classes (line 0 first for
-            classes that are numbers).
+        source: Names by class, for all classes or some; or a text file with a class and its name in
+            each line, for all.
 
     Raises:
-        ValueError: The file doesn't fit the classes.
+        ValueError: The file lacks a class.
     """
-    if isinstance(source, Mapping):
-        names = [source.get(name, name) for name in class_names]
-    else:
-        names = _read_names(class_names, source)
-    return tuple(deduplicate(dict(zip(class_names, names, strict=True))).values())
+    words = read_words(source) if isinstance(source, Path) else source
+    missing = [name for name in class_names if name not in words]
+    if missing and isinstance(source, Path):
+        raise ValueError(
+            f"data.class_names {source} has no line for {missing[0]!r}; write a line for each class:"
+            " the class, a space, and its name"
+        )
+    return tuple(_deduplicate({name: words.get(name, name) for name in class_names}).values())
 
 
-def _read_names(class_names: Sequence[str], file: Path) -> list[str]:
-    # a class and its name a line, perhaps of more classes than there are here
-    words = read_words(file)
-    if all(name in words for name in class_names):
-        return [words[name] for name in class_names]
-
-    # or the names alone, in the order of the classes
-    lines = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    if all(name.isdecimal() and int(name) < len(lines) for name in class_names):
-        return [lines[int(name)] for name in class_names]
-    if len(lines) != len(class_names):
-        missing = next(name for name in class_names if name not in words)
-        counts = f"{len(lines)} lines for {len(class_names)} classes and none for {missing!r}"
-        raise ValueError(f"data.class_names {file} has {counts}; write a line for each class")
-    return lines
-
-
-def deduplicate(names: Mapping[str, str]) -> dict[str, str]:
+def _deduplicate(names: Mapping[str, str]) -> dict[str, str]:
     """Make names unique: the class is put behind a name that several classes have, as "crane"."""
     counts = Counter(names.values())
     return {

@@ -34,9 +34,8 @@ def read_corrections(path: Path | Mapping[str, str] | None) -> dict[str, str]:
                 f"{path} line 1 is not {','.join(COLUMNS)}; take the file that an audit saved"
             )
         name, label = row["path"], row["label"]
-        if corrections.get(name, label) != label:
+        if corrections.setdefault(name, label) != label:
             raise ValueError(f"{line} gives {shorten(name)!r} a second label; keep one")
-        corrections[name] = label
     return corrections
 
 
@@ -46,26 +45,22 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
     Raises:
         ValueError: A label is not one of the classes.
     """
-    label_of = {name: label for label, name in enumerate(dataset.class_names)}
     labels = dataset.labels.copy()
-    what = "label" if dataset.is_multilabel else "class"
     for index, image_id in enumerate(dataset.ids):
-        corrected = corrections.get(image_id)
-        if corrected is None:
+        if image_id not in corrections:
             continue
-        names = [corrected]
-        if dataset.is_multilabel:
-            names = [name for name in corrected.split(SEPARATOR) if name]
-        for name in names:
-            if name not in label_of:
-                raise ValueError(
-                    f"data.corrections gives {shorten(image_id)!r} the {what} {shorten(name)!r}, which"
-                    f" is not one of {shorten(', '.join(dataset.class_names))}"
-                )
+        text = corrections[image_id]
+        names = list(filter(None, text.split(SEPARATOR))) if dataset.is_multilabel else [text]
+        wrong = [name for name in names if name not in dataset.class_names]
+        if wrong:
+            raise ValueError(
+                f"data.corrections gives {shorten(image_id)!r} the label {shorten(wrong[0])!r}, which"
+                f" is not one of {shorten(', '.join(dataset.class_names))}"
+            )
         if dataset.is_multilabel:
             labels[index] = [name in names for name in dataset.class_names]
         else:
-            labels[index] = label_of[names[0]]
+            labels[index] = dataset.class_names.index(text)
     num_changed = int((labels != dataset.labels).sum())
     if num_changed == 0:
         return dataset

@@ -25,12 +25,8 @@ _MAX_NAMED = 10
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageDataset:
-    """Labelled images of one split.
-
-    A source gives the labels, and a reader that decodes an image when it is needed.
-    `vit.data.cache.decode_dataset` adds the pixels, hashes and sizes of all images, and leaves out
-    unreadable images.
-    """
+    """Labelled images of one split. `vit.data.cache.decode_dataset` adds the pixels, hashes and sizes
+    of all images, and leaves out unreadable images."""
 
     name: str
     split: str = "all"
@@ -53,8 +49,7 @@ class ImageDataset:
     sizes: np.ndarray | None = None
     # (id, reason) of the images that were left out
     unreadable: Sequence[tuple[str, str]] = ()
-    # function that reads a column of the table that lists the images: id → value; ValueError: there
-    # is no such column
+    # reads a column of the table that lists the images: id → value; ValueError: there is none
     read_column: Callable[[str], Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:
@@ -82,11 +77,7 @@ class ImageDataset:
         return count_labels(self.labels, len(self.class_names))
 
     def image(self, index: int) -> Image.Image:
-        """Decode the image at `index` to RGB in full size.
-
-        Raises:
-            ValueError, OSError: It can't be decoded; the message names it.
-        """
+        """Decode the image at `index` to RGB in full size. Raises ValueError or OSError."""
         return self.reader.image(index)
 
     def describe_labels(self, index: int) -> str:
@@ -173,18 +164,14 @@ def check_unreadable(unreadable: Sequence[tuple[str, str]], count: int, fraction
         count: Number of all images.
         fraction: Fraction of the images that may be unreadable, 0 to 1.
     """
-    num_unreadable = len(unreadable)
-    if num_unreadable > fraction * count or num_unreadable == count:
-        others = [
+    if len(unreadable) > fraction * count or len(unreadable) == count:
+        named = [
             f"{name}: {reason.partition(UNREADABLE)[2] or reason}"
-            for name, reason in unreadable[1:_MAX_NAMED]
+            for name, reason in unreadable[:_MAX_NAMED]
         ]
-        if num_unreadable > _MAX_NAMED:
-            others.append(f"{num_unreadable - _MAX_NAMED} more")
-        also = f"; also {', '.join(others)}" if others else ""
         raise ValueError(
-            f"{num_unreadable} of {count} images can't be read, more than the allowed fraction of"
-            f" {fraction}; the first is {': '.join(unreadable[0])}{also}"
+            f"{len(unreadable)} of {count} images can't be read, more than the allowed fraction of"
+            f" {fraction}; the first are {', '.join(named)}"
         )
 
 
@@ -220,8 +207,6 @@ class Request(NamedTuple):
         cache_dir: Folder for downloads and for what is read once.
         download: A published set that isn't on this machine may be downloaded.
         labels: How the class of an image is found.
-        needs_labels: False lists the images of shards and tables of rows, whether they have labels
-            or not.
     """
 
     root: Root
@@ -229,7 +214,6 @@ class Request(NamedTuple):
     cache_dir: Path
     download: bool = True
     labels: LabelRule = LabelRule()
-    needs_labels: bool = True
 
     @property
     def place(self) -> Path:

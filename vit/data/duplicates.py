@@ -27,12 +27,11 @@ def hash_pixels(image: Image.Image) -> int:
 
 
 def compute_dhash(image: Image.Image) -> int:
-    """Compute the 64-bit difference hash (dHash) of an RGB image.
+    """Compute the 64-bit difference hash (dHash) of an RGB image, which recoding, rescaling and small
+    crops hardly change.
 
-    Recoding, rescaling and small crops hardly change it. 32 bits compare each cell of a 4×8 grey
-    grid with its left neighbour, and 32 bits each cell of an 8×4 grid with the one above. Below 16
-    pixels the hash is 0, which `find_duplicates` ignores: half of the 8×8 test digits would
-    resemble a training image.
+    32 bits compare each cell of a 4×8 grey grid with its left neighbour, and 32 bits each cell of
+    an 8×4 grid with the one above. Below 16 pixels the hash is 0, which `find_duplicates` ignores.
     """
     if min(image.size) < _MIN_SIDE:
         return 0

@@ -3,10 +3,9 @@ burst, and copies. Otherwise a test measures how well the model has memorised th
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import compress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -59,45 +58,45 @@ def find_groups(
     if not any(names):
         path = shorten(dataset.ids[0])
         raise ValueError(f"{origin} finds no group in paths such as {path!r}; try another one")
-
     groups = [name or image_id for name, image_id in zip(names, dataset.ids, strict=True)]
-    strata = dataset.strata
-    pairs = set(zip(strata.tolist(), groups, strict=True))
+    pairs = set(zip(dataset.strata.tolist(), groups, strict=True))
     counts = Counter(label for label, _ in pairs)
     if is_divided and len(pairs) < len(dataset) and max(counts.values()) == 1:
-        label, group = min(pairs)
-        shown = dataset.describe_labels(int(np.argmax(strata == label)))
         raise ValueError(
-            f"{origin} puts all images of {shorten(shown)!r} into one group,"
-            f" {shorten(group)!r}, and those of each other class, which can't be split; try another"
-            " one"
+            f"{origin} puts the images of each class into one group, such as"
+            f" {shorten(min(pairs)[1])!r}, which can't be split; try another one"
         )
     return tuple(groups)
 
 
-class Copies(NamedTuple):
-    """Groups of images in which copies and near-copies are together.
+class JoinedGroups(NamedTuple):
+    """Groups that share an image or a near-copy of one.
 
     Attributes:
         groups: Group of each image.
         num_copies: Number of images that have a copy or a near-copy in their group.
-        reasons: A sentence about each kind of images that is, or isn't, kept together.
-        notes: Warnings for the user.
+        num_alike: Number of images that resemble so many others of their class that they aren't
+            kept together, such as photos of one texture.
     """
 
     groups: tuple[str, ...]
     num_copies: int
-    reasons: list[str]
-    notes: list[str]
+    num_alike: int
 
 
-def group_copies(dataset: ImageDataset, cache_dir: Path, *, num_splits: int) -> Copies:
+def group_copies(
+    dataset: ImageDataset, cache_dir: Path, *, num_splits: int
+) -> tuple[JoinedGroups, list[str], list[str]]:
     """Join the groups of images that share an image or a near-copy of one.
 
     Args:
         dataset: The images; without groups, each is its own.
         cache_dir: The cache of the hashes.
         num_splits: See `join_duplicates`.
+
+    Returns:
+        The groups; a sentence about each kind of images that is, or isn't, kept together; and
+        warnings for the user.
     """
     hashes = hash_quickly(dataset, cache_dir)
     joined = join_duplicates(
@@ -122,11 +121,10 @@ def group_copies(dataset: ImageDataset, cache_dir: Path, *, num_splits: int) -> 
     pairs = np.unique(np.stack([hashes[0], dataset.strata.astype(np.uint64)]), axis=1)
     values, num_classes = np.unique(pairs[0], return_counts=True)
     num_wrong = int(np.isin(hashes[0], values[num_classes > 1]).sum())
-    text = f"{num_wrong:,} images are in two classes, with the same pixels"
-    if dataset.is_multilabel:
-        text = f"{num_wrong:,} images have other labels than their copies"
-    notes = [f"{text}; keep each image in one (vit audit names them)"] if num_wrong else []
-    return Copies(joined.groups, joined.num_copies, reasons, notes)
+    if not num_wrong:
+        return joined, reasons, []
+    text = f"{num_wrong:,} images have copies of another class or with other labels"
+    return joined, reasons, [f"{text}; keep each image in one (vit audit names them)"]
 
 
 def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
@@ -140,7 +138,7 @@ def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
 
     def hash_image(index: int) -> tuple[int, int]:
         try:
-            image = dataset.reader.thumbnail(index, side=_DRAFT_SIDE)
+            image = dataset.reader.image(index, draft_side=_DRAFT_SIDE)
         except (ValueError, OSError):
             return hash_bytes(dataset.ids[index].encode(errors="surrogateescape")), 0
         # black images would all be near-copies
@@ -154,16 +152,15 @@ def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
     contents = read_contents(dataset.reader, known)
     digests = contents.digests.tolist()
     hash_of: dict[int, Sequence[int]] = {}
-    if len(digests) <= MAX_COMPARED:
-        if stored:
-            hash_of = dict(
-                zip(stored["digests"].tolist(), stored["hashes"].T.tolist(), strict=True)
-            )
+    if stored:
+        pairs = zip(stored["digests"].tolist(), stored["hashes"].T.tolist(), strict=True)
         # zero: there were too many images
-        missing = [index for index, each in enumerate(digests) if not hash_of.get(each, (0,))[0]]
-        with ThreadPoolExecutor() as pool:
-            found = pool.map(hash_image, missing)
-            hash_of |= {digests[index]: each for index, each in zip(missing, found, strict=True)}
+        hash_of = {digest: each for digest, each in pairs if each[0]}
+    are_compared = len(digests) <= MAX_COMPARED
+    missing = [index for index, each in enumerate(digests) if are_compared and each not in hash_of]
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(hash_image, missing)
+        hash_of |= {digests[index]: each for index, each in zip(missing, found, strict=True)}
     hashes = np.array([hash_of.get(digest, (0, 0)) for digest in digests], dtype=np.uint64).T
     facts = {"digests": contents.digests, "stats": contents.stats, "hashes": hashes}
     if not stored or any(not np.array_equal(stored[key], facts[key]) for key in facts):
@@ -171,22 +168,7 @@ def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_arrays(path, facts)
-    return hashes if hash_of else np.stack([contents.digests, hashes[1]])
-
-
-class JoinedGroups(NamedTuple):
-    """Groups that share an image or a near-copy of one.
-
-    Attributes:
-        groups: Group of each image.
-        num_copies: Number of images that have a copy or a near-copy in their group.
-        num_alike: Number of images that resemble so many others of their class that they aren't
-            kept together, such as photos of one texture.
-    """
-
-    groups: tuple[str, ...]
-    num_copies: int
-    num_alike: int
+    return hashes if are_compared else np.stack([contents.digests, np.zeros_like(hashes[1])])
 
 
 def join_duplicates(
@@ -204,31 +186,25 @@ def join_duplicates(
         num_splits: Number of splits into which the images are divided.
     """
     pairs = find_pairs(hashes)
-    joined, _ = _join(groups, pairs)
-    # images of each class in each joined group, in which the near pairs count
-    class_sizes = Counter(labels.tolist())
-    sizes = Counter(zip(joined, labels.tolist(), strict=True))
-    own_sizes = Counter(zip(groups, labels.tolist(), strict=True))
+    classes = labels.tolist()
+    joined = _join(groups, pairs)
+    # images of each class in each group, before and after near-copies are joined
+    class_sizes = Counter(classes)
+    sizes = Counter(zip(joined, classes, strict=True))
+    own_sizes = Counter(zip(groups, classes, strict=True))
     largest: Counter[tuple[str, int]] = Counter()
-    for group, root, label in zip(groups, joined, labels.tolist(), strict=True):
+    for group, root, label in zip(groups, joined, classes, strict=True):
         largest[root, label] = max(largest[root, label], own_sizes[group, label])
     too_large = {
         root
         for (root, label), size in sizes.items()
-        if size > max(_MAX_ALIKE, _MAX_SHARE * class_sizes[label]) and size > largest[root, label]
+        if size > max(_MAX_ALIKE, _MAX_SHARE * class_sizes[label], largest[root, label])
     }
-    is_kept = [pair[2] or joined[pair[0]] not in too_large for pair in pairs]
-    kept = list(compress(pairs, is_kept))
-    alike = {
-        index
-        for pair, kept_pair in zip(pairs, is_kept, strict=True)
-        if not kept_pair
-        for index in pair[:2]
-    }
-    joined, copies = _join(groups, kept)
-
+    kept = [pair for pair in pairs if pair[2] or joined[pair[0]] not in too_large]
+    alike = {index for pair in set(pairs) - set(kept) for index in pair[:2]}
+    copies = {index for pair in kept for index in pair[:2]}
+    result = np.array(_join(groups, kept), dtype=object)
     original = np.array(groups, dtype=object)
-    result = np.array(joined, dtype=object)
     for label in np.unique(labels):
         in_class = labels == label
         if len(set(result[in_class])) < min(num_splits, len(set(original[in_class]))):
@@ -239,11 +215,8 @@ def join_duplicates(
     return JoinedGroups(tuple(result), len(copies), len(alike))
 
 
-def _join(
-    groups: Sequence[str], pairs: Sequence[tuple[int, int, bool]]
-) -> tuple[list[str], set[int]]:
-    """Join the groups of the images of each pair; return the group of each image, and the
-    images."""
+def _join(groups: Sequence[str], pairs: Iterable[tuple[int, int, bool]]) -> list[str]:
+    """Join the groups of the images of each pair; return the group of each image."""
     parents = {group: group for group in groups}
 
     def find_root(group: str) -> str:
@@ -251,13 +224,11 @@ def _join(
             group = parents[group]
         return group
 
-    copies: set[int] = set()
     for first, second, _ in pairs:
-        copies |= {first, second}
         roots = sorted({find_root(groups[first]), find_root(groups[second])})
         # the first by name, so that the order of the files doesn't matter
         parents[roots[-1]] = roots[0]
-    return [find_root(group) for group in groups], copies
+    return [find_root(group) for group in groups]
 
 
 def choose_whole_groups(
@@ -291,23 +262,22 @@ def choose_whole_groups(
         members.setdefault(group, Counter())[label] += 1
     num_groups = Counter(label for counts in members.values() for label in counts)
 
-    def rate(chosen: Set[str], distance: int) -> tuple[int, int]:
-        """Count the classes that lack a group on either side. Fewer are better."""
+    def count_lacking(chosen: Set[str]) -> int:
+        """Count the classes that lack a group on either side."""
         num_chosen = Counter(label for group in chosen for label in members[group])
-        num_lacking = sum(
+        return sum(
             not 1 <= num_chosen[label] <= count - num_splits + 1
             for label, count in num_groups.items()
             if count >= num_splits
         )
-        return num_lacking, distance
 
     best, distance = _draw_groups(members, fraction, salt, num_groups=None)
-    least = rate(best, distance)
+    least = (count_lacking(best), distance)
     if fraction and least[0]:
         for draw in range(1, _NUM_DRAWS):
             drawn, distance = _draw_groups(members, fraction, f"{salt}:{draw}", num_groups)
-            if rate(drawn, distance) < least:
-                best, least = drawn, rate(drawn, distance)
+            if (count_lacking(drawn), distance) < least:
+                best, least = drawn, (count_lacking(drawn), distance)
     return np.array([group in best for group in groups])
 
 

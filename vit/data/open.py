@@ -13,9 +13,9 @@ from vit.data.dataset import LabelRule, Request
 from vit.data.sources.base import Root
 from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import FROM_PYTHON, find_python_objects
-from vit.data.sources.registry import SOURCES, find_source, list_named_sets, require_kind
+from vit.data.sources.registry import PLACES, find_source, is_named, require_kind
 from vit.data.sources.remote import is_remote
-from vit.data.sources.tables import list_tables
+from vit.data.sources.tables import find_table
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.runtime.arguments import HIDDEN, hide_tokens
 from vit.runtime.files import default_cache_dir, expand_home
@@ -52,22 +52,20 @@ def open_dataset(
     if name == FROM_PYTHON:
         hint = "pass them as dataset=… again, or name other images with --data"
         raise ValueError(f"the images of this model were passed from Python; {hint}")
-    kind = find_source(name)
-    if root is None and kind.needs_root:
+    find = find_source(name)
+    if root is None and (name in PLACES or name == "imagenet"):
         raise ValueError(f"data.name={name} needs data.root, where the images are")
     if labels._replace(task=None) != LabelRule() and name != "folder":
         text = "label_by and the names of columns are for folders and tables"
         raise ValueError(f"{text}, not for data.name={name}; leave them out")
-
     cache_dir = cache_dir or default_cache_dir()
-    listing = kind.find(Request(root, classes, cache_dir, download, labels))
+    listing = find(Request(root, classes, cache_dir, download, labels))
     return DatasetSplits(
         name,
         number_listing(listing, classes=classes, class_names=class_names),
         rule or SplitRule(),
         cache_dir,
         title=name_data(name, root),
-        unit=kind.unit,
     )
 
 
@@ -76,11 +74,10 @@ def name_data(name: str, root: str | Path | None) -> str:
     one.
 
     Args:
-        name: Name of the data source, "folder" for a folder.
+        name: The data.name.
         root: Where the images are.
     """
-    kind = SOURCES.get(name)
-    if not root or kind is None or kind.recognizes is None:
+    if not root or name not in PLACES:
         return name
     # an address is shown without its parameters
     return expand_home(hide_tokens(str(root)).partition("?")[0]).absolute().name
@@ -136,7 +133,6 @@ def open_for_model(
     if data is None and not config:
         text = "this model doesn't say what it was trained on"
         raise ValueError(f"{text}; name the images with --data")
-
     # the model file of a stranger may name any file
     class_names = config.get("class_names")
     open_named = partial(
@@ -150,15 +146,20 @@ def open_for_model(
                     f"{name} {value} is not that of this model's training, {config.get(name)};"
                     " leave it out for the images of the training"
                 )
+        place = root or config.get("root")
         # an address is saved without its token
-        if data is not None and HIDDEN in str(config.get("root")):
-            root = root or data
-        if root is None and (data is None or data in SOURCES):
-            _check_is_local(config.get("root"))
+        if data is not None and HIDDEN in str(place):
+            place = data
+        is_asked_for = root is not None or (data is not None and not is_named(str(data)))
+        if not is_asked_for and (is_remote(place) or str(place).startswith("hf:")):
+            raise ValueError(
+                f"this model was trained on {place}, and the address in a model file is not opened"
+                f" unasked; name it: --data {place}, or IMAGES of vit explain"
+            )
         rule_keys = config.keys() & {field.name for field in fields(SplitRule)}
         splits = open_named(
             config["name"],
-            root=root or config.get("root"),
+            root=place,
             classes=config.get("classes"),
             rule=SplitRule(**{key: config[key] for key in rule_keys}),
             labels=read_label_rule(config)._replace(task=recorded.task or config.get("task")),
@@ -173,20 +174,22 @@ def open_for_model(
         )
 
     kind = require_kind(data)
-    rule = SplitRule(group_by=group_by)
-    if kind in list_named_sets():
-        return open_named(kind, root=root, rule=rule, labels=labels._replace(task=recorded.task))
-
-    # own images are named by their place, and their classes are found as those of the training were
+    # own classes are found as those of the training were
     if kind == "folder" and labels == LabelRule():
-        labels = read_label_rule(config)
-        if list_tables(expand_home(str(data))):
-            labels = labels._replace(label_by=None)
-        elif labels.label_by is None:
-            labels = LabelRule()
-    splits = open_named(kind, root=data, rule=rule, labels=labels._replace(task=recorded.task))
-    default_split = "test" if "test" in splits.images.origins else "all"
-    return replace(splits, default_split=default_split)
+        has_table = find_table(expand_home(str(data))) is not None
+        trained = read_label_rule(config)
+        if has_table:
+            labels = trained._replace(label_by=None)
+        elif trained.label_by is not None:
+            labels = LabelRule(label_by=trained.label_by)
+    splits = open_named(
+        kind,
+        root=root if is_named(kind) else data,
+        rule=SplitRule(group_by=group_by),
+        labels=labels._replace(task=recorded.task),
+    )
+    has_test = is_named(kind) or "test" in splits.images.own_splits
+    return replace(splits, default_split="test" if has_test else "all")
 
 
 def read_label_rule(trained_on: Mapping[str, Any]) -> LabelRule:
@@ -194,13 +197,12 @@ def read_label_rule(trained_on: Mapping[str, Any]) -> LabelRule:
     return LabelRule(*(trained_on.get(key) for key in LabelRule._fields))
 
 
-def _check_is_local(root: Root) -> None:
-    """Raise ValueError for a place that is read over a network."""
-    if is_remote(root) or str(root).startswith("hf:"):
-        raise ValueError(
-            f"this model was trained on {root}, and the address in a model file is not opened unasked;"
-            f" name it: --data {root}, or IMAGES of vit explain"
-        )
+def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:
+    """Return true if a model was trained on the images that `data` names."""
+    root = trained_on.get("root")
+    if is_named(data) or root is None:
+        return data == trained_on.get("name")
+    return expand_home(hide_tokens(data)).resolve() == expand_home(root).resolve()
 
 
 def open_passed(
@@ -232,16 +234,6 @@ def open_passed(
         images,
         SplitRule(validation_fraction=0.0),
         default_cache_dir(),
-        default_split="test" if "test" in images.origins else "validation",
+        default_split="test" if "test" in images.own_splits else "validation",
         title=FROM_PYTHON,
     )
-
-
-def _is_same(data: str, trained_on: Mapping[str, Any]) -> bool:
-    """Return true if a model was trained on the images that `data` names."""
-    if data in SOURCES:
-        return data == trained_on.get("name")
-    root = trained_on.get("root")
-    if root is None:
-        return False
-    return expand_home(hide_tokens(data)).resolve() == expand_home(root).resolve()

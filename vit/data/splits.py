@@ -1,9 +1,8 @@
 """The splits of a data set: those that it has of its own, and those that are held out of training.
 
-A split with a folder of its own is that folder. What is missing is held out of the training images,
-stratified by class, by the rank of a hash of (seed, id): adding images moves few others between
-splits. A validation folder without a test folder (as in ImageNet) is the *test* split, and
-validation is held out of the training images.
+What is missing is held out of the training images, stratified by class, by the rank of a hash of
+(seed, id): adding images moves few others between splits. A validation folder without a test folder
+(as in ImageNet) is the *test* split, and validation is held out of the training images.
 """
 
 import csv
@@ -18,16 +17,12 @@ import numpy as np
 from vit.data.corrections import SEPARATOR, correct_labels
 from vit.data.dataset import ImageDataset, printable
 from vit.data.groups import choose_whole_groups, find_groups, group_copies
-from vit.data.sources.base import describe_counts
 from vit.data.sources.listing import Images
 from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.files import write_text
 from vit.runtime.patterns import check_pattern
 
 SPLITS = ("train", "validation", "test", "all")
-# classes that are all counted for the user; of more, so many of the smallest and of the largest
-_MAX_CLASSES = 20
-_NUM_EXTREMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +70,6 @@ class DatasetSplits:
             drawn. See `RecordedImages`.
         num_trained_on: Number of images that this training listed as its training images; None:
             not known.
-        unit: Word for what is counted in `describe_files`; empty for a published set.
     """
 
     name: str
@@ -87,7 +81,6 @@ class DatasetSplits:
     corrections: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, Sequence[str]] | None = None
     num_trained_on: int | None = None
-    unit: str = ""
     _listed: dict[str, ImageDataset] = field(default_factory=dict, init=False)
     # a sentence about each reason to keep images together
     _kept_together: list[str] = field(default_factory=list, init=False)
@@ -102,26 +95,22 @@ class DatasetSplits:
             ValueError: The split is unknown, isn't there or would be empty.
         """
         name = name or self.default_split
-        origins = self.images.origins
+        own = self.images.own_splits
         check_choice(name, SPLITS, name="split")
         if name not in self._listed:
-            if name == "all" or (name in origins and name != "train"):
+            if name == "all" or (name in own and name != "train"):
                 self._listed[name] = replace(self._load(name), split=name)
-            elif "train" in origins:
+            elif "train" in own:
                 # listed together with the rest of the training images
                 self._hold_out()
             else:
-                have = ", ".join(origins)
-                raise ValueError(
-                    f"{self.name} has no {name} split, only {have}; choose one of these"
-                )
+                text = f"{self.name} has no {name} split, only {', '.join(own)}"
+                raise ValueError(f"{text}; choose one of these")
         if name not in self._listed:
-            rest = self._listed["train"]
-            text = f"none of {len(rest):,} images are held out for it; choose another one"
-            if self._held_out[name]:
-                text = f"all classes have too few images (such as {rest.class_names[0]!r})"
-                text += "; add images, or give the split a folder"
-            raise ValueError(f"the {name} split is empty: {text}")
+            raise ValueError(
+                f"the {name} split is empty: no image is held out for it, or all classes have too"
+                " few; choose another split, add images, or give the split a folder"
+            )
         # a correction may use a class's own name or its other one
         renamed = self.images.renamed_classes
         corrections = {
@@ -132,64 +121,27 @@ class DatasetSplits:
 
     def describe_splits(self) -> list[str]:
         """Describe the origin of the test and the validation split, a sentence each."""
-        origins = self.images.origins
-        rest = origins.get("train", "")
         sentences = []
+        rest = "the training images"
         for split in ("test", "validation"):
-            if split in origins:
-                sentences.append(f"{origins[split]} is the {split} split")
-            elif rest and self._held_out[split]:
-                percent = f"{100 * self._held_out[split]:g} %"
-                sentences.append(f"{split} is {percent} of {rest} (seed {self.rule.split_seed})")
+            fraction = self._held_out.get(split, 0)
+            if split in self.images.own_splits:
+                sentences.append(f"{split} is a split of the data")
+            elif fraction and "train" in self.images.own_splits:
+                seed = self.rule.split_seed
+                sentences.append(f"{split} is {100 * fraction:g} % of {rest} (seed {seed})")
                 rest = "the rest"
         return sentences + self._kept_together
 
     def describe_classes(self) -> str:
-        """Count the images of each class in each split; of many classes, the smallest and the
-        largest. Splits of a published set that aren't read yet are left out."""
-        names = [
-            name
-            for name in ("train", "validation", "test")
-            if name in self._listed or (self.unit and name in self.images.origins)
-        ]
-        datasets = [self.split(name) for name in names]
-        class_names = datasets[0].class_names
-        counts = np.array([dataset.class_counts for dataset in datasets])
-        order = list(range(len(class_names)))
-        if len(order) > _MAX_CLASSES:
-            by_size = np.argsort(counts.sum(axis=0), kind="stable").tolist()
-            order = [*by_size[:_NUM_EXTREMES], *by_size[-_NUM_EXTREMES:]]
-        parts = [f"{class_names[label]} {'/'.join(map(str, counts[:, label]))}" for label in order]
-        if len(order) < len(class_names):
-            parts.insert(_NUM_EXTREMES, "…")
-        return f"{', '.join(parts)} ({'/'.join(names)})"
-
-    def describe_files(self, num_unreadable: int = 0) -> str:
-        """Count the images that were found and the files that are not used.
-
-        Args:
-            num_unreadable: Number of images that can't be read.
-
-        Returns:
-            A sentence; empty for a published set.
-        """
-        if not self.unit:
-            return ""
-        dataset = self.images.dataset
-        unused = self.images.listing.unused
-        preposition = "with" if dataset.is_multilabel else "in"
-        parts = [
-            f"{len(dataset) - num_unreadable:,} images {preposition}"
-            f" {len(dataset.class_names):,} {dataset.class_word}"
-        ]
-        if num_unreadable:
-            parts.append(f"{num_unreadable:,} unreadable")
-        for text, has_space in (("not images", False), ("not used", True)):
-            # names without a space are suffixes; the others are descriptions
-            counts = {name: count for name, count in unused.items() if (" " in name) == has_space}
-            if counts:
-                parts.append(f"{sum(counts.values()):,} {text}: {describe_counts(counts)}")
-        return f"{len(dataset) + sum(unused.values()):,} {self.unit}: {', '.join(parts)}"
+        """Count the images of each class in each split that was asked for or that the data set
+        has."""
+        present = {*self._listed, *self.images.own_splits}
+        datasets = {name: self.split(name) for name in SPLITS[:3] if name in present}
+        counts = np.array([dataset.class_counts for dataset in datasets.values()])
+        class_names = self.images.dataset.class_names
+        parts = [f"{each} {'/'.join(map(str, counts[:, k]))}" for k, each in enumerate(class_names)]
+        return f"{shorten(', '.join(parts), 400)} ({'/'.join(datasets)})"
 
     def list_held_out(self) -> dict[str, list[str]]:
         """List the ids of the images of each split that isn't the data set's own: split → ids."""
@@ -200,13 +152,9 @@ class DatasetSplits:
     def _held_out(self) -> dict[str, float]:
         """Split → the fraction of the remaining training images that is held out for it, the test
         split first: it doesn't depend on the fraction for validation."""
-        fractions = {
-            "test": self.rule.test_fraction,
-            "validation": self.rule.validation_fraction,
-        }
-        return {
-            split: part for split, part in fractions.items() if split not in self.images.origins
-        }
+        fractions = {"test": self.rule.test_fraction, "validation": self.rule.validation_fraction}
+        own = self.images.own_splits
+        return {split: part for split, part in fractions.items() if split not in own}
 
     def _load(self, split: str) -> ImageDataset:
         """A split that the data set has of its own, with the groups of the rule."""
@@ -256,11 +204,11 @@ class DatasetSplits:
                 text = f"{len(ids) - len(found):,} of {len(ids):,} {split} images of the training"
                 notes.append(f"{text} are missing")
             places[split] = np.array(found, dtype=np.int64)
-        num_others = len(rest) - sum(map(len, places.values()))
-        num_new = num_others - (num_others if self.num_trained_on is None else self.num_trained_on)
-        if num_new:
+        if self.num_trained_on is not None:
+            num_new = len(rest) - sum(map(len, places.values())) - self.num_trained_on
             state = "new" if num_new > 0 else "missing"
-            notes.append(f"{abs(num_new):,} training images are {state} since the training")
+            if num_new:
+                notes.append(f"{abs(num_new):,} training images are {state} since the training")
         return places
 
     def _draw(self, everything: ImageDataset) -> dict[str, np.ndarray]:
@@ -291,11 +239,11 @@ class DatasetSplits:
             return groups
         # images that aren't split here may be divided into folds
         num_splits = max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2)
-        copies = group_copies(dataset, self.cache_dir, num_splits=num_splits)
-        notes += copies.notes
-        self._kept_together.extend(copies.reasons)
+        joined, reasons, warnings = group_copies(dataset, self.cache_dir, num_splits=num_splits)
+        notes += warnings
+        self._kept_together.extend(reasons)
         # without copies, the splits are those without `group_duplicates`
-        return copies.groups if copies.num_copies else groups
+        return joined.groups if joined.num_copies else groups
 
 
 def write_splits(path: Path, held_out: Mapping[str, Sequence[str]]) -> None:
@@ -311,24 +259,16 @@ def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> 
     """Choose a fraction of every class: the images whose hashes of (salt, id) rank lowest.
 
     Returns:
-        Mask, bool [n]. At least one image of every class that has two or more.
+        Mask, bool [n]. At least one image of every class that has two or more, never all.
     """
     texts = (f"{salt}:{name}" for name in dataset.ids)
     digests = (hashlib.blake2b(text.encode(errors="surrogateescape")).digest() for text in texts)
     ranks = np.array([int.from_bytes(digest[:8], "big") for digest in digests], dtype=np.uint64)
-
-    # at least one image, but never all of a class
-    strata = dataset.strata
-    class_sizes = np.bincount(strata)
-    num_chosen = np.maximum(np.rint(fraction * class_sizes), fraction > 0)
-    num_chosen = np.minimum(num_chosen, class_sizes - 1)
-
-    # sorted by class, then by rank
-    order = np.lexsort((ranks, strata))
-    labels = strata[order]
-    class_starts = np.cumsum(class_sizes) - class_sizes
-    rank_in_class = np.arange(len(dataset)) - class_starts[labels]
-
     mask = np.zeros(len(dataset), dtype=bool)
-    mask[order] = rank_in_class < num_chosen[labels]
+    strata = dataset.strata
+    order = np.lexsort((ranks, strata))
+    sizes = np.bincount(strata)
+    for places in np.split(order, np.cumsum(sizes)[:-1]):
+        num_chosen = max(np.rint(fraction * len(places)), fraction > 0)
+        mask[places[: int(min(num_chosen, max(len(places) - 1, 0)))]] = True
     return mask

@@ -16,9 +16,7 @@ from PIL import Image
 
 from vit.bundle import Bundle, Models, open_model, require_classifier
 from vit.data.images import list_images, read_image
-from vit.data.inputs import LazyImage
 from vit.data.preprocess import Preprocess
-from vit.data.sources.remote import MissingError, RemoteError
 from vit.prediction.conformal import compute_p_values, predict_sets
 from vit.prediction.decision import compute_probabilities, find_labels, rank_classes
 from vit.prediction.neighbours import compute_distances
@@ -213,13 +211,10 @@ def decode_batches(
         try:
             return name, preprocess.to_uint8(_open_image(name, image))
         except (OSError, ValueError) as error:
-            # the store doesn't answer, and the image may be good
-            if isinstance(error, RemoteError) and not isinstance(error, MissingError):
-                raise
             # without the path, which the prediction already names
             return name, getattr(error, "strerror", None) or str(error)
 
-    # decoding a photo may take longer than its forward pass, and an address has to be waited for
+    # decoding a photo may take longer than its forward pass
     pool = ThreadPoolExecutor(max(os.cpu_count() or 1, _MIN_THREADS))
     ahead: deque[Iterator[Decoded]] = deque()
     try:
@@ -237,8 +232,6 @@ def _open_image(name: str, image: Any) -> Image.Image:
     if isinstance(image, Mapping) and "bytes" in image:
         # as Hugging Face stores it
         image = image["bytes"] or image.get("path")
-    if isinstance(image, LazyImage):
-        image = image.load()
     if isinstance(image, str | Path):
         return read_image(Path(image))
     if isinstance(image, bytes | bytearray | memoryview):

@@ -35,9 +35,8 @@ def predict(
     Args:
         model: See `vit.evaluate`.
         images: Files, folders, PIL images, uint8 arrays [H, W, 3] or
-            [n, H, W, 3], or one of them; also tables and Parquet files that
-            name or hold images, shards, addresses (s3://, https://) and names
-            of data sets. Labels aren't needed.
+            [n, H, W, 3], or one of them; also tables that name images, and
+            data sets in Python. Labels aren't needed.
         top_k: Classes for each image.
         output: File to write as predictions are made: FILE.jsonl or FILE.csv.
             The result then holds no predictions.

@@ -44,6 +44,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     if data.validation is not None:
         images += f", {len(data.validation):,} validation"
         num_unreadable += len(data.validation.unreadable)
+    images += f", {num_unreadable:,} unreadable" * (num_unreadable > 0)
     classes = f"{len(data.train.class_names)} classes"
     if data.train.is_multilabel:
         classes = describe_label_sets(data.train.labels)
@@ -57,7 +58,6 @@ def summarize_run(run: Run) -> dict[str, str]:
     num_parameters = sum(parameter.numel() for parameter in step.module.parameters())
     facts = {
         "data": f"{data.splits.title}: {images}; {classes}",
-        "files": data.splits.describe_files(num_unreadable),
         "read as": "; ".join(data.splits.images.listing.read),
         "splits": "; ".join(data.splits.describe_splits()),
         data.train.class_word: data.splits.describe_classes(),

@@ -74,4 +74,5 @@ def test_a_place_of_any_name_is_read(
     dataset = splits.split("all")
     assert sorted(dataset.image(index).getpixel((0, 0))[0] for index in range(6)) == [*range(6)]
     assert dataset.class_counts.tolist() == [3, 3]
-    assert len(list(list_inputs(place))) == 6
+    if make in (make_folder, make_table):
+        assert len(list(list_inputs(place))) == 6

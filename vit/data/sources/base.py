@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,20 +20,23 @@ from vit.data.duplicates import hash_pixels
 from vit.data.images import (
     HEIF_HINT,
     HEIF_SUFFIXES,
-    is_image_name,
     list_files,
     read_image,
     read_pixels,
     to_rgb,
 )
 
-# split → names that its folder, its shards or its value in a table may have
-SPLIT_NAMES = {
-    "train": ("train", "training", "trainval"),
-    "validation": ("val", "valid", "validation"),
-    "test": ("test", "testing"),
+# name that a folder, shards or a value in a table may have → split
+SPLIT_OF = {
+    "train": "train",
+    "training": "train",
+    "trainval": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "test": "test",
+    "testing": "test",
 }
-SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
 Root = Path | str | None
 
@@ -41,15 +44,23 @@ Root = Path | str | None
 class ImageReader:
     """A sequence of images, each the path or the bytes of a file, or a PIL image.
 
-    A source gives `__len__`, `__getitem__` and `subset`; `get_name` if images are bytes; and
-    `stats` and `place` if they are in files.
+    Args:
+        names: Name of each image, for messages.
+        places: What finds each image: its pixels, or numbers. Images inside larger files have the
+            number of the file, the place in it, and their size in bytes, int64 [n, 3].
+        files: These larger files.
     """
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
     in_process: ClassVar[bool] = False
 
+    def __init__(self, names: Sequence[str], places: np.ndarray, files: Sequence[str] = ()) -> None:
+        self.names = names
+        self.places = places
+        self.files = files
+
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self.names)
 
     def __getitem__(self, index: int) -> Path | bytes | Image.Image:
         """Return an image as it is stored. Raises the errors of `image`."""
@@ -57,38 +68,41 @@ class ImageReader:
 
     def subset(self, indices: np.ndarray) -> ImageReader:
         """A reader of these images in this order alone, which may be sent to another process."""
-        raise NotImplementedError
+        chosen = copy.copy(self)
+        chosen.names = [self.names[index] for index in indices]
+        chosen.places = self.places[indices]
+        return chosen
 
     @property
     def place(self) -> str:
         """Folder or file that holds the images; empty if they aren't files."""
-        return ""
+        return os.path.realpath(self.files[0]) if self.files else ""
 
     def stats(self) -> np.ndarray | None:
         """Facts of each image's file, see `read_stats`; None if the images aren't files."""
-        return None
+        if not self.files:
+            return None
+        stats: np.ndarray = read_stats(self.files)[self.places[:, 0]]
+        stats[:, 0] = self.places[:, 1]
+        return stats
 
     def sizes(self) -> np.ndarray | None:
         """Bytes of each image's file, int64 [n], -1 for a missing file; None if the images aren't
         files."""
-        return None
+        return self.places[:, 2] if self.files else None
 
     def path(self, index: int) -> str | None:
         """Path of an image's file; None for an image that isn't a file."""
         return None
 
-    def get_name(self, index: int) -> str:
-        """Name of an image that isn't a file, for messages."""
-        return f"image {index}"
-
-    def image(self, index: int) -> Image.Image:
+    def image(self, index: int, *, draft_side: int | None = None) -> Image.Image:
         """Decode an image to RGB, see `vit.data.images.read_image`.
 
         Raises:
             ValueError, OSError: It can't be decoded; the message names it.
             DriveError: The drive doesn't answer.
         """
-        image: Image.Image = self._open(index, read_image)
+        image: Image.Image = self._open(index, partial(read_image, draft_side=draft_side))
         return image
 
     def decode(self, index: int) -> Image.Image | np.ndarray:
@@ -97,18 +111,12 @@ class ImageReader:
         decoded: Image.Image | np.ndarray = self._open(index, read_pixels)
         return decoded
 
-    def thumbnail(self, index: int, *, side: int) -> Image.Image:
-        """Decode an image to at least `side` pixels a side, if that is faster than its full size.
-        Raises the errors of `image`."""
-        image: Image.Image = self._open(index, partial(read_image, draft_side=side))
-        return image
-
     def _open(self, index: int, read: Callable[..., Any]) -> Any:
         stored = self[index]
         if isinstance(stored, Path):
             return read(stored)
         if isinstance(stored, bytes):
-            return read(io.BytesIO(stored), name=self.get_name(index))
+            return read(io.BytesIO(stored), name=self.names[index])
         return to_rgb(stored)
 
     def digest(self, index: int) -> int:
@@ -120,7 +128,7 @@ class ImageReader:
             return hash_bytes(stored.read_bytes() if isinstance(stored, Path) else stored)
         except (ValueError, OSError):
             # decoding the image names the fault
-            return hash_bytes(os.fsencode(self.path(index) or self.get_name(index)))
+            return hash_bytes(os.fsencode(self.path(index) or self.names[index]))
 
     def cache_key(self) -> bytes:
         """Bytes that change when an image changes; no image of a file is decoded for it."""
@@ -133,39 +141,39 @@ class ImageReader:
         return digest.digest()
 
 
-@dataclass(frozen=True, eq=False)
 class ArrayReader(ImageReader):
-    """Images in memory, uint8 [n, H, W, 3] or, of grey ones, [n, H, W]."""
+    """Images in memory.
 
-    pixels: np.ndarray
+    Args:
+        pixels: uint8 [n, H, W, 3] or, of grey ones, [n, H, W]; or an array of such arrays.
+        prefix: Beginning of the images' names, before their numbers.
+        num_digits: Digits of these numbers.
+    """
+
     in_process = True
 
-    def __len__(self) -> int:
-        return len(self.pixels)
+    def __init__(self, pixels: np.ndarray, prefix: str = "image ", num_digits: int = 0) -> None:
+        names = [f"{prefix}{index:0{num_digits}d}" for index in range(len(pixels))]
+        super().__init__(names, pixels)
 
     def __getitem__(self, index: int) -> Image.Image:
-        return Image.fromarray(self.pixels[index])
-
-    def subset(self, indices: np.ndarray) -> ArrayReader:
-        return ArrayReader(self.pixels[indices])
+        return Image.fromarray(self.places[index])
 
 
-@dataclass(frozen=True, eq=False)
 class FileReader(ImageReader):
-    """Image files below a root."""
+    """Image files below a root.
 
-    root: Path
-    # relative to the root
-    paths: Sequence[str]
+    Args:
+        root: The folder.
+        paths: Paths of the images from there.
+    """
 
-    def __len__(self) -> int:
-        return len(self.paths)
+    def __init__(self, root: Path, paths: Sequence[str]) -> None:
+        super().__init__(paths, np.zeros((len(paths), 0)))
+        self.root = root
 
     def __getitem__(self, index: int) -> Path:
-        return self.root / self.paths[index]
-
-    def subset(self, indices: np.ndarray) -> FileReader:
-        return FileReader(self.root, [self.paths[index] for index in indices])
+        return self.root / self.names[index]
 
     @property
     def place(self) -> str:
@@ -173,7 +181,7 @@ class FileReader(ImageReader):
 
     def path(self, index: int) -> str:
         # joining texts is many times faster than joining paths
-        return os.path.join(self.root, self.paths[index])
+        return os.path.join(self.root, self.names[index])
 
     def stats(self) -> np.ndarray:
         return read_stats(list(map(self.path, range(len(self)))))
@@ -213,11 +221,11 @@ def relative_path(path: str | Path, root: Path) -> str:
     return os.path.relpath(path, root).replace(os.sep, "/")
 
 
-def list_below(root: Path, left_out: list[str]) -> list[str]:
-    """List the files below a root by their paths from there. See `list_files`."""
+def list_below(root: Path) -> list[str]:
+    """List the files below a root by their paths from there, but for folders that systems make."""
     # cutting texts is many times faster than `relative_path`
     start = len(os.path.join(root, ""))
-    return [file[start:].replace(os.sep, "/") for file in list_files(root, left_out=left_out)]
+    return [file[start:].replace(os.sep, "/") for file in list_files(root, left_out=[])]
 
 
 def find_split_folders(root: Path) -> dict[str, Path]:
@@ -240,32 +248,18 @@ def find_split_folders(root: Path) -> dict[str, Path]:
     return folders
 
 
-def count_suffixes(paths: Iterable[str], *, images: str | None = None) -> Counter[str]:
-    """Count the files of each suffix, in small letters: ".heic" → 9.
-
-    Args:
-        paths: The files.
-        images: Name under which images are counted; None counts them by their suffixes, too.
-    """
-    counts: Counter[str] = Counter()
-    for path in paths:
-        name = os.path.basename(path)
-        suffix = os.path.splitext(name)[1].lower() or "suffixless"
-        if images is not None and is_image_name(name):
-            suffix = images
-        elif name.startswith("."):
-            suffix = "hidden"
-        counts[suffix] += 1
-    return counts
+def count_suffixes(paths: Iterable[str]) -> Counter[str]:
+    """Count the files of each suffix, in small letters: ".heic" → 9."""
+    names = map(os.path.basename, paths)
+    return Counter(
+        "hidden" if name.startswith(".") else os.path.splitext(name)[1].lower() or "suffixless"
+        for name in names
+    )
 
 
-def count_system_images(folders: Iterable[str | Path]) -> Counter[str]:
-    """Count the images in folders that systems make."""
-    counts: Counter[str] = Counter()
-    for folder in folders:
-        images = sum(map(is_image_name, list_files(folder)))
-        counts[f"images in folders {os.path.basename(folder)}"] += images
-    return +counts
+def describe_unused(counts: Counter[str]) -> list[str]:
+    """Return a sentence about files that aren't used; none without any."""
+    return [f"not used: {describe_counts(+counts)}"] if +counts else []
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:

@@ -1,8 +1,7 @@
 """The list that every source gives, and the labelled images that are made of it."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,7 +13,6 @@ from vit.data.class_names import (
     ClassChoice,
     check_classes,
     choose_classes,
-    find_alike,
     find_wordnet_names,
     read_words,
     resolve_class_names,
@@ -33,36 +31,31 @@ class Listing:
     Attributes:
         name: The data.name.
         origin: Name of the list, at the start of messages.
-        ids: Path below the root, or a name such as "test/00012", of each image.
         labels: Class of each image, a text; or the names of its labels, a tuple, where an image may
             have several.
-        reader: Decodes the images.
+        reader: Decodes the images. Its names are their ids: the path below the root, or a name such
+            as "test/00012".
         splits: "train", "validation" or "test" for each image; None: all are "train".
         keeps_validation: Validation without a test split stays validation. Otherwise, as in
             ImageNet, it becomes the test split.
-        origins: Split → the place of its images, as in a sentence.
         class_names: Names of all classes in their order; None: those that occur.
         groups: Group of each image; None: each image is its own.
         columns: Values of each column of the table that lists the images.
-        read: How the list was read, for the plan.
+        read: How the list was read, and what wasn't, for the plan.
         notes: Warnings for the user.
-        unused: Number of files that aren't used, by suffix or description.
     """
 
     name: str
     origin: str
-    ids: Sequence[str]
     labels: Sequence[Any]
     reader: ImageReader
     splits: Sequence[str] | None = None
     keeps_validation: bool = False
-    origins: Mapping[str, str] = field(default_factory=dict)
     class_names: Sequence[str] | None = None
     groups: Sequence[str] | None = None
     columns: Mapping[str, Sequence[Any]] | None = None
     read: Sequence[str] = ()
     notes: Sequence[str] = ()
-    unused: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +65,14 @@ class Images:
     Attributes:
         dataset: The images, those of one split after the other.
         splits: Split of each image, as text [n].
-        origins: Split that the source has → the place of its images, as in a sentence.
+        own_splits: Splits that the source has.
         renamed_classes: Class → its name in words, if it has another one.
     """
 
     listing: Listing
     dataset: ImageDataset
     splits: np.ndarray
-    origins: Mapping[str, str]
+    own_splits: Sequence[str]
     renamed_classes: Mapping[str, str]
 
     def split(self, name: str) -> ImageDataset:
@@ -106,16 +99,13 @@ def number_listing(
     Raises:
         ValueError: There are fewer than two classes, or a class has no training images.
     """
-    if not len(listing.ids):
+    ids = listing.reader.names
+    if not len(ids):
         raise ValueError(f"{listing.origin} lists no images; check it")
-    splits = np.array(listing.splits or ["train"] * len(listing.ids))
+    splits = np.array(listing.splits or ["train"] * len(ids))
     notes = list(listing.notes)
     several = any(isinstance(label, tuple) for label in listing.labels)
     names = tuple(listing.class_names or find_names(listing.labels))
-    notes += [
-        f"classes whose names differ in case or zeros alone: {' and '.join(map(repr, alike))}"
-        for alike in find_alike(names)
-    ]
     if several and len(names) == 1:
         raise ValueError(
             f"{listing.origin} has the label {shorten(names[0])!r} alone; give the images without it"
@@ -124,79 +114,65 @@ def number_listing(
     check_classes(names, origin=listing.origin)
     kept = names
     if classes is not None:
-        aliases = dict(find_wordnet_names(names))
-        if class_names is not None:
-            own = read_words(class_names) if isinstance(class_names, Path) else class_names
-            aliases |= own
-        kept = choose_classes(names, classes, aliases=aliases)
+        own = read_words(class_names) if isinstance(class_names, Path) else class_names
+        kept = choose_classes(names, classes, aliases=find_wordnet_names(names) | dict(own or {}))
     if several:
-        labels: np.ndarray = mark_labels(listing.labels, names)
+        labels = mark_labels(listing.labels, names)
         notes += _note_labels(labels[splits == "train"], names)
         labels = labels[:, [names.index(name) for name in kept]]
         chosen = np.arange(len(labels))
     else:
         # -1 for classes that are left out
-        place_of = {**dict.fromkeys(names, -1), **{name: place for place, name in enumerate(kept)}}
+        place_of = dict.fromkeys(names, -1) | {name: place for place, name in enumerate(kept)}
         labels = np.array([place_of[label] for label in listing.labels], dtype=np.int64)
         chosen = np.flatnonzero(labels >= 0)
         _check_learned(labels, splits, kept, origin=listing.origin)
 
-    origins = {
-        split: listing.origins.get(split, listing.origin)
-        for split in dict.fromkeys(splits.tolist())
-    }
-    if "validation" in origins and "test" not in origins and not listing.keeps_validation:
+    if {"validation", "test"} & set(splits) == {"validation"} and not listing.keeps_validation:
         splits[splits == "validation"] = "test"
-        origins = {"test" if name == "validation" else name: text for name, text in origins.items()}
-        notes.append(
-            f"{origins['test']} is the test split; validation images are held out of the others"
-        )
+        notes.append("val is the test split; validation images are held out of the others")
     words = class_names if class_names is not None else find_wordnet_names(kept)
     in_words = resolve_class_names(kept, words) if words else kept
     dataset = ImageDataset(
         name=listing.name,
         class_names=in_words,
         labels=labels,
-        ids=listing.ids,
+        ids=ids,
         reader=listing.reader,
         notes=tuple(notes),
         groups=listing.groups,
         read_column=None if listing.columns is None else partial(_read_column, listing),
     )
     # the images of one split after the other
-    places = {split: place for place, split in enumerate(origins)}
-    order = np.argsort([places[split] for split in splits[chosen].tolist()], kind="stable")
-    chosen = chosen[order]
+    own_splits = list(dict.fromkeys(splits.tolist()))
+    chosen = np.concatenate([chosen[splits[chosen] == split] for split in own_splits])
     renamed = dict(zip(kept, in_words, strict=True)) if words else {}
-    return Images(listing, dataset.subset(chosen), splits[chosen], origins, renamed)
+    return Images(listing, dataset.subset(chosen), splits[chosen], own_splits, renamed)
 
 
 def _check_learned(
     labels: np.ndarray, splits: np.ndarray, names: Sequence[str], *, origin: str
 ) -> None:
     """Raise ValueError for a class that another split has, and the training images lack."""
-    if "train" not in splits:
-        return
-    learned = np.unique(labels[splits == "train"])
-    for split in dict.fromkeys(splits.tolist()):
-        own = labels[splits == split]
-        unknown = sorted(names[label] for label in np.setdiff1d(own[own >= 0], learned))
-        if unknown:
-            count = int((own == names.index(unknown[0])).sum())
-            text = f"class {shorten(unknown[0])!r} has {count:,} images in the {split} split"
-            hint = "add some, or leave it out with data.classes"
-            raise ValueError(f"{origin}: {text} and none in the train split; {hint}")
+    own = labels[splits == "train"]
+    unknown = np.setdiff1d(labels[labels >= 0], own)
+    if len(unknown) and "train" in splits:
+        is_wrong = labels == unknown[0]
+        raise ValueError(
+            f"{origin}: class {shorten(names[unknown[0]])!r} has {int(is_wrong.sum()):,} images in"
+            f" the {splits[is_wrong][0]} split and none in the train split; add some, or leave it"
+            " out with data.classes"
+        )
 
 
 def _note_labels(marks: np.ndarray, names: Sequence[str]) -> list[str]:
     """Warn of labels that no training image has, or all have."""
     notes = []
-    if len(marks):
-        for is_wrong, text in ((~marks.any(axis=0), "no"), (marks.all(axis=0), "every")):
-            wrong = [names[place] for place in np.flatnonzero(is_wrong).tolist()]
-            if wrong:
-                text = f"{text} training image has the label {shorten(', '.join(wrong))}"
-                notes.append(f"{text}; add others, or leave it out with data.classes")
+    for is_wrong, text in ((~marks.any(axis=0), "no"), (marks.all(axis=0), "every")):
+        wrong = [names[place] for place in np.flatnonzero(is_wrong).tolist()]
+        if wrong and len(marks):
+            text = f"{text} training image has the label {shorten(', '.join(wrong))}"
+            notes.append(f"{text}; add others, or leave it out with data.classes")
     return notes
 
 
@@ -220,15 +196,8 @@ def find_names(labels: Sequence[Any]) -> tuple[str, ...]:
 def _read_column(listing: Listing, column: str) -> dict[str, Any]:
     """Read a column of the table: id of an image → its value, unless it is empty."""
     assert listing.columns is not None
-    # small and large letters don't count
-    column = {name.casefold(): name for name in listing.columns}.get(column.casefold(), column)
     if column not in listing.columns:
         known = shorten(", ".join(map(repr, listing.columns)), 600)
         raise ValueError(f"{listing.origin} has no column {shorten(column)!r}; they are {known}")
-    pairs = zip(listing.ids, listing.columns[column], strict=True)
+    pairs = zip(listing.reader.names, listing.columns[column], strict=True)
     return {image_id: value for image_id, value in pairs if value not in (None, "")}
-
-
-def count_other_files(paths: Sequence[str], used: Sequence[str]) -> Counter[str]:
-    """Count the image files that are in no list."""
-    return +Counter({"images that aren't listed": len(set(paths) - set(used))})

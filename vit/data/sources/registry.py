@@ -1,8 +1,7 @@
 """The kinds of data sets by name, and the kind of a place."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from vit.data.dataset import Request
 from vit.data.sources import folders, huggingface, named, shards
@@ -11,79 +10,44 @@ from vit.data.sources.listing import Listing
 from vit.runtime.arguments import shorten
 from vit.runtime.places import explain_file, suggest
 
-
-class Source(NamedTuple):
-    """A kind of data set.
-
-    Attributes:
-        find: Function that lists the images of a request.
-        recognizes: Function that is true for a place of such images; None for a data set that is
-            known by its name.
-        needs_root: The data set can't be found without `data.root`.
-        unit: Word for the images in messages; empty for a published data set, whose images aren't
-            counted.
-    """
-
-    find: Callable[[Request], Listing]
-    recognizes: Callable[[str], bool] | None = None
-    needs_root: bool = False
-    unit: str = ""
-
-
-# if several recognise the same place, the first one is taken
-SOURCES = {
-    "huggingface": Source(huggingface.find_huggingface, huggingface.is_place, True, "rows"),
-    "webdataset": Source(shards.find_shards, shards.is_place, True, "files"),
-    "folder": Source(folders.find_folder, folders.is_folder, True, "files"),
-    "imagenet": Source(named.find_imagenet, None, True, "files"),
-    **{name: Source(find) for name, find in named.NAMED.items()},
+# kind of a place → function that is true for one; the first that is true counts
+PLACES: Mapping[str, Callable[[str], bool]] = {
+    "huggingface": huggingface.is_place,
+    "webdataset": shards.is_place,
+    "folder": folders.is_folder,
+}
+# data.name → function that lists the images of a request
+SOURCES: Mapping[str, Callable[[Request], Listing]] = {
+    "huggingface": huggingface.find_huggingface,
+    "webdataset": shards.find_shards,
+    "folder": folders.find_folder,
+    "imagenet": named.find_imagenet,
+    **named.NAMED,
 }
 
 
-def find_source(name: str) -> Source:
-    """The source of a `data.name`. Raises ValueError for an unknown one."""
-    if name in SOURCES:
-        return SOURCES[name]
-    prefix = f"{name.partition(':')[0]}:"
-    alike = [each.removeprefix(prefix) for each in SOURCES if each.startswith(prefix)]
-    if ":" in name and alike:
-        raise ValueError(
-            f"data.name {shorten(repr(name))} is not read; {prefix}NAME is one of"
-            f" {', '.join(sorted(alike))}"
-        )
-    raise ValueError(f"unknown data.name {shorten(name)!r}; known: {describe_names(SOURCES)}")
+def find_source(name: str) -> Callable[[Request], Listing]:
+    """The function of a `data.name`. Raises ValueError for an unknown one."""
+    if name not in SOURCES:
+        is_set = name.startswith("torchvision:")
+        known = ", ".join(sorted(each for each in SOURCES if is_set == (":" in each)))
+        raise ValueError(f"unknown data.name {shorten(name)!r}; known: {known}")
+    return SOURCES[name]
 
 
-def describe_names(names: Iterable[str]) -> str:
-    """The names of sources for a message, those of one prefix as one: "torchvision:NAME"."""
-    parts = [name.partition(":") for name in names]
-    return ", ".join(sorted({f"{prefix}:NAME" if colon else prefix for prefix, colon, _ in parts}))
-
-
-def list_named_sets() -> list[str]:
-    """The data sets that are known by their name alone."""
-    return [name for name, source in SOURCES.items() if source.recognizes is None]
+def is_named(name: str) -> bool:
+    """Return true for a data set that is known by its name alone."""
+    # an unknown set of torchvision is refused when it is opened, which names the known ones
+    return (name in SOURCES and name not in PLACES) or name.startswith("torchvision:")
 
 
 def find_kind(data: object) -> str | None:
-    """The `data.name` for the name of a data set, or for a path, pattern or address of images.
-
-    Args:
-        data: The name or the place.
-
-    Returns:
-        The name; None if no source knows it.
-    """
+    """The `data.name` for the name of a data set, or for a path, pattern or address of images; None
+    if no source knows it."""
     text = str(data)
-    # an unknown set of a known prefix is refused when it is opened, which names the known ones
-    if text in list_named_sets() or text.startswith("torchvision:"):
+    if is_named(text):
         return text
-    kinds = (
-        name
-        for name, source in SOURCES.items()
-        if source.recognizes is not None and source.recognizes(text)
-    )
-    return next(kinds, None)
+    return next((kind for kind, is_place in PLACES.items() if is_place(text)), None)
 
 
 def require_kind(data: object) -> str:
@@ -93,18 +57,19 @@ def require_kind(data: object) -> str:
         text = str(data)
         if problem := explain_file(text):
             raise ValueError(f"--data {problem}")
-        known = list_named_sets()
-        files = "a table (.csv, .jsonl, .parquet), a folder or shards (.tar)"
-        hint = suggest(text, known) or "; check the path"
+        names = [name for name in SOURCES if is_named(name) and ":" not in name]
         raise ValueError(
-            f"--data {text} is not a data set ({describe_names(known)}), {files}{hint}"
+            f"--data {text} is not a data set ({', '.join(names)}, torchvision:NAME), a table (.csv,"
+            " .jsonl, .parquet), a folder or shards (.tar)"
+            f"{suggest(text, names) or '; check the path'}"
         )
     return kind
 
 
 def is_here(name: str, root: Root) -> bool:
     """Return true if the images of a data set can be read without a download."""
-    is_found = root is not None and Path(root).exists()
-    if name == "imagenette":
-        return is_found and named.is_imagenette(Path(str(root)))
-    return name == "digits" or (is_found and name in ("folder", "imagenet"))
+    if root is None or not Path(root).exists():
+        return name == "digits"
+    return name in ("digits", "folder", "imagenet") or (
+        name == "imagenette" and named.is_imagenette(Path(root))
+    )

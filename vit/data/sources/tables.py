@@ -9,24 +9,23 @@ import io
 import json
 import os
 import posixpath
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.data.dataset import LabelRule, Request
+from vit.data.dataset import LabelRule
 from vit.data.images import is_image_name
 from vit.data.sources.base import (
-    SPLIT_NAMES,
     SPLIT_OF,
     FileReader,
     count_suffixes,
-    find_split_folders,
+    describe_unused,
     list_below,
     relative_path,
 )
-from vit.data.sources.listing import Listing, as_labels, count_other_files
-from vit.runtime.arguments import shorten
+from vit.data.sources.listing import Listing, as_labels
+from vit.runtime.arguments import check_choice, shorten
 
 _SUFFIXES = (".csv", ".tsv", ".txt", ".jsonl")
 # files that are the table of their folder, whatever else is there
@@ -34,9 +33,7 @@ _NAMES = ("labels.csv", "metadata.csv", "metadata.jsonl")
 # names that columns may have, in small letters
 _PATHS = ("path", "filename", "file_name", "file", "image", "image_path", "img")
 _LABELS = ("label", "labels", "class", "category", "species", "target", "class_name")
-_DELIMITERS = ",;\t|"
-# between several labels in one value
-_SEPARATOR = "|"
+_MARKS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 # wrong rows that a message names
 _MAX_LISTED = 10
 
@@ -46,59 +43,24 @@ def is_table(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES and path.is_file()
 
 
-def list_tables(root: Path) -> list[Path]:
-    """List the table that `root` is or holds, or the metadata files of its split folders."""
-    if root.is_file():
-        return [root]
-    for name in _NAMES:
-        if (root / name).is_file():
-            return [root / name]
-    folders = find_split_folders(root).values()
-    return [path for folder in folders for name in _NAMES if (path := folder / name).is_file()]
+def find_table(root: Path) -> Path | None:
+    """Find the table that `root` is or holds."""
+    return next(filter(is_table, (root, *(root / name for name in _NAMES))), None)
 
 
 class Table(NamedTuple):
     """A table as it is written.
 
     Attributes:
-        columns: Names of its columns.
-        rows: Number of the line of each row, and its values.
+        rows: Number of the line of each row → its values by their columns.
+        columns: Names of the columns.
         notes: Warnings for the user.
     """
 
     path: Path
+    rows: Mapping[int, Mapping[str, Any]]
     columns: Sequence[str]
-    rows: Sequence[tuple[int, Mapping[str, Any]]]
     notes: Sequence[str]
-
-    def find(
-        self, given: str | None, known: Sequence[str], option: str, *, what: str = ""
-    ) -> str | None:
-        """Find the column that the user names, or the one with a known name.
-
-        Raises:
-            ValueError: There is no column of the name that is given, none at all although `what`
-                says what it is needed for, or several have known names.
-        """
-        columns = shorten(", ".join(map(repr, self.columns)), 300)
-        hint = f"its columns are {columns}; name the right one with {option}"
-        if given is not None:
-            if given not in self.columns:
-                raise ValueError(f"{self.path} has no column {given!r}; {hint}")
-            return given
-        found = [name for name in self.columns if name.strip().lower() in known]
-        if len(found) > 1:
-            names = " and ".join(map(repr, found))
-            raise ValueError(f"{self.path} has {names}; name the right one with {option}")
-        if what and not found:
-            raise ValueError(f"{self.path} has no column {what} ({', '.join(known)}); {hint}")
-        return found[0] if found else None
-
-    def find_paths(self, given: str | None) -> str:
-        """Find the column that names the images. Raises ValueError if there is none."""
-        column = self.find(given, _PATHS, "--path-column", what="that names the images")
-        assert column is not None
-        return column
 
 
 def read_table(path: Path) -> Table:
@@ -106,285 +68,236 @@ def read_table(path: Path) -> Table:
     the sign that is most frequent in it divides the columns.
 
     Raises:
-        ValueError: It is empty or damaged.
+        ValueError: It is damaged.
     """
-    text, notes = _decode(path, path.read_bytes())
-    if path.suffix.lower() == ".jsonl":
-        rows = list(_read_json_lines(path, text))
-        columns = list(dict.fromkeys(name for _, row in rows for name in row))
-        return Table(path, columns, rows, notes)
-    header = text.lstrip("\r\n").partition("\n")[0]
-    delimiter = max(_DELIMITERS, key=header.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    try:
-        # spaces around values count nowhere
-        columns = [name.strip() for name in next(filter(None, reader), [])]
-        wrong = Counter(columns).most_common(1)
-        if wrong and wrong[0][1] > 1:
-            raise ValueError(f"{path} has two columns {wrong[0][0]!r}; rename one")
-        rows = []
-        for fields in reader:
-            if len(fields) > len(columns):
-                raise ValueError(
-                    f"{path} line {reader.line_num} has {len(fields)} values and the header"
-                    f" {len(columns)} ({shorten(header.strip(), 100)}); quote values that hold"
-                    f" {delimiter!r}"
-                )
-            if any(fields):
-                padded = [*map(str.strip, fields), *[""] * (len(columns) - len(fields))]
-                rows.append((reader.line_num, dict(zip(columns, padded, strict=True))))
-    except csv.Error as error:
-        raise ValueError(f"{path} line {reader.line_num} is not a row: {error}") from error
-    return Table(path, columns, rows, notes)
-
-
-def _decode(path: Path, content: bytes) -> tuple[str, list[str]]:
-    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return content.decode("utf-16", "replace"), []
-    if b"\0" in content:
+    content = path.read_bytes()
+    notes = []
+    is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+    if b"\0" in content and not is_utf16:
         raise ValueError(f"{path} holds zero bytes, no text; save it as CSV (UTF-8)")
     try:
-        return content.decode("utf-8-sig"), []
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError:
-        text = f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"
-        return content.decode("cp1252", "replace"), [text]
+        text = content.decode("cp1252", "replace")
+        notes = [f"{path.name} is not UTF-8 and was read as Windows-1252; check accented letters"]
+    rows: dict[int, Mapping[str, Any]] = {}
+    try:
+        for line, row in _parse_json(text) if path.suffix.lower() == ".jsonl" else _parse_csv(text):
+            rows[line] = row
+    except (ValueError, csv.Error, RecursionError) as error:
+        after = f" after line {max(rows)}" if rows else ""
+        raise ValueError(f"{path} can't be read{after}: {error}") from error
+    columns = dict.fromkeys(name for row in rows.values() for name in row)
+    return Table(path, rows, list(columns), notes)
 
 
-def _read_json_lines(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _parse_csv(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    header = text.strip().partition("\n")[0]
+    delimiter = max(",;\t|", key=header.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    # spaces around values count nowhere
+    columns = [name.strip() for name in next(filter(None, reader), [])]
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"two columns of {shorten(header)} have one name; rename one")
+    for fields in reader:
+        if len(fields) > len(columns):
+            raise ValueError(
+                f"line {reader.line_num} has {len(fields)} values and the header {len(columns)}"
+                f" ({shorten(header, 100)}); quote values that hold {delimiter!r}"
+            )
+        if any(fields):
+            padded = [*map(str.strip, fields), *[""] * (len(columns) - len(fields))]
+            yield reader.line_num, dict(zip(columns, padded, strict=True))
+
+
+def _parse_json(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
+        if line.strip():
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f'{path} line {number} is not an object such as {{"path": "a.jpg"}}')
-        yield number, row
+            if not isinstance(row, dict):
+                raise ValueError(f'line {number} is not an object such as {{"path": "a.jpg"}}')
+            yield number, row
 
 
-class _Row(NamedTuple):
-    """A row that is right."""
+class _Columns(NamedTuple):
+    """The columns that are read. An image may have several labels if `several`."""
 
-    file: str
-    label: str | tuple[str, ...]
+    path: str
+    labels: Sequence[str]
     split: str | None
     group: str | None
-    values: Mapping[str, Any]
+    several: bool
 
 
-def find_tables(root: Path, tables: Sequence[Path], request: Request) -> Listing:
-    """List the images of tables.
-
-    Without a column of splits, the images of a table in a folder train, val or test are those of
-    this split.
-
-    Args:
-        root: Folder of the table, or of the folders with one table each.
-        tables: The tables.
-        request: Its `labels` count.
+def list_table(path: Path, rule: LabelRule) -> Listing:
+    """List the images of a table, which lie below its folder.
 
     Raises:
         ValueError: Rows are wrong; the message has the numbers of their lines.
     """
+    table = read_table(path)
+    columns = _find_columns(table, rule)
+    used = {"images": columns.path, "split": columns.split, "group": columns.group}
+    unread = [each for each in table.columns if each not in (*used.values(), *columns.labels)]
+    ways = [f"{what} in {name!r}" for what, name in used.items() if name is not None]
+    ways.insert(1, f"classes in {', '.join(map(repr, columns.labels))}")
+    way = f"{path.name}: {', '.join(ways)}"
+    if unread:
+        way += f"; columns not read: {shorten(', '.join(unread))}"
+
+    files = list_below(path.parent)
+    images = list(filter(is_image_name, files))
+    find_file = _make_finder(path.parent, images)
     problems: list[str] = []
-    rows: dict[str, _Row] = {}
-    notes: list[str] = []
-    ways: list[str] = []
-    files = FileFinder(root)
-    num_doubled = 0
-    for path in tables:
-        reader = _TableReader(read_table(path), request.labels, files)
-        notes += reader.table.notes
-        ways.append(reader.describe())
-        for line, row in reader.read_rows(problems):
-            first = rows.setdefault(row.file, row)
-            if first is row:
-                continue
-            num_doubled += 1
-            if isinstance(row.label, tuple) and isinstance(first.label, tuple):
-                labels = tuple(dict.fromkeys((*first.label, *row.label)))
-                rows[row.file] = first._replace(label=labels)
-            elif first.label != row.label:
-                problems.append(f"{path.name} line {line}: {row.file} is listed with two classes")
-            if first.split != row.split:
-                problems.append(f"{path.name} line {line}: {row.file} is listed in two splits")
+    # file → the line of its first row, its labels and its split
+    found: dict[str, tuple[int, Any, str]] = {}
+    for line, values in table.rows.items():
+        try:
+            file = find_file(str(values.get(columns.path) or ""))
+            label = _read_label(values, columns)
+            split = "train" if columns.split is None else _read_split(values.get(columns.split))
+            first, first_label, first_split = found.setdefault(file, (line, label, split))
+            if columns.several:
+                label = tuple(dict.fromkeys(first_label + label))
+                found[file] = (first, label, first_split)
+            elif label != first_label:
+                raise ValueError(f"{file} has another class in line {first}")
+            if split != first_split:
+                raise ValueError(f"{file} has another split in line {first}")
+        except ValueError as error:
+            problems.append(f"line {line}: {error}")
     if problems:
         more = len(problems) - _MAX_LISTED
         rest = f"; {more:,} rows more" if more > 0 else ""
         raise ValueError(
-            f"{root}: {'; '.join(problems[:_MAX_LISTED])}{rest}. Correct or remove these rows."
-            f" Read: {'; '.join(ways)}"
+            f"{path} {'; '.join(problems[:_MAX_LISTED])}{rest}. Correct or remove these rows. Read:"
+            f" {way}"
         )
-    if num_doubled:
-        ways.append(f"{num_doubled:,} rows list an image again")
-    listed = list(rows.values())
-    columns = dict.fromkeys(name for row in listed for name in row.values)
-    splits = [row.split or "train" for row in listed]
-    others = [file for file in files.all_files if not is_image_name(file)]
-    unused = count_suffixes(file for file in others if root / file not in tables)
+    if len(found) < len(table.rows):
+        way += f"; {len(table.rows) - len(found):,} rows list an image again"
+    rows = [table.rows[line] for line, _, _ in found.values()]
+    groups = [""] * len(rows)
+    if columns.group is not None:
+        given = [row.get(columns.group) for row in rows]
+        groups = ["" if value is None else str(value) for value in given]
+    unused = count_suffixes(set(files) - set(images) - {path.name})
+    unused["images that aren't listed"] = len(set(images) - found.keys())
     return Listing(
         name="folder",
-        origin=str(tables[0]),
-        ids=list(rows),
-        labels=[row.label for row in listed],
-        reader=FileReader(root, list(rows)),
-        splits=splits,
+        origin=str(path),
+        labels=[label for _, label, _ in found.values()],
+        reader=FileReader(path.parent, list(found)),
+        splits=[split for _, _, split in found.values()],
         # the splits that a table names stay as they are
-        keeps_validation=any(row.split for row in listed),
-        origins={split: f"{split} in {tables[0].name}" for split in set(splits)},
-        groups=[row.group or row.file for row in listed]
-        if any(row.group for row in listed)
+        keeps_validation=columns.split is not None,
+        # an image without a group is one
+        groups=[group or file for group, file in zip(groups, found, strict=True)]
+        if any(groups)
         else None,
-        columns={name: [row.values.get(name) for row in listed] for name in columns},
-        read=ways,
-        notes=notes,
-        unused=unused + count_other_files(files.images, list(rows)),
+        columns={name: [row.get(name) for row in rows] for name in table.columns},
+        read=[way, *describe_unused(unused)],
+        notes=table.notes,
     )
 
 
-class FileFinder:
-    """Finds the image file that a value names: by its path below a folder, its name, or its name
-    without the suffix."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.all_files = list_below(root, [])
-        self.images = [file for file in self.all_files if is_image_name(file)]
-        self._by_name: dict[str, list[str]] = {}
-        for file in self.images:
-            name = posixpath.basename(file)
-            for key in {name, posixpath.splitext(name)[0]}:
-                self._by_name.setdefault(key, []).append(file)
-        self._known = set(self.images)
-
-    def find(self, written: str, *, folder: str = "") -> list[str]:
-        """Find the files that a value may mean: none, the one that is meant, or several.
-
-        Args:
-            written: The value; a path is relative to `folder`.
-            folder: Folder of the table, relative to the root.
-        """
-        if not written or "\0" in written:
-            return []
-        path = posixpath.normpath(posixpath.join(folder, written.replace("\\", "/")))
-        if path in self._known:
-            return [path]
-        if os.path.isfile(self.root / path):
-            return [relative_path(self.root / path, self.root)]
-        return [] if "/" in written else self._by_name.get(written, [])
-
-
-class _TableReader:
-    """Reads the rows of one table.
-
-    Args:
-        table: The table.
-        rule: Columns that the user names.
-        files: Finds the images.
+def _find_columns(table: Table, rule: LabelRule) -> _Columns:
+    """Find the columns that the user names, or those with known names.
 
     Raises:
-        ValueError: It has no such column, or none of paths or labels.
+        ValueError: One is missing, or several have known names.
     """
 
-    def __init__(self, table: Table, rule: LabelRule, files: FileFinder) -> None:
-        self.table = table
-        self._files = files
-        self._folder = relative_path(table.path.parent, files.root)
-        self._path = table.find_paths(rule.path_column)
-        self._several = rule.task == "multilabel"
-        self._split = table.find(rule.split_column, ("split",), "--split-column")
-        self._group = table.find(rule.group_column, ("group",), "--group-column")
-        names = [rule.label_column]
-        if rule.label_column is not None and rule.label_column not in table.columns:
-            names = [name.strip() for name in rule.label_column.split(",")]
-        option = "--label-column, or several with commas between them, each a class of 0 and 1"
-        found = [table.find(name, _LABELS, option, what="of classes") for name in names]
-        self._labels = [name for name in found if name is not None]
-
-    def describe(self) -> str:
-        """Say how the table is read."""
-        used = {"images": self._path, "split": self._split, "group": self._group}
-        parts = [f"{what} in {name!r}" for what, name in used.items() if name is not None]
-        parts.insert(1, f"classes in {', '.join(map(repr, self._labels))}")
-        text = f"{self.table.path.name}: {', '.join(parts)}"
-        others = [
-            name for name in self.table.columns if name not in (*used.values(), *self._labels)
-        ]
-        return f"{text}; columns not read: {shorten(', '.join(others))}" if others else text
-
-    def read_rows(self, problems: list[str]) -> Iterator[tuple[int, _Row]]:
-        """Yield the line and the content of each row; describe wrong ones in `problems`."""
-        # lists of labels in one row say that all rows have several
-        if any(isinstance(row.get(self._labels[0]), list) for _, row in self.table.rows):
-            self._several = True
-        for line, values in self.table.rows:
-            try:
-                yield line, self._read_row(values)
-            except ValueError as error:
-                problems.append(f"{self.table.path.name} line {line}: {error}")
-
-    def _read_row(self, values: Mapping[str, Any]) -> _Row:
-        written = str(values.get(self._path) or "")
-        files = self._files.find(written, folder=self._folder)
-        shown = shorten(written, 60) or "nothing"
-        if not files:
-            raise ValueError(f"{shown} is not a file or the name of one below {self._files.root}")
-        if len(files) > 1:
-            raise ValueError(f"{shown} may be {files[0]} or {files[1]}; write the path")
-        if files[0].startswith(".."):
+    def find(given: str | None, known: Sequence[str]) -> str | None:
+        found = [name for name in table.columns if name.lower() in known]
+        if given is not None:
+            found = [name for name in table.columns if name == given]
+        # a table without splits or groups has none
+        if len(found) != 1 and (found or given is not None or len(known) > 1):
+            text = " and ".join(map(repr, found)) or f"no column {given or ', '.join(known)}"
             raise ValueError(
-                f"{shown} is outside {self._files.root}; put the table above all its images"
+                f"{table.path} has {text}; its columns are"
+                f" {shorten(', '.join(map(repr, table.columns)), 300)}; name the right one with"
+                f" --{known[0]}-column"
             )
-        group = values.get(self._group) if self._group is not None else None
-        return _Row(
-            files[0],
-            self._read_set(values) if self._several else self._read_class(values),
-            self._read_split(values),
-            None if group in (None, "") else str(group),
-            values,
-        )
+        return found[0] if found else None
 
-    def _read_split(self, values: Mapping[str, Any]) -> str | None:
-        if self._split is None:
-            is_inside = self._folder != "."
-            return SPLIT_OF.get(self.table.path.parent.name.lower()) if is_inside else None
-        value = str(values.get(self._split) or "").strip().lower()
-        if value not in SPLIT_OF:
-            known = ", ".join(SPLIT_NAMES)
-            raise ValueError(f"unknown split {shorten(value, 30)!r}; known: {known}")
-        return SPLIT_OF[value]
+    path = find(rule.path_column, _PATHS)
+    marks = [rule.label_column]
+    if rule.label_column is not None and rule.label_column not in table.columns:
+        # a column of 0 and 1 for each class
+        marks = [name.strip() for name in rule.label_column.split(",")]
+    labels = [name for mark in marks if (name := find(mark, _LABELS)) is not None]
+    assert path is not None
+    # lists of labels in one row say that all rows have several
+    has_lists = any(isinstance(row.get(labels[0]), list) for row in table.rows.values())
+    return _Columns(
+        path,
+        labels,
+        find(rule.split_column, ("split",)),
+        find(rule.group_column, ("group",)),
+        several=has_lists or rule.task == "multilabel",
+    )
 
-    def _read_class(self, values: Mapping[str, Any]) -> str:
-        if len(self._labels) > 1:
-            marked = self._read_marks(values)
-            if len(marked) != 1:
-                found = " and ".join(marked) or "no class"
+
+def _make_finder(root: Path, images: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that finds the image file below the root that a value in a table names: by
+    its path, its file name, or its name without the suffix."""
+    known = set(images)
+    by_name: dict[str, list[str]] = {}
+    for file in images:
+        name = posixpath.basename(file)
+        for key in {name, posixpath.splitext(name)[0]}:
+            by_name.setdefault(key, []).append(file)
+
+    def find(written: str) -> str:
+        path = posixpath.normpath(written.replace("\\", "/"))
+        if path in known:
+            return path
+        shown = shorten(written, 60) or "nothing"
+        if written and "\0" not in written and os.path.isfile(root / path):
+            path = relative_path(root / path, root)
+            if path.startswith(".."):
+                raise ValueError(f"{shown} is outside {root}; put the table above all its images")
+            return path
+        found = by_name.get(written, [])
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ValueError(f"{shown} may be {found[0]} or {found[1]}; write the path")
+        raise ValueError(f"{shown} is not a file or the name of one below {root}")
+
+    return find
+
+
+def _read_split(value: Any) -> str:
+    name = str(value or "").strip().lower()
+    check_choice(name, SPLIT_OF, name="split")
+    return SPLIT_OF[name]
+
+
+def _read_label(values: Mapping[str, Any], columns: _Columns) -> str | tuple[str, ...]:
+    """Return the class of a row, or its labels. Raises ValueError for anything else."""
+    value = values.get(columns.labels[0])
+    if len(columns.labels) > 1:
+        marks = {name: str(values.get(name)).strip().lower() for name in columns.labels}
+        for name, mark in marks.items():
+            if mark not in _MARKS:
+                raise ValueError(f"{name} is {shorten(mark, 30)!r}, not 0 or 1")
+        value = [name for name, mark in marks.items() if _MARKS[mark]]
+        if not columns.several:
+            if len(value) != 1:
+                found = " and ".join(value) or "no class"
                 raise ValueError(f"{found} is 1; keep one class, or set data.task=multilabel")
-            return marked[0]
-        value = values.get(self._labels[0])
-        if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
-            raise ValueError(f"label {shorten(repr(value), 60)} is no text or whole number")
-        return str(value)
-
-    def _read_set(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        if len(self._labels) > 1:
-            return tuple(self._read_marks(values))
-        value = values.get(self._labels[0])
-        parts = value if isinstance(value, list) else str(value or "").split(_SEPARATOR)
+            value = value[0]
+    if columns.several:
+        # several labels in one text have | between them
+        parts = value if isinstance(value, list) else str(value or "").split("|")
         if not all(isinstance(part, str | int) for part in parts):
             raise ValueError(f"{shorten(repr(value), 60)} is not a list of labels")
-        return as_labels([part for part in (str(part).strip() for part in parts) if part])
-
-    def _read_marks(self, values: Mapping[str, Any]) -> list[str]:
-        marked = []
-        for name in self._labels:
-            value = str(values.get(name)).strip().lower()
-            if value not in ("0", "1", "0.0", "1.0", "false", "true"):
-                raise ValueError(f"{name} is {shorten(value, 30)!r}, not 0 or 1")
-            if value in ("1", "1.0", "true"):
-                marked.append(name)
-        return marked
+        return as_labels([text for part in parts if (text := str(part).strip())])
+    if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f"label {shorten(repr(value), 60)} is no text or whole number")
+    return str(value)
 
 
 def list_table_images(path: Path) -> Iterator[str]:
@@ -395,16 +308,13 @@ def list_table_images(path: Path) -> Iterator[str]:
         ValueError: It is no table, or no column names images.
     """
     table = read_table(path)
-    files = FileFinder(path.parent)
-    if len(table.columns) == 1 and files.find(table.columns[0]):
-        # a list of paths, which has no header
-        column = table.columns[0]
-        table = table._replace(rows=[(1, {column: column}), *table.rows])
-    else:
-        column = table.find_paths(None)
-    if not table.rows:
-        raise ValueError(f"{path} holds no rows; write an image into each")
-    for _, values in table.rows:
-        written = str(values.get(column) or "")
-        found = [] if "://" in written else files.find(written)
-        yield written if "://" in written else os.path.join(path.parent, (*found, written)[0])
+    columns = [name for name in table.columns if name.lower() in _PATHS]
+    if not columns:
+        raise ValueError(f"{path} has no column {', '.join(_PATHS)}; name one so")
+    find_file = _make_finder(path.parent, list(filter(is_image_name, list_below(path.parent))))
+    for row in table.rows.values():
+        written = str(row.get(columns[0]) or "")
+        # reading the file names the fault
+        with suppress(ValueError):
+            written = find_file(written)
+        yield os.path.join(path.parent, written)
