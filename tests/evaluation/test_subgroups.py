@@ -81,10 +81,10 @@ def test_a_column_of_the_table_is_read(
         num_heads=2,
     )
     arguments = ("evaluate", model, "--data", data, "--split", "all", "--num-examples", "0", "--by")
-    screen = cli.succeed(*arguments, "site name,group", "--output", out).out
-    assert "By site name, the worst of 3" in screen
+    screen = cli.succeed(*arguments, "Site Name,group", "--output", out).out
+    assert "By Site Name, the worst of 3" in screen
     evaluation = json.loads((out / "evaluation.json").read_text())
-    sites, patients = evaluation["subgroups"]["site name"], evaluation["subgroups"]["group"]
+    sites, patients = evaluation["subgroups"]["Site Name"], evaluation["subgroups"]["group"]
     assert [row["num_images"] for row in patients] == [6] * 8
     with (out / "predictions.csv").open() as file:
         predictions = list(csv.DictReader(file))
