@@ -270,25 +270,15 @@ def is_system_folder(name: str) -> bool:
     return name.startswith(".") or name.casefold() in _SYSTEM_FOLDERS
 
 
-def list_files(folder: str | Path, *, left_out: list[str] | None = None) -> Iterator[str]:
+def list_files(folder: str | Path) -> Iterator[str]:
     """List the files below a folder, those of each directory in sorted order. Links to directories
-    are not followed, and folders of `is_system_folder` are left out.
-
-    Args:
-        folder: The folder.
-        left_out: List that gets the folders that are left out.
-
-    Raises:
-        OSError: A directory can't be read.
-    """
+    are not followed, and folders of `is_system_folder` are left out. Raises OSError for a directory
+    that can't be read."""
 
     def fail(error: OSError) -> None:
         raise error
 
     for directory, folders, names in os.walk(folder, onerror=fail):
         folders.sort()
-        systems = list(filter(is_system_folder, folders))
-        if left_out is not None:
-            left_out += [os.path.join(directory, name) for name in systems]
-        folders[:] = [name for name in folders if name not in systems]
+        folders[:] = [name for name in folders if not is_system_folder(name)]
         yield from (os.path.join(directory, name) for name in sorted(names))

@@ -225,7 +225,7 @@ def list_below(root: Path) -> list[str]:
     """List the files below a root by their paths from there, but for folders that systems make."""
     # cutting texts is many times faster than `relative_path`
     start = len(os.path.join(root, ""))
-    return [file[start:].replace(os.sep, "/") for file in list_files(root, left_out=[])]
+    return [file[start:].replace(os.sep, "/") for file in list_files(root)]
 
 
 def find_split_folders(root: Path) -> dict[str, Path]:
