@@ -14,7 +14,6 @@ from torch import nn
 from torchvision.transforms import v2
 
 import vit
-from vit.model.model_file import read_model_file
 from vit.training.result import TrainingResult
 
 CONFIG: dict[str, Any] = {
@@ -241,55 +240,3 @@ def test_a_callbacks_exception_is_shown_with_its_traceback(
     assert text.count("Traceback (most recent call last)") == 1
     assert 'raise KeyError("missing")' in text
     assert "Failing failed ('missing'); training goes on without it" in text
-
-
-def test_a_checkpoint_is_opened_like_a_model_file(
-    run: TrainingResult, others: Arrays, tmp_path: Path
-) -> None:
-    checkpoints = sorted((run.directory / "checkpoints").glob("step-*.pt"))
-    best = max(run.metrics, key=lambda row: (row["val_top1"], -row["val_loss"]))["step"]
-    for path in checkpoints:
-        step = int(path.name.split("-")[1])
-        expected = torch.load(path, weights_only=True)["state"]["average"]
-        bundle = vit.load_bundle(path)
-        for name, tensor in bundle.model.state_dict().items():
-            assert torch.equal(tensor, expected[name])
-        evaluation = vit.evaluate(path, dataset=others)
-        evaluation.save(tmp_path / path.stem)
-        is_best = (
-            evaluation.evaluation.metrics
-            == vit.evaluate(run.bundle, dataset=others).evaluation.metrics
-        )
-        assert is_best or step != best
-        assert vit.explain(path, others[0][:1], checks=False).maps["rollout"].shape == (
-            1,
-            2,
-            2,
-        )
-    (pair,) = vit.compare([tmp_path / path.stem for path in checkpoints]).pairs
-    assert -1 <= pair.difference <= 1
-
-    # weights to start from, with the architecture that the model file of the run knows
-    started = vit.train(
-        CONFIG | {"train": CONFIG["train"] | {"max_steps": 1}, "optimizer": {"lr": 1e-9}},
-        output=tmp_path / "started", dataset=others, class_names=NAMES, init=checkpoints[-1],
-    )  # fmt: skip
-    assert started.bundle.metadata["architecture"]["num_heads"] == 2
-    torch.testing.assert_close(
-        started.bundle.model.state_dict()["head.weight"], expected["head.weight"], rtol=0, atol=1e-6
-    )
-
-    with pytest.raises(ValueError, match="not a model file, and the operating point"):
-        vit.evaluate(
-            checkpoints[0], dataset=(others, others), split="train", operating_point="red:f1"
-        )
-    alone = tmp_path / "alone" / checkpoints[0].name
-    alone.parent.mkdir()
-    alone.write_bytes(checkpoints[0].read_bytes())
-    with pytest.raises(ValueError, match="leave checkpoints in their run's directory"):
-        read_model_file(alone)
-    (tmp_path / "model.safetensors").write_bytes(run.model_path.read_bytes())
-    assert read_model_file(alone).weights.keys() == expected.keys()
-    alone.write_bytes(checkpoints[0].read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is damaged: its name says another checksum"):
-        read_model_file(alone)

@@ -39,16 +39,15 @@ from vit.model.model_info import (
     unwrap_model,
 )
 from vit.model.modules import (
-    ForeignModel,
+    OpenedModel,
     build,
     check_class_names,
     describe,
     load_into,
-    open_file,
     open_folder,
 )
 from vit.model.vision_transformer import VisionTransformer
-from vit.model.weights import check_fit, read_weights
+from vit.model.weights import read_weights
 from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.device import choose_device
 from vit.runtime.files import compute_sha256, expand_home
@@ -354,7 +353,7 @@ def load_bundle(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         if isinstance(path, str) or path.is_dir():
-            found = open_folder(str(path).removeprefix("timm:"))
+            found = open_folder(path)
         else:
             content = read_weights(path)
             if content.metadata:
@@ -363,10 +362,10 @@ def load_bundle(
                 bundle = build_bundle(content, path, model=model, device=device)
                 return dataclasses.replace(bundle, name=str(source))
             if model is None:
-                model = open_file(path, content, num_heads=num_heads)
+                model = build(content, origin=str(path), num_heads=num_heads)
             else:
                 load_into(model, content.weights, origin=str(path))
-            found = ForeignModel(model)
+            found = OpenedModel(model)
     if preprocess is None and found.preprocess is not None:
         preprocess = Preprocess.from_dict(found.preprocess)
     if class_names is None:
@@ -390,12 +389,11 @@ def build_bundle(
     if model is None:
         model = build(content, origin=str(path))
     else:
-        check_fit(model, content.weights, origin=str(path))
+        load_into(model, content.weights, origin=str(path))
     if content.likeness is not None:
         width = count_features(model) if has_features(model) else 0
         if content.likeness.training_features.shape[1] != width:
             raise ValueError(f"{path} is damaged: its model has {width} features; copy it again")
-    model.load_state_dict(content.weights)
     return Bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(metadata["preprocess"]),

@@ -187,7 +187,7 @@ class ModelConfig(_Section):
     init: str | None = None
     # such as timm's vit_tiny_patch16_224, or the smaller vit_micro_patch4_32
     preset: str | None = None
-    # with init, its patches are resampled to this size
+    # with init, that of its weights
     patch_size: int | tuple[int, int] = 4
     stem: Literal["patch", "conv", "conv_pool", "conv_pool_residual", "conv_residual"] = "patch"
     embed_dim: int = Field(192, gt=0, le=65_536)

@@ -155,8 +155,6 @@ class TestModelFiles:
     @pytest.mark.parametrize(
         ("place", "value"),
         [
-            ("temperature", 0),
-            ("temperature", "hot"),
             ("preprocess.mean", [float("nan"), 0, 0]),
             ("preprocess.std", [1, 1, 0]),
             ("preprocess.image_size", [10**9, 10**9]),

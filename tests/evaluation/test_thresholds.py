@@ -115,7 +115,7 @@ def test_each_label_has_its_threshold_and_a_class_is_found(tiny_bundle: Bundle) 
     labels = replace(tiny_bundle, class_names=NAMES, data={"task": "multilabel"})
     rule = read("sensitivity=0.9", is_multilabel=True)
     point, sentences = choose_operating_point(labels, rule, make_validation(marks), logits)
-    assert list(point.thresholds) == ["cat"]
+    assert list(point["thresholds"]) == ["cat"]
     assert (
         "dog is predicted from 50 % on: 5 images with dog and 55 without allow no" in sentences[1]
     )
@@ -125,7 +125,7 @@ def test_each_label_has_its_threshold_and_a_class_is_found(tiny_bundle: Bundle) 
     classes = replace(tiny_bundle, class_names=NAMES, metadata={"temperature": 2.0})
     validation = make_validation(marks[:, 1].astype(int))
     point, _ = choose_operating_point(classes, read("f1"), validation, logits)
-    ((name, threshold),) = point.thresholds.items()
+    ((name, threshold),) = point["thresholds"].items()
     margins = (logits[:, 1] - logits[:, 0]).astype(float) / 2
     assert name == "dog"
     assert threshold == choose("f1", 1 / (1 + np.exp(-margins)), marks[:, 1])

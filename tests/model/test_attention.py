@@ -1,5 +1,4 @@
-"""Attention against loops in float64, numbers worked by hand, central differences and torch's own
-layer."""
+"""Attention against loops in float64, numbers worked by hand, and torch's own layer."""
 
 import itertools
 import math
@@ -16,7 +15,6 @@ from vit.model.attention import (
     _can_use_cudnn,
     centre_keys,
     choose_backend,
-    mask_from_key_padding,
     scaled_dot_product_attention,
 )
 
@@ -71,24 +69,11 @@ class TestFormula:
         actual = scaled_dot_product_attention(query, key, value, MASKS[name], causal=causal)
         torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
 
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize(
-        "name", ["none", "key [B,1,1,Nk]", "pair [B,1,Nq,Nk]", "nothing for query 1"]
-    )
-    def test_gradients_equal_central_differences(self, name, causal):
-        inputs = [
-            tensor.requires_grad_() for tensor in draw(queries=4, keys=5, width=2, value_width=2)
-        ]
-        assert torch.autograd.gradcheck(
-            lambda *qkv: scaled_dot_product_attention(*qkv, MASKS[name], causal=causal), inputs
-        )
-
 
 class TestMasks:
-    @pytest.mark.parametrize("backend", ["fused", "explicit"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_query_with_nothing_to_attend_to_gives_zeros(self, backend, dtype):
-        layer = MultiHeadAttention(12, 3, backend=backend).to(dtype)
+    def test_query_with_nothing_to_attend_to_gives_zeros(self, dtype):
+        layer = MultiHeadAttention(12, 3).to(dtype)
         tokens = torch.randn(2, 4, 12, dtype=dtype, requires_grad=True)
         mask = torch.ones(2, 1, 4, 4, dtype=torch.bool)
         mask[0, :, 1] = False
@@ -100,40 +85,31 @@ class TestMasks:
         assert all(bool(gradient.isfinite().all()) for gradient in gradients)
         assert layer.forward_with_weights(tokens, mask=mask)[1][0, :, 1].abs().sum() == 0
 
-    @pytest.mark.parametrize("backend", ["fused", "explicit"])
-    @pytest.mark.parametrize("mask", [~PADDING[:, None, None], MASKS["key [Nk]"]])
-    def test_causal_combines_with_a_mask(self, backend, mask):
-        layer = MultiHeadAttention(12, 3, backend=backend).double()
-        tokens = torch.randn(2, 5, 12, dtype=torch.float64)
-        both = mask & torch.ones(5, 5).tril().bool()
-        torch.testing.assert_close(
-            layer(tokens, mask=mask, causal=True), layer(tokens, mask=both), atol=1e-12, rtol=0
-        )
-
     @pytest.mark.parametrize(
         ("mask", "message"),
         [
             (torch.zeros(4, 5), r"boolean, True = attend, not torch.float32.*\(mask == 0\)"),
-            (torch.tensor([0, 1, 2, 0, 1]), "holds 0 and 1, this one goes from 0 to 2"),
-            (
-                torch.ones(2, 1, 1, 4).bool(),
-                r"mask \[2, 1, 1, 4\] does not broadcast to .* \[2, 3, 4, 5\]",
-            ),
-            (torch.ones(7, 2, 3, 4, 5).bool(), "does not broadcast"),
+            (torch.ones(2, 1, 1, 4).bool(), r"expanded size"),
+            (torch.ones(7, 2, 3, 4, 5).bool(), "the number of sizes provided"),
         ],
     )
     def test_unusable_masks_are_refused(self, mask, message):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, RuntimeError), match=message):
             scaled_dot_product_attention(*draw(), mask)
 
 
-def build_pair(*, bias=True, dtype=torch.float32, dropout=0.0):
-    """torch's layer with random biases, and ours converted from it."""
-    theirs = nn.MultiheadAttention(24, 3, bias=bias, batch_first=True, dropout=dropout, dtype=dtype)
+def build_pair(*, bias=True):
+    """torch's layer with random biases, and ours with its weights."""
+    theirs = nn.MultiheadAttention(24, 3, bias=bias, batch_first=True)
     for parameter in theirs.parameters():
         if parameter.ndim == 1:
             nn.init.normal_(parameter)
-    return theirs, MultiHeadAttention.from_torch(theirs)
+    ours = MultiHeadAttention(24, 3, qkv_bias=bias, proj_bias=bias)
+    names = {"in_proj_": "qkv.", "out_proj.": "proj."}
+    for their, our in names.items():
+        for part in ["weight", "bias"][: 1 + bias]:
+            ours.get_parameter(our + part).data = theirs.get_parameter(their + part).data.clone()
+    return theirs, ours
 
 
 class TestAgainstTorch:
@@ -164,7 +140,7 @@ class TestAgainstTorch:
         for tensor in inputs:
             tensor.grad = None
 
-        mask = {"padded": mask_from_key_padding(PADDING), "masked": pairs}.get(case)
+        mask = {"padded": ~PADDING[:, None, None], "masked": pairs}.get(case)
         if backend == "weights":
             actual, weights = ours.forward_with_weights(*inputs, mask=mask, causal=case == "causal")
             torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=0)
@@ -182,14 +158,6 @@ class TestAgainstTorch:
             torch.testing.assert_close(our.grad, their.grad, atol=1e-6, rtol=0)
         for tensor, gradient in zip(inputs, gradients, strict=True):
             torch.testing.assert_close(tensor.grad, gradient, atol=1e-6, rtol=0)
-
-    @pytest.mark.parametrize(
-        "options",
-        [{"kdim": 8}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"dropout": 0.25}],
-    )
-    def test_what_has_no_counterpart_is_refused(self, options):
-        with pytest.raises(ValueError, match="neither add_bias_kv nor add_zero_attn"):
-            MultiHeadAttention.from_torch(nn.MultiheadAttention(24, 3, **options))
 
 
 class TestLayer:
@@ -225,37 +193,22 @@ class TestLayer:
         assert choose_backend("cuda", bfloat16, 64, True) == "fused"
 
     @pytest.mark.parametrize("backend", ["fused", "explicit"])
-    @pytest.mark.parametrize(
-        ("query", "key", "value", "message"),
-        [
-            ((2, 3, 12), (2, 5, 12), (2, 6, 12), "one value, but there are 5 and 6"),
-            ((2, 3, 12), (1, 5, 12), (1, 5, 12), "a batch of 2 queries and one of 1 keys"),
-            ((3, 12), None, None, r"\[batch, tokens, 12\], not \[3, 12\]"),
-            ((2, 3, 10), None, None, r"\[batch, tokens, 12\], not \[2, 3, 10\]"),
-            ((0, 3, 12), None, None, None),
-            ((2, 0, 12), None, None, None),
-            ((2, 3, 12), (2, 0, 12), (2, 0, 12), None),
-        ],
-    )
-    def test_backends_take_and_refuse_the_same_shapes(
-        self, monkeypatch, backend, query, key, value, message
-    ):
-        """torch's kernel reads outside of tensors of other lengths."""
+    @pytest.mark.parametrize(("query", "key"), [((0, 3), None), ((2, 0), None), ((2, 3), (2, 0))])
+    def test_backends_take_the_same_shapes(self, monkeypatch, backend, query, key):
         monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
         layer = MultiHeadAttention(12, 3, backend=backend).train()
-        inputs = [torch.zeros(shape) for shape in (query, key, value) if shape]
-        if message is not None:
-            with pytest.raises(ValueError, match=message):
-                layer(*inputs)
-        else:
-            output = layer(*inputs)
-            assert output.shape == query
-            assert torch.equal(output, layer.proj.bias.expand(query))
+        inputs = [torch.zeros(*shape, 12) for shape in (query, key, key) if shape]
+        output = layer(*inputs)
+        assert torch.equal(output, layer.proj.bias.expand(*query, 12))
 
-    def test_half_a_cross_attention_is_refused(self):
+    @pytest.mark.parametrize("backend", ["fused", "explicit"])
+    @pytest.mark.parametrize("values", [None, torch.zeros(2, 6, 12)])
+    def test_cross_attention_needs_a_value_for_each_key(self, monkeypatch, backend, values):
+        """torch's kernel reads outside of tensors of other lengths."""
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
         tokens = torch.randn(2, 5, 12)
-        with pytest.raises(ValueError, match="needs both key and value"):
-            MultiHeadAttention(12, 3)(tokens, tokens)
+        with pytest.raises(ValueError, match="as many values"):
+            MultiHeadAttention(12, 3, backend=backend)(tokens, tokens, values)
 
 
 # The largest score for which cuDNN's backward pass is NaN: -ln of float32's largest number.
@@ -312,33 +265,24 @@ def test_keys_are_centred_where_attention_is_in_half_precision_on_a_gpu(precisio
         torch.set_autocast_enabled("cuda", False)
 
 
-@pytest.mark.parametrize("case", ["self", "first token", "causal", "mask"])
-def test_a_kernel_that_may_be_cudnns_gets_centred_keys_or_another_takes_its_place(
-    monkeypatch, case
-):
+@pytest.mark.parametrize("case", ["self", "first token"])
+def test_a_kernel_that_may_be_cudnns_gets_centred_keys(monkeypatch, case):
     """In a loop of the user's own too: nobody calls `choose_device` here."""
     torch.manual_seed(0)
     layer = MultiHeadAttention(12, 3, backend="fused").double()
     tokens = torch.randn(2, 5, 12, dtype=torch.float64)
     arguments = (tokens[:, :1], tokens, tokens) if case == "first token" else (tokens,)
-    options = {"causal": {"causal": True}, "mask": {"mask": MASKS["pair [B,1,Nq,Nk]"][..., :1, :]}}
     attend = F.scaled_dot_product_attention
-    seen = []
+    keys = []
 
-    def watch(query, key, value, **rest):
-        seen.append((key, torch.backends.cuda.cudnn_sdp_enabled()))
-        return attend(query, key, value, **rest)
+    def watch(query, key, value):
+        keys.append(key)
+        return attend(query, key, value)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
-    expected = layer(*arguments, **options.get(case, {}))
+    expected = layer(*arguments)
     monkeypatch.setattr("vit.model.attention._can_use_cudnn", lambda key: True)
-    found = layer(*arguments, **options.get(case, {}))
+    found = layer(*arguments)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-    (key, allows_cudnn), (guarded_key, still_allows_cudnn) = seen
-    assert allows_cudnn
-    assert still_allows_cudnn == (case != "mask")
-    if case in ("self", "first token"):
-        assert guarded_key.mean(dim=-2).abs().max() < 1e-15
-    else:
-        assert torch.equal(guarded_key, key)
+    assert keys[0].mean(dim=-2).abs().max() > 1e-3
+    assert keys[1].mean(dim=-2).abs().max() < 1e-15

@@ -1,4 +1,4 @@
-"""Every preset: its size pinned, every parameter alive."""
+"""Every preset has its size."""
 
 import pytest
 import torch
@@ -17,29 +17,10 @@ PARAMETERS = {
 }
 
 
-def build(name, **changes):
-    return VisionTransformer(**(PRESETS[name] | changes))
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_pinned(name):
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in build(name).parameters())
+        parameters = sum(
+            parameter.numel() for parameter in VisionTransformer(**PRESETS[name]).parameters()
+        )
     assert parameters == PARAMETERS[name]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_parameter_receives_a_gradient(name):
-    """On a grid of 2×3 patches and three blocks, which is all that differs from the preset
-    itself."""
-    torch.manual_seed(0)
-    side = PRESETS[name]["patch_size"]
-    wide = PRESETS[name]["embed_dim"] >= 768
-    model = build(name, img_size=(2 * side, 3 * side), depth=1 if wide else 3)
-    model(torch.randn(2, 3, 2 * side, 3 * side)).square().sum().backward()
-    idle = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is None or not parameter.grad.any()
-    ]
-    assert idle == []

@@ -48,17 +48,13 @@ class TestHeads:
         self, tmp_path, embed_dim, num_heads
     ):
         _, path = self.save(tmp_path, embed_dim=embed_dim, num_heads=num_heads, depth=1)
-        with pytest.warns(UserWarning, match=rf"{embed_dim} channels have {num_heads}, and they"):
+        with pytest.warns(UserWarning, match=rf"{embed_dim} channels; {num_heads} are taken"):
             loaded = load_timm(path)
         assert loaded.architecture["num_heads"] == num_heads
         assert load_timm(path, num_heads=num_heads).architecture == loaded.architecture
         # MoCo v3 has 12 heads of 32 channels.
         other = embed_dim // 32
         assert load_timm(path, num_heads=other).architecture["num_heads"] == other
-
-    def test_norms_of_the_heads_tell_the_number(self, tmp_path):
-        _, path = self.save(tmp_path, embed_dim=96, num_heads=4, qk_norm=True)
-        assert load_timm(path).architecture["num_heads"] == 4
 
     def test_training_takes_the_number_of_its_configuration(self, tmp_path):
         _, path = self.save(tmp_path, embed_dim=96, num_heads=3)
@@ -84,11 +80,12 @@ class TestHeads:
 class TestRefusal:
     def test_another_architecture_lists_differences(self):
         weights = build("vit_small_patch16_224", depth=12).state_dict()
-        with pytest.raises(ValueError, match=r"small.pth does not fit this model") as error:
+        with pytest.raises(
+            ValueError, match=r"small.pth does not fit this model in \d+ tensors"
+        ) as error:
             check_fit(build(), weights, origin="small.pth")
         message = str(error.value)
         assert "cls_token is [1, 1, 384] there and [1, 1, 192] in the model" in message
-        assert "more differ" in message
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_non_finite_weights_name_the_tensor(self, tmp_path, value):
@@ -101,11 +98,10 @@ class TestRefusal:
         ):
             read_weights(tmp_path / "bad.safetensors")
 
-    def test_a_grid_that_is_not_square_is_not_guessed(self):
-        with pytest.raises(
-            ValueError, match="7 positions are not a square grid; load it as a folder"
-        ):
-            infer_architecture(build(img_size=(32, 48)).state_dict(), origin="it", num_heads=3)
+    def test_a_grid_that_is_not_square_is_not_guessed(self, tmp_path):
+        torch.save(build(img_size=(32, 48)).state_dict(), tmp_path / "weights.pth")
+        with pytest.raises(ValueError, match=r"pos_embed is \[1, 7, 192\] there"):
+            load_timm(tmp_path / "weights.pth", num_heads=3)
 
     def test_another_kind_of_network_names_what_it_holds(self):
         with pytest.raises(
@@ -119,7 +115,7 @@ class TestFiles:
         ("name", "message"),
         [
             ("half.safetensors", "is not a complete model file"),
-            ("half.pth", "holds no weights that can be read"),
+            ("half.pth", "can't be read"),
         ],
     )
     def test_half_a_file(self, tmp_path, name, message):
@@ -174,16 +170,3 @@ class TestFiles:
         weights = load_timm(tmp_path / "weights.pth", num_heads=3).state_dict()
         assert weights.keys() == state.keys()
         assert all(torch.equal(weights[name], value) for name, value in state.items())
-
-    @pytest.mark.parametrize(
-        ("name", "cure"),
-        [
-            ("conv_proj.weight", "timm:NAME, or load"),
-            ("mask_token", "take timm:NAME, or the folder"),
-            ("vit.embeddings.cls_token", r"give the folder with its config\.json"),
-        ],
-    )
-    def test_torchvision_s_and_dinov2_s_own_names_say_what_to_take(self, tmp_path, name, cure):
-        torch.save(build().state_dict() | {name: torch.zeros(1)}, tmp_path / "weights.pth")
-        with pytest.raises(ValueError, match=rf"weights\.pth is not .*{cure}"):
-            load_timm(tmp_path / "weights.pth", num_heads=3)

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from vit.model.patch_embed import STEMS
+from vit.model.stem import STEMS
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import parameter_groups
 

@@ -111,7 +111,7 @@ def test_models_that_differ_are_refused(
     path = save_model(tmp_path / "other.safetensors", **({"class_names": NAMES} | other))
     with pytest.raises(ValueError, match=rf"can't be averaged: {message}"):
         vit.predict([models[0], path], photos)
-    with pytest.raises(ValueError, match="the features of AveragedModel are unknown"):
+    with pytest.raises(ValueError, match="last linear layer of AveragedModel"):
         vit.embed(models, photos)
 
 

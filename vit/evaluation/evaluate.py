@@ -184,7 +184,7 @@ def _choose_point(
         images = load_images(bundle, splits, "validation")
         logits = _predict(predictor, images, title="deciding")
     point, said = choose_operating_point(bundle, rule, images, logits)
-    metadata = {**bundle.metadata, "operating_point": point.model_dump()}
+    metadata = {**bundle.metadata, "operating_point": point}
     return replace(bundle, metadata=metadata), said
 
 

@@ -2,7 +2,7 @@
 on held-out images."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from vit.bundle import Bundle
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import number_clusters
 from vit.evaluation.out_of_fold import CROSS_VALIDATION
-from vit.model.model_file import OperatingPoint
 from vit.prediction.decision import compute_probabilities
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 from vit.runtime.arguments import shorten
@@ -61,7 +60,7 @@ def parse_rule(text: str, bundle: Bundle) -> Rule:
 
 def choose_operating_point(
     bundle: Bundle, rule: Rule, images: EvaluationSet, logits: Float32s
-) -> tuple[OperatingPoint, list[str]]:
+) -> tuple[dict[str, Any], list[str]]:
     """Choose the thresholds of a model on images with these logits, [n, C].
 
     Returns:
@@ -94,7 +93,7 @@ def choose_operating_point(
             if place == places[-1] and not thresholds:
                 raise ValueError(f"--operating-point {rule.text} on {where}: {error}") from error
             sentences.append(f"{names[place]} is predicted from 50 % on: {error}")
-    point = OperatingPoint(rule=rule.text, thresholds=thresholds, num_images=len(images))
+    point = {"rule": rule.text, "thresholds": thresholds, "num_images": len(images)}
     return point, sentences
 
 

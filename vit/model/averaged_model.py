@@ -19,7 +19,7 @@ class AveragedModel(nn.Module):
     Args:
         models: The models, which take the same images.
         temperatures: Divisor of the logits of each.
-        is_multilabel: Probabilities are those of labels, which don't exclude one another.
+        is_multilabel: Labels don't exclude one another.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.model.attention import Backend, MultiHeadAttention, build_norm
+from vit.model.attention import MultiHeadAttention, build_norm
 from vit.runtime.arguments import check_choice
 from vit.runtime.tensors import Tokens
 from vit.runtime.threads import thread_generator
@@ -15,54 +15,36 @@ class Block(nn.Module):
     """tokens + attention(norm(tokens)), then tokens + mlp(norm(tokens)).
 
     Args:
-        embed_dim, num_heads, qkv_bias, qk_norm: See `MultiHeadAttention`.
-        mlp_ratio: Width of the MLP's hidden layer in units of embed_dim.
-        mlp: Activation of the MLP; see `Mlp`.
-        init_values: LayerScale's initial value; None: no LayerScale.
+        embed_dim: Width of the tokens.
+        attn, mlp: The layers of the two branches.
+        init_values: See `LayerScale`.
         drop_path: Rate at which a branch is dropped from a sample.
-        attention_backend: See `MultiHeadAttention`.
     """
 
     def __init__(
         self,
         embed_dim: int,
-        num_heads: int,
+        attn: MultiHeadAttention,
+        mlp: "Mlp",
         *,
-        mlp_ratio: float = 4.0,
-        mlp: str = "gelu",
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
         init_values: float | None = None,
         drop_path: float = 0.0,
-        attention_backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        # An Identity replaces a part that is off. It has no parameters, so names stay timm's.
         self.norm1 = build_norm(embed_dim)
-        self.attn = MultiHeadAttention(
-            embed_dim,
-            num_heads,
-            qkv_bias=qkv_bias,
-            qk_norm=qk_norm,
-            backend=attention_backend,
-        )
-        self.ls1 = _build_scale(embed_dim, init_values)
-        self.drop_path1 = _build_drop(drop_path)
+        self.attn = attn
+        self.ls1 = LayerScale(embed_dim, init_values)
+        self.drop_path1 = DropPath(drop_path)
         self.norm2 = build_norm(embed_dim)
-        self.mlp = Mlp(embed_dim, round(embed_dim * mlp_ratio), activation=mlp)
-        self.ls2 = _build_scale(embed_dim, init_values)
-        self.drop_path2 = _build_drop(drop_path)
+        self.mlp = mlp
+        self.ls2 = LayerScale(embed_dim, init_values)
+        self.drop_path2 = DropPath(drop_path)
 
     def forward(
         self, tokens: Tokens, *, num_out_tokens: int | None = None
     ) -> Float[Tensor, "B M D"]:
-        """Return the tokens after the block.
-
-        Args:
-            tokens: [B, N, D].
-            num_out_tokens: Number M of leading tokens to return; they attend to all tokens. None
-                returns all.
-        """
+        """Return the first M = `num_out_tokens` tokens after the block, which attend to all; or all
+        tokens."""
         normed = self.norm1(tokens)
         if num_out_tokens is None:
             return self._add_branches(tokens, self.attn(normed))
@@ -91,16 +73,12 @@ class Mlp(nn.Module):
             (Shazeer 2020).
 
     Raises:
-        ValueError: The activation is unknown, or the width of "swiglu" is odd.
+        ValueError: The activation is unknown.
     """
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str = "gelu") -> None:
         super().__init__()
         check_choice(activation, ("gelu", "relu2", "swiglu"), name="mlp")
-        if activation == "swiglu" and hidden_dim % 2:
-            raise ValueError(
-                f"swiglu halves its hidden width, which is odd: {hidden_dim}; change mlp_ratio"
-            )
         self.activation = activation
         self.fc1 = nn.Linear(embed_dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim // 2 if activation == "swiglu" else hidden_dim, embed_dim)
@@ -120,27 +98,26 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor per channel of a residual branch (Touvron et al. 2021, CaiT)."""
+    """A learned factor per channel of a residual branch (Touvron et al. 2021, CaiT).
 
-    def __init__(self, embed_dim: int, init_values: float) -> None:
+    Args:
+        embed_dim: Width of the branch.
+        init_values: Initial factor. None: the branch stays as it is, and there is no parameter.
+    """
+
+    def __init__(self, embed_dim: int, init_values: float | None) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((embed_dim,), init_values))
+        self.gamma = None
+        if init_values is not None:
+            self.gamma = nn.Parameter(torch.full((embed_dim,), init_values))
 
     def forward(self, tokens: Tokens) -> Tokens:
-        return tokens * self.gamma
-
-
-def _build_scale(embed_dim: int, init_values: float | None) -> nn.Module:
-    return nn.Identity() if init_values is None else LayerScale(embed_dim, init_values)
-
-
-def _build_drop(rate: float) -> nn.Module:
-    return DropPath(rate) if rate else nn.Identity()
+        return tokens if self.gamma is None else tokens * self.gamma
 
 
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016): drops a residual branch from a random fraction of the
-    samples."""
+    samples, `rate`."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -149,7 +126,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, branch: Tokens) -> Tokens:
-        if not self.training:
+        if not self.training or not self.rate:
             return branch
         mask = branch.new_empty(branch.shape[0], 1, 1)
         mask.bernoulli_(1 - self.rate, generator=thread_generator())
@@ -158,13 +135,12 @@ class DropPath(nn.Module):
 
 
 def drop_patches(tokens: Tokens, rate: float, *, num_prefix_tokens: int) -> Float[Tensor, "B M D"]:
-    """PatchDropout (Liu et al. 2022, arXiv 2208.07220): a random subset of each image's patches, in
-    random order, after the prefix tokens. Positions are added before.
+    """PatchDropout (Liu et al. 2022, arXiv 2208.07220): the prefix tokens, then a random subset of
+    each image's patches in random order.
 
     Args:
-        tokens: [B, N, D], prefix tokens first.
-        rate: Fraction of patches to drop, from 0 to 1. Every image loses the same number, and at
-            least one patch stays.
+        tokens: [B, N, D], with their positions, prefix tokens first.
+        rate: Fraction of patches to drop, from 0 to 1. At least one stays.
         num_prefix_tokens: Number of leading tokens that always stay.
     """
     prefix = tokens[:, :num_prefix_tokens]

@@ -11,7 +11,6 @@ MODEL_FILE = "model.safetensors"
 _TIMM = "timm:"
 # Files of weights: ours, timm's training script's, torchvision's, Lightning's and others'.
 _WEIGHTS = (".safetensors", ".pth", ".pth.tar", ".pt", ".ckpt", ".bin")
-_UNFINISHED = "training writes it after the first evaluation"
 # Models that come with the package, as NAME.safetensors.
 PRETRAINED_FOLDER = Path(vit.__file__).parent / "pretrained"
 
@@ -29,18 +28,13 @@ def list_example_photos() -> list[Path]:
     return sorted(folder.glob("*.jpg"))
 
 
-def is_folder_of_library(source: str | Path) -> bool:
-    """Tell a folder that timm or Hugging Face's library wrote from a run."""
-    return (expand_home(source) / "config.json").is_file()
-
-
 def is_model_name(text: str) -> bool:
     """Tell a model that a user names from images: timm:NAME, a file of weights, a run, a folder of
     another library, or the name of a model of the package that no file or folder has."""
     path = expand_home(text)
     if text.startswith(_TIMM) or path.name.endswith(_WEIGHTS):
         return True
-    is_folder = (path / MODEL_FILE).is_file() or is_folder_of_library(path)
+    is_folder = any((path / name).is_file() for name in (MODEL_FILE, "config.json"))
     return is_folder or (text in list_pretrained() and not path.exists())
 
 
@@ -55,16 +49,14 @@ def find_model(source: str | Path) -> str | Path:
     if str(source).startswith(_TIMM):
         return str(source)
     path = expand_home(source)
-    if is_folder_of_library(path):
+    if (path / "config.json").is_file():
         return path
     file = path / MODEL_FILE if path.is_dir() else path
     if problem := explain_file(file):
         raise ValueError(problem)
     if file.exists():
         if (guess_type(file.name)[0] or "").startswith("image/"):
-            raise ValueError(
-                f"{source} is an image, not a model; the model comes before the images"
-            )
+            raise ValueError(f"{source} is an image, not a model; the model comes first")
         return file
 
     # A folder of images may have the same name.
@@ -72,17 +64,19 @@ def find_model(source: str | Path) -> str | Path:
     if str(source) in names:
         return PRETRAINED_FOLDER / f"{source}.safetensors"
     if path.is_dir():
-        others = sorted(each.name for each in path.iterdir() if each.name.endswith(_WEIGHTS))
-        hint = f"name one of its files, such as {others[0]}" if others else _UNFINISHED
-        raise FileNotFoundError(f"{source} holds no {MODEL_FILE}; {hint}")
+        raise FileNotFoundError(
+            f"{source} holds no {MODEL_FILE}, which training writes after the first evaluation; "
+            "for other weights, name their file"
+        )
     # timm takes seconds to import
-    from timm import is_model
+    from timm import is_model, list_models
 
     if is_model(str(source)):
         return f"{_TIMM}{source}"
     raise FileNotFoundError(
         f"{source} does not exist; a model is a run, a file of weights, a folder of timm or "
-        f"Hugging Face, timm:NAME or {' or '.join(names)}{suggest(source, names)}"
+        f"Hugging Face, timm:NAME or {' or '.join(names)}"
+        f"{suggest(source, [*names, *list_models()])}"
     )
 
 
@@ -90,13 +84,9 @@ def find_initial_weights(init: str | Path, directory: Path | None = None) -> str
     """Return the value of `model.init` for the weights that a user names: timm:NAME, or an absolute
     path.
 
-    Args:
-        init: Name or path of the weights.
-        directory: Directory of the run that starts from them.
-
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is the run that is about to be trained, or see `find_model`.
+        FileNotFoundError, ValueError: See `find_model`.
+        ValueError: They are of the run that is about to be trained in `directory`.
     """
     found = find_model(init)
     if isinstance(found, str):

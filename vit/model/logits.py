@@ -2,9 +2,7 @@
 Hugging Face.
 """
 
-import inspect
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,23 +22,18 @@ PRE_LOGITS: Readout = (0, "pre_logits")
 
 
 def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes"]:
-    """Compute the logits of a model, in float32 under any autocast (float64 stays).
+    """Compute the logits of normalised images, in float32 under any autocast (float64 stays).
 
     The model may return a tensor, a tuple, a dictionary or an output object. A separate head
     (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties change top-1 by
     tenths of a percent.
 
-    Args:
-        model: Classifier.
-        images: Images, normalised for the model.
-
     Raises:
-        ValueError: The model doesn't return [images, classes], or it takes patches instead of
-            images.
+        ValueError: The model doesn't return [images, classes].
     """
     net: Any = model
     if not (hasattr(net, "forward_features") and hasattr(net, "forward_head")):
-        return at_least_float32(_find_logits(net, _call(net, images)))
+        return at_least_float32(_find_logits(net, net(images)))
     features = _forward_features(net, images)
     with torch.autocast(images.device.type, enabled=False):
         return at_least_float32(net.forward_head(features))
@@ -48,11 +41,10 @@ def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes
 
 def _forward_features(net: Any, images: Tensor) -> Any:
     """Compute the input of a model's head, in the type of its weights."""
-    num_out_tokens = getattr(net, "num_out_tokens", None)
-    if num_out_tokens is None:
+    if isinstance(net, VisionTransformer):  # its last block can skip the other tokens
+        features = net.forward_features(images, num_out_tokens=net.num_out_tokens)
+    else:
         features = net.forward_features(images)
-    else:  # The last block of our models can skip the other tokens.
-        features = net.forward_features(images, num_out_tokens=num_out_tokens)
     # a model with weights in half precision has a head in half precision
     dtype = next(net.parameters()).dtype
     if isinstance(features, Tensor):
@@ -60,41 +52,21 @@ def _forward_features(net: Any, images: Tensor) -> Any:
     return features
 
 
-def _call(model: nn.Module, images: Tensor) -> Any:
-    """Call a model of any library. Some take images by keyword only."""
-    parameters: Mapping[str, inspect.Parameter] = {}
-    with suppress(TypeError, ValueError):  # compiled code
-        parameters = inspect.signature(model.forward).parameters
-    if "spatial_shapes" in parameters:
-        raise ValueError(
-            f"{type(model).__name__} takes patches with their spatial_shapes, not images; wrap it "
-            "in a module that turns images into patches"
-        )
-    first = next(iter(parameters.values()), None)
-    if first is not None and first.kind is inspect.Parameter.KEYWORD_ONLY:
-        return model(**{first.name: images})
-    # Hugging Face calls the images pixel_values.
-    if "pixel_values" in parameters or (first is not None and first.kind is first.VAR_KEYWORD):
-        return model(pixel_values=images)
-    return model(images)
-
-
 def _find_logits(model: nn.Module, output: Any) -> Float[Tensor, "_ classes"]:
     """Find the logits in the output of a forward pass."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     output = getattr(output, "logits", output)
-    candidates = output if isinstance(output, tuple | list) else [output]
+    candidates = output
+    if not isinstance(output, tuple | list):
+        candidates = [output]
     matrices = [each for each in candidates if isinstance(each, Tensor) and each.ndim == 2]
-    if len(matrices) == 1:
-        return matrices[0]
-    name = type(model).__name__
-    if matrices:
+    if len(matrices) != 1:
         raise ValueError(
-            f"{name} returns {len(matrices)} tensors that may be logits [images, classes]; let it "
-            'return one, or a dictionary with "logits"'
+            f"{type(model).__name__} returns {len(matrices)} tensors that may be logits [images, "
+            "classes]; use a classifier that returns one"
         )
-    raise ValueError(f"{name} returns no logits [images, classes]; use a model with a classifier")
+    return matrices[0]
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -103,69 +75,85 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def has_features(model: nn.Module) -> bool:
-    """Tell if `compute_logits_and_features` supports a model. Ours and timm's are supported."""
-    net: Any = model
-    if hasattr(net, "num_out_tokens"):
-        return True
-    head = getattr(net, "forward_head", None)
-    return head is not None and "pre_logits" in inspect.signature(head).parameters
+    """Tell if a model may have the features of `compute_logits_and_features`."""
+    is_linear = (isinstance(module, nn.Linear) for module in model.modules())
+    return count_classes(model) == 0 or any(is_linear)
 
 
 def count_features(model: nn.Module) -> int:
-    """Return the width D of the features of `compute_logits_and_features`."""
-    net: Any = model
-    # timm's name for this width, which includes layers of the head.
-    return int(
-        getattr(net, "head_hidden_size", None) or getattr(net, "num_features", net.embed_dim)
-    )
+    """Return the width D of the features of a model for which `has_features` is true."""
+    if isinstance(model, VisionTransformer):
+        return model.embed_dim
+    if count_classes(model) == 0:
+        net: Any = model
+        # timm's names
+        return int(getattr(net, "head_hidden_size", None) or net.num_features)
+    return _find_classifier(model).in_features
+
+
+def _find_classifier(model: nn.Module) -> nn.Linear:
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError(f"{type(model).__name__} has no last linear layer, which reads features")
+    return linear[-1]
 
 
 def compute_logits_and_features(
     model: nn.Module, images: Images
 ) -> tuple[Float[Tensor, "B classes"], Float[Tensor, "B D"]]:
-    """Compute logits and the pooled features that the head reads, in one forward pass.
+    """Compute logits and the pooled features that the classifier reads, in one forward pass.
 
-    The logits equal those of `compute_logits` to the last bit.
+    The classifier is the last linear layer. The logits equal those of `compute_logits` to the last
+    bit. A model of timm with 0 classes returns its features, which are then both results.
 
-    Args:
-        model: Model for which `has_features` is true.
-        images: Images, normalised for the model.
+    Raises:
+        ValueError: The last linear layer doesn't compute the logits from one vector an image.
     """
-    net: Any = model
-    tokens = _forward_features(net, images)
-    with torch.autocast(images.device.type, enabled=False):
-        logits = net.forward_head(tokens)
-        if hasattr(net, "num_out_tokens"):
-            features = net.pool(tokens, net.global_pool)
-        else:
-            features = net.forward_head(tokens, pre_logits=True)
-    return logits, features.flatten(1)
+    if isinstance(model, VisionTransformer):
+        # without hooks, because several threads may run it
+        tokens = _forward_features(model, images)
+        with torch.autocast(images.device.type, enabled=False):
+            features = model.pool(tokens, model.global_pool)
+            return model.head(features), features
+    if count_classes(model) == 0:
+        features = compute_logits(model, images)
+        return features, features
+
+    seen: list[tuple[Tensor, Tensor]] = []
+    hook = _find_classifier(model).register_forward_hook(
+        lambda _, arguments, output: seen.append((arguments[0], at_least_float32(output)))
+    )
+    try:
+        logits = compute_logits(model, images)
+    finally:
+        hook.remove()
+    features, outputs = seen[-1] if seen else (images, images)
+    if features.ndim != 2 or not torch.equal(outputs, logits):
+        raise ValueError(
+            f"the last linear layer of {type(model).__name__} doesn't compute its logits from one "
+            "vector an image, its features; take a vision transformer of vit or timm"
+        )
+    return logits, at_least_float32(features)
 
 
 def list_readouts(model: nn.Module) -> list[Readout]:
     """List the readouts of `compute_block_features` in its order, first block first."""
     if not isinstance(model, VisionTransformer):
         return [PRE_LOGITS]
-    poolings = ["avg"] if model.cls_token is None else ["token", "avg"]
+    poolings = ["token", "avg"]
+    if model.cls_token is None:
+        poolings = ["avg"]
     return [(depth, pool) for depth in range(1, len(model.blocks) + 1) for pool in poolings]
 
 
 def compute_block_features(model: nn.Module, images: Images) -> Float[Tensor, "B R D"]:
-    """Compute the features of images at each of the model's R readouts, float32.
+    """Compute the features of normalised images at each of the model's R readouts, float32.
 
     The head would read them if the model ended at that block. They are normed like the input of
-    the head.
-
-    Args:
-        model: Model in evaluation mode. A model of another library has one readout: the input of
-            its last linear layer.
-        images: Images, normalised for the model.
-
-    Raises:
-        ValueError: A model of another library has no last linear layer that reads [B, D].
+    the head. A model of another library has one readout: see `compute_logits_and_features`.
     """
     if not isinstance(model, VisionTransformer):
-        return _compute_pre_logits(model, images)[:, None]
+        return compute_logits_and_features(model, images)[1][:, None]
     poolings = [pool for depth, pool in list_readouts(model) if depth == 1]
     features = []
     for tokens in model.forward_intermediates(images):
@@ -187,12 +175,8 @@ def cut_model(
 ) -> VisionTransformer:
     """Build a model that ends at a readout, with a linear layer as its head.
 
-    Its logits are those of this layer for the features of `compute_block_features`.
-
-    Args:
-        model: Model whose first blocks and final norm are copied.
-        readout: Number of blocks to keep, and the pooling.
-        weight, bias: Parameters of the head.
+    Its logits are those of this layer for the features of `compute_block_features`. The first
+    blocks and the final norm are copied.
     """
     depth, global_pool = readout
     values = {"depth": depth, "global_pool": global_pool, "num_classes": len(weight)}
@@ -206,41 +190,3 @@ def cut_model(
     weights |= {"head.weight": weight.to(device), "head.bias": bias.to(device)}
     cut = build_to_fit(model.architecture | values, weights, origin="the model")
     return cut.to(device).train(model.training)
-
-
-def count_channels(model: nn.Module) -> int:
-    """Return the width D of the features. See `compute_block_features` for errors."""
-    if isinstance(model, VisionTransformer):
-        return model.embed_dim
-    return _find_classifier(model).in_features
-
-
-def _find_classifier(model: nn.Module) -> nn.Linear:
-    """Find the last linear layer of another library's model, which computes its logits."""
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    num_classes = count_classes(model)
-    if not linear or num_classes not in (None, linear[-1].out_features):
-        raise ValueError(
-            f"{type(model).__name__} has no last linear layer whose input could be its features; "
-            "take a vision transformer of vit or timm"
-        )
-    return linear[-1]
-
-
-def _compute_pre_logits(model: nn.Module, images: Tensor) -> Float[Tensor, "B D"]:
-    inputs: list[Tensor] = []
-
-    def keep_input(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        inputs.append(arguments[0])
-
-    hook = _find_classifier(model).register_forward_pre_hook(keep_input)
-    try:
-        model(images)
-    finally:
-        hook.remove()
-    if not inputs or inputs[-1].ndim != 2:
-        raise ValueError(
-            f"the last linear layer of {type(model).__name__} doesn't read one feature vector an "
-            "image; take a vision transformer of vit or timm"
-        )
-    return at_least_float32(inputs[-1])

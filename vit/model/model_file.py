@@ -8,21 +8,18 @@ their metadata is empty.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit.model.checkpoint import CHECKPOINT_NAME, read_averaged_weights
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.runtime.documents import parse_json
 from vit.runtime.files import explain_damage, write_atomically
@@ -36,16 +33,6 @@ _HASHES = ("training_hashes/digests", "training_hashes/perceptual")
 _LIKENESS = ("likeness/training_features", "likeness/distances")
 # the distance is that to the k-th nearest training image (Sun et al. 2022, section 3)
 NUM_NEIGHBOURS = 5
-# the metadata that a checkpoint of the same run doesn't share
-_FITTED_TO_WEIGHTS = (
-    "step",
-    "temperature",
-    "temperature_fitted_on",
-    "out_of_fold_temperature",
-    "conformal",
-    "operating_point",
-)
-
 StateDict = dict[str, Tensor]
 Metadata = Mapping[str, Any]
 Hashes = tuple[NDArray[np.uint64], NDArray[np.uint64]]
@@ -62,8 +49,14 @@ class Likeness(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFile:
-    """Weights by name, the JSON object, the hashes of the training images (SHA-256 digests and
-    dHashes), and by what images unlike them are found."""
+    """The content of a model file.
+
+    Attributes:
+        weights: Tensors by name.
+        metadata: The JSON object; empty in a file of another program.
+        training_hashes: SHA-256 digests and dHashes of the training images.
+        likeness: Features by which unusual images are found.
+    """
 
     weights: StateDict
     metadata: Metadata = field(default_factory=dict)
@@ -72,22 +65,15 @@ class ModelFile:
 
 
 def read_model_file(path: Path) -> ModelFile:
-    """Read and check a model file, another safetensors file, or a checkpoint of a run.
-
-    Raises:
-        ValueError: The file is cut off or damaged, has NaN among its weights, or has another schema
-            version.
-        OSError: It isn't there.
-    """
+    """Read and check a model file, or another safetensors file. Raises ValueError for one that is
+    cut off or damaged, or has NaN among its weights or another schema version."""
     # a file that may not be read is not a damaged one
     path.open("rb").close()
-    if CHECKPOINT_NAME.fullmatch(path.name):
-        return _read_checkpoint(path)
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_KEY, "{}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+    except (SafetensorError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{path} is not a complete model file ({explain_damage(path, error)}); "
             "copy or train it again"
@@ -98,26 +84,19 @@ def read_model_file(path: Path) -> ModelFile:
     metadata = parse_json(text, origin=str(path))
     if metadata == {}:  # The file is from another program.
         return ModelFile(tensors)
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("schema_version"), int):
-        raise ValueError(f"{path} is damaged: its metadata is not an object with a schema_version")
-    if metadata["schema_version"] != SCHEMA_VERSION:
+    version = metadata.get("schema_version") if isinstance(metadata, dict) else None
+    if version != SCHEMA_VERSION:
         raise ValueError(
-            f"{path} has schema version {metadata['schema_version']}, "
-            f"this program reads {SCHEMA_VERSION}; upgrade vit-pipeline"
+            f"{path} has schema version {version}, this program reads {SCHEMA_VERSION};"
+            " upgrade vit-pipeline"
         )
     if metadata.pop(_CHECKSUM, None) != compute_checksum(tensors, metadata):
         raise ValueError(
             f"{path} is damaged: its content has another checksum than it records; copy or train it"
             " again"
         )
-    described = "module" if "module" in metadata else "architecture"
-    kinds = {**_NEEDED, described: dict}
-    wrong = [name for name, kind in kinds.items() if not isinstance(metadata.get(name), kind)]
-    temperature = metadata.get("temperature", 1.0)
-    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-        wrong.append("temperature")
-    if wrong:
-        raise ValueError(f"{path} is damaged: its {wrong[0]} is wrong; copy or train it again")
+    if not all(isinstance(metadata.get(name), kind) for name, kind in _NEEDED.items()):
+        raise ValueError(f"{path} is damaged: it lacks one of {', '.join(_NEEDED)}")
     if metadata.get("architecture", {}).pop("distilled", False):
         raise ValueError(
             f"{path} is a distilled model, which vit has no more; train one again, or use it with"
@@ -141,28 +120,6 @@ def _take(tensors: StateDict, names: tuple[str, str]) -> tuple[Any, Any] | None:
     return first, second
 
 
-def _read_checkpoint(path: Path) -> ModelFile:
-    """Read the averaged weights of a checkpoint, with the metadata of its run's model file."""
-    model_file = path.absolute().parents[1] / MODEL_FILE
-    if not model_file.is_file():
-        raise ValueError(
-            f"{path} is the checkpoint of a run whose {MODEL_FILE}, from its first evaluation, is "
-            f"not in {model_file.parent}; leave checkpoints in their run's directory"
-        )
-    content = read_model_file(model_file)
-
-    weights, run_id = read_averaged_weights(path)
-    if run_id != content.metadata.get("run_id"):
-        raise ValueError(f"{path} is of run {run_id}, and {model_file} of another")
-    check_finite(weights, origin=str(path))
-
-    # These were fitted to the weights of the model file.
-    metadata = {
-        key: value for key, value in content.metadata.items() if key not in _FITTED_TO_WEIGHTS
-    }
-    return ModelFile(weights, metadata, content.training_hashes)
-
-
 def write_model_file(path: Path, content: ModelFile) -> None:
     """Write `content` atomically. Equal contents give equal bytes."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in content.weights.items()}
@@ -180,8 +137,8 @@ def write_model_file(path: Path, content: ModelFile) -> None:
 
 
 def hash_weights(weights: StateDict) -> str:
-    """Return the SHA-256 of names and values. Quantised modules have tuples and types among their
-    values, and tensors of integers with a scale."""
+    """Return the SHA-256 of names and values, also of those of quantised modules: tuples, types, and
+    tensors of integers with a scale."""
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(name.encode())
@@ -204,23 +161,8 @@ def compute_checksum(tensors: StateDict, metadata: Metadata) -> str:
 def check_finite(weights: StateDict, *, origin: str) -> None:
     """Raise ValueError for NaN and infinity, naming the first tensor that has any."""
     for name, tensor in weights.items():
-        # few operations are defined for numbers of 8 bits
-        if tensor.is_floating_point() and tensor.element_size() == 1:
-            raise ValueError(f"{origin}: {name} is {tensor.dtype}; convert it to float32")
         count = int((~tensor.isfinite()).sum())
         if count:
             raise ValueError(
                 f"{origin}: {name} holds {count} NaN or infinite values; use an earlier copy"
             )
-
-
-class OperatingPoint(BaseModel):
-    """Probabilities from which classes or labels are predicted (`vit.prediction.decision`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    # the rule they were chosen by, as `vit evaluate --operating-point` takes it
-    rule: str
-    # label → probability; one class alone where an image has one class
-    thresholds: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(min_length=1)
-    # images they were chosen on
-    num_images: int = Field(ge=0)

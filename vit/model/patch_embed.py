@@ -7,36 +7,18 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.model.stem import build_stem
+from vit.model.stem import STEMS, build_stem
 from vit.runtime.arguments import Size, as_pair, check_choice
 from vit.runtime.device import cpu_multiplies_bfloat16
 from vit.runtime.tensors import Images
 from vit.runtime.threads import constant_when_compiled
 
-STEMS = ("conv", "conv_pool", "conv_pool_residual", "conv_residual", "patch")
-
 
 class PatchEmbed(nn.Module):
     """Cuts the image into patches and embeds each: [B, C, H, W] → [B, P, D], row by row.
 
-    All stems end on the patch grid, so a convolutional one needs patch sides that are powers of
-    two, from 2:
-
-    - "patch": one linear map per patch (Dosovitskiy et al. 2021).
-    - "conv": 3×3 convolutions of stride 2 with ReLU, widths doubling up to D, then a 1×1 one (Xiao
-      et al. 2021, without batch norm, so that no sample's result depends on its batch).
-    - "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2, D/4 wide, the last D
-      (Hassani et al. 2021, CCT).
-    - "conv_pool_residual": the same, then features + relu(conv3×3(features)) (He et al. 2016).
-    - "conv_residual": a 3×3 convolution with ReLU and a residual one, on the pixels and again after
-      each max pooling, with widths doubling up to D.
-
-    Args:
-        img_size: Pixels of both sides, or (height, width); the patch must divide the image.
-        patch_size: See `img_size`.
-        in_chans: Channels of the images.
-        embed_dim: Width of the tokens.
-        stem: One of the names above.
+    For the arguments see `VisionTransformer`. The stem "patch" is one linear map per patch
+    (Dosovitskiy et al. 2021); others (`build_stem`) need patch sides that are powers of two, from 2.
 
     Raises:
         ValueError: The stem is unknown, or the sides don't fit.
@@ -64,8 +46,7 @@ class PatchEmbed(nn.Module):
             return
         if any(side & (side - 1) for side in self.patch_size) or max(self.patch_size) < 2:
             raise ValueError(
-                f"a convolutional stem halves the image, so patch_size {self.patch_size} must be "
-                "powers of two; try 2, 4, 8 or 16, or stem 'patch'"
+                f"patch_size {self.patch_size}: a convolutional stem needs powers of two, such as 4"
             )
         self.stem, self.proj = build_stem(stem, in_chans, embed_dim, self.patch_size)
 
@@ -74,76 +55,42 @@ class PatchEmbed(nn.Module):
         """(rows, columns) of patches."""
         return self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1]
 
-    def set_input_size(self, img_size: Size, patch_size: Size | None = None) -> None:
-        """Change the size of images and patches. See `VisionTransformer.set_input_size`."""
+    def set_input_size(self, img_size: Size) -> None:
+        """Change the size of images. See `VisionTransformer.set_input_size`."""
         sides = as_pair(img_size, name="img_size")
-        patches = self.patch_size
-        if patch_size is not None:
-            patches = as_pair(patch_size, name="patch_size")
-        for side, patch in zip(sides, patches, strict=True):
+        for side, patch in zip(sides, self.patch_size, strict=True):
             if side % patch:
-                lower = side // patch * patch
-                nearest = f"{lower} or {lower + patch}" if lower else str(patch)
+                larger = (side // patch + 1) * patch
                 raise ValueError(
-                    f"img_size {side} is not a multiple of patch_size {patch}; try {nearest}"
+                    f"img_size {side} is not a multiple of patch_size {patch}; try {larger}"
                 )
-        self._resample_patches(patches)
         self.img_size = sides
-
-    def _resample_patches(self, patch_size: tuple[int, int]) -> None:
-        """Resample the kernel, so that resized patches get nearly the same embedding.
-
-        The pseudo-inverse of the resizing does this (Beyer et al. 2023, FlexiViT, equation 4).
-        """
-        if patch_size == self.patch_size:
-            return
-        if not isinstance(self.stem, nn.Identity):
-            raise ValueError(
-                f"a convolutional stem makes patches of {self.patch_size}, which can't be resampled "
-                f"to {patch_size}; set patch_size to {list(self.patch_size)}"
-            )
-        # timm takes seconds to import.
-        from timm.layers import resample_patch_embed
-
-        assert isinstance(self.proj, nn.Conv2d)
-        old = self.proj.weight
-        kernel = resample_patch_embed(old.detach(), list(patch_size))
-        self.proj.weight = nn.Parameter(kernel, requires_grad=old.requires_grad)
-        self.proj.kernel_size = patch_size
-        self.proj.stride = patch_size
-        self.patch_size = patch_size
 
     def forward(self, images: Images) -> Float[Tensor, "B P D"]:
         """Embed images. In training mode their sides may be any multiples of the patch."""
-        expected = self.img_size
-        if self.training and not any(
-            side % patch for side, patch in zip(images.shape[2:], self.patch_size, strict=True)
-        ):
-            height, width = images.shape[2:]
-            expected = (height, width)
-        if images.shape[1:] != (self.in_chans, *expected):
+        height, width = images.shape[2:]
+        fits = (height, width) == self.img_size
+        if self.training:
+            fits = not (height % self.patch_size[0] or width % self.patch_size[1])
+        if images.shape[1] != self.in_chans or not fits:
             raise ValueError(
                 f"images of shape {list(images.shape[1:])} (channels, height, width) given to a "
                 f"model for {[self.in_chans, *self.img_size]}; call set_input_size for another size"
             )
         if isinstance(self.stem, nn.Identity):
             return self._patchify(images)
-        # Compiled max pooling takes longer than all the rest of a small model.
-        compiling = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-        convolve = _convolve_uncompiled if compiling and images.is_cpu else _convolve
+        # Channels last is faster for 3×3 convolutions, and the tokens are then a view.
+        images = images.contiguous(memory_format=torch.channels_last)
         # Without bfloat16 instructions, the weight gradient of a convolution takes over ten times
         # as long in bfloat16 as in float32 (256 images, 32 px, 2 cores).
         in_float32 = images.is_cpu and not _has_bfloat16()
         with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
-            features = convolve(images, self.stem, self.proj)  # [B, D, rows, columns]
+            features: Tensor = self.proj(self.stem(images))  # [B, D, rows, columns]
         return features.flatten(2).transpose(1, 2)  # [B, P, D]
 
     def _patchify(self, images: Images) -> Float[Tensor, "B P D"]:
-        """Apply `proj` as one matrix product over flattened patches.
-
-        It equals a convolution whose stride is its kernel size, and is 1.3 times as fast on a CPU
-        (128 images of 64 patches, bfloat16, one core).
-        """
+        """Apply `proj` as one matrix product over flattened patches, which is 1.3 times as fast on a
+        CPU (128 images of 64 patches, bfloat16, one core)."""
         assert isinstance(self.proj, nn.Conv2d)
         height, width = self.patch_size
         rows = images.shape[2] // height
@@ -152,16 +99,6 @@ class PatchEmbed(nn.Module):
         patches = patches.permute(0, 2, 4, 1, 3, 5)  # [B, rows, columns, C, height, width]
         patches = patches.flatten(3).flatten(1, 2)  # [B, P, C·height·width]
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
-
-
-def _convolve(images: Tensor, stem: nn.Module, proj: nn.Module) -> Tensor:
-    # Channels last is faster for 3×3 convolutions, and the tokens are then a view.
-    features: Tensor = proj(stem(images.contiguous(memory_format=torch.channels_last)))
-    return features
-
-
-# torch.compiler.disable does the same, but first imports torch's compiler, which takes 3 s.
-_convolve_uncompiled = torch._disable_dynamo(_convolve)  # type: ignore[attr-defined]
 
 
 # A constant for the compiler: reading processor flags would break its graph.
@@ -177,10 +114,7 @@ def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[
     row and frequencies 10000^(-i / (D/4 - 1)).
     """
     if embed_dim % 4:
-        raise ValueError(
-            f"sincos positions need an embed_dim that is a multiple of 4, not {embed_dim}; "
-            f"try {embed_dim // 4 * 4 + 4}"
-        )
+        raise ValueError(f"sincos positions need an embed_dim that 4 divides, not {embed_dim}")
     # A model on "meta" computes them on the CPU too: on "meta", torch would import its compiler,
     # which takes 3 s.
     rows, columns, exponents = (
@@ -203,12 +137,11 @@ def resample_positions(
     new_grid: tuple[int, int],
     num_prefix_tokens: int,
 ) -> Float[Tensor, "1 M D"]:
-    """Resample learned positions to another grid, by antialiased bicubic interpolation as in timm.
+    """Resample learned positions to another grid of rows and columns, by antialiased bicubic
+    interpolation as in timm. Those of the prefix tokens, which come first, stay as they are.
 
-    Args:
-        positions: [1, N, D], the prefix tokens first, then the patches row by row.
-        old_grid, new_grid: Rows and columns of patches.
-        num_prefix_tokens: Number of leading positions that stay as they are.
+    `F.interpolate` has no deterministic backward pass on GPUs, and `train.deterministic` needs one.
+    So it makes a matrix for each axis, which multiplies the positions.
     """
     assert positions.shape[1] == num_prefix_tokens + old_grid[0] * old_grid[1]
     if old_grid == new_grid:
@@ -216,21 +149,8 @@ def resample_positions(
     prefix = positions[:, :num_prefix_tokens]
     grid = positions[0, num_prefix_tokens:].reshape(*old_grid, -1).float()  # [rows, columns, D]
     with torch.autocast(positions.device.type, enabled=False):
-        for axis in (0, 1):
-            weights = _build_resampling_weights(old_grid[axis], new_grid[axis], grid.device)
+        for axis, (old, new) in enumerate(zip(old_grid, new_grid, strict=True)):
+            identity = torch.eye(old, device=grid.device)[None, None]
+            weights = F.interpolate(identity, (new, old), mode="bicubic", antialias=True)[0, 0]
             grid = torch.tensordot(weights, grid, dims=([1], [axis])).movedim(0, axis)
     return torch.cat([prefix, grid.flatten(0, 1)[None].to(prefix)], dim=1)
-
-
-def _build_resampling_weights(
-    old_length: int, new_length: int, device: torch.device
-) -> Float[Tensor, "new old"]:
-    """Build the matrix of antialiased bicubic interpolation along one axis.
-
-    `F.interpolate` has no deterministic backward pass on GPUs, and `train.deterministic` needs one.
-    """
-    identity = torch.eye(old_length, device=device)[None, None]
-    weights = F.interpolate(
-        identity, size=(new_length, old_length), mode="bicubic", antialias=True, align_corners=False
-    )
-    return weights[0, 0]

@@ -1,19 +1,23 @@
-"""Convolutional stems, which halve the image down to the patch grid.
-
-`vit export` copies this file into folders for timm, so it imports torch alone.
-"""
+"""Convolutional stems, which halve the image down to the patch grid."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+STEMS = ("conv", "conv_pool", "conv_pool_residual", "conv_residual", "patch")
 
 
 def build_stem(
     stem: str, in_chans: int, embed_dim: int, patch_size: tuple[int, int]
 ) -> tuple[nn.Sequential, nn.Module]:
-    """Build a stem, and the layer that follows it on the patch grid.
+    """Build a stem, and the layer that follows it on the patch grid. Patch sides are powers of two.
 
-    The stem has 3×3 convolutions with ReLU, whose stride or max pooling halves the image. See
-    `PatchEmbed`; patch sides are powers of two.
+    - "conv": 3×3 convolutions of stride 2 with ReLU, widths doubling up to D, then a 1×1 one (Xiao
+      et al. 2021, without batch norm, so that no sample's result depends on its batch).
+    - "conv_pool": 3×3 convolutions, ReLU and 3×3 max pooling of stride 2, D/4 wide, the last D
+      (Hassani et al. 2021, CCT).
+    - "conv_pool_residual": the same, then a residual convolution.
+    - "conv_residual": a 3×3 convolution with ReLU and a residual one, on the pixels and again after
+      each max pooling, with widths doubling up to D.
     """
     # A side that has reached the grid keeps its length in the remaining stages.
     row_halvings, column_halvings = (side.bit_length() - 1 for side in patch_size)
@@ -49,7 +53,7 @@ def build_stem(
 
 
 class ResidualConv(nn.Module):
-    """features + relu(conv(features)), 3×3."""
+    """features + relu(conv(features)), 3×3 (He et al. 2016)."""
 
     def __init__(self, embed_dim: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Models of timm: built by name, and described as models of this project."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -18,58 +18,44 @@ from vit.runtime.arguments import Size, first_line
 from vit.runtime.hub import offline_if_unreachable
 from vit.runtime.places import suggest
 
-_LOCAL = "local-dir:"
-# The end of a message about a model that isn't a plain vision transformer.
-_OTHER_MODELS = "vit.train(model=…) trains models of other kinds, from Python"
 
-
-def create_timm(name: str, *, pretrained: bool) -> nn.Module:
-    """Create a module of timm in evaluation mode.
-
-    Args:
-        name: Name in timm, or a folder with timm's config.json and weights, also as
-            `local-dir:FOLDER`.
-        pretrained: Load the weights. A name downloads them.
+def create_timm(name: str) -> nn.Module:
+    """Create a pretrained module of timm in evaluation mode, of a name in timm or of a folder.
 
     Raises:
         ValueError: timm doesn't know the name, or can't load the model.
         OSError: The weights can't be downloaded.
     """
-    if Path(name).is_dir():
-        name = f"{_LOCAL}{name}"
-    is_local = name.startswith(_LOCAL)
-    if not is_local and not timm.is_model(name):
+    is_folder = Path(name).is_dir()
+    if is_folder:
+        name = f"local-dir:{name}"
+    elif not timm.is_model(name):
         raise ValueError(f"timm has no model {name!r}{suggest(name, timm.list_models())}")
-    downloads = pretrained and not is_local
     try:
-        with offline_if_unreachable() if downloads else nullcontext():
-            module: nn.Module = timm.create_model(name, pretrained=pretrained)
+        with nullcontext() if is_folder else offline_if_unreachable():
+            module: nn.Module = timm.create_model(name, pretrained=True)
     except OSError as error:
         raise OSError(
             f"the weights of {name!r} cannot be downloaded ({first_line(error)}); download their"
             " folder on another machine (hf download timm/… --local-dir FOLDER) and give its path"
         ) from error
     except Exception as error:  # An odd config.json raises almost any exception in timm.
-        hint = f"; {_OTHER_MODELS}" if is_local else ""
-        raise ValueError(f"timm can't load {name!r} ({first_line(error)}){hint}") from error
+        raise ValueError(f"timm can't load {name!r} ({first_line(error)})") from error
     return module.eval()
 
 
 def describe_module(module: nn.Module, *, num_classes: int, img_size: Size) -> dict[str, Any]:
-    """Describe another library's module for a model file.
-
-    The description has its class, and its name in timm if that is enough to build it again.
-    """
+    """Describe another library's module for a model file: its class, and its name in timm if that
+    is enough to build it again."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     timm_name = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
-    if timm.is_model(timm_name):
-        # A model that was changed after timm built it doesn't fit its name any more.
-        takes_size = hasattr(getattr(module, "patch_embed", None), "img_size")
-        values = {"name": name, "timm": timm_name, "img_size": img_size if takes_size else None}
-        with suppress(ValueError):
-            rebuilt = build_module(values, num_classes=num_classes, device="meta")
-            check_fit(rebuilt, module.state_dict(), origin="")
-            return values
+    takes_size = hasattr(getattr(module, "patch_embed", None), "img_size")
+    values = {"name": name, "timm": timm_name, "img_size": img_size if takes_size else None}
+    # A model that was changed after timm built it doesn't fit its name any more.
+    with suppress(ValueError):
+        rebuilt = build_module(values, num_classes=num_classes, device="meta")
+        check_fit(rebuilt, module.state_dict(), origin="")
+        return values
     return {"name": name}
 
 
@@ -79,19 +65,18 @@ def build_module(values: Mapping[str, Any], *, num_classes: int, device: str = "
     Raises:
         ValueError: timm can't build it. Its file needs `vit.load_bundle(path, model=…)`.
     """
-    name = values.get("timm")
-    hint = "use vit.load_bundle(path, model=…)"
-    if name is None or not timm.is_model(name):
-        raise ValueError(f"{values['name']} can't be built from its file alone; {hint}")
     # Some models take no image size.
     size = {"img_size": values["img_size"]} if values.get("img_size") else {}
     try:
         with torch.device(device):
             module: nn.Module = timm.create_model(
-                name, pretrained=False, num_classes=num_classes, **size
+                values["timm"], pretrained=False, num_classes=num_classes, **size
             )
-    except (TypeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"timm can't build {name!r} ({first_line(error)}); {hint}") from error
+    except (LookupError, TypeError, RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{values['name']} can't be built from its file alone ({first_line(error)}); use"
+            " vit.load_bundle(path, model=…)"
+        ) from error
     return module.eval()
 
 
@@ -101,33 +86,32 @@ def describe_timm(module: nn.Module) -> Architecture:
     Raises:
         ValueError: The model has a feature that VisionTransformer lacks; the message names it.
     """
-    if not isinstance(module, timm_vit.VisionTransformer):
-        raise ValueError(
-            f"only timm's VisionTransformer loads, not its {type(module).__name__}; {_OTHER_MODELS}"
-        )
-    feature = next(_list_features_without_counterpart(module), None)
+    feature = _find_feature_without_counterpart(module)
     if feature is not None:
         raise ValueError(
-            f"this timm model has {feature}, which our VisionTransformer doesn't have"
-            f"; {_OTHER_MODELS}"
+            f"this model has {feature}, which our VisionTransformer doesn't have; "
+            "vit.train(model=…) trains models of other kinds, from Python"
         )
-    block = module.blocks[0]
+    net: Any = module
+    block = net.blocks[0]
     # The shapes tell all arguments but these.
     inferred = infer_architecture(
         module.state_dict(),
         origin="the timm model",
-        img_size=module.patch_embed.img_size,
+        img_size=net.patch_embed.img_size,
         num_heads=block.attn.num_heads,
     )
     return inferred | {
-        "global_pool": module.global_pool,
-        "no_embed_class": module.no_embed_class,
+        "global_pool": net.global_pool,
+        "no_embed_class": net.no_embed_class,
         "init_values": getattr(block.ls1, "init_values", None),
     }
 
 
-def _list_features_without_counterpart(module: timm_vit.VisionTransformer) -> Iterator[str]:
-    """List features of a timm model that ours lacks. `check_fit` names those with parameters."""
+def _find_feature_without_counterpart(module: nn.Module) -> str | None:
+    """Return a feature of a timm model that ours lacks. `check_fit` names those with parameters."""
+    if not isinstance(module, timm_vit.VisionTransformer):
+        return f"the class {type(module).__name__}, not timm's VisionTransformer"
     block = module.blocks[0]
     for layer, expected in (
         (block, timm_vit.Block),
@@ -135,20 +119,19 @@ def _list_features_without_counterpart(module: timm_vit.VisionTransformer) -> It
         (block.attn, layers.Attention),
     ):
         if type(layer) is not expected:
-            yield f"a {type(layer).__name__}"
+            return f"a {type(layer).__name__}"
 
-    if module.global_pool not in ("token", "avg"):
-        yield f"pooling {module.global_pool!r}"
-    if module.pool_include_prefix:
-        yield "pooling over the prefix tokens"
+    if module.global_pool not in ("token", "avg") or module.pool_include_prefix:
+        return f"pooling {module.global_pool!r} over other tokens"
 
     norms = [block.norm1, *(part for part in module.modules() if isinstance(part, nn.LayerNorm))]
     if not all(isinstance(norm, nn.LayerNorm) and norm.eps == NORM_EPS for norm in norms):
-        yield f"norms that aren't LayerNorm with epsilon {NORM_EPS}"
+        return f"norms that aren't LayerNorm with epsilon {NORM_EPS}"
 
     mlp = block.mlp
-    is_gelu = type(mlp) is layers.Mlp and isinstance(mlp.act, nn.GELU)
-    is_gelu = is_gelu and mlp.act.approximate == "none"
-    is_swiglu = type(mlp) is layers.GluMlp and isinstance(mlp.act, nn.SiLU) and not mlp.gate_last
-    if not (is_gelu or is_swiglu):
-        yield f"an MLP that is {type(mlp).__name__} with {mlp.act}"
+    activation = nn.SiLU if type(mlp) is layers.GluMlp else nn.GELU
+    is_known = type(mlp) in (layers.Mlp, layers.GluMlp) and isinstance(mlp.act, activation)
+    is_other = getattr(mlp.act, "approximate", "none") != "none" or getattr(mlp, "gate_last", False)
+    if not is_known or is_other:
+        return f"an MLP that is {type(mlp).__name__} with {mlp.act}"
+    return None

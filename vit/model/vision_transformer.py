@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vit.model.attention import Backend, build_norm
-from vit.model.blocks import Block, drop_patches
+from vit.model.attention import Backend, MultiHeadAttention, build_norm
+from vit.model.blocks import Block, Mlp, drop_patches
 from vit.model.patch_embed import PatchEmbed, build_sincos_positions, resample_positions
 from vit.runtime.arguments import Size, as_pair, check_choice
 from vit.runtime.tensors import Images, Logits, Tokens
@@ -23,9 +23,7 @@ Architecture = dict[str, Any]  # the arguments of a VisionTransformer, by name
 
 
 class VisionTransformer(nn.Module):
-    """A vision transformer (Dosovitskiy et al. 2021, "An image is worth 16×16 words").
-
-    `VisionTransformer(**model.architecture)` is the same model, untrained.
+    """A vision transformer (Dosovitskiy et al. 2021).
 
     Args:
         img_size: Pixels of both sides, or (height, width); the patch must divide the image.
@@ -43,7 +41,7 @@ class VisionTransformer(nn.Module):
         global_pool: "token" reads the class token, "avg" the mean of the patches.
         class_token: Add a class token. None: add one if the head reads it.
         fc_norm: Apply the last norm after the pooling. None: with "avg", as in timm.
-        stem: Patch embedding; see `PatchEmbed`.
+        stem: "patch", or a convolutional one; see `build_stem`.
         pos_embed: "learned", or fixed 2-D "sincos".
         no_embed_class: Give the prefix tokens no positions. "sincos" never does.
         reg_tokens: Number of registers, 0 to 8 (Darcet et al. 2024).
@@ -54,7 +52,8 @@ class VisionTransformer(nn.Module):
         ValueError: Values are out of range or contradict each other.
 
     Attributes:
-        architecture: The arguments, without the Nones that have a default.
+        architecture: The arguments. `VisionTransformer(**architecture)` is the same model,
+            untrained.
         patch_drop_rate: Fraction of each image's patches that a training step leaves out.
         grad_checkpointing: Recompute each block's activations in the backward pass.
         num_frozen_blocks: Number of first blocks that `freeze` excludes from training.
@@ -97,21 +96,23 @@ class VisionTransformer(nn.Module):
             class_token = global_pool == "token"
         if fc_norm is None:
             fc_norm = global_pool == "avg"
-        if pos_embed == "sincos":
-            no_embed_class = True
+        no_embed_class = no_embed_class or pos_embed == "sincos"
         arguments = {
             name: value for name, value in locals().items() if name not in ("self", "__class__")
         }
         super().__init__()
         self.architecture: Architecture = arguments
-        _check_architecture(self.architecture)
+        check_choice(global_pool, ("avg", "token"), name="global_pool")
+        check_choice(pos_embed, ("learned", "sincos"), name="pos_embed")
+        if global_pool == "token" and not class_token:
+            raise ValueError("global_pool='token' reads the class token; use global_pool='avg'")
 
         # timm's models have these attributes too.
         self.embed_dim = embed_dim
         self.num_classes = num_classes
         self.global_pool = global_pool
         self.num_prefix_tokens = class_token + reg_tokens
-        self.num_embedded_prefix_tokens = 0 if no_embed_class else self.num_prefix_tokens
+        self.num_embedded_prefix_tokens = self.num_prefix_tokens * (not no_embed_class)
         self.patch_drop_rate = 0.0
         self.grad_checkpointing = False
         self.num_frozen_blocks = 0
@@ -122,8 +123,8 @@ class VisionTransformer(nn.Module):
         )
         self.cls_token = _empty_tokens(int(class_token), embed_dim)
         self.reg_token = _empty_tokens(reg_tokens, embed_dim)
+        num_positions = self.num_embedded_prefix_tokens + math.prod(self.grid_size)
         if pos_embed == "learned":
-            num_positions = self.num_embedded_prefix_tokens + math.prod(self.grid_size)
             self.pos_embed = nn.Parameter(torch.empty(1, num_positions, embed_dim))
         else:
             positions = build_sincos_positions(self.grid_size, embed_dim)
@@ -133,14 +134,16 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,
-                num_heads,
-                mlp_ratio=mlp_ratio,
-                mlp=mlp,
-                qkv_bias=qkv_bias,
-                qk_norm=qk_norm,
+                MultiHeadAttention(
+                    embed_dim,
+                    num_heads,
+                    qkv_bias=qkv_bias,
+                    qk_norm=qk_norm,
+                    backend=attention_backend,
+                ),
+                Mlp(embed_dim, round(embed_dim * mlp_ratio), activation=mlp),
                 init_values=init_values,
                 drop_path=drop_path_rate * layer / max(depth - 1, 1),
-                attention_backend=attention_backend,
             )
             for layer in range(depth)
         )
@@ -159,19 +162,18 @@ class VisionTransformer(nn.Module):
     def num_out_tokens(self) -> int | None:
         """Number of leading tokens that the head reads, or None if it reads all.
 
-        The last block can skip the other tokens.
+        The last block can skip the others, with the same logits and gradients.
         """
-        return 1 if self.global_pool == "token" else None
+        if self.global_pool == "token":
+            return 1
+        return None
 
     def forward(self, images: Images | Tokens) -> Logits:
-        """Compute logits, or features if num_classes is 0.
-
-        Args:
-            images: Normalised images, or tokens of `forward_frozen`.
-        """
-        # In training the last block skips tokens that the head doesn't read: logits and gradients
-        # are the same. In evaluation mode, hooks may need every token.
-        num_out_tokens = self.num_out_tokens if self.training else None
+        """Compute logits, or features if num_classes is 0, from normalised images or from tokens of
+        `forward_frozen`."""
+        num_out_tokens = None
+        if self.training:  # In evaluation mode, hooks may need every token.
+            num_out_tokens = self.num_out_tokens
         return self.forward_head(self.forward_features(images, num_out_tokens=num_out_tokens))
 
     def forward_features(
@@ -180,21 +182,21 @@ class VisionTransformer(nn.Module):
         """Compute the tokens after the final norm: prefix tokens, then patches row by row.
 
         Args:
-            images: Normalised images [B, C, height, width], or tokens [B, N, D] of
-                `forward_frozen`.
+            images: Normalised images, or tokens of `forward_frozen`.
             num_out_tokens: Number of leading tokens to return. None returns all.
         """
-        is_embedded = images.ndim == 3
-        tokens = images if is_embedded else self._embed(images)
+        tokens, first = images, self.num_frozen_blocks
+        if images.ndim == 4:
+            tokens, first = self._embed(images), 0
         if self.training and self.patch_drop_rate:
             tokens = drop_patches(
                 tokens, self.patch_drop_rate, num_prefix_tokens=self.num_prefix_tokens
             )
-        for layer in range(self.num_frozen_blocks if is_embedded else 0, len(self.blocks)):
+        for layer in range(first, len(self.blocks)):
             block = self.blocks[layer]
             num_kept = num_out_tokens if layer == len(self.blocks) - 1 else None
             if self.grad_checkpointing and torch.is_grad_enabled():
-                # The backward pass computes it again, by the compiled method if there is one now.
+                # by the compiled method if there is one now
                 run = vars(block).get("forward", block)
                 tokens = checkpoint(run, tokens, num_out_tokens=num_kept, use_reentrant=False)
             else:
@@ -215,11 +217,10 @@ class VisionTransformer(nn.Module):
         return logits
 
     def pool(self, tokens: Tokens, global_pool: str) -> Float[Tensor, "B D"]:
-        """Pool the tokens of `forward_features`: the class token, or the mean of the patches with
-        "avg"."""
-        if global_pool == "token":
-            pooled = tokens[:, 0]
-        else:
+        """Pool the tokens of `forward_features`: the class token, or with "avg" the mean of the
+        patches."""
+        pooled = tokens[:, 0]
+        if global_pool == "avg":
             pooled = tokens[:, self.num_prefix_tokens :].mean(dim=1)
         normed: Tensor = self.fc_norm(pooled)
         return normed
@@ -250,32 +251,21 @@ class VisionTransformer(nn.Module):
             attentions.append(weights)
         return self.norm(tokens), attentions
 
-    def set_input_size(self, img_size: Size, patch_size: Size | None = None) -> None:
-        """Change the size of the images, and of the patches.
+    def set_input_size(self, img_size: Size) -> None:
+        """Change the size of the images: pixels of both sides, or (height, width).
 
-        Learned positions and the kernel of the patches are resampled into new parameters, so build
-        the optimizer afterwards.
-
-        Args:
-            img_size: Pixels of both sides, or (height, width).
-            patch_size: See `img_size`. None keeps the patch size.
+        Learned positions are resampled into a new parameter, so build the optimizer afterwards.
 
         Raises:
-            ValueError: The patches don't divide the image, or the stem is convolutional.
+            ValueError: The patches don't divide the image.
         """
         old_grid = self.grid_size
-        self.patch_embed.set_input_size(img_size, patch_size)
+        self.patch_embed.set_input_size(img_size)
         self.architecture["img_size"] = self.patch_embed.img_size
-        self.architecture["patch_size"] = self.patch_embed.patch_size
         if self.grid_size == old_grid:
             return
         if isinstance(self.pos_embed, nn.Parameter):
-            positions = resample_positions(
-                self.pos_embed.detach(),
-                old_grid=old_grid,
-                new_grid=self.grid_size,
-                num_prefix_tokens=self.num_embedded_prefix_tokens,
-            )
+            positions = self._resample_positions(self.grid_size, old_grid).detach()
             self.pos_embed = nn.Parameter(positions, requires_grad=self.pos_embed.requires_grad)
         else:
             positions = build_sincos_positions(self.grid_size, self.embed_dim)
@@ -288,32 +278,32 @@ class VisionTransformer(nn.Module):
         self.head = self._build_head()
 
     def freeze(self, part: Literal["backbone"] | int) -> None:
-        """Exclude a part of the model from training.
-
-        Args:
-            part: "backbone" freezes all but the head, as for a linear probe. A number n freezes
-                the embeddings and the first n blocks.
-
-        Raises:
-            ValueError: The model has fewer blocks.
-        """
-        # Names of parameters that are trained begin so.
-        trained = ["head."]
+        """Exclude a part of the model from training: "backbone", all but the head, or for a number
+        n the embeddings and the first n blocks. Raises ValueError if there are fewer."""
+        self.requires_grad_(False)
+        trained = [self.head]
         if part != "backbone":
             if not 0 <= part <= len(self.blocks):
-                raise ValueError(
-                    f"freeze {part}: the model has {len(self.blocks)} blocks; or freeze 'backbone'"
-                )
-            trained += ["norm.", "fc_norm."]
-            trained += [f"blocks.{layer}." for layer in range(part, len(self.blocks))]
+                raise ValueError(f"freeze {part}: the model has {len(self.blocks)} blocks")
+            trained += [self.norm, self.fc_norm, *self.blocks[part:]]
             self.num_frozen_blocks = part
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.startswith(tuple(trained)))
+        for module in trained:
+            module.requires_grad_(True)
 
     def _build_head(self) -> nn.Module:
-        head = nn.Linear(self.embed_dim, self.num_classes) if self.num_classes else nn.Identity()
+        if not self.num_classes:
+            return nn.Identity()
+        head = nn.Linear(self.embed_dim, self.num_classes)
         init_weights(head)
         return head.to(next(self.parameters()))
+
+    def _resample_positions(self, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
+        return resample_positions(
+            self.pos_embed,
+            old_grid=old_grid,
+            new_grid=grid,
+            num_prefix_tokens=self.num_embedded_prefix_tokens,
+        )
 
     def _embed(self, images: Images) -> Tokens:
         """Embed the patches, add positions, and put the prefix tokens first."""
@@ -321,22 +311,14 @@ class VisionTransformer(nn.Module):
         # In training, images may have another size.
         height, width = images.shape[2:]
         rows, columns = self.patch_embed.patch_size
-        positions = resample_positions(
-            self.pos_embed,
-            old_grid=self.grid_size,
-            new_grid=(height // rows, width // columns),
-            num_prefix_tokens=self.num_embedded_prefix_tokens,
-        )
+        positions = self._resample_positions((height // rows, width // columns), self.grid_size)
         if not self.num_embedded_prefix_tokens:
             tokens = tokens + positions
 
-        prefix = [
-            token.expand(tokens.shape[0], -1, -1)
-            for token in (self.cls_token, self.reg_token)
-            if token is not None
-        ]
+        prefix = [token for token in (self.cls_token, self.reg_token) if token is not None]
         if prefix:
-            tokens = torch.cat([*prefix, tokens], dim=1)  # [B, prefix + P, D]
+            expanded = [token.expand(tokens.shape[0], -1, -1) for token in prefix]
+            tokens = torch.cat([*expanded, tokens], dim=1)  # [B, prefix + P, D]
         if self.num_embedded_prefix_tokens:
             tokens = tokens + positions
         return tokens
@@ -344,17 +326,6 @@ class VisionTransformer(nn.Module):
 
 def _empty_tokens(count: int, embed_dim: int) -> nn.Parameter | None:
     return nn.Parameter(torch.empty(1, count, embed_dim)) if count else None
-
-
-def _check_architecture(architecture: Architecture) -> None:
-    """Raise ValueError if values contradict each other."""
-    global_pool = architecture["global_pool"]
-    check_choice(global_pool, ("avg", "token"), name="global_pool")
-    check_choice(architecture["pos_embed"], ("learned", "sincos"), name="pos_embed")
-    if global_pool == "token" and not architecture["class_token"]:
-        raise ValueError(
-            "global_pool='token' reads the class token; drop class_token or use global_pool='avg'"
-        )
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
-from vit.model.logits import Readout, compute_block_features, count_channels, list_readouts
+from vit.model.logits import Readout, compute_block_features, count_features, list_readouts
 from vit.model.model_file import hash_weights
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.predictor import BatchPredictor, Pixels
@@ -60,7 +60,7 @@ def compute_features(
     """
     model = predictor.model
     readouts = list_readouts(model)
-    shape = (len(readouts), count_channels(model))
+    shape = (len(readouts), count_features(model))
     name = f"{dataset.name}-{dataset.split}-features-{_cache_key(predictor, dataset, shape)}.npz"
     path = (cache_dir or default_cache_dir()) / name
     values = open_cached(

@@ -11,7 +11,6 @@ from typing import Any, Self
 from torch import nn
 
 from vit.config import Config, plain_values
-from vit.model.checkpoint import IdentityRecord
 from vit.runtime.arguments import shorten
 
 # The keys that change a number, or all of a section. Everything else, such as where images lie, how
@@ -64,11 +63,11 @@ class RunIdentity:
         text = json.dumps(self.counted, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def to_record(self) -> IdentityRecord:
+    def to_record(self) -> dict[str, Any]:
         """Return the values that a checkpoint holds."""
         return {"run_id": self.run_id, "settings": self.counted}
 
-    def check(self, recorded: IdentityRecord, *, origin: str) -> None:
+    def check(self, recorded: Mapping[str, Any], *, origin: str) -> None:
         """Raise ValueError, which names the differences, for the record of another run that was
         found in `origin`."""
         theirs = recorded["settings"]

@@ -64,11 +64,12 @@ def _load_model(
         num_heads=config.model.num_heads if "num_heads" in given else None,
     )
     patch_size = model.patch_embed.patch_size
-    if "patch_size" in given:
-        patch_size = as_pair(config.model.patch_size, name="model.patch_size")
+    asked = as_pair(config.model.patch_size, name="model.patch_size")
+    if "patch_size" in given and asked != patch_size:
+        raise ValueError(f"model.patch_size {asked}: the weights of --init have {patch_size}")
     image_size = config.data.image_size or model.patch_embed.img_size
     _check_sizes(config, image_size, patch_size)
-    model.set_input_size(image_size, patch_size)
+    model.set_input_size(image_size)
     return model, Preprocess.from_dict(values) if values else None
 
 

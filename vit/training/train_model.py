@@ -76,8 +76,8 @@ def train(
             {"train.epochs": 20}; docs/reference/configuration.md lists the
             keys.
         init: Weights to start from: "timm:NAME", a folder of timm or Hugging
-            Face, a file of weights, a model file, a run or a checkpoint. None:
-            random weights, or those of `model.init`.
+            Face, a file of weights, a model file or a run. None: random
+            weights, or those of `model.init`.
         minutes: Minutes of training, where `config` names images. None: 5 on a
             CPU, 20 on a GPU.
         group_by: Groups that stay in one split (an animal, a site): 1 for

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from vit.model.checkpoint import StepState
 from vit.runtime.device import Precision, autocast, free_cached_memory
 from vit.runtime.threads import BatchThreads
 from vit.training.losses import StepLoss
@@ -293,7 +292,7 @@ class TrainStep:
             torch._foreach_add_(self._average_values, change)
         return StepResult(loss, correct, grad_norm, finite)
 
-    def state_dict(self) -> StepState:
+    def state_dict(self) -> dict[str, Any]:
         """Return all that a bit-exact continuation needs."""
         loss_scale = None
         if self.loss_scale is not None:
@@ -307,7 +306,7 @@ class TrainStep:
             "loss_scale": loss_scale,
         }
 
-    def load_state_dict(self, state: StepState) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken, on this step's device."""
         self.module.load_state_dict(state["model"])
         self.averaged_model.load_state_dict(state["average"])

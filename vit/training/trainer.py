@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
-from vit.model.checkpoint import Checkpoint, CheckpointStore
+from vit.model.checkpoint import CheckpointStore, serialize_state
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.numbers import format_percent
@@ -315,15 +315,15 @@ class Trainer:
         # At most one unwritten checkpoint is in memory, and a crash loses only its steps.
         if self._saving is not None:
             self._saving.result()
-        checkpoint = Checkpoint(
+        checkpoint = {
             # A plain tuple, because a checkpoint holds no classes.
-            progress=vars(progress) | {"best": tuple(progress.best)},
-            state=self.train_step.state_dict(),
-            identity=self.identity.to_record(),
-        )
+            "progress": vars(progress) | {"best": tuple(progress.best)},
+            "state": self.train_step.state_dict(),
+            "identity": self.identity.to_record(),
+        }
         save = partial(
             self.checkpoints.save,
-            checkpoint.serialize(),
+            serialize_state(checkpoint),
             step=progress.step,
             best_step=progress.best_step,
         )

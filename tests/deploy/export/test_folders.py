@@ -29,8 +29,6 @@ FOR_TIMM: list[dict[str, Any]] = [
 FOR_TRANSFORMERS: list[dict[str, Any]] = [
     {},
     {"pos_embed": "sincos", "qkv_bias": False, "mlp_ratio": 2.55},
-    {"init_values": 0.1, "global_pool": "avg", "class_token": True, "fc_norm": False},
-    {"init_values": 0.1, "reg_tokens": 4, "no_embed_class": True},
 ]
 
 
@@ -126,6 +124,7 @@ def test_several_labels_are_sigmoids_in_a_pipeline_of_transformers(
         ("timm", {"mlp": "relu2"}, PREPROCESS),
         ("huggingface", {"stem": "conv"}, PREPROCESS),
         ("huggingface", {"qk_norm": True}, PREPROCESS),
+        ("huggingface", {"init_values": 0.1}, PREPROCESS),
         ("huggingface", {}, Preprocess((16, 16), resize_mode="pad")),
         ("huggingface", {}, Preprocess((16, 16), value_range=(0, 4095))),
     ],

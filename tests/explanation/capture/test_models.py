@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "no head": (
         lambda: transformers.ViTModel(transformers.ViTConfig(**_HUGGING_FACE)),
-        "returns no logits",
+        "returns 0 tensors that may be logits",
     ),
 }
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from tests.explanation.model_zoo import NUM_CLASSES, build
+from tests.explanation.model_zoo import build
 from vit.analysis.faithfulness.gains import build_probability
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.checks.token_ablation import build_removal
@@ -32,20 +31,6 @@ class Output(nn.Module):
 
     def forward(self, images: Tensor) -> Any:
         return self.change(self.model(images))
-
-
-class KeywordOnly(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *, photos: Tensor) -> Any:
-        return self.model(photos)
-
-
-class AnyKeywords(KeywordOnly):
-    def forward(self, **inputs: Tensor) -> Any:
-        return self.model(inputs["pixel_values"])
 
 
 class Prompted(nn.Module):
@@ -95,8 +80,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DistributedDataParallel": DistributedDataParallel,
     "DataParallel": DataParallel,
     "torch.compile": compile_lazily,
-    "keyword only": KeywordOnly,
-    "any keywords": AnyKeywords,
     "dictionary": lambda model: Output(model, lambda logits: {"loss": None, "logits": logits}),
     "tuple with a loss": lambda model: Output(model, lambda logits: (logits.sum(), logits)),
 }
@@ -217,15 +200,6 @@ def test_prompts_that_a_hook_adds_are_pooled_as_the_model_pools(pool: str) -> No
     torch.testing.assert_close(forward.pool_weights, expected)
 
 
-def build_siglip2() -> nn.Module:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    sizes |= {"intermediate_size": 8}
-    config = transformers.Siglip2Config(
-        text_config=sizes, vision_config=sizes | {"num_patches": 16}, num_labels=NUM_CLASSES
-    )
-    return transformers.Siglip2ForImageClassification(config)
-
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "deep prompts": (
         lambda: Prompted(build("timm")[0], deep=True),
@@ -237,9 +211,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "a dictionary without logits": (
         lambda: Output(build("timm")[0], lambda logits: {"scores": logits}),
-        "returns no logits",
+        "returns 0 tensors that may be logits",
     ),
-    "patches in the place of images": (build_siglip2, "takes patches with their spatial_shapes"),
 }
 
 

@@ -20,7 +20,7 @@ from vit.explanation.capture.discovery import (
 )
 from vit.explanation.capture.layers import AttentionLayer, LayerPlace, first_output
 from vit.model.logits import compute_logits
-from vit.model.model_info import find_preprocess, keep_mode, unwrap_model
+from vit.model.model_info import find_image_size, keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.tensors import Images
 
@@ -112,9 +112,7 @@ class ModelReader:
     def has_known_size(self) -> bool:
         """True if the size of the images is known, or the model tells it."""
         if self.image_size is None:
-            with suppress(ValueError):
-                height, width = find_preprocess(self.model)["image_size"]
-                self.image_size = (height, width)
+            self.image_size = find_image_size(self.model)
         return self.image_size is not None
 
     @property
