@@ -67,8 +67,8 @@ def mix_batch(
     *,
     num_classes: int,
 ) -> tuple[Images, Float[Tensor, "B T"]]:
-    """Mix each normalised image with its neighbour; return the images and their targets. Labels become
-    class weights [B, num_classes], rows are mixed. The last of an odd batch stays as it is."""
+    """Mix each normalised image with its neighbour; return the images and their targets. Labels
+    become class weights [B, num_classes], rows are mixed. The last of an odd batch stays as it is."""
     count, _, height, width = images.shape
     # 0 ↔ 1, 2 ↔ 3, …
     partner = (torch.arange(count, device=images.device) ^ 1).clamp(max=count - 1)

@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import shutil
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -121,27 +122,32 @@ def decode_dataset(
     folder = (cache_dir or default_cache_dir()) / "-".join(filter(None, names))
     folder.parent.mkdir(parents=True, exist_ok=True)
 
+    decode = partial(_decode_images, dataset, preprocess=stored, workers=workers, progress=progress)
     # who waits for the lock finds what another process has built meanwhile
     with lock_file(folder.with_name(f"{folder.name}.lock")) as is_locked:
-        index = _read_index(folder)
-        known = None if index is None else Contents(index["digests"], index["stats"])
+        index = _open_folder(folder, size)
+        known = None
+        if index is not None:
+            known = Contents(index["digests"], index["stats"])
         contents = read_contents(dataset.reader, known)
-        is_same = index is not None and np.array_equal(contents.digests, index["digests"])
-        pixels = _map_pixels(folder, index, size) if index is not None and is_same else None
-        if index is None or pixels is None:
+        if known is None or not np.array_equal(contents.digests, known.digests):
             # without a lock, another process may build it at the same time, in a place of its own
             mark = "" if is_locked else f".{secrets.token_hex(4)}"
-            build = partial(_build, dataset, contents, folder, kind, stored, mark=mark)
-            index = build(workers=workers, progress=progress)
-        elif (contents.stats != index["stats"]).any():
+            building = folder.with_name(f"{folder.name}{mark}.building")
+            _build(dataset, contents, folder, building, kind, size, decode)
+            index = _open_folder(folder, size)
+        elif index is not None and (contents.stats != known.stats).any():
             # so that files that only look new aren't read the next time
-            write_arrays(folder / "index.npz", {**index, "stats": contents.stats})
+            arrays = {**index, "stats": contents.stats}
+            del arrays["pixels"]
+            write_arrays(folder / "index.npz", arrays)
 
+    assert index is not None
     unreadable = [(name, reason) for name, reason in index["unreadable"].tolist()]
     check_unreadable(unreadable, len(dataset), max_unreadable_fraction)
     return replace(
         dataset.subset(index["readable"]),
-        pixels=_map_pixels(folder, index, size) if pixels is None else pixels,
+        pixels=index["pixels"],
         hashes=index["hashes"],
         sizes=index["sizes"],
         unreadable=unreadable,
@@ -154,45 +160,76 @@ def _shorten(text: str) -> str:
     return digest[:12] if text else ""
 
 
-def _read_index(folder: Path) -> _Index | None:
-    """Read what is known of the images in a folder; None if there are none, or damaged ones."""
-    return open_cached(folder, partial(read_arrays, folder / "index.npz"))
+def _open_folder(folder: Path, size: tuple[int, int]) -> _Index | None:
+    """Read what is known of the images in a folder, and map their "pixels", uint8 [n, H, W, 3]; None if
+    there are none, or damaged ones."""
 
-
-def _map_pixels(folder: Path, index: _Index, size: tuple[int, int]) -> np.ndarray | None:
-    """Map the pixels in a folder, uint8 [n, H, W, 3]; None if they are damaged."""
-    path = folder / "images.u8"
-    shape = (len(index["readable"]), *size, 3)
-
-    def map_file() -> np.ndarray:
+    def read() -> _Index:
+        index = read_arrays(folder / "index.npz")
+        path = folder / "images.u8"
+        shape = (len(index["readable"]), *size, 3)
         if path.stat().st_size != math.prod(shape):
             raise ValueError(f"{path} is damaged")
-        # copy-on-write: torch can use the memory, and the file can't be changed through it
-        return np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
+        # an empty file can't be mapped
+        index["pixels"] = np.zeros(shape, dtype=np.uint8)
+        if shape[0]:
+            # copy-on-write: torch can use the memory, and the file can't be changed through it
+            index["pixels"] = np.memmap(path, dtype=np.uint8, mode="c", shape=shape)
+        return index
 
-    return open_cached(folder, map_file)
+    return open_cached(folder, read)
 
 
 def _build(
     dataset: ImageDataset,
     contents: Contents,
     folder: Path,
+    building: Path,
     kind: str,
-    preprocess: Preprocess,
-    *,
-    mark: str,
-    workers: int | None,
-    progress: bool,
-) -> _Index:
-    """Build a folder, and remove the folders of images that are gone: see `decode_dataset`."""
-    building = folder.with_name(f"{folder.name}{mark}.building")
+    size: tuple[int, int],
+    decode: Callable[..., _Failures],
+) -> None:
+    """Build a folder at the place `building`, and remove the folders of images that are gone: see
+    `decode_dataset`."""
+    # a process that was killed may have left it
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
     try:
-        # a process that was killed may have left it
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir()
-        index = _write_pixels(
-            dataset, contents, building, kind, preprocess, workers=workers, progress=progress
-        )
+        # every image has its place in the file, so that processes write side by side
+        shape = (len(dataset), *size, 3)
+        path = building / "images.u8"
+        with path.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                # writing through a memory map to a full disk would kill the process
+                os.posix_fallocate(file.fileno(), 0, math.prod(shape))
+        # it makes the file as large as it must be
+        pixels = np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
+        # two hashes, width and height
+        facts = np.zeros((4, len(dataset)), dtype=np.uint64)
+        missing = _copy_known(contents, folder.parent.glob(f"*-{kind}"), pixels, facts)
+        failures: _Failures = {}
+        if len(missing):
+            failures = decode(missing, pixels, facts)
+
+        # unreadable images have no place in the file, only in the index
+        readable = np.delete(np.arange(len(dataset)), list(failures))
+        # the places ascend, so no image is written over one that is still needed
+        for row, place in enumerate(readable.tolist()):
+            if row != place:
+                pixels[row] = pixels[place]
+        # Windows cuts no file that is mapped
+        del pixels
+        os.truncate(path, len(readable) * math.prod(shape[1:]))
+        unreadable = [(dataset.ids[place], failures[place]) for place in sorted(failures)]
+        index = {
+            "readable": readable,
+            "hashes": facts[:2, readable],
+            "sizes": facts[2:, readable].astype(np.int32),
+            "unreadable": np.array(unreadable, dtype=str).reshape(-1, 2),
+            "digests": contents.digests,
+            "stats": contents.stats,
+            "place": np.array(dataset.reader.place),
+        }
         write_arrays(building / "index.npz", index)
         # the outdated one, or a damaged one
         shutil.rmtree(folder, ignore_errors=True)
@@ -201,76 +238,31 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
     for other in sorted(folder.parent.glob("*/index.npz")):
-        place = str((_read_index(other.parent) or {}).get("place", ""))
-        if place and not os.path.lexists(place):
+        arrays = open_cached(other.parent, partial(read_arrays, other)) or {}
+        source = str(arrays.get("place", ""))
+        if source and not os.path.lexists(source):
             shutil.rmtree(other.parent, ignore_errors=True)
-    return index
 
 
-def _write_pixels(
-    dataset: ImageDataset,
-    contents: Contents,
-    building: Path,
-    kind: str,
-    preprocess: Preprocess,
-    *,
-    workers: int | None,
-    progress: bool,
-) -> _Index:
-    """Write the images into `building`: those that are in a folder of the same kind are copied, and
-    the others are decoded. Return what is known of them."""
-    count = len(dataset)
-    path = building / "images.u8"
-    # every image has its place in the file, so that processes write side by side
-    shape = (count, *preprocess.image_size, 3)
-    with path.open("wb") as file:
-        if hasattr(os, "posix_fallocate"):
-            # writing through a memory map to a full disk would kill the process
-            os.posix_fallocate(file.fileno(), 0, math.prod(shape))
-    # it makes the file as large as it must be
-    pixels = np.memmap(path, dtype=np.uint8, mode="r+", shape=shape)
-    # two hashes, width and height
-    facts = np.zeros((4, count), dtype=np.uint64)
-    missing = set(range(count))
-    for other in sorted(building.parent.glob(f"*-{kind}")):
-        index = _read_index(other)
-        stored = None if index is None else _map_pixels(other, index, preprocess.image_size)
-        if index is None or stored is None:
+def _copy_known(
+    contents: Contents, folders: Iterable[Path], pixels: np.ndarray, facts: np.ndarray
+) -> np.ndarray:
+    """Copy the images that other folders have, and what is known of them; return the indices of the
+    others."""
+    missing = list(range(len(pixels)))
+    for folder in sorted(folders):
+        index = _open_folder(folder, pixels.shape[1:3])
+        if index is None:
             continue
-        known = index["digests"][index["readable"]].tolist()
-        row_of = {digest: row for row, digest in enumerate(known)}
-        for place in sorted(missing):
+        digests = index["digests"][index["readable"]].tolist()
+        row_of = {digest: row for row, digest in enumerate(digests)}
+        for place in missing:
             row = row_of.get(int(contents.digests[place]))
             if row is not None:
-                pixels[place] = stored[row]
+                pixels[place] = index["pixels"][row]
                 facts[:, place] = *index["hashes"][:, row], *index["sizes"][:, row]
-                missing.remove(place)
-
-    failures: _Failures = {}
-    if missing:
-        places = np.array(sorted(missing))
-        failures = _decode_images(
-            dataset, places, pixels, facts, preprocess, workers=workers, progress=progress
-        )
-    # unreadable images have no place in the file, only in the index
-    readable = np.delete(np.arange(count), list(failures))
-    # the places ascend, so no image is written over one that is still needed
-    for row, place in enumerate(readable.tolist()):
-        if row != place:
-            pixels[row] = pixels[place]
-    # Windows cuts no file that is mapped
-    del pixels
-    os.truncate(path, len(readable) * math.prod(preprocess.image_size) * 3)
-    unreadable = [(dataset.ids[place], failures[place]) for place in sorted(failures)]
-    return {
-        "readable": readable,
-        "hashes": facts[:2, readable],
-        "sizes": facts[2:, readable].astype(np.int32),
-        "unreadable": np.array(unreadable, dtype=str).reshape(-1, 2),
-        "digests": contents.digests,
-        "stats": contents.stats,
-        "place": np.array(dataset.reader.place),
-    }
+        missing = [place for place in missing if int(contents.digests[place]) not in row_of]
+    return np.array(missing, dtype=np.int64)
 
 
 def _decode_images(
@@ -278,8 +270,8 @@ def _decode_images(
     places: np.ndarray,
     pixels: np.ndarray,
     facts: np.ndarray,
-    preprocess: Preprocess,
     *,
+    preprocess: Preprocess,
     workers: int | None,
     progress: bool,
 ) -> _Failures:

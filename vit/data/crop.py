@@ -51,8 +51,8 @@ class Crop:
         stored_size: tuple[int, int],
         full_sizes: Int64[Tensor, "2 B"] | None = None,
     ) -> CropParams:
-        """Sample the crops of images whose height and width are `stored_size`. With `full_sizes`, the
-        width and height of full-size images that are stored as a whole, crops are those of these."""
+        """Sample the crops of images whose height and width are `stored_size`. With `full_sizes`,
+        the width and height of full-size images that are stored whole, crops are of these."""
         boxes = None
         height, width = stored_size
         if self.scale is not None and full_sizes is not None:
@@ -95,9 +95,9 @@ class Crop:
     def sample_part(
         self, seed: int, size: tuple[int, int], *, shape: float
     ) -> tuple[int, int, int, int]:
-        """Sample the part (left, top, right, bottom) of a full-size image of `size` (height, width),
-        with the numbers of RandomResizedCrop of albumentations 2.0.8. The `shape` is the width / height
-        of the model's input."""
+        """Sample the part (left, top, right, bottom) of a full-size image of `size` (height,
+        width), with the numbers of RandomResizedCrop of albumentations 2.0.8. The `shape` is the
+        width / height of the model's input."""
         assert self.scale is not None
         height, width = size
         low, high = (aspect * shape for aspect in CROP_ASPECTS)

@@ -28,8 +28,8 @@ def choose_stored(preprocess: Preprocess, crop: Crop) -> Preprocess:
     """Return the preprocessing of images that are stored once and cropped on the device.
 
     Random parts are cut from the whole image, stored with 1.4 times the sides of the input, with
-    less detail than parts of the full-size image: by 2.6 of 255 grey levels on average for photos of
-    500 x 375 pixels and an input of 224. Other crops have the pixels of the other pipelines.
+    less detail than parts of the full-size image: by 2.6 of 255 grey levels on average for photos
+    of 500 x 375 pixels and an input of 224. Other crops have the pixels of the other pipelines.
     """
     if crop.scale is None:
         return replace(preprocess, image_size=preprocess.resize_size, crop_pct=1.0)
@@ -46,8 +46,8 @@ def has_room(num_bytes: int, cache_dir: Path) -> bool:
 
 
 def gather(pixels: np.ndarray, samples: Iterator[StatelessRandom], *, pinned: bool) -> Steps:
-    """Read the pixels of each batch from `pixels`, uint8 [n, H, W, 3], one batch ahead. If `pinned`,
-    into memory from which a GPU copies while it computes."""
+    """Read the pixels of each batch from `pixels`, uint8 [n, H, W, 3], one batch ahead. If
+    `pinned`, into memory from which a GPU copies while it computes."""
     stored = torch.from_numpy(pixels)
 
     def read(rng: StatelessRandom) -> tuple[StatelessRandom, Tensor]:

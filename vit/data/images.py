@@ -220,8 +220,8 @@ def list_images(images: ImageInputs) -> Iterator[str | Image.Image]:
         images: Paths, PIL images or arrays, one or several; or a set or loader of images with
             labels, which are left out. A folder gives the image files below it, sorted. For an
             array (or torch tensor) see `convert_pixels`; several images are [N, H, W, 3] or
-            [N, 3, H, W]. A path that doesn't exist, and in a list a folder that can't be read or has no
-            images, is listed, too: reading it raises an error that names it.
+            [N, 3, H, W]. A path that doesn't exist, and in a list a folder that can't be read or
+            has no images, is listed, too: reading it raises an error that names it.
 
     Raises:
         ValueError: A single folder has no images, or an array has another type or shape.

@@ -57,7 +57,7 @@ class BatchOrder:
     process: Process = field(default_factory=Process)
 
     def list_batches(self, count: int, epoch: int, start_step: int) -> Iterator[SampleIds]:
-        """The sample ids of this process in each batch of an epoch of `count` images, from the batch
+        """The sample ids of this process in each batch of an epoch of `count` images, from
         `start_step` on."""
         num_steps = count // self.batch_size
         order = StatelessRandom(self.seed, epoch, torch.arange(count)).permutation()

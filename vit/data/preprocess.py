@@ -206,7 +206,7 @@ class Preprocess:
         self, size: tuple[int, int]
     ) -> tuple[tuple[float, float, float, float], tuple[int, int], tuple[int, int]]:
         """Find how an image of `size` (width, height) is resized: the box that is resized, its new
-        (width, height), and the columns to its left and rows above it in pixels of `resize_size`."""
+        (width, height), and the columns to its left and rows above it in the resized image."""
         width, height = size
         target_height, target_width = self.resize_size
         target = (target_width, target_height)

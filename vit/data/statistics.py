@@ -35,8 +35,8 @@ MAX_RATIO = 5
 
 
 def measure_shorter_side(dataset: ImageDataset, *, count: int) -> float:
-    """Measure the median of the shorter sides, in pixels, of `count` random images; of fewer if they
-    are large. Raises ValueError if none of them can be read."""
+    """Measure the median of the shorter sides, in pixels, of `count` random images; of fewer if
+    they are large. Raises ValueError if none of them can be read."""
     sides = []
     num_pixels = 0
     for image in _read_random(dataset, count):
@@ -82,9 +82,9 @@ def measure_value_range(dataset: ImageDataset) -> tuple[float, float] | None:
 
 
 def choose_value_range(low: float, high: float, *, bits: int | None) -> tuple[float, float]:
-    """Choose the values that become black and white: 0 to 1 for floats in it; 0 to the largest value
-    with as many bits, for whole numbers; and low to high where some are negative or where that would
-    leave too few grey levels. `bits` are set in any value; None for floats."""
+    """Choose the values that become black and white: 0 to 1 for floats in it; 0 to the largest
+    value with as many bits, for whole numbers; and low to high where some are negative or where
+    that would leave too few grey levels. `bits` are set in any value; None for floats."""
     measured = (low, high if high > low else low + 1)
     if bits is None:
         return (0.0, 1.0) if low >= 0 and high <= 1 else measured

@@ -32,8 +32,8 @@ Tasks = Sequence[tuple[int, int]]
 
 
 def apply_transform(transform: Transform, image: Image.Image, *, seed: int) -> Image.Image:
-    """Apply a user's transform to an RGB image of any size: one of albumentations or torchvision, or a
-    function of uint8 [H, W, 3]. Raises ValueError if the result isn't an RGB image of uint8."""
+    """Apply a user's transform to an RGB image of any size: one of albumentations or torchvision, or
+    a function of uint8 [H, W, 3]. Raises ValueError if the result isn't an RGB image of uint8."""
     # albumentations has a generator of its own
     if hasattr(transform, "set_random_seed"):
         transform.set_random_seed(seed)
@@ -169,8 +169,8 @@ class Decoder(Dataset[Decoded]):
     def _read_next(
         self, index: int, unreadable: dict[int, str]
     ) -> tuple[int, Image.Image | np.ndarray]:
-        """Read the image at `index` or the first one after it that can be read, and note the others.
-        Raises ValueError if none can."""
+        """Read the image at `index` or the first one after it that can be read, and note the
+        others. Raises ValueError if none can."""
         for place in range(index, index + self._count):
             try:
                 return place % self._count, self._read(place % self._count)
@@ -215,7 +215,7 @@ class DecodingWorkers:
         self._unreadable: dict[int, str] = {}
 
     def close(self) -> None:
-        """End the processes that decode images, if there are any; the next epoch starts new ones."""
+        """End the processes that decode images; the next epoch starts new ones."""
         # an exception's traceback may keep the iterator alive, and with it the workers
         shut_down = getattr(self._iterator, "_shutdown_workers", None)
         self._loader = self._iterator = None
