@@ -67,19 +67,6 @@ class CountingReader(ArrayReader):
         return super().image(index, **options)
 
 
-def test_pixels_are_the_preprocessed_files(make_folder: MakeFolder, cache: Path) -> None:
-    source = folder_source(make_folder)
-    dataset = build(source, cache)
-    assert dataset.pixels is not None
-    assert dataset.pixels.shape == (12, 9, 8, 3)
-    for index in range(12):
-        np.testing.assert_array_equal(
-            dataset.pixels[index], Preprocess((9, 8)).to_uint8(source.image(index))
-        )
-    assert dataset.ids == source.ids
-    np.testing.assert_array_equal(dataset.labels, source.labels)
-
-
 def test_processes_and_this_process_build_the_same(
     make_folder: MakeFolder, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
