@@ -183,6 +183,3 @@ def test_intervals_of_a_class_are_those_of_its_groups(make_predictions: MakePred
         assert wider.recall_interval == pytest.approx(expected)
         assert np.ptp(wider.recall_interval) > np.ptp(row.recall_interval)
         assert (wider.recall, wider.support) == (row.recall, row.support)
-    single = measure(scores, [str(number) for number in range(120)], names).per_class
-    for row, same in zip(alone, single, strict=True):
-        assert same.precision_interval == pytest.approx(row.precision_interval)

@@ -18,8 +18,7 @@ from vit.data.dataset import ImageDataset
 from vit.data.preprocess import Preprocess
 from vit.data.sources.base import ArrayReader
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
-from vit.evaluation.metrics import measure, score_logits
-from vit.evaluation.report.charts import draw_curves
+from vit.evaluation.metrics import score_logits
 from vit.evaluation.report.contrast import Contrast, Mistake
 from vit.evaluation.report.report import build_report, describe_errors
 from vit.evaluation.result import EvaluationResult
@@ -136,31 +135,11 @@ def test_a_model_without_maps_has_a_report_that_says_so(case: EvaluationResult) 
     assert page.count('<div class="error">') == 8
 
 
-def test_without_examples_there_are_no_pictures(case: EvaluationResult) -> None:
-    page = build(replace(case, num_examples=0))
-    assert "<img" not in page
-    assert "No maps" not in page
-
-
 def test_many_classes_keep_the_page_small() -> None:
     names = tuple(f"class {index:04d}" for index in range(1500))
     page = build(make_case(1500, names))
     assert "Shown are the 1,000 of 1,500 classes" in page
     assert len(page) < 2_000_000
-
-
-def test_curves_mark_the_threshold_and_need_both_kinds() -> None:
-    rng = np.random.default_rng(3)
-    labels = rng.random(100) < 0.3
-    probabilities = 1 / (1 + np.exp(-rng.normal(2.0 * labels - 1)))
-    logits = np.log([1 - probabilities, probabilities]).T.astype(np.float32)
-    row = measure(score_logits(logits, 1 * labels), None, ("no", "yes")).per_class[0]
-    charts = draw_curves(probabilities, labels, row)
-    assert [re.search(r'aria-label="([^:]+):', chart).group(1) for chart in charts] == [  # type: ignore[union-attr]
-        "ROC curve",
-        "Precision-recall curve",
-    ]
-    assert all("threshold in use" in chart for chart in charts)
 
 
 def test_a_report_of_a_model_says_why(tiny_bundle: Bundle) -> None:

@@ -191,7 +191,9 @@ class Evaluation(BaseModel):
 
     def describe_guessing(self) -> str:
         """Compare the headline with that of guessing."""
-        guess = "a random order" if self.is_multilabel else "always the most frequent class"
+        guess = (
+            "a random order" if self.is_multilabel else "always predicting the most frequent class"
+        )
         text = f"{guess} gives {self._percent(self._guess)}."
         if self.operating_point and (row := self.one_against_rest):
             share = self._percent(row.predicted / self.num_images)
