@@ -1,7 +1,6 @@
 """Tables, folders and published sets as people bring them: each is read with the right labels, or
 refused by a sentence that says what to do."""
 
-import csv
 import itertools
 import json
 import re
@@ -13,11 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vit
-from tests.conftest import SaveModel
 from vit.data.class_names import sort_class_names
 from vit.data.dataset import LabelRule
-from vit.data.images import read_image
 from vit.data.open import open_dataset
 from vit.data.sources.listing import number_listing
 from vit.data.sources.python_objects import find_python_objects
@@ -516,78 +512,6 @@ def test_a_name_that_looks_like_an_index_is_told_apart() -> None:
     # one of them is a number, so "1" may have been meant as a name
     with pytest.raises(ValueError, match="unknown class '1'; known: auto, all, top3, 2, cat, dog"):
         _find_class("1", ("2", "cat", "dog"))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("names", [tuple(map(str, range(11))), ("1", "2", "10", "cat")])
-def test_an_index_means_the_same_class_everywhere(
-    names: tuple[str, ...], save_model: SaveModel, tmp_path: Path
-) -> None:
-    import onnxruntime
-    import timm
-    import torch
-    from fastapi.testclient import TestClient
-    from transformers import pipeline
-
-    from vit.deploy.serve.app import build_app
-
-    path = save_model(tmp_path / "model.safetensors", class_names=names)
-    bundle = vit.load_bundle(path)
-    photos = tmp_path / "photos"
-    random = np.random.default_rng(0)
-    for name in names:
-        for number in range(3):
-            (photos / name).mkdir(parents=True, exist_ok=True)
-            pixels = random.integers(0, 256, (2, 2, 3), dtype=np.uint8)
-            image = Image.fromarray(pixels).resize((16, 16), Image.Resampling.NEAREST)
-            image.save(photos / name / f"{number}.png")
-    assert open_place(photos).split("all").class_names == names
-    files = sorted(map(str, photos.rglob("*.png")))
-    images = [read_image(Path(file)) for file in files]
-    with torch.no_grad():
-        logits = bundle.model(bundle.preprocess(images))
-    expected = logits.argmax(dim=1).tolist()
-    assert len(set(expected)) > 1
-
-    found = vit.predict(bundle, files, precision="float32").predictions
-    best = [prediction.classes[0][:2] for prediction in found]
-    assert best == [(index, names[index]) for index in expected]
-    with TestClient(build_app(bundle), base_url="http://127.0.0.1:8000") as client:
-        answer = client.post("/predict", files={"image": Path(files[0]).read_bytes()}).json()
-    assert (answer["classes"][0]["index"], answer["classes"][0]["name"]) == best[0]
-
-    vit.export_model(path, output=tmp_path / "onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
-    assert json.loads(session.get_modelmeta().custom_metadata_map["class_names"]) == list(names)
-    pixels = bundle.preprocess(images).numpy()
-    (probabilities,) = session.run(["probabilities"], {"pixel_values": pixels})
-    assert probabilities.argmax(axis=1).tolist() == expected
-    vit.export_model(path, output=tmp_path / "hf", format="huggingface")
-    classify = pipeline("image-classification", model=str(tmp_path / "hf"))
-    assert [rows[0]["label"] for rows in classify(files)] == [name for _, name in best]
-    assert tuple(classify.model.config.id2label.values()) == names
-    vit.export_model(path, output=tmp_path / "timm", format="timm")
-    model = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
-    with torch.no_grad():
-        assert model(bundle.preprocess(images)).argmax(dim=1).tolist() == expected
-    assert tuple(model.pretrained_cfg["label_names"]) == names
-
-    # the files of an evaluation name classes, in the same order
-    result = vit.evaluate(bundle, data=photos, device="cpu", precision="float32")
-    result.save(tmp_path / "evaluation")
-    assert [each.name for each in result.evaluation.per_class] == list(names)
-    with (tmp_path / "evaluation" / "predictions.csv").open() as file:
-        rows = {row["path"]: row for row in csv.DictReader(file)}
-    for file, (_, name) in zip(files, best, strict=True):
-        row = rows[Path(file).relative_to(photos).as_posix()]
-        assert (row["label"], row["predicted"]) == (Path(file).parent.name, name)
-
-    # a text of digits is a name, and a number an index
-    for target, index in (("2", names.index("2")), (2, 2), (names[3], 3)):
-        (explained,) = vit.explain(
-            bundle, files[0], target=target, methods="gae", checks=False
-        ).images
-        assert explained.maps[0].target == index
 
 
 @pytest.mark.parametrize(

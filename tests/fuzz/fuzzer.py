@@ -72,7 +72,7 @@ class Corpus:
         (self.checkpoint,) = (self.run / "checkpoints").glob("step-*.pt")
         pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
         picture, self.images = Image.fromarray(pixels), list[Path]()
-        for name in (
+        for name in [
             "avif",
             "bmp",
             "gif",
@@ -87,7 +87,7 @@ class Corpus:
             "tga",
             "pcx",
             "ico",
-        ):
+        ]:
             picture.save(directory / f"image.{name}")
             self.images.append(directory / f"image.{name}")
         Image.fromarray(pixels[..., 0].astype(np.uint16)).save(directory / "deep.png")
@@ -270,7 +270,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
             )
 
     def pattern(rng: random.Random, folder: Path) -> None:
-        parts = (
+        parts = [
             "{0..9}",
             "{00..99999999}",
             "{a,b}",
@@ -284,7 +284,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
             ".tar",
             "*",
             "$",
-        )
+        ]
         text = "".join(rng.choices(parts, k=rng.randrange(1, 9)))
         (folder / "c.yaml").write_text(json.dumps({"data": {"name": "webdataset", "root": text}}))
         run_command("train", folder / "c.yaml", "--dry-run", "--output", folder / "run")

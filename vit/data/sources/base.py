@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX, has_dicom
+from vit.data.dicom import DICOM_HINT, DICOM_SUFFIX
 from vit.data.duplicates import hash_pixels
 from vit.data.images import (
     HEIF_HINT,
@@ -267,8 +267,5 @@ def describe_counts(counts: Mapping[str, int]) -> str:
     them."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     text = ", ".join(f"{name} {count:,}" for name, count in ordered)
-    if DICOM_SUFFIX in counts and not has_dicom():
-        return f"{text} ({DICOM_HINT})"
-    if any(suffix in counts for suffix in HEIF_SUFFIXES):
-        return f"{text} ({HEIF_HINT})"
-    return text
+    hints = {DICOM_SUFFIX: DICOM_HINT, **dict.fromkeys(HEIF_SUFFIXES, HEIF_HINT)}
+    return text + "".join(f" ({hints[name]})" for name in hints if name in counts)

@@ -129,7 +129,6 @@ def find_huggingface(request: Request) -> Listing:
         reader=RowReader(opened, image_column, ids),
         splits=[split for name, split in used.items() for _ in range(len(tables[name]))],
         class_names=class_names,
-        columns=read_columns(opened),
         notes=[f"the split {name!r} was left out" for name in left_out],
     )
 
@@ -170,19 +169,6 @@ def _name_label(value: Any, names: Sequence[str] | None) -> str:
         text = f"label {shorten(repr(value))} is neither a text nor a whole number"
         raise ValueError(f"{text}; give each image one class")
     return str(value)
-
-
-def read_columns(tables: Sequence[Any]) -> dict[str, list[Any]]:
-    """Read the columns of single values in tables of the library, one table after the other."""
-    columns = {}
-    for column, feature in tables[0].features.items():
-        if type(feature).__name__ in ("Value", "ClassLabel"):
-            names = find_feature_names(feature)
-            values = [value for table in tables for value in table[column]]
-            if names is not None:
-                values = [names[each] if each in range(len(names)) else each for each in values]
-            columns[column] = values
-    return columns
 
 
 def _load(root: str, cache_dir: Path) -> dict[str, Any]:

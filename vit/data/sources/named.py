@@ -114,9 +114,6 @@ def is_imagenette(folder: Path) -> bool:
 def find_imagenet(request: Request) -> Listing:
     """List an ImageNet folder, train/<wnid> and val/<wnid>, whose classes have a wnid and a name."""
     folder = check_root(request.place)
-    # as Kaggle packs it
-    inner = folder / "ILSVRC" / "Data" / "CLS-LOC"
-    folder = inner if inner.is_dir() else folder
     if "train" not in find_split_folders(folder):
         raise ValueError(f"data.root {folder} has no folders train/<wnid> and val/<wnid>")
     return find_class_folders("imagenet", folder, request.classes)

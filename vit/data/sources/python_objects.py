@@ -11,7 +11,7 @@ from vit.data.duplicates import hash_pixels
 from vit.data.images import list_images
 from vit.data.python_images import convert_pixels, is_pixels, split_item
 from vit.data.sources.base import SPLIT_OF, ImageReader
-from vit.data.sources.huggingface import find_feature_names, read_columns
+from vit.data.sources.huggingface import find_feature_names
 from vit.data.sources.listing import Listing
 from vit.runtime.arguments import as_tuple, describe_kind, shorten
 
@@ -105,7 +105,6 @@ def find_python_objects(
         if unused := [name for name in names if name not in used]:
             text = f"no training image has the class {shorten(', '.join(unused))}"
             notes.append(f"{text}; leave it out of class_names")
-    are_tables = all(hasattr(part, "select_columns") for part in parts.values())
     return Listing(
         name=FROM_PYTHON,
         origin="dataset",
@@ -114,7 +113,6 @@ def find_python_objects(
         splits=splits,
         keeps_validation=True,
         class_names=names,
-        columns=read_columns(list(parts.values())) if are_tables else None,
         notes=notes,
     )
 
