@@ -11,6 +11,7 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -243,14 +244,19 @@ def _make_finder(root: Path, images: Sequence[str]) -> Callable[[str], str]:
     """Return a function that finds the image file below the root that a value in a table names: by
     its path, its file name, or its name without the suffix."""
     known = set(images)
-    by_name: dict[str, list[str]] = {}
-    for file in images:
-        name = posixpath.basename(file)
-        for key in {name, posixpath.splitext(name)[0]}:
-            by_name.setdefault(key, []).append(file)
+
+    @cache
+    def list_names() -> dict[str, list[str]]:
+        by_name: dict[str, list[str]] = {}
+        for file in images:
+            name = posixpath.basename(file)
+            for key in {name, posixpath.splitext(name)[0]}:
+                by_name.setdefault(key, []).append(file)
+        return by_name
 
     def find(written: str) -> str:
-        path = posixpath.normpath(written.replace("\\", "/"))
+        # most values are paths as they are listed
+        path = written if written in known else posixpath.normpath(written.replace("\\", "/"))
         if path in known:
             return path
         shown = shorten(written, 60) or "nothing"
@@ -259,7 +265,7 @@ def _make_finder(root: Path, images: Sequence[str]) -> Callable[[str], str]:
             if path.startswith(".."):
                 raise ValueError(f"{shown} is outside {root}; put the table above all its images")
             return path
-        found = by_name.get(written, [])
+        found = list_names().get(written, [])
         if len(found) == 1:
             return found[0]
         if found:
