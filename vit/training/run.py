@@ -266,15 +266,7 @@ def build_train_step(
     if world_size > 1:
         parallel_model = DistributedDataParallel(model)
     is_ours = isinstance(model, VisionTransformer)
-    compiles = isinstance(model, VisionTransformer) and _compiles(config, model, plan, device)
-    if isinstance(model, VisionTransformer) and compiles:
-        # torch's own choice is the folder for temporary files, which is emptied now and then.
-        cache = (config.data.cache_dir or default_cache_dir()) / "compiled"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
-        torch._dynamo.config.recompile_limit = _MAX_COMPILED
-        for block in model.blocks:
-            # From the third size on, torch would make sizes symbols, which a CUDA graph can't have.
-            block.compile(dynamic=False)
+    compiles = isinstance(model, VisionTransformer) and _compile(config, model, plan, device)
     optimizer = create_optimizer(
         config.optimizer.name,
         model,
@@ -344,13 +336,26 @@ def choose_threads(model: nn.Module, *, device: torch.device) -> BatchThreads | 
     return BatchThreads()
 
 
-def _compiles(
+def _compile(
     config: Config, model: VisionTransformer, plan: TrainingPlan, device: torch.device
 ) -> bool:
-    """Return whether the blocks are compiled. Nothing is measured for it, so that a resumed run
-    decides as the interrupted one did."""
-    if device.type != "cuda" or config.train.compile != "auto":
-        return config.train.compile is True
+    """Let torch compile the encoder blocks when they first run, and return whether it does. Nothing
+    is measured for it, so that a resumed run decides as the interrupted one did."""
+    compiles = config.train.compile is True
+    if config.train.compile == "auto" and device.type == "cuda":
+        compiles = _is_worth_compiling(model, plan)
+    if compiles:
+        # torch's own choice is the folder for temporary files, which is emptied now and then.
+        cache = (config.data.cache_dir or default_cache_dir()) / "compiled"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        torch._dynamo.config.recompile_limit = _MAX_COMPILED
+        for block in model.blocks:
+            # From the third size on, torch would make sizes symbols, which a CUDA graph can't have.
+            block.compile(dynamic=False)
+    return compiles
+
+
+def _is_worth_compiling(model: VisionTransformer, plan: TrainingPlan) -> bool:
     # Each parameter is multiplied with each token, and the backward pass costs twice the forward.
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_tokens = math.prod(model.grid_size) + model.num_prefix_tokens

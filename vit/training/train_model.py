@@ -94,10 +94,9 @@ def train(
         group_column: Column of a table that names the groups. None: the column
             "group".
         folds: With `init`: cross-validate a linear probe on all images in this
-            number of folds. Each image is predicted by a probe of
-            the other folds, which has seen neither it nor its group. The
-            predictions are in `cross_validation.npz`, and `vit evaluate`
-            reports on them. None: images are held out.
+            number of folds. Each image is predicted by a probe that has seen
+            neither it nor its group; `vit evaluate` reports on the
+            predictions. None: images are held out.
         resume: Continue the run in `output` from its last checkpoint, if there
             is one. Pass `transform`, `dataset`, `model`, `loss` and
             `callbacks` again.
