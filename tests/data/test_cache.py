@@ -196,6 +196,19 @@ def test_unreadable_images_are_named_counted_and_left_out(
         build(source, cache, max_unreadable_fraction=0.02)
 
 
+def test_a_set_without_a_readable_image_is_named_again(
+    make_folder: MakeFolder, cache: Path
+) -> None:
+    source = folder_source(make_folder, count=2)
+    for name in source.ids:
+        path = source.reader.root / name
+        path.write_bytes(path.read_bytes()[:60])
+    source = open_dataset("folder", root=source.reader.root).split("all")
+    for _ in range(2):  # built, then opened; a warning would fail the test
+        with pytest.raises(ValueError, match="4 of 4 images can't be read"):
+            build(source, cache)
+
+
 def test_fingerprint_changes_with_pixels_labels_class_order_and_split_and_with_nothing_else(
     array_source: ImageDataset, cache: Path
 ) -> None:
