@@ -210,13 +210,13 @@ _REASONS = {
         "attends within windows or branches, or merges patches"
     ),
     "has no attention between all": "has no attention between all of its tokens",
-    "isn't of batches and heads|isn't part of a module|isn't added to": (
+    "isn't of batches and heads|isn't added to|were not captured": (
         "arranges its tokens or heads differently"
     ),
     "mixes tokens elsewhere|tokens of .* are mixed|isn't between the tokens": (
         "mixes tokens outside its attention"
     ),
-    "reads something other than the tokens|don't come from the block before": (
+    "reads something other than the tokens|don't contain the tokens": (
         "leads information around its blocks"
     ),
     "computes something else than softmax": "computes something other than a softmax times values",

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import timm
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from tests.explanation.hand_written import (
     module_softmax,
     own,
 )
-from vit.explanation.capture.forward import capture_attention, run_forward
+from vit.explanation.capture.forward import capture_attention
 from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.registry import METHODS
@@ -116,33 +115,6 @@ def test_an_encoder_that_adds_is_read_as_the_same_blocks_are(pool: str) -> None:
     assert adds.encoder is encoder
     for one, other in zip(*maps, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-class Mae(timm.models.VisionTransformer):
-    """As its authors derive it from timm's: the mean of the patches, then a norm."""
-
-    def __init__(self) -> None:
-        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
-        super().__init__(num_classes=5, **sizes)
-        self.last_norm = nn.LayerNorm(24)
-
-    def forward_features(self, x: Tensor, **options: object) -> Tensor:
-        x = self.patch_embed(x)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
-        for block in self.blocks:
-            x = block(x)
-        return self.last_norm(x[:, 1:].mean(dim=1))
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        return self.head(x)
-
-
-def test_maes_own_pooling_is_read() -> None:
-    model, images = build(Mae)
-    assert_close(
-        run_forward(model, images).pool_weights,
-        torch.cat([torch.zeros(2, 1), torch.full((2, 16), 1 / 16)], dim=1),
-    )
 
 
 def test_a_model_of_ones_own_is_explained_by_one_call() -> None:

@@ -188,6 +188,7 @@ ENCODERS: dict[str, Callable[[], Classifier]] = {
     "an encoder that norms and adds": lambda: Classifier(
         lambda layers: AddsOutside(layers, norm=False)
     ),
+    "attention that the encoder calls": lambda: Classifier(CalledOutside),
     "torch's layers": lambda: Classifier(torch_encoder),
 }
 
@@ -290,9 +291,3 @@ def test_maps_are_those_of_the_written_out_model(name: str) -> None:
     for method, values in expected.items():
         error = (found[method] - values).abs().max()
         assert error < 1e-4 * values.abs().max(), method
-
-
-def test_attention_that_is_called_outside_of_modules_is_refused_in_a_sentence() -> None:
-    model, images = build(lambda: Classifier(CalledOutside))
-    with pytest.raises(ValueError, match="put each attention with its addition into a module"):
-        vit.attribute(model, images, method="rollout")

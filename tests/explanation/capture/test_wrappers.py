@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tests.explanation.model_zoo import build
-from vit.analysis.faithfulness.gains import build_probability
 from vit.explanation.capture.forward import capture_attention, run_forward
-from vit.explanation.checks.token_ablation import build_removal
 from vit.explanation.methods.maps import compute_maps
 from vit.explanation.methods.rollout import attention_rollout
 
@@ -115,44 +113,6 @@ def test_adapters_of_peft_have_the_maps_of_the_merged_model(
         torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-6)
 
 
-class Adapter(nn.Module):
-    """A linear layer with an addition of low rank and dropout, as peft's LoRA has it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base, self.dropout = base, nn.Dropout(0.3)
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        adapted: Tensor = self.base(tokens) + self.up(self.down(self.dropout(tokens)))
-        return adapted
-
-
-def adapt(family: str) -> tuple[nn.Module, Tensor]:
-    """A model with adapters and dropout before its head, in training mode."""
-    model, images = build(family)
-    torch.manual_seed(0)
-    for module in list(model.modules()):
-        for name in ("qkv", "q_proj", "k_proj", "v_proj"):
-            if isinstance(getattr(module, name, None), nn.Linear):
-                setattr(module, name, Adapter(getattr(module, name)))
-    if family == "timm":
-        model.head_drop = nn.Dropout(0.5)
-    return model.train(), images
-
-
-@pytest.mark.parametrize("family", ["timm", "hugging-face"])
-def test_maps_in_training_mode_are_those_of_evaluation_mode(family: str) -> None:
-    """libra-removal runs the projections again."""
-    model, images = adapt(family)
-    _, _, maps = compute_maps(model, images, methods=METHODS)
-    assert model.training
-    _, _, expected = compute_maps(model.eval(), images, methods=METHODS)
-    for one, other in zip(maps, expected, strict=True):
-        assert torch.equal(one.values, other.values)
-
-
 def test_prompts_are_prefix_tokens() -> None:
     model, images = build("timm")
     prompted = Prompted(model).eval()
@@ -160,23 +120,6 @@ def test_prompts_are_prefix_tokens() -> None:
     assert (forward.num_prefix_tokens, forward.grid) == (1 + NUM_PROMPTS, (4, 6))
     rollout = attention_rollout(forward.record.attentions)[:, 0]
     torch.testing.assert_close(maps.values[:, 0].flatten(1), rollout[:, 1 + NUM_PROMPTS :])
-
-
-def test_patches_are_left_out_of_a_model_with_prompts() -> None:
-    model, images = build("timm")
-    prompted = Prompted(model).eval()
-    classes = torch.tensor([1, 3])
-    predict = build_probability(build_removal(prompted, images, grid=(4, 6)), classes)
-    kept = torch.tensor([[5, 1, 7, 2], [0, 11, 3, 9]])
-    with torch.no_grad():
-        tokens = prompted.embed(images)
-        first = 1 + NUM_PROMPTS
-        rows = torch.arange(2)[:, None]
-        logits = prompted.classify(
-            torch.cat([tokens[:, :first], tokens[rows, first + kept]], dim=1)
-        )
-    expected = logits.softmax(dim=1)[torch.arange(2), classes]
-    torch.testing.assert_close(predict(kept), expected)
 
 
 @pytest.mark.parametrize("pool", ["token", "avg"])
@@ -203,7 +146,7 @@ def test_prompts_that_a_hook_adds_are_pooled_as_the_model_pools(pool: str) -> No
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "deep prompts": (
         lambda: Prompted(build("timm")[0], deep=True),
-        rf"{NUM_PROMPTS} tokens of model\.blocks\.1\.attn don't come from the block before",
+        rf"{NUM_PROMPTS} of 30 tokens after model\.blocks\.0\.attn don't contain",
     ),
     "two tensors": (
         lambda: Output(build("timm")[0], lambda logits: (logits, logits[:, :2])),

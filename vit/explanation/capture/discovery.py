@@ -1,23 +1,22 @@
-"""Find the attention layers of a model of any code: run it once and see what attends."""
+"""Find the attention layers of a model of any code: run it once, and see what attends and to which
+tokens each attention is added.
 
-import itertools
+Tokens are known by their place in the pass, see `ForwardWatch`.
+"""
+
+import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from vit.explanation.capture.layers import (
-    LayerPlace,
-    run_as_written,
-    without_fast_path,
-)
-from vit.explanation.capture.watch import AttentionCall, AttentionWatch, UnreadableError
+from vit.explanation.capture.layers import AttentionLayer
+from vit.explanation.capture.tokens import draw_noise
+from vit.explanation.capture.watch import ForwardWatch, has_three_axes
 from vit.model.logits import at_least_float32, compute_logits
 from vit.model.model_info import keep_mode
 from vit.model.vision_transformer import VisionTransformer
@@ -25,125 +24,172 @@ from vit.runtime.tensors import Images, Logits
 
 _BATCH = 2
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
-# function from the number of a link between blocks and its tokens [B, N, D] to other tokens
-ChangeTokens = Callable[[int, Tensor], Tensor]
-
-
-class Stream(NamedTuple):
-    """Where a model that adds its attention outside of modules keeps its tokens: results of torch's
-    functions with the shape of the tokens, counted in a forward pass.
-
-    Attributes:
-        shape: Number of tokens and their width.
-        results: Number of the result that enters each block, and of the one that leaves the last.
-    """
-
-    shape: tuple[int, ...]
-    results: tuple[int, ...]
-
-
-class StreamChanges(TorchFunctionMode):
-    """Context that changes the tokens of a forward pass."""
-
-    def __init__(self, stream: Stream, change: ChangeTokens) -> None:
-        super().__init__()
-        self.shape = stream.shape
-        self.links = {result: link for link, result in enumerate(stream.results)}
-        self.change = change
-        self.count = 0
-
-    def begin(self, *_: object) -> None:
-        """Begin a forward pass."""
-        self.count = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not _is_tokens(result) or result.shape[1:] != self.shape:
-            return result
-        link = self.links.get(self.count)
-        self.count += 1
-        if link is None:
-            return result
-        # a change is no function of the model: other contexts must not count it
-        with torch._C.DisableTorchFunction():
-            # an addition in place would change the tokens that are kept
-            return self.change(link, result).clone()
+_COPIES = {torch.clone, Tensor.clone}
+# function from the number of a link between blocks and its tokens [B, N, D] to other tokens, or None
+ChangeTokens = Callable[[int, Tensor], Tensor | None]
 
 
 class Discovered(NamedTuple):
-    """The attention layers of a model in order.
+    """The attention layers of a model, see `ForwardWatch` for the numbers.
 
     Attributes:
-        layers: Layers in which all tokens attend to each other.
-        pool: Layer after them in which a few queries attend to the tokens, if there is one.
-        stream: Where the tokens are if they aren't the input and output of the blocks.
+        layers: Names of the modules in which all tokens attend to each other, in order.
+        attentions: Numbers of their attentions; last that of a few queries that attend to the
+            tokens after them, if there is one.
+        pool: Name of the module of the latter.
+        links: Number of the result that enters each layer's block, and of the one that leaves the
+            last.
+        axes: Order of the axes that makes these [batch, tokens, channels], and back.
+        first: Name of the first module with weights that runs, with which a pass begins: a model's
+            parts may be called without the model.
     """
 
-    layers: list[LayerPlace]
-    pool: LayerPlace | None
-    stream: Stream | None
+    layers: list[str]
+    attentions: list[int]
+    pool: str | None
+    links: list[int]
+    axes: tuple[int, int, int]
+    first: str
+
+
+class LayerWatch(ForwardWatch):
+    """Context that passes the tokens of each link to `change`, and each layer to `keep`, with their
+    places in the lists of `Discovered`."""
+
+    def __init__(
+        self,
+        discovered: Discovered,
+        change: ChangeTokens,
+        keep: Callable[[int, AttentionLayer], None] | None = None,
+        mixing: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.links = {result: link for link, result in enumerate(discovered.links)}
+        self.layers = {number: place for place, number in enumerate(discovered.attentions)}
+        self.axes = discovered.axes
+        self.change = change
+        self.keep = keep
+        mixing = mixing or {}
+        super().__init__(mixing={discovered.attentions[place]: mixing[place] for place in mixing})
+        if discovered.first:  # nothing before it is counted
+            self.num_results = self.num_attentions = -sys.maxsize
+
+    def see_attention(self, layer: AttentionLayer) -> None:
+        """Pass a layer on."""
+        place = self.layers.get(self.num_attentions)
+        if place is not None and self.keep is not None:
+            self.keep(place, layer)
+
+    def see_result(self, result: Tensor) -> Tensor:
+        """Pass tokens on."""
+        link = self.links.get(self.num_results)
+        if link is None:
+            return result
+        tokens = result.permute(self.axes)
+        if link == 0:
+            self.batch, self.num_tokens = tokens.shape[:2]
+        changed = self.change(link, tokens)
+        if changed is None:
+            return result
+        # an addition in place would change the tokens that are kept
+        return changed.permute(self.axes).clone()
 
 
 @dataclass
 class _Seen:
     """One attention in a forward pass."""
 
-    path: tuple[nn.Module, ...]  # modules that compute it, outermost first
-    num_heads: int
-    num_queries: int
+    number: int
+    module: nn.Module  # the innermost one that computes it
+    is_square: bool  # there are as many queries as tokens
     num_tokens: int
     time: int  # number of results before its weights
     is_alike: bool  # the two images, which are the same, have the same values
 
 
-class _Discovery(AttentionWatch):
-    """Context that lists every attention, the shapes of the results and the additions of a pass. No
-    tensor is kept: each is known by a number that it carries."""
+class _Discovery(ForwardWatch):
+    """Context that lists every attention and the additions of a pass. No tensor is kept: each
+    carries its number."""
 
-    def __init__(self) -> None:
-        super().__init__(_BATCH, self._see)
-        self.stack: list[nn.Module] = []
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(_BATCH)
+        self.model = model
+        self.first: nn.Module | None = None  # the first module with weights that runs
+        self.stack: list[nn.Module] = []  # modules that run, outermost first
         self.seen: list[_Seen] = []
-        self.shapes: list[tuple[int, ...]] = []
-        # number of the result, and of its terms
-        self.additions: list[tuple[int, list[int]]] = []
+        # shape and number of a result, and numbers of its terms
+        self.additions: list[tuple[torch.Size, int, list[int]]] = []
         self._begin: tuple[tuple[nn.Module, ...], int] = ((), 0)
+
+    def on_entry(self, module: nn.Module, args: object) -> None:
+        """Note that a module runs."""
+        self.stack.append(module)
+        has_weights = next(module.parameters(), None) is not None
+        if self.first is None and has_weights and module is not self.model:
+            self.first = module
+        if module is self.first:
+            self.begin()
+            self.additions.clear()
+
+    def on_exit(self, module: nn.Module, args: object, result: object) -> None:
+        """Note that a module has run."""
+        if self.stack and self.stack[-1] is module:
+            self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self._weights
         # a fused function has its weights and its product at one time
-        now = (tuple(self.stack), len(self.shapes))
-        terms = []
-        if func in _ADDITIONS and all(map(_is_tokens, args[:2])):
-            terms = [(_find_number(term), term.shape) for term in args[:2]]
+        now = (tuple(self.stack), self.num_results)
+        # an addition in place changes its first term
+        numbers = []
+        if func in _ADDITIONS and all(map(has_three_axes, args[:2])):
+            numbers = [_find_number(term) for term in args[:2] if term.shape == args[0].shape]
         result = super().__torch_function__(func, types, args, kwargs)
         if self._weights is not before:
             self._begin = now
-        if _is_tokens(result):
-            number = len(self.shapes)
-            if terms and all(shape == result.shape for _, shape in terms):
-                self.additions.append((number, [term for term, _ in terms]))
-            # a function may return its argument as it is
-            if _find_number(result) < 0:
-                result.vit_number = (number, result._version)
-            self.shapes.append(tuple(result.shape[1:]))
+        if func in _COPIES and has_three_axes(args[0]):
+            result.vit_number = (_find_number(args[0]), result._version)
+        if len(numbers) == 2:
+            self.additions.append((result.shape, now[1], numbers))
         return result
 
-    def _see(self, call: AttentionCall) -> None:
-        path, time = tuple(self.stack), len(self.shapes)
-        if call.weights is not None:  # the softmax may be computed in another module
+    def see_result(self, result: Tensor) -> Tensor:
+        """Give a tensor its number."""
+        # a function may return its argument as it is
+        if _find_number(result) < 0:
+            result.vit_number = (self.num_results, result._version)  # type: ignore[attr-defined]
+        return result
+
+    def see_attention(self, layer: AttentionLayer) -> None:
+        """Note an attention of two images."""
+        path, time = tuple(self.stack), self.num_results
+        if layer.weights is not None:  # the softmax may be computed in another module
             begin, time = self._begin
             path = path[: sum(one is other for one, other in zip(path, begin, strict=False))]
-        _, num_heads, num_tokens, _ = call.value.shape
-        if len(call.value) == _BATCH:
-            first, second = call.value.float()
+        _, _, num_queries, num_tokens = layer.shape
+        if len(layer.value) == _BATCH and path:
+            first, second = layer.value.float()
             is_alike = torch.allclose(first, second, atol=1e-3)
-            seen = _Seen(path, num_heads, call.num_queries, num_tokens, time, is_alike)
-            self.seen.append(seen)
+            is_square = num_queries == num_tokens
+            if is_square:  # then a few queries alone, as of a pooling, are seen, too
+                self.num_tokens = num_tokens
+            self.seen.append(
+                _Seen(self.num_attentions, path[-1], is_square, num_tokens, time, is_alike)
+            )
 
-
-def _is_tokens(value: object) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 3
+    def find_links(self, layers: list[_Seen]) -> tuple[list[int], torch.Size]:
+        """Find the tokens to which each attention is added, and the last tokens of their shape.
+        There are fewer if one isn't added to tokens that it reads."""
+        links = []
+        found = torch.Size()
+        for seen in layers:
+            for shape, number, terms in self.additions:
+                before = [term for term in terms if 0 <= term < seen.time]
+                if number >= seen.time and len(before) == 1:
+                    links += before
+                    found = shape
+                    break
+        links += [number for shape, number, _ in self.additions if shape == found][-1:]
+        return links, found
 
 
 def _find_number(tensor: Tensor) -> int:
@@ -163,101 +209,60 @@ def discover_layers(model: nn.Module, image_shape: tuple[int, int, int]) -> Disc
         image_shape: Channels, height and width of its images.
 
     Raises:
-        ValueError: No attention between all tokens is seen, or where its tokens are isn't.
+        ValueError: No attention between all tokens is seen, or one runs several times, or to which
+            tokens it is added isn't seen.
     """
     family = type(model).__name__
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(1, *image_shape, generator=generator).to(next(model.parameters()))
-    images = image.repeat(_BATCH, 1, 1, 1)
+    images = draw_noise((1, *image_shape), next(model.parameters())).repeat(_BATCH, 1, 1, 1)
     names = {module: name for name, module in model.named_modules()}
-    # shape and number of the first input and output of each module
-    entered: dict[nn.Module, tuple[torch.Size, int]] = {}
-    left: dict[nn.Module, tuple[torch.Size, int]] = {}
-    outside = itertools.count(2)
-    watch = _Discovery()
-
-    def describe(tensor: Any) -> tuple[torch.Size, int]:
-        if not _is_tokens(tensor):
-            return torch.Size(), -1
-        # code that torch's functions don't tell of has made it
-        if not hasattr(tensor, "vit_number"):
-            tensor.vit_number = (-next(outside), tensor._version)
-        return tensor.shape, _find_number(tensor)
-
-    def on_entry(module: nn.Module, args: tuple[Any, ...]) -> None:
-        watch.stack.append(module)
-        entered[module] = describe(next(iter(args), None))
-
-    def on_exit(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        if watch.stack and watch.stack[-1] is module:
-            watch.stack.pop()
-        left[module] = describe(result[0] if isinstance(result, tuple) and result else result)
-
+    watch = _Discovery(model)
     with ExitStack() as stack:
         stack.enter_context(keep_mode(model))
-        stack.enter_context(without_fast_path())
         stack.enter_context(run_as_written())
-        for module in names:
-            stack.callback(module.register_forward_pre_hook(on_entry).remove)
-            stack.callback(module.register_forward_hook(on_exit, always_call=True).remove)
         model.eval()
         try:
+            run_whole(model, images[:1])  # it may keep what it computes in its first pass
+            for module in names:
+                stack.enter_context(module.register_forward_pre_hook(watch.on_entry))
+                stack.enter_context(module.register_forward_hook(watch.on_exit, always_call=True))
             with watch:
                 run_whole(model, images)
-        except UnreadableError as error:
-            raise ValueError(f"no attention of {family} can be read: {error}") from error
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             _, height, width = image_shape
             raise ValueError(
-                f"no attention can be read in {family}, because it doesn't run on images of "
-                f"{height}×{width} pixels: {error}"
+                f"no attention of {family} can be read on images of {height}×{width} pixels: "
+                f"{error or repr(error)}"
             ) from error
 
     # texts have another batch, or differ
     seen_calls = [seen for seen in watch.seen if seen.is_alike] or watch.seen
-    seen_layers = [seen for seen in seen_calls if seen.num_queries == seen.num_tokens]
-    if not seen_layers:
+    layers = [seen for seen in seen_calls if seen.is_square]
+    if not layers:
         raise ValueError(
             f"{family} has no attention between all of its tokens that torch's functions or a "
             "softmax compute"
         )
-    counts = Counter(module for seen in seen_layers for module in set(seen.path))
-    places = []
-    blocks = []
-    for seen in seen_layers:
-        takers = (
-            module
-            for module in seen.path
-            if counts[module] == 1
-            and entered[module][0] == left[module][0]
-            and set(left[module][0][:2]) == {_BATCH, seen.num_tokens}
-        )
-        block = next(takers, None)
-        if block is None:
-            raise ValueError(
-                f"an attention of {family} isn't part of a module that takes and gives all tokens "
-                "[batch, tokens, channels], so where they are isn't known"
-            )
-        is_turned = left[block][0][1] == _BATCH != seen.num_tokens
-        blocks.append(block)
-        places.append(
-            LayerPlace(names[seen.path[-1]], names[block], seen.num_heads, tokens_first=is_turned)
-        )
-    pool = None
-    last = seen_calls[-1]
-    if last.num_queries < last.num_tokens:
-        pool = LayerPlace(names[last.path[-1]], places[-1].block, last.num_heads)
-
-    # blocks that add what they compute follow one another
-    joined = [left[one][1] == entered[other][1] != -1 for one, other in pairwise(blocks)]
-    if joined and all(joined):
-        return Discovered(places, pool, None)
-    if any(place.tokens_first for place in places):
+    module, count = Counter(seen.module for seen in layers).most_common(1)[0]
+    if count > 1:
         raise ValueError(
-            f"{family} has tokens [tokens, batch, channels] outside of its blocks; put each "
-            "attention with its addition into a module"
+            f"the attention of {names[module]} runs {count} times in one forward pass (test-time "
+            "augmentation, a shared layer, two attentions in one module?), and a map shows one"
         )
-    return Discovered(places, pool, _find_stream(family, watch, seen_layers))
+    links, shape = watch.find_links(layers)
+    if len(links) <= len(layers) or set(shape[:2]) != {_BATCH, layers[-1].num_tokens}:
+        raise ValueError(
+            f"an attention of {family} isn't added to tokens [batch, tokens, channels] that it "
+            "reads (an attention without a residual connection?), so no map shows it"
+        )
+    pools = [seen for seen in seen_calls[-1:] if not seen.is_square]
+    return Discovered(
+        layers=[names[seen.module] for seen in layers],
+        attentions=[seen.number for seen in layers + pools],
+        pool=names[pools[0].module] if pools else None,
+        links=links,
+        axes=(0, 1, 2) if shape[0] == _BATCH else (1, 0, 2),
+        first=names.get(watch.first, ""),
+    )
 
 
 def run_whole(model: nn.Module, images: Images) -> Logits:
@@ -270,15 +275,15 @@ def run_whole(model: nn.Module, images: Images) -> Logits:
         return at_least_float32(model.forward_head(tokens.to(next(model.parameters()).dtype)))
 
 
-def _find_stream(family: str, watch: _Discovery, layers: list[_Seen]) -> Stream:
-    """Find the tokens to which each attention is added."""
-    numbers = []
-    for seen in layers:
-        added = next((terms for n, terms in watch.additions if n >= seen.time), [])
-        before = [term for term in added if 0 <= term < seen.time]
-        if len(before) != 1:
-            raise ValueError(f"an attention of {family} isn't added to the tokens it reads")
-        numbers += before
-    numbers.append(watch.additions[-1][0])
-    shape = watch.shapes[numbers[0]]
-    return Stream(shape, tuple(watch.shapes[:number].count(shape) for number in numbers))
+@contextmanager
+def run_as_written() -> Iterator[None]:
+    """Let modules run as they are written: without the code that torch.compile makes of them, and
+    without the fast path of `nn.TransformerEncoderLayer`. Neither can be watched."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        torch.backends.mha.set_fastpath_enabled(False)
+        # nothing is compiled before the compiler is imported, which takes a second
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

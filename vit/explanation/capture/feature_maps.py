@@ -8,7 +8,6 @@ and whose places, not only its class token, are read.
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.layers import first_output
-from vit.explanation.capture.tokens import count_prefix_tokens
+from vit.explanation.capture.tokens import count_prefix_tokens, draw_noise, tile_squares
 from vit.model.logits import compute_logits
 from vit.runtime.tensors import Images
 
@@ -47,11 +45,9 @@ def order_channels(model: nn.Module, features: Tensor, images: Images) -> Featur
         return None
 
     for num_prefix in range(count_prefix_tokens(model) + 1):
-        num_places = features.shape[1] - num_prefix
-        rows = round(math.sqrt(max(num_places, 0) * height / width))
-        columns = num_places // max(rows, 1)
-        if rows > 0 and rows * columns == num_places and rows * width == columns * height:
-            return torch.unflatten(features[:, num_prefix:].mT, 2, (rows, columns))
+        squares = tile_squares(features.shape[1] - num_prefix, images)
+        if squares is not None:
+            return torch.unflatten(features[:, num_prefix:].mT, 2, squares)
     return None
 
 
@@ -64,7 +60,7 @@ def record_outputs(model: nn.Module, number: int | None = None) -> Iterator[list
 
     def keep(module: nn.Module, args: object, output: Any) -> None:
         if isinstance(output, tuple) and output:
-            output = first_output(output)
+            output = output[0]
         if not isinstance(output, Tensor) or output.ndim not in (3, 4):
             return
         # pooled features have one place: two sides of 1, or one token
@@ -79,7 +75,7 @@ def record_outputs(model: nn.Module, number: int | None = None) -> Iterator[list
 
 
 @torch.enable_grad()
-def find_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"]) -> int:
+def find_feature_map(model: nn.Module, image: Float[Tensor, "1 channels height width"]) -> int:
     """Find the feature map that the classifier reads.
 
     Returns:
@@ -89,45 +85,34 @@ def find_feature_map(model: nn.Module, image: Float[Tensor, "1 3 height width"])
         ValueError: The classifier also reads something else, or the places of its feature map
             aren't on the image where a map of it is drawn.
     """
-    name = type(model).__name__
     generator = torch.Generator().manual_seed(0)
     # noise, so that no part of the feature map is zero
-    noise = torch.randn(image.shape, generator=generator).to(image)
-    image = (image + noise).requires_grad_()
+    image = (image + draw_noise(image.shape, image, generator)).requires_grad_()
     with record_outputs(model) as outputs:
         logits = compute_logits(model, image)
 
     # a plain sum of the logits may be constant
     signs = torch.randint(2, logits.shape[1:], generator=generator) * 2 - 1
-    score = (logits * signs.to(logits)).sum()
     kept = [number for number, output in enumerate(outputs) if output.requires_grad]
-    gradients: tuple[Tensor | None, ...] = ()
-    if kept:
-        kept_outputs = [outputs[number] for number in kept]
-        gradients = torch.autograd.grad(score, kept_outputs, retain_graph=True, allow_unused=True)
+    gradients = torch.autograd.grad(
+        (logits * signs.to(logits)).sum(),
+        [*(outputs[number] for number in kept), image],
+        retain_graph=True,
+        allow_unused=True,
+    )
     found: list[int] = []  # last first
-    is_read = False
-    for number, gradient in zip(reversed(kept), reversed(gradients), strict=True):
-        if gradient is None:
-            continue
-        places = order_channels(model, gradient, image)
+    for number, gradient in reversed(list(zip(kept, gradients, strict=False))):
+        places = None if gradient is None else order_channels(model, gradient, image)
         # the classifier may read the class token alone
         if places is None or not places.any():
             continue
-        if places[0, 0].numel() * _MIN_PIXELS > image[0, 0].numel():
-            continue
-        is_read = True
-        if _reads_nothing_else(logits, outputs[number], image):
+        is_coarse = places[0, 0].numel() * _MIN_PIXELS <= image[0, 0].numel()
+        if is_coarse and _reads_nothing_else(logits, outputs[number], image):
             found.append(number)
-    if not found and is_read:
-        raise ValueError(
-            f"the classifier of {name} reads something other than its last feature map (test-time "
-            "augmentation, or several encoders?), so a map of it would show a part of the model"
-        )
     if not found:
         raise ValueError(
-            f"{name} has no feature map [images, channels, rows, columns] that its classifier "
-            "reads, with the proportions of the image"
+            f"{type(model).__name__} has no feature map with the proportions of the image, or its "
+            "classifier reads something other than its last feature map (several encoders?)"
         )
     return _check_places(model, image.detach(), found)
 
@@ -150,7 +135,7 @@ def _reads_nothing_else(logits: Tensor, features: Tensor, image: Images) -> bool
 
 @torch.no_grad()
 def _check_places(
-    model: nn.Module, image: Float[Tensor, "1 3 height width"], found: list[int]
+    model: nn.Module, image: Float[Tensor, "1 channels height width"], found: list[int]
 ) -> int:
     """Change each quarter of the image: the upper places have to change more with the upper half
     than with the lower one.
@@ -158,16 +143,13 @@ def _check_places(
     Where every place sees nearly the whole image, they change alike. Then the feature map before is
     looked at, because no model turns a feature map. It is also taken instead of tokens, which may
     be channels.
-
-    Raises:
-        ValueError: The places lie in another way, or all change alike.
     """
     height, width = (side // 2 for side in image.shape[2:])
     generator = torch.Generator().manual_seed(0)
     changed = image.repeat(5, 1, 1, 1)
     for number, (lower, right) in enumerate(itertools.product((0, 1), repeat=2), start=1):
         quarter = changed[number, :, lower * height :, right * width :][:, :height, :width]
-        quarter += torch.randn(quarter.shape, generator=generator).to(quarter)
+        quarter += draw_noise(quarter.shape, quarter, generator)
     with record_outputs(model) as outputs:
         compute_logits(model, changed)
 
@@ -181,39 +163,26 @@ def _check_places(
         # a place out of reach changes by nothing, or by what rounding leaves
         change = change.clamp_min(max(1e-3 * float(change.max()), 1e-30)).log()
         change = change.unflatten(0, (2, 2))
-        to_upper = (change[0] - change[1]).mean(dim=0)
-        to_left = (change[:, 0] - change[:, 1]).mean(dim=0)
-        rows, columns = to_upper.shape
-        # (how much more with this half, the places in it minus the others, at right angles to it)
-        sides = []
-        if rows > 1:
-            sides.append((to_upper, *_compare_halves(to_upper)))
-        if columns > 1:
-            across, along = _compare_halves(to_left)
-            sides.append((to_left, along, across))
-        if any(preference.std() < _MIN_LOCALITY for preference, _, _ in sides):
+        # how much more with the upper half, and, turned, with the left half
+        halves = [(change[0] - change[1]).mean(dim=0), (change[:, 0] - change[:, 1]).mean(dim=0).mT]
+        halves = [half for half in halves if len(half) > 1]
+        if any(half.std() < _MIN_LOCALITY for half in halves):
             continue
         if all(
-            along > max(across.abs(), preference.std() / 2) for preference, along, across in sides
+            _compare_halves(half) > max(_compare_halves(half.mT).abs(), half.std() / 2)
+            for half in halves
         ):
             return number if chosen is None else chosen
-        raise ValueError(
-            f"the last feature map of {type(model).__name__} isn't on the image row by row (is the "
-            "image mirrored or turned within the model?), so a map of it would be wrong"
-        )
+        break
     raise ValueError(
-        f"the places of {type(model).__name__}'s feature maps all change alike with any part of "
-        "the image, so where they lie is unknown"
+        f"the places of the last feature maps of {type(model).__name__} change alike with any part "
+        "of the image, or aren't on it row by row (is the image mirrored or turned within the "
+        "model?), so where they lie is unknown"
     )
 
 
-def _compare_halves(preference: Float[Tensor, "rows columns"]) -> tuple[Tensor, Tensor]:
-    """Return the mean of the upper half minus that of the lower one, and of the left half minus
-    that of the right one; a row or column in the middle is in neither."""
-    rows, columns = (side // 2 for side in preference.shape)
-    down = across = preference.new_zeros(())
-    if rows:
-        down = preference[:rows].mean() - preference[-rows:].mean()
-    if columns:
-        across = preference[:, :columns].mean() - preference[:, -columns:].mean()
-    return down, across
+def _compare_halves(change: Float[Tensor, "rows columns"]) -> Tensor:
+    """Return the mean of the upper half minus that of the lower one; a row in the middle is in
+    neither."""
+    half = len(change) // 2
+    return change[:half].mean() - change[-half:].mean() if half else change.new_zeros(())

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from vit.explanation.capture.reader import ModelReader
 from vit.model.logits import at_least_float32
-from vit.runtime.tensors import Tokens
+from vit.runtime.tensors import Logits, Tokens
 
 TokenWeights = Float[Tensor, "B N"]
 
 
 def measure_pool_weights(
-    reader: ModelReader, last_tokens: list[Tokens], logits: Float[Tensor, "B C"]
+    reader: ModelReader, last_tokens: list[Tokens], logits: Logits
 ) -> tuple[TokenWeights, Tokens]:
     """Measure how much each token counts, and find the tokens that are pooled.
 
@@ -46,7 +46,7 @@ def measure_pool_weights(
     gradients = torch.autograd.grad(score, last_tokens, retain_graph=True, allow_unused=True)
     if found.pooled is None:
         found.pooled = _find_pooled(last_tokens, gradients)
-    tokens, gradient = last_tokens[found.pooled], gradients[found.pooled]
+    gradient = gradients[found.pooled]
     assert gradient is not None
 
     # shares within each channel first, so that a channel with large gradients doesn't dominate
@@ -54,33 +54,33 @@ def measure_pool_weights(
     total = magnitude.sum(dim=1, keepdim=True)
     tiny = torch.finfo(magnitude.dtype).tiny
     shares = torch.where(total > 0, magnitude / total.clamp_min(tiny), 0.0).sum(dim=2)
-    return shares / shares.sum(dim=1, keepdim=True), tokens
+    return shares / shares.sum(dim=1, keepdim=True), last_tokens[found.pooled]
 
 
 def _find_pooled(last_tokens: list[Tokens], gradients: Sequence[Tensor | None]) -> int:
     """Return which of the last tokens are pooled, by the gradients of a mixture of the logits."""
-    first_gradient = gradients[0]
-    if first_gradient is None or not first_gradient.any():
+    # they are the last ones on the way to the logits
+    used = {
+        place: gradient
+        for place, gradient in enumerate(gradients)
+        if gradient is not None and gradient.any()
+    }
+    if 0 not in used:
         raise ValueError(
             "the logits don't depend on the tokens of the last attention layer, so none can be read"
         )
-
-    # the tokens that are pooled are the last ones on the way to the logits
-    pooled, gradient = 0, first_gradient
-    for place, later_gradient in enumerate(gradients):
-        if later_gradient is not None and later_gradient.any():
-            pooled, gradient = place, later_gradient
+    pooled = max(used)
 
     # between the last block and the pooling there may be only a norm of each token, and all logits
     # must depend on its result: then the gradient of every second token stays separate
-    tokens = last_tokens[pooled]
-    if tokens is not last_tokens[0]:
+    if pooled > 0:
+        tokens = last_tokens[pooled]
         every_second = (torch.arange(tokens.shape[1], device=tokens.device) % 2 == 0)[:, None]
         (through,) = torch.autograd.grad(
-            tokens, last_tokens[0], gradient * every_second, retain_graph=True
+            tokens, last_tokens[0], used[pooled] * every_second, retain_graph=True
         )
-        error = (through - first_gradient * every_second).abs().max()
-        if error > 1e-2 * first_gradient.abs().max():
+        error = (through - used[0] * every_second).abs().max()
+        if error > 1e-2 * used[0].abs().max():
             raise ValueError(
                 "tokens are mixed after the last attention layer that is known, so no map is exact"
             )
@@ -92,40 +92,37 @@ def capture_last_tokens(reader: ModelReader) -> Iterator[list[Tokens]]:
     """Keep the tokens that leave the last block and those that leave each module after it. Without
     gradients the graph begins there."""
     last_tokens: list[Tensor] = []
-    places = reader.places
+    attention = reader.attention
 
-    def keep_last(link: int, tokens: Tensor) -> Tensor:
-        if link == len(places):
-            if not tokens.requires_grad:
-                torch.set_grad_enabled(True)  # until the caller's context ends
-                tokens = tokens.detach().requires_grad_()
-            last_tokens[:] = [tokens]
+    def keep_last(link: int, tokens: Tensor) -> Tensor | None:
+        if link < len(attention.layers):
+            return None
+        if not tokens.requires_grad:
+            torch.set_grad_enabled(True)  # until the caller's context ends
+            tokens = tokens.detach().requires_grad_()
+        last_tokens[:] = [tokens]
         return tokens
-
-    order = places[-1].order
 
     def on_module(module: nn.Module, args: Any, result: Any) -> Tensor | None:
         # modules before the last block don't matter, and a number for each token is a weight
         is_tokens = isinstance(result, Tensor) and result.ndim == 3 and result.shape[-1] > 1
         if not last_tokens or not is_tokens or not result.requires_grad:
             return None
-        shape = last_tokens[0].shape[:-1]
-        if result.shape[:-1] == shape:
-            last_tokens.append(result)
-        elif order(result).shape[:-1] == shape:
-            last_tokens.append(order(result))
-            # the model goes on with the tensor that is kept
-            return order(last_tokens[-1])
-        return None
+        ordered = result
+        if result.shape[:-1] != last_tokens[0].shape[:-1]:
+            ordered = result.permute(attention.axes)
+        if ordered.shape[:-1] != last_tokens[0].shape[:-1]:
+            return None
+        last_tokens.append(ordered)
+        # the model goes on with the tensor that is kept
+        return ordered.permute(attention.axes) if ordered is not result else None
 
-    # only what follows the last block can be the pooling
-    parts = [reader.model.get_submodule(place.block) for place in places]
-    if reader.attention.pool is not None:  # its keys and values aren't what is pooled
-        parts.append(reader.model.get_submodule(reader.attention.pool.name))
-    inside = {id(module) for part in parts for module in part.modules()}
+    inside: set[nn.Module] = set()
+    if attention.pool is not None:  # its keys and values aren't what is pooled
+        inside = set(reader.model.get_submodule(attention.pool).modules())
     with ExitStack() as stack:
-        stack.enter_context(reader.change_links(keep_last))
+        stack.enter_context(reader.watch(keep_last))
         for module in reader.model.modules():
-            if id(module) not in inside:
+            if module not in inside:
                 stack.enter_context(module.register_forward_hook(on_module))
         yield last_tokens

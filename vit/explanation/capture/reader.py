@@ -1,9 +1,9 @@
 """The parts of a model that maps are read from, found once and kept."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
@@ -15,10 +15,11 @@ from vit.bundle import Bundle
 from vit.explanation.capture.discovery import (
     ChangeTokens,
     Discovered,
-    StreamChanges,
+    LayerWatch,
     discover_layers,
 )
-from vit.explanation.capture.layers import AttentionLayer, LayerPlace, first_output
+from vit.explanation.capture.layers import AttentionLayer
+from vit.explanation.capture.tokens import draw_noise
 from vit.model.logits import compute_logits
 from vit.model.model_info import find_image_size, keep_mode, unwrap_model
 from vit.model.vision_transformer import VisionTransformer
@@ -33,22 +34,29 @@ class _Findings:
     """Findings about a model, without its modules.
 
     Attributes:
-        attention: Its attention layers, or why there are none.
+        attention: Its attention layers.
+        refused: Sources that it doesn't have, or that a check has refused, with the reason.
         feature_map: Number of the output that is its feature map, see `find_feature_map`.
         has_positions: True if its attention gets the positions of all patches.
         signs: The mixture of the logits that measures the pooling, 1 or -1, [C].
         pooled: Which of the tokens that leave the last block and the modules after it are pooled.
         first_averaged: First token of a mean that is pooled; -1 without a mean.
-        versions: Versions of the weights with which the source has passed its checks.
+        checked: Description of the model and the images for which the source passed its checks.
     """
 
-    attention: Discovered | ValueError | None = None
+    attention: Discovered | None = None
+    refused: dict[Source, str] = field(default_factory=dict)
     feature_map: int | None = None
     has_positions: bool | None = None
     signs: Tensor | None = None
     pooled: int | None = None
     first_averaged: int | None = None
-    versions: tuple[int, ...] | None = None
+    checked: list[Any] | None = None
+
+
+# Findings about each module. See `ModelReader.keep`.
+_KEPT: WeakKeyDictionary[nn.Module, _Findings] = WeakKeyDictionary()
+_KEPT_LOCK = threading.Lock()
 
 
 class ModelReader:
@@ -61,52 +69,43 @@ class ModelReader:
         model: The model, without the wrappers of torch.compile, DistributedDataParallel and peft.
         image_size: Height and width of its images, once they are known.
         channels: Number of channels of its images.
-        refused: Sources that a check has refused for this model, with the reason.
-        is_recalled: True if an earlier reader of the same module has settled the source.
         found: The findings so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrap_model(model)
-        self.refused: dict[Source, str] = {}
-        self.is_recalled = False
         self.image_size: tuple[int, int] | None = None
         convolutions = (part for part in self.model.modules() if isinstance(part, nn.Conv2d))
         first = next(convolutions, None)
         self.channels = 3 if first is None else first.in_channels
         self.found = _Findings()
 
-    @property
-    def is_settled(self) -> bool:
-        """True if the source has passed its checks with the weights that the model has now."""
-        return self.found.versions == _list_versions(self.model)
-
-    def settle(self, images: Images) -> None:
-        """Note that the source has passed its checks, and keep what was found for images of this
-        size: `read_model` gives it to the next reader of the module.
-
-        A refusal isn't kept. Its reason may be the images, or weights that training changes.
-        """
-        self.found.versions = _list_versions(self.model)
-        if self.refused or not self.has_attention:
-            return
+    def recall(self, images: Images) -> bool:
+        """Return whether the source has passed its checks for images like these, with this reader
+        or an earlier one of the module. If not, begin without findings."""
+        self.channels, height, width = images.shape[1:]
+        self.image_size = (height, width)
+        description = _describe(self.model, images)
+        if self.found.checked == description:
+            return True
         # a model with an equality of its own can't be a key
         with _KEPT_LOCK, suppress(TypeError):
-            _KEPT[self.model] = (_describe(self.model, images), self.found)
+            kept = _KEPT.get(self.model)
+            if kept is not None and kept.checked == description:
+                self.found = kept
+                return True
+        self.found = _Findings()
+        return False
 
-    def recall(self, images: Images) -> None:
-        """Take over what an earlier reader has kept, if the model is as it was."""
-        with _KEPT_LOCK, suppress(TypeError):
-            description, found = _KEPT.get(self.model, (None, self.found))
-            if description == _describe(self.model, images):
-                self.found = found
-                self.is_recalled = self.is_settled
+    def keep(self, images: Images) -> None:
+        """Note that the source has passed its checks, also for the next reader of the module.
 
-    def forget(self) -> None:
-        """Forget what checks have found, because the weights have changed."""
-        self.refused.clear()
-        attention = self.found.attention
-        self.found = _Findings(attention if isinstance(attention, Discovered) else None)
+        That gets no refusal. Its reason may be the images, or weights that training changes.
+        """
+        self.found.checked = _describe(self.model, images)
+        if self.has_attention:
+            with _KEPT_LOCK, suppress(TypeError):
+                _KEPT[self.model] = self.found
 
     @property
     def has_known_size(self) -> bool:
@@ -116,38 +115,35 @@ class ModelReader:
         return self.image_size is not None
 
     @property
-    def _attention(self) -> Discovered | ValueError:
-        if not self.has_known_size:
-            return ValueError(
-                f"the size of the images of {type(self.model).__name__} is unknown, and its "
-                "attention is found by running it; give preprocess=vit.Preprocess(image_size=…)"
-            )
-        if self.found.attention is None:
+    def attention(self) -> Discovered:
+        """The attention layers. Raises ValueError if there are none that can be read."""
+        found = self.found
+        if found.attention is None and "attention" not in found.refused:
+            if not self.has_known_size:
+                raise ValueError(
+                    f"the size of the images of {type(self.model).__name__} is unknown, and its "
+                    "attention is found by running it; give preprocess=vit.Preprocess(image_size=…)"
+                )
             assert self.image_size is not None
             try:
-                self.found.attention = discover_layers(
-                    self.model, (self.channels, *self.image_size)
-                )
+                found.attention = discover_layers(self.model, (self.channels, *self.image_size))
             except ValueError as error:
-                self.found.attention = error
-        return self.found.attention
+                found.refused["attention"] = str(error)
+        if found.attention is None:
+            raise ValueError(found.refused["attention"])
+        return found.attention
 
     @property
     def has_attention(self) -> bool:
         """True if there are attention layers, and no check has refused them."""
-        return "attention" not in self.refused and isinstance(self._attention, Discovered)
+        try:
+            return bool(self.places) and "attention" not in self.found.refused
+        except ValueError:
+            return False
 
     @property
-    def attention(self) -> Discovered:
-        """The attention layers. Raises ValueError if there are none that can be read."""
-        attention = self._attention
-        if isinstance(attention, ValueError):
-            raise ValueError(str(attention))
-        return attention
-
-    @property
-    def places(self) -> list[LayerPlace]:
-        """The layers in which all tokens attend to each other, in order. See `attention`."""
+    def places(self) -> list[str]:
+        """Names of the layers in which all tokens attend to each other. See `attention`."""
         return self.attention.layers
 
     @property
@@ -155,15 +151,11 @@ class ModelReader:
         """The source of maps of this model: the best that isn't refused."""
         if self.has_attention:
             return "attention"
-        return "pixels" if "feature map" in self.refused else "feature map"
+        return "pixels" if "feature map" in self.found.refused else "feature map"
 
     def explain_refusal(self, source: Source) -> str:
         """Return why maps can't be read from a source that is refused."""
-        return self.refused.get(source) or str(self._attention)
-
-    def build_layers(self) -> list[AttentionLayer]:
-        """Build an object for each attention layer, in order, that records one forward pass."""
-        return [AttentionLayer(self.model, place) for place in self.places]
+        return self.found.refused.get(source) or "the size of its images is unknown"
 
     @property
     def is_ours(self) -> bool:
@@ -181,25 +173,24 @@ class ModelReader:
             self.found.has_positions = not (self.is_ours or self._try_to_drop())
         return not self.found.has_positions
 
+    @torch.no_grad()
     def _try_to_drop(self) -> bool:
         """Leave some tokens out, and return whether the order of the others doesn't matter."""
         assert self.image_size is not None
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn(2, self.channels, *self.image_size, generator=generator)
-        images = images.to(next(self.model.parameters()))
+        shape = (2, self.channels, *self.image_size)
+        images = draw_noise(shape, next(self.model.parameters()))
 
-        def keep_half(tokens: Tensor, *, turn: bool) -> Tensor:
+        def keep_half(turned_axes: tuple[int, ...], tokens: Tensor) -> Tensor:
             # no prefix tokens are in the second half
             first, second = tokens.tensor_split(2, dim=1)
-            kept = second[:, ::2]
-            return torch.cat([first, kept.flip(1) if turn else kept], dim=1)
+            return torch.cat([first, second[:, ::2].flip(turned_axes)], dim=1)
 
         logits = []
-        with keep_mode(self.model), torch.no_grad():
+        with keep_mode(self.model):
             self.model.eval()
-            for turn in (False, True):
+            for turned_axes in ((), (1,)):
                 try:
-                    with self.change_tokens(partial(keep_half, turn=turn)):
+                    with self.change_tokens(partial(keep_half, turned_axes)):
                         logits.append(compute_logits(self.model, images))
                 except (RuntimeError, IndexError, ValueError):  # a shape
                     return False
@@ -214,64 +205,34 @@ class ModelReader:
         """Let the first block read `change(tokens)` instead of the tokens [B, N, D], which include
         prefix tokens, in one forward pass."""
         # the position embedding is added before the first block
-        with self.change_links(lambda link, tokens: tokens if link else change(tokens)):
+        with self.watch(lambda link, tokens: None if link else change(tokens)):
             yield
 
     @contextmanager
-    def change_links(self, change: ChangeTokens) -> Iterator[None]:
-        """Pass the tokens [B, N, D] that enter each block to `change`, and at last those that leave
-        the last one, with the number of the link from 0 on; the model continues with its result."""
-        with ExitStack() as stack:
-            if self.attention.stream is not None:
-                changes = StreamChanges(self.attention.stream, change)
-                stack.enter_context(self.model.register_forward_pre_hook(changes.begin))
-                stack.enter_context(changes)
-            else:
-                for link, place in enumerate(self.places):
-                    block = self.model.get_submodule(place.block)
-                    hook = partial(_change_input, partial(_change, place, partial(change, link)))
-                    handle = block.register_forward_pre_hook(hook, with_kwargs=True)
-                    stack.enter_context(handle)
-                hook = partial(
-                    _change_output, partial(_change, place, partial(change, len(self.places)))
-                )
-                stack.enter_context(block.register_forward_hook(hook))
+    def watch(
+        self,
+        change: ChangeTokens,
+        keep: Callable[[int, AttentionLayer], None] | None = None,
+        mixing: Mapping[int, Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Watch forward passes.
+
+        Args:
+            change: Called with the number of each link from 0 on, and its tokens [B, N, D]: those
+                that enter each block, and at last those that leave the last one. The model goes on
+                with its result, if that isn't None.
+            keep: Called with the number of each layer, and at last of a pooling, and the layer.
+            mixing: Weights [N, N] that a layer has instead of its own, by its number.
+        """
+        watch = LayerWatch(self.attention, change, keep, mixing)
+        first = self.model.get_submodule(self.attention.first)
+        with first.register_forward_pre_hook(watch.begin), watch:
             yield
 
 
-def _change(place: LayerPlace, change: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    # the model's own functions alone are counted, see `Stream`
-    with torch._C.DisableTorchFunction():
-        return place.order(change(place.order(tokens)))
-
-
-def _change_input(
-    change: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (change(args[0]), *args[1:]), options
-    name, tokens = next(iter(options.items()))
-    return args, options | {name: change(tokens)}
-
-
-def _change_output(
-    change: Callable[[Tensor], Tensor], module: nn.Module, args: Any, result: Any
-) -> Any:
-    tokens = change(first_output(result))
-    return (tokens, *result[1:]) if isinstance(result, tuple) else tokens
-
-
-# Findings about each module, with a description of it and its images. See `ModelReader.settle`.
-_KEPT: WeakKeyDictionary[nn.Module, tuple[list[Any], _Findings]] = WeakKeyDictionary()
-_KEPT_LOCK = threading.Lock()
-
-
 def _describe(model: nn.Module, images: Images) -> list[Any]:
-    """Return what changes when modules, their methods, hooks, settings or parameters are replaced:
-    all that a check depends on but the values of the weights and of the images."""
+    """Return what changes when modules, their methods, hooks, settings or weights are replaced or
+    changed: all that a check depends on but the values of the images."""
     kind = images.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     described: list[Any] = [images.shape[1:], images.dtype, images.device, autocast]
@@ -279,19 +240,17 @@ def _describe(model: nn.Module, images: Images) -> list[Any]:
         described += [name, ref(module), type(module).forward, id(module.__dict__.get("forward"))]
         # numbers that torch gives out once
         described += [*module._forward_hooks, *module._forward_pre_hooks]
-        described += [key for key, parameter in module._parameters.items() if parameter is None]
+        for key, weight in (*module._parameters.items(), *module._buffers.items()):
+            described.append((key, id(weight)))
+            # it rises with each change in place
+            if weight is not None and not weight.is_inference():
+                described.append(weight._version)
         for key, value in module.__dict__.items():
             is_number = isinstance(value, bool | int | float | str) and key != "training"
             # a container may change and stay the same object
             if is_number or (isinstance(value, list | tuple | dict) and key[0] != "_"):
                 described.append((key, repr(value)))
     return described
-
-
-def _list_versions(model: nn.Module) -> tuple[int, ...]:
-    """Return numbers of which one rises when a weight changes."""
-    parameters = (*model.parameters(), *model.buffers())
-    return tuple(0 if one.is_inference() else one._version for one in parameters)
 
 
 def read_bundle(bundle: Bundle) -> ModelReader:
@@ -309,12 +268,6 @@ def read_model(model: nn.Module | ModelReader, images: Tensor | None = None) -> 
         images: Images for it, whose size it may not tell.
     """
     reader = model if isinstance(model, ModelReader) else ModelReader(model)
-    if images is None:
-        return reader
-    if reader is not model:
+    if images is not None and (reader is not model or reader.image_size is None):
         reader.recall(images)
-    if reader.image_size is None:
-        reader.channels, *size = images.shape[1:]
-        height, width = size
-        reader.image_size = (height, width)
     return reader

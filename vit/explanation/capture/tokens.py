@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from vit.runtime.tensors import Images
@@ -16,6 +17,15 @@ _PREFIX_PARAMETERS = re.compile(
 )
 
 
+def draw_noise(
+    shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw normally distributed numbers, the same ones at each call without a generator, with the
+    type and device of `like`."""
+    generator = generator or torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(like)
+
+
 def count_prefix_tokens(model: nn.Module) -> int:
     """Count the tokens in front of the patches: class, distillation, registers."""
     # models of timm and of this project have it as an attribute; wrappers contain such a model
@@ -23,13 +33,12 @@ def count_prefix_tokens(model: nn.Module) -> int:
         prefix = getattr(module, "num_prefix_tokens", None)
         if isinstance(prefix, int):
             return prefix
-
     # other models have a parameter for each token
-    count = 0
-    for name, parameter in model.named_parameters():
-        if _PREFIX_PARAMETERS.fullmatch(name.rpartition(".")[2]):
-            count += parameter.numel() // parameter.shape[-1]
-    return count
+    return sum(
+        parameter.numel() // parameter.shape[-1]
+        for name, parameter in model.named_parameters()
+        if _PREFIX_PARAMETERS.fullmatch(name.rpartition(".")[2])
+    )
 
 
 @contextmanager
@@ -54,7 +63,8 @@ def capture_patch_grids(model: nn.Module, channels: int) -> Iterator[set[Grid]]:
 def find_places(
     model: nn.Module, images: Images, shapes: set[tuple[int, int]], patch_grids: set[Grid]
 ) -> tuple[int, Grid]:
-    """Find the number of prefix tokens and the grid of the patches.
+    """Find the number of prefix tokens and the grid of the patches; `check_places` looks whether
+    it is right.
 
     Args:
         model: The model.
@@ -65,42 +75,41 @@ def find_places(
     Raises:
         ValueError: The patches don't tile the images.
     """
+    name = type(model).__name__
     # hierarchical models give each layer another number of tokens, windows another batch
     batch, num_tokens = next(iter(shapes))
     if len(shapes) > 1 or batch != len(images):
         raise ValueError(
-            f"{type(model).__name__} attends within windows, in branches or between fewer and "
-            "fewer patches, so no attention between all of its input patches exists"
+            f"{name} attends within windows, in branches or between fewer and fewer patches, so no "
+            "attention between all of its input patches exists"
         )
 
-    # prompts next to the class token (Jia et al. 2022, visual prompt tuning) are prefix tokens too,
-    # but no model counts them
-    num_prefix = count_prefix_tokens(model)
+    # all other tokens are prefix tokens, also prompts next to the class token (Jia et al. 2022,
+    # visual prompt tuning), which no model counts
     for grid in patch_grids:
-        if math.prod(grid) <= num_tokens - num_prefix:
+        if math.prod(grid) <= num_tokens:
             return num_tokens - math.prod(grid), grid
     if patch_grids:
         rows, columns = min(patch_grids, key=math.prod)
         raise ValueError(
-            f"{type(model).__name__} cuts images into {rows}×{columns} patches and attends between "
-            f"{num_tokens} tokens (are patches masked or merged?), so some patches have no place in "
-            "a map"
+            f"{name} cuts images into {rows}×{columns} patches and attends between {num_tokens} "
+            "tokens (are patches masked or merged?), so some patches have no place in a map"
         )
 
+    # without a convolution, patches are taken to be squares, and prefix tokens may have any name
+    for prefix in (count_prefix_tokens(model), *range(num_tokens)):
+        squares = tile_squares(num_tokens - prefix, images)
+        if squares is not None:
+            return prefix, squares
     height, width = images.shape[-2:]
-    patch_size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    if isinstance(patch_size, tuple):
-        grid = (height // patch_size[0], width // patch_size[1])
-        if math.prod(grid) == num_tokens - num_prefix:
-            return num_prefix, grid
-
-    # for other models, assume square patches, and prefix tokens of any name; `check_places` looks
-    # whether the guess is right
-    for prefix in (num_prefix, *range(num_tokens)):
-        num_patches = num_tokens - prefix
-        rows = max(round(math.sqrt(max(num_patches, 0) * height / width)), 1)
-        columns = num_patches // rows
-        is_square = rows * width == columns * height
-        if rows * columns == num_patches > 0 and (is_square or prefix == num_prefix):
-            return prefix, (rows, columns)
     raise ValueError(f"{num_tokens} tokens do not tile an input of {height}×{width} pixels")
+
+
+def tile_squares(count: int, images: Images) -> Grid | None:
+    """Return rows and columns of so many squares that tile the images, if they can."""
+    height, width = images.shape[-2:]
+    rows = max(round(math.sqrt(max(count, 0) * height / width)), 1)
+    columns = count // rows
+    if rows * columns == count > 0 and rows * width == columns * height:
+        return rows, columns
+    return None

@@ -8,27 +8,26 @@ assumption is wrong. They need no list of names.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit.explanation.capture.discovery import run_whole
-from vit.explanation.capture.layers import LayerPlace
+from vit.explanation.capture.discovery import ChangeTokens, run_whole
+from vit.explanation.capture.layers import find_tolerance
 from vit.explanation.capture.reader import ModelReader
-from vit.explanation.capture.tokens import Grid
+from vit.explanation.capture.tokens import Grid, draw_noise
 from vit.model.logits import compute_logits
+from vit.runtime.tensors import Images
 
 _INNER_PATCHES = 4  # number of patches that are checked in addition to the corners
-# largest change of a token that should not change, as a fraction of the change of the others
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_HALF_PRECISION_TOLERANCE = 5e-2
 # Largest change of a token far from a changed patch where convolutions overlap, as a fraction of
 # the largest: that of norms over a feature map is below 0.02, that of an attention above 0.1.
 _FAR_TOLERANCE = 0.05
-# number of tokens up to which all rows of a check run in one batch
+# number of tokens up to which all copies of an image run in one batch
 _TOKENS_AT_ONCE = 1100
 
 OneImage = Float[Tensor, "1 channels height width"]
@@ -39,28 +38,15 @@ class _Stop(Exception):
 
 
 @torch.no_grad()
-def check_places(
-    reader: ModelReader,
-    image: OneImage,
-    *,
-    num_prefix: int,
-    grid: Grid,
-) -> None:
+def check_places(reader: ModelReader, image: OneImage, *, num_prefix: int, grid: Grid) -> None:
     """Change some patches of the image, including the corners, and its edges.
-
-    Args:
-        reader: The model, in evaluation mode.
-        image: A normalised image.
-        num_prefix: Number of tokens in front of the patches.
-        grid: Rows and columns of patches.
 
     Raises:
         ValueError: The token of a changed patch (with overlapping patches on at least three rows or
             columns, it or a neighbour) isn't the one that changes most, or one that doesn't read it
             changes, or none changes with an edge.
     """
-    model = reader.model
-    name = type(model).__name__
+    name = type(reader.model).__name__
     rows, columns = grid
     height, width = image.shape[2] // rows, image.shape[3] // columns
     generator = torch.Generator().manual_seed(0)
@@ -77,102 +63,112 @@ def check_places(
     for edge in (slice(strip), slice(-strip, None)):
         parts += [(edge, everything), (everything, edge)]
     # noise is visible even if the model clips values
-    noise = torch.randn(image[0].shape, generator=generator).to(image)
+    noise = draw_noise(image[0].shape, image, generator)
     is_overlapping: list[bool] = []  # for each convolution
 
     def check_patches(module: nn.Conv2d, args: tuple[Tensor, ...], patches: Tensor) -> None:
         sides = zip(module.kernel_size, module.stride, strict=True)
         is_overlapping.append(any(kernel > stride for kernel, stride in sides))
         if args[0].shape[1] == image.shape[1] and tuple(patches.shape[-2:]) == grid:
-            _check_cover(model, image[0], module, args[0][0], grid)
+            _check_cover(name, image, module, args[0], grid)
 
-    entering: list[Tensor] = []
+    changes: list[Float[Tensor, " N"]] = []
 
     # the tokens that enter the first block are enough
     def record_and_stop(tokens: Tensor) -> Tensor:
-        entering.append(tokens)
+        changes.append((tokens[1] - tokens[0]).norm(dim=1).cpu())
         raise _Stop
 
-    changes: list[Float[Tensor, " N"]] = []
     with ExitStack() as stack:
-        for module in model.modules():
+        for module in reader.model.modules():
             if isinstance(module, nn.Conv2d):
                 stack.enter_context(module.register_forward_hook(check_patches))
         # one pair at a time, because all pairs of large images would take much memory
         for part in parts:
             pair = image.detach().repeat(2, 1, 1, 1)
             pair[1, :, *part] += noise[:, *part]
-            entering.clear()
             with suppress(_Stop), reader.change_tokens(record_and_stop):
-                compute_logits(model, pair)
-            changes.append((entering[0][1] - entering[0][0]).norm(dim=1).cpu())
+                compute_logits(reader.model, pair)
 
+    if not all(change.any() for change in changes):
+        raise ValueError(
+            f"no token of {name} changes with a patch or an edge of the image: does the model crop "
+            "it? Crop before it"
+        )
     overlap = any(is_overlapping)
-    for (row, column), token_change in zip(places, changes, strict=False):
-        if not token_change.any():
-            raise ValueError(
-                f"no token of {name} changes with the pixels of row {row}, column {column} of "
-                f"{rows}×{columns} patches: are they cropped away within the model? Crop before it"
-            )
+    # a convolutional stem spreads a change to the neighbours, which may change more; of two rows or
+    # columns each is the other's neighbour, which would tell nothing
+    row_reach, column_reach = (int(overlap and side >= 3) for side in grid)
+    # an image that is resized within the model has pixels of two patches at their border
+    reach = max(3, max(grid) // 2) if overlap else 1
+    bound = _FAR_TOLERANCE if overlap else find_tolerance(image)
+    for (row, column), change in zip(places, changes, strict=False):
         down = (torch.arange(rows)[:, None] - row).abs().expand(grid).flatten()
         across = (torch.arange(columns) - column).abs().expand(grid).flatten()
-        # an image that is resized within the model has pixels of two patches at their border
-        reach = max(3, max(grid) // 2) if overlap else 1
-        far = token_change[num_prefix:][torch.maximum(down, across) > reach]
-        bound = _FAR_TOLERANCE if overlap else _tolerance(image)
-        is_mixed = bool(token_change[:num_prefix].any())
-        most = int(token_change.argmax()) - num_prefix
-        # a convolutional stem spreads a change to the neighbours, which may change more; of two
-        # rows or columns each is the other's neighbour, which would tell nothing
-        row_reach, column_reach = (int(overlap and side >= 3) for side in grid)
+        far = change[num_prefix:][torch.maximum(down, across) > reach]
+        is_mixed = bool(change[:num_prefix].any())
+        most = int(change.argmax()) - num_prefix
         if not is_mixed and (down[most] > row_reach or across[most] > column_reach):
             raise ValueError(
                 f"{name} doesn't have {num_prefix} tokens and then {rows}×{columns} patches, row "
                 "by row, so where its tokens lie is unknown"
             )
-        if is_mixed or (far > bound * token_change.amax()).any():
+        if is_mixed or (far > bound * change.amax()).any():
             raise ValueError(
                 f"the tokens of {name} are mixed before the first attention layer that can be read, "
                 "so no map is exact"
             )
-    if not all(change.any() for change in changes[len(places) :]):
-        raise ValueError(
-            f"no token of {name} changes with an edge of the image: does the model crop it? Crop "
-            "before it"
-        )
 
 
 def _check_cover(
-    model: nn.Module,
-    image: Float[Tensor, "channels height width"],
+    name: str,
+    image: OneImage,
     module: nn.Conv2d,
-    pixels: Float[Tensor, "channels H W"],
+    pixels: Float[Tensor, "copies channels H W"],
     grid: Grid,
 ) -> None:
     """Raise ValueError if the `pixels` that become patches are the image with a border, if some are
     in no patch, or if a patch lies more than half a place from where a map shows it."""
-    height, width = image.shape[1:]
-    is_image = torch.equal(pixels[:, :height, :width], image)
-    is_uneven = is_image and pixels.shape != image.shape
-    for axis, cells in enumerate(grid):
-        side = pixels.shape[axis + 1]
+    height, width = image.shape[2:]
+    # only the model's own functions are counted
+    with torch._C.DisableTorchFunction():
+        is_image = torch.equal(pixels[:1, :, :height, :width], image)
+    is_uneven = is_image and pixels.shape[1:] != image.shape[1:]
+    for axis, (side, cells) in enumerate(zip(pixels.shape[2:], grid, strict=True)):
         kernel, stride = module.kernel_size[axis], module.stride[axis]
         padding = module.padding[axis]
         before = padding if isinstance(padding, int) else 0
-        cell = side / cells
         # centres of the first and the last patch, and of the places that show them
         first = (kernel - 1) / 2 - before
         last = first + (cells - 1) * stride
+        cell = side / cells
         gaps = (first - (cell - 1) / 2, last - (side - 1 - (cell - 1) / 2))
         is_uneven |= kernel == stride and side % kernel > 0
         is_uneven |= any(abs(gap) > cell / 2 for gap in gaps)
     if is_uneven:
         rows, columns = module.kernel_size
         raise ValueError(
-            f"{type(model).__name__} pads or crops images of {height}×{width} pixels to patches "
-            f"of {rows}×{columns}, so a map doesn't lie evenly on them; take a size that the "
-            "patches divide"
+            f"{name} pads or crops images of {height}×{width} pixels to patches of {rows}×{columns}"
+            ", so a map doesn't lie evenly on them; take a size that the patches divide"
         )
+
+
+def _follow(
+    reader: ModelReader,
+    images: Images,
+    change: ChangeTokens,
+    mixing: Mapping[int, Tensor] | None = None,
+) -> list[Tensor]:
+    """Run images, and return what arrives at each link, before it is changed, and the logits."""
+    arrived = []
+
+    def note(link: int, tokens: Tensor) -> Tensor | None:
+        arrived.append(tokens)
+        return change(link, tokens)
+
+    with reader.watch(note, mixing=mixing):
+        logits = run_whole(reader.model, images)
+    return [*arrived, logits]
 
 
 @torch.no_grad()
@@ -184,95 +180,66 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     attention has the tokens' order, and each token keeps its own. If the half changes to which all
     attend, all change: the attention is between tokens.
 
-    Args:
-        reader: The model, in evaluation mode.
-        image: A normalised image.
-        num_tokens: Number of its tokens.
-
     Raises:
         ValueError: Something else changes, so a map of the attention is none of the model.
     """
-    layers = reader.places
     generator = torch.Generator().manual_seed(0)
-    groups = [torch.randperm(num_tokens, generator=generator) % 4 for _ in layers]
+    groups = [torch.randperm(num_tokens, generator=generator) % 4 for _ in reader.places]
     seen = _change_halves(reader, image, dict(enumerate(groups)))
-    for number, (layer, group) in enumerate(zip(layers, groups, strict=True)):
+    for number, (name, group) in enumerate(zip(reader.places, groups, strict=True)):
         is_read = group < 2
         arrived = seen[number + 1].float()
-        change = (arrived[1:] - arrived[:1]).norm(dim=-1).cpu()
-        by_others, by_read = change
-        own = torch.where(is_read, by_read, by_others)
-        if by_others[is_read].amax() > _tolerance(image) * by_others.amax():
+        by_others, by_read = (arrived[1:] - arrived[:1]).norm(dim=-1).cpu()
+        if by_others[is_read].amax() > find_tolerance(image) * by_others.amax():
             raise ValueError(
                 f"{type(reader.model).__name__} mixes tokens elsewhere than in the attention layers "
                 f"that are known, or attends to them in another order, in or after the block of "
-                f"{layer.name}: a convolution, an attention of another kind? So no map is exact"
+                f"{name}: a convolution, an attention of another kind? So no map is exact"
             )
-        if change.any() and num_tokens > 3 and not by_others[group == 3].any():
-            raise ValueError(
-                f"{layer.name} is an attention without a residual connection around it, and maps "
-                "take each token to be added to what it attends to; methods for models without "
-                "readable attention explain it"
-            )
-        num_fresh = int((own == 0).sum())
+        num_fresh = int((torch.where(is_read, by_read, by_others) == 0).sum())
         if num_fresh:
             raise ValueError(
-                f"{num_fresh} tokens of {_name_next(layers, number)} don't come from the block "
-                "before (prompts of each layer's own?), so their attention doesn't multiply to a map"
+                f"{num_fresh} of {num_tokens} tokens after {name} don't contain the tokens before "
+                "it (an attention without a residual connection, prompts of each layer's own?), so "
+                "its attention isn't that of a map"
             )
         # attention that is multiplied by 0 has no effect, as before training
-        is_without = num_tokens > 3 and not by_read[~is_read].any()
-        if is_without and _has_effect(reader, image, number, group):
-            raise ValueError(
-                f"the attention of {layer.name} isn't between the tokens of the block (between "
-                "channels?), so no map shows it"
+        if num_tokens > 3 and not by_read[~is_read].any():
+            first, second = (
+                _change_halves(reader, image, {number: one})[number + 1][0]
+                for one in (group, 3 - group)
             )
-
-
-def _has_effect(reader: ModelReader, image: OneImage, number: int, group: Tensor) -> bool:
-    """Return whether it matters for a layer's block to which tokens all attend."""
-    first, second = (
-        _change_halves(reader, image, {number: one})[number + 1][0] for one in (group, 3 - group)
-    )
-    return not torch.equal(first, second)
+            if not torch.equal(first, second):
+                raise ValueError(
+                    f"the attention of {name} isn't between the tokens of the block (between "
+                    "channels?), so no map shows it"
+                )
 
 
 def _change_halves(
     reader: ModelReader, image: OneImage, groups: Mapping[int, Tensor]
-) -> list[Float[Tensor, "3 N D"]]:
-    """Run three copies of an image while the tokens of some layers, by their numbers, attend to
-    those of the groups 0 and 1; those of the group 2 attend to themselves, too.
-
-    Returns:
-        The copies' tokens as they arrive at each link, before the second's tokens are replaced by
-        the first's with noise on those that aren't read, and the third's on those that are.
-    """
-    layers = reader.build_layers()
+) -> list[Float[Tensor, "3 _ D"]]:
+    """Follow three copies of an image while the tokens of some layers, by their numbers, attend to
+    those of the groups 0 and 1; those of the group 2 attend to themselves, too. At each link the
+    second's tokens are replaced by the first's with noise on those that aren't read, and the third's
+    by the first's with noise on those that are."""
     generator = torch.Generator().manual_seed(0)
-    arrived: list[Tensor] = []
+    mixing = {}
+    for number, group in groups.items():
+        weights = ((group < 2) / (group < 2).sum()).repeat(len(group), 1)
+        weights[group == 2] = (weights[group == 2] + torch.eye(len(group))[group == 2]) / 2
+        mixing[number] = weights.to(image.device)
 
-    def change(link: int, tokens: Tensor) -> Tensor:
-        if link == 0:
-            for layer in layers:
-                layer.begin(tokens)
-        arrived.append(tokens)
+    def change(link: int, tokens: Tensor) -> Tensor | None:
         if link not in groups:
-            return tokens
+            return None
         one = tokens[0]
         at_read = (groups[link] < 2).to(one.device)[:, None]
         # tokens that are read change alike, because a mean over many would hide their changes
-        noise = torch.randn(one.shape, generator=generator).to(one) * one.std()
+        noise = draw_noise(one.shape, one, generator) * one.std()
         return torch.stack([one, one + noise * ~at_read, one + noise[:1] * at_read])
 
-    with ExitStack() as stack:
-        stack.enter_context(reader.change_links(change))
-        for number, group in groups.items():
-            mixing = ((group < 2) / (group < 2).sum()).repeat(len(group), 1)
-            mixing[group == 2] = (mixing[group == 2] + torch.eye(len(group))[group == 2]) / 2
-            mixing = mixing.to(image.device)
-            stack.enter_context(layers[number].watch(lambda call: None, mixing=mixing))
-        run_whole(reader.model, image.detach().repeat(3, 1, 1, 1))
-    return arrived
+    return _follow(reader, image.detach().repeat(3, 1, 1, 1), change, mixing)[:-1]
 
 
 @torch.no_grad()
@@ -286,98 +253,51 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     Raises:
         ValueError: Something leads around the tokens of a block.
     """
-    num_sources = len(reader.places) + 2  # pixels, and each link
-    num_copies = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= num_sources)
+    readers = [*reader.places, "the classifier", "the classifier"]
+    num_copies = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= len(readers))
     # each of two sources changes a copy that the other doesn't change (Sperner 1928)
-    codes = itertools.combinations(range(1, num_copies + 1), num_copies // 2)
-    changed = [list(code) for _, code in zip(range(num_sources), codes, strict=False)]
-    if num_tokens > _TOKENS_AT_ONCE:
-        for copy in range(1, num_copies + 1):
-            only = [[1] if copy in code else [] for code in changed]
-            _follow_changes(reader, image, only, num_copies=1)
-    else:
-        _follow_changes(reader, image, changed, num_copies=num_copies)
+    codes = itertools.combinations(range(num_copies), num_copies // 2)
+    # copies of the image that the pixels, and then the tokens of each link, change
+    marks = torch.tensor([[copy in code for copy in range(num_copies)] for code in codes])
+    tolerance = find_tolerance(image)
+    at_once = num_copies if num_tokens <= _TOKENS_AT_ONCE else 1
+    for part in torch.split(marks, at_once, dim=1):
+        generator = torch.Generator().manual_seed(0)
+        change = partial(_add_noise, generator, torch.nn.functional.pad(part, (1, 0)))
+        images = change(-1, image.detach(), scale=1.0)
+        for number, tensor in enumerate(_follow(reader, images, change)):
+            changes = (tensor - tensor[:1]).flatten(1).float().norm(dim=1).cpu()
+            scale = max(changes.amax(), tolerance * tensor[0].float().norm().cpu())
+            if (changes[1:][~part[number]] > tolerance * scale).any():
+                raise ValueError(
+                    f"{readers[number]} of {type(reader.model).__name__} reads something other than "
+                    f"the tokens of the block before (a skip connection, tokens of earlier blocks, "
+                    "a second encoder?), so a map of its attention shows a part of the model"
+                )
 
 
-def _follow_changes(
-    reader: ModelReader,
-    image: OneImage,
-    changed: Sequence[list[int]],
+def _add_noise(
+    generator: torch.Generator,
+    is_changed: Tensor,
+    link: int,
+    tensor: Tensor,
     *,
-    num_copies: int,
-) -> None:
-    """Run an image and copies of it, of which each source (the pixels, then each link) changes
-    some. Raise ValueError if one changes that the source before didn't change."""
-    layers = reader.places
-    generator = torch.Generator().manual_seed(0)
-
-    def mark_copies(source: int) -> Tensor:
-        """1 for the image and each copy that a source changes, otherwise 0, [1 + copies, 1, 1, 1]."""
-        is_changed = [float(copy in changed[source]) for copy in range(1 + num_copies)]
-        return torch.tensor(is_changed).to(image)[:, None, None, None]
-
-    noise = torch.randn(image[0].shape, generator=generator).to(image)
-    images = image.detach() + noise * mark_copies(0)
-
-    def find_bypass(source: int, tensor: Tensor) -> bool:
-        changes: list[float] = (tensor - tensor[:1]).flatten(1).float().norm(dim=1).cpu().tolist()
-        kept = [changes[copy] for copy in range(1, 1 + num_copies) if copy not in changed[source]]
-        scale = max(*changes, _tolerance(image) * float(tensor[0].float().norm()))
-        return max(kept, default=0.0) > _tolerance(image) * scale
-
-    def change_link(link: int, tokens: Tensor) -> Tensor:
-        if find_bypass(link, tokens):
-            raise ValueError(
-                f"{_name_next(layers, link - 1)} reads something other than the tokens that "
-                f"{layers[link - 1].name} gave (a skip connection, a second encoder?), so their "
-                "attention doesn't multiply to a map"
-            )
-        noise = torch.randn(tokens.shape[1:], generator=generator).to(tokens)
-        return tokens[:1] + noise * tokens[0].std() * mark_copies(link + 1)[..., 0].to(tokens)
-
-    with reader.change_links(change_link):
-        logits = run_whole(reader.model, images)
-    if find_bypass(-1, logits):
-        raise ValueError(
-            f"the classifier of {type(reader.model).__name__} reads something other than the tokens "
-            f"that {layers[-1].name} gave (tokens of earlier blocks, a second encoder?), so a map "
-            "of its attention shows a part of the model"
-        )
-
-
-def _name_next(layers: Sequence[LayerPlace], number: int) -> str:
-    return layers[number + 1].name if number + 1 < len(layers) else "the classifier"
-
-
-def _tolerance(image: OneImage) -> float:
-    is_rounded = torch.is_autocast_enabled(image.device.type)
-    dtype = torch.bfloat16 if is_rounded else image.dtype
-    return _TOLERANCE.get(dtype, _HALF_PRECISION_TOLERANCE)
+    scale: float | None = None,
+) -> Tensor:
+    """Repeat the first of some copies, with noise on those that a link changes."""
+    one = tensor[:1]
+    scales = is_changed[link + 1].to(one) * (one.std() if scale is None else scale)
+    noise = draw_noise(one.shape[1:], one, generator)
+    return one + noise * scales.reshape(-1, *(1,) * (one.ndim - 1))
 
 
 @torch.no_grad()
 def check_repeatable(model: nn.Module, image: OneImage, logits: Float[Tensor, "1 C"]) -> None:
     """Raise ValueError if a second pass doesn't give the same logits."""
     again = compute_logits(model, image.detach())
-    tolerance = 10 * _tolerance(image)  # one image and a batch are rounded differently
+    tolerance = 10 * find_tolerance(image)  # one image and a batch are rounded differently
     if (again - logits).abs().max() > tolerance * logits.abs().max():
         raise ValueError(
             f"two passes of {type(model).__name__} over one image give different logits (dropout "
             "or a random mask in evaluation mode?), so a map of one pass explains no other"
-        )
-
-
-@torch.enable_grad()
-def check_gradient(model: nn.Module, image: OneImage) -> None:
-    """Raise ValueError if the logits have no gradient at the pixels."""
-    pixels = image.detach().requires_grad_()
-    logits = compute_logits(model, pixels)
-    gradient = None
-    if logits.requires_grad:
-        # the weights may have gradients where the pixels have none
-        (gradient,) = torch.autograd.grad(logits.sum(), pixels, allow_unused=True)
-    if gradient is None:
-        raise ValueError(
-            f"no gradient leads from the logits of {type(model).__name__} to the pixels, and its maps"
-            " need one; explain a quantised model before it is quantised"
         )

@@ -51,7 +51,7 @@ def compute_maps(
         methods: Names of registered methods.
         target: The number that is explained, and the classes.
         options: Options of the methods by name. None: their defaults.
-        verify: Check that the recorded attention is the model's, see `run_forward`.
+        verify: Check that maps are the model's, if that isn't known, see `settle_source`.
 
     Returns:
         The forward pass, the classes [B, T], and the maps in the order of `methods`.
@@ -62,8 +62,8 @@ def compute_maps(
     reader = read_model(model, images)
     # weights may be in half precision
     images = images.to(next(reader.model.parameters()).dtype)
-    # settling has verified the first image already, or an earlier image of the same module
-    verify = verify and not (settle_source(reader, images) or reader.is_recalled)
+    if verify:
+        settle_source(reader, images)
     chosen = find_methods(methods, reader)
     values = check_options(chosen, options or {}, reader)
     # each method once, also if it is part of several
@@ -80,7 +80,7 @@ def compute_maps(
             # same
             forward = None
             needs_graph = any(method.class_specific for method in of_pass)
-            run = partial(run_forward, reader, images, gradients=needs_graph, verify=verify)
+            run = partial(run_forward, reader, images, gradients=needs_graph, verify=False)
             if libra:
                 with LibraGradients():
                     forward = run()
