@@ -20,7 +20,7 @@ def make_torchvision() -> nn.Module:
 
 def test_a_head_of_zeros_is_refused_before_training_and_read_after_it() -> None:
     model, images = make_torchvision(), torch.randn(2, 3, 32, 32)
-    with pytest.raises(ValueError, match="needs attention"):
+    with pytest.raises(ValueError, match="needs the model's attention"):
         vit.attribute(model, images)
     nn.init.normal_(model.heads.head.weight)
     assert vit.attribute(model, images).shape == (2, 4, 4)

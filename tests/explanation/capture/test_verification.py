@@ -273,7 +273,7 @@ def test_a_module_that_is_passed_again_is_not_searched_again_until_it_changes() 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not read_model(model, images).recall(images)
     handle = attention.register_forward_hook(lambda *_: _[2].roll(1, 1))
-    with pytest.raises(ValueError, match="rollout needs attention"):
+    with pytest.raises(ValueError, match="rollout needs the model's attention"):
         compute_maps(model, images)
     handle.remove()
     assert torch.equal(compute_maps(model, images)[2][0].values, changed)
