@@ -181,7 +181,7 @@ def test_an_attention_of_ones_own_in_a_known_model_is_read(number: int) -> None:
 def explain_photo(model: nn.Module) -> None:
     count = {"class_names": [str(label) for label in range(model.head.out_features)]}
     bundle = Bundle.from_model(model.eval(), **count)
-    items = find_items([Image.new("RGB", (96, 64))], recorded=RecordedImages())
+    items = find_items([Image.new("RGB", (96, 64))], recorded=RecordedImages(), num_images=1)
     list(Explainer(bundle, ["rollout"]).explain(items))
 
 
