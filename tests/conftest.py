@@ -274,6 +274,17 @@ def hash_images(paths: Iterable[Path]) -> Any:
     return tuple(np.ascontiguousarray(np.array(hashes, dtype=np.uint64).T))
 
 
+def change_metadata(path: Path, values: dict[str, Any], *, target: Path | None = None) -> None:
+    """Change values in the metadata of a model file, or of a copy at `target`."""
+    from dataclasses import replace
+
+    from vit.model.model_file import read_model_file, write_model_file
+
+    content = read_model_file(path)
+    metadata = {**content.metadata, **values}
+    write_model_file(target or path, replace(content, metadata=metadata))
+
+
 SaveModel = Callable[..., Path]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import SaveModel
-from vit.bundle import Bundle, load_bundle, update_metadata
+from tests.conftest import SaveModel, change_metadata
+from vit.bundle import Bundle, load_bundle
 from vit.evaluation.metrics import score_logits
 from vit.prediction.decision import (
     compute_probabilities,
@@ -115,7 +115,7 @@ def test_it_is_kept_in_the_model_file(save_model: SaveModel, tmp_path: Path) -> 
     names = load_bundle(model_file).class_names
     point = {"rule": "f1", "thresholds": {names[0]: 0.25}, "num_images": 9}
     target = tmp_path / "model.safetensors"
-    update_metadata(model_file, {"operating_point": point}, target=target)
+    change_metadata(model_file, {"operating_point": point}, target=target)
     bundle = load_bundle(target)
     assert bundle.operating_point == point
     assert describe_decision(bundle) == (

@@ -1,6 +1,5 @@
 """Several models: the mean of their probabilities, whatever their depth."""
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ import pytest
 from PIL import Image
 
 import vit
-from tests.conftest import Launcher, SaveModel
-from vit.bundle import open_model, update_metadata
+from tests.conftest import Launcher, SaveModel, change_metadata
+from vit.bundle import open_model
 from vit.data.preprocess import Preprocess
 from vit.prediction.records import Prediction
 
@@ -28,7 +27,7 @@ def models(save_model: SaveModel, tmp_path: Path) -> list[Path]:
         depth=2,
         num_heads=2,
     )
-    update_metadata(second, {"temperature": 1.5})
+    change_metadata(second, {"temperature": 1.5})
     return [first.parent, second]
 
 
@@ -58,37 +57,23 @@ def test_probabilities_are_the_mean_of_those_of_the_models(
     mean = (read(alone[0]) + read(alone[1])) / 2
     assert abs(read(alone[0]) - read(alone[1])).max() > 0.1
     assert read(together) == pytest.approx(mean, abs=1e-6)
-    assert [each.classes[0][1] for each in together] == [NAMES[row.argmax()] for row in mean]
+    assert [each.predicted for each in together] == [NAMES[row.argmax()] for row in mean]
     assert together[0].p_value is None
     assert together[0].prediction_set is None
 
+    # on the command line, models come before the photos
+    lines = cli.succeed("predict", *models, photos, "--precision", "float32").out.splitlines()
+    assert list(map(json.loads, lines)) == [each.to_dict() for each in together]
+    assert "is a model; name images after it" in cli.fail("predict", *models)
+
     # evaluated, they are the same
-    path_of = {
-        Path(each.path).relative_to(photos).as_posix(): row
-        for each, row in zip(together, mean, strict=True)
-    }
     out = tmp_path / "out"
     arguments = ("--data", photos, "--num-examples", "1", "--precision", "float32", "-o", out)
     cli.succeed("evaluate", *models, *arguments)
-    with (out / "predictions.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        written = [float(row[f"probability of {name}"]) for name in NAMES]
-        assert written == pytest.approx(path_of[row["path"]], abs=1e-6)
-    correct = [NAMES[path_of[row["path"]].argmax()] == row["label"] for row in rows]
+    labels = [Path(each.path).parent.name for each in together]
+    correct = [each.predicted == label for each, label in zip(together, labels, strict=True)]
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["metrics"]["top1"] == np.mean(correct)
-
-    # on the command line, models come before the photos
-    lines = cli.succeed("predict", *models, photos, "--precision", "float32").out.splitlines()
-    assert [json.loads(line)["predictions"] for line in lines] == [
-        [
-            {"index": index, "name": name, "probability": probability}
-            for index, name, probability in each.classes
-        ]
-        for each in together
-    ]
-    assert "is a model; name images after it" in cli.fail("predict", *models)
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,6 @@ def test_features_are_what_the_head_of_a_model_cut_there_reads(
     torch.testing.assert_close(features[depth, pool], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_without_a_class_token_has_means(dataset: ImageDataset) -> None:
-    mean = compute_features(make_predictor(make_model(global_pool="avg")), dataset)
-    assert list(mean) == [(1, "avg"), (2, "avg"), (3, "avg")]
-
-
 def test_features_of_another_librarys_model_are_what_its_head_reads(dataset: ImageDataset) -> None:
     size = (32, 32)
     model = timm.create_model("test_vit", num_classes=10, img_size=size).eval()
@@ -118,7 +113,7 @@ def test_they_are_computed_once_for_weights_preprocessing_precision_and_images(
     assert torch.equal(changed[2, "token"], first[2, "token"])
 
 
-@pytest.mark.parametrize("damage", ["cut off", "zeroed block", "sign bit", "type in the header"])
+@pytest.mark.parametrize("damage", ["cut off", "sign bit", "type in the header"])
 def test_a_damaged_file_is_written_again(
     dataset: ImageDataset, empty_cache: Path, damage: str
 ) -> None:
@@ -129,8 +124,6 @@ def test_a_damaged_file_is_written_again(
     damaged = bytearray(content)
     if damage == "cut off":
         del damaged[len(content) // 2 :]
-    elif damage == "zeroed block":
-        damaged[4096:8192] = bytes(4096)
     elif damage == "sign bit":
         damaged[5003] ^= 0x80
     else:

@@ -37,10 +37,8 @@ def test_logits_are_those_of_the_plain_model(bundle: Bundle, images: EvaluationS
     with torch.inference_mode():
         expected = bundle.model(inputs).numpy()
     assert np.abs(predict(bundle, images) - expected).max() < 1e-5
-
-
-def test_batch_size_changes_rounding_alone(bundle: Bundle, images: EvaluationSet) -> None:
-    assert np.abs(predict(bundle, images, batch_size=7) - predict(bundle, images)).max() < 1e-5
+    # the batch size changes the last bits alone
+    assert np.abs(predict(bundle, images, batch_size=7) - expected).max() < 1e-5
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("bfloat16", 0.3), ("float16", 0.04)])

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.conftest import TINY_RUN, Launcher
-from vit.bundle import update_metadata
+from tests.conftest import TINY_RUN, Launcher, change_metadata
 from vit.config import load_config
 from vit.training.print_plan import summarize_run
 from vit.training.run import build_run
@@ -22,7 +21,7 @@ def test_the_best_model_is_chosen_by_the_reports_numbers(
     overrides = [*TINY_RUN, f"train.precision={precision}", "train.epochs=2", "train.ema_decay=0.9"]
     cli.succeed("train", empty_yaml, *overrides, "--output", run)
     # The report's loss is that of the probabilities, to which the temperature belongs.
-    update_metadata(run / "model.safetensors", {"temperature": 1.0})
+    change_metadata(run / "model.safetensors", {"temperature": 1.0})
     cli.succeed(
         *("evaluate", run, "--split", "validation", "--device", "cpu", "--precision", precision),
         *("--output", output),

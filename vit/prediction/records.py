@@ -14,8 +14,6 @@ from vit.runtime.arguments import replace_control_characters, shorten
 from vit.runtime.documents import escape_formula
 from vit.runtime.files import FileContent, Result, expand_home
 
-# index, name and probability, the most probable first
-TopClasses = list[tuple[int, str, float]]
 # name and content of each image
 Items = Iterator[tuple[str, Any]]
 # columns of CSV, the keys of `Prediction.to_dict` that fit into cells
@@ -53,7 +51,7 @@ class Prediction:
     """
 
     path: str
-    classes: TopClasses
+    classes: list[tuple[int, str, float]]
     error: str | None = None
     prediction_set: list[str] | None = None
     p_value: float | None = None
@@ -98,7 +96,10 @@ class Prediction:
             if self.labels is not None:
                 record["labels"] = self.labels
             record |= {
-                "predictions": describe_classes(self.classes),
+                "predictions": [
+                    {"index": index, "name": name, "probability": probability}
+                    for index, name, probability in self.classes
+                ],
                 "note": self.note,
                 "prediction_set": self.prediction_set,
                 "p_value": self.p_value,
@@ -123,14 +124,6 @@ class PredictionResult(Result):
         """Return predictions.jsonl, with a JSON object for each image."""
         lines = (f"{json.dumps(each.to_dict())}\n" for each in self.predictions)
         return {"predictions.jsonl": "".join(lines)}
-
-
-def describe_classes(classes: TopClasses) -> list[dict[str, Any]]:
-    """Return classes as objects for JSON."""
-    return [
-        {"index": index, "name": name, "probability": probability}
-        for index, name, probability in classes
-    ]
 
 
 def write_predictions(

@@ -12,9 +12,9 @@ from sklearn.datasets import load_sample_images
 from torch import nn
 
 import vit
-from tests.conftest import Launcher, SaveModel
+from tests.conftest import Launcher, SaveModel, change_metadata
 from tests.deploy.conftest import TASKS, change_task
-from vit.bundle import load_bundle, update_metadata
+from vit.bundle import load_bundle
 from vit.data.preprocess import Preprocess
 
 NAMES = ("ant", "bee", "cow")
@@ -35,7 +35,7 @@ FOR_TRANSFORMERS: list[dict[str, Any]] = [
 def save(save_model: SaveModel, path: Path, **options: Any) -> tuple[Path, nn.Module]:
     """Write a model file whose every parameter matters, with a temperature."""
     save_model(path, class_names=NAMES, preprocess=PREPROCESS, img_size=16, **options)
-    update_metadata(path, {"temperature": 0.25})
+    change_metadata(path, {"temperature": 0.25})
     return path, load_bundle(path).model
 
 
@@ -188,7 +188,7 @@ def test_text_of_a_model_file_is_no_markup_in_its_card(
     names = ("a`b", markup, "{{ e }}")
     data = {"name": markup, "splits": splits}
     path = save_model(tmp_path / "model.safetensors", data=data, class_names=names)
-    update_metadata(path, {"limits": markup})
+    change_metadata(path, {"limits": markup})
     folder = vit.export_model(path, format="timm", output=tmp_path / "out")
     card = (folder / "README.md").read_text()
     quoted = "`<img src=x onerror=alert(1)> [x](javascript:y) # z`"

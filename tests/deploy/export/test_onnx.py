@@ -16,10 +16,10 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 import vit
-from tests.conftest import Launcher, SaveModel
+from tests.conftest import Launcher, SaveModel, change_metadata
 from tests.deploy.conftest import change_task
 from tests.deploy.export.odd_images import write_odd_images
-from vit.bundle import load_bundle, update_metadata
+from vit.bundle import load_bundle
 from vit.data.preprocess import Preprocess
 
 NAMES = tuple(f"class {index}, 'ä'" for index in range(5))
@@ -43,7 +43,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory, save_model: SaveModel) 
     architecture |= {"global_pool": "avg", "img_size": 32, "patch_size": 8}
     preprocess = Preprocess((32, 32), crop_pct=0.875)
     save_model(path, class_names=NAMES, preprocess=preprocess, **architecture)
-    update_metadata(path, {"temperature": 1.7})
+    change_metadata(path, {"temperature": 1.7})
     return path
 
 
@@ -86,7 +86,7 @@ def test_the_program_predicts_forty_pictures_as_vit_does(
         patch_size=8,
         preprocess=Preprocess.from_dict(values),
     )
-    update_metadata(path, {"temperature": 0.4})
+    change_metadata(path, {"temperature": 0.4})
     path = change_task(path, tmp_path / "model.safetensors", task)
     folder = vit.export_model(path, output=tmp_path / "out").parent
     expected = vit.predict(path, list(map(str, photos)), precision="float32").predictions
