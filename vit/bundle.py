@@ -2,12 +2,10 @@
 library."""
 
 import dataclasses
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -22,14 +20,7 @@ from vit.model.averaged_model import AveragedModel
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.find_file import find_model
 from vit.model.logits import count_features, has_features
-from vit.model.model_file import (
-    Hashes,
-    Likeness,
-    ModelFile,
-    hash_weights,
-    read_model_file,
-    write_model_file,
-)
+from vit.model.model_file import Hashes, Likeness, ModelFile, hash_weights, write_model_file
 from vit.model.model_info import (
     count_classes,
     find_class_names,
@@ -52,7 +43,7 @@ from vit.runtime.arguments import check_kind, shorten
 from vit.runtime.device import choose_device
 from vit.runtime.files import compute_sha256, expand_home
 from vit.runtime.memory import keep_freed_memory
-from vit.runtime.version import __version__
+from vit.runtime.version import collect_versions
 
 # value of "task" in the data of a model file
 MULTILABEL = "multilabel"
@@ -122,9 +113,6 @@ class Bundle:
         check_class_names(names, count_classes(model))
         if preprocess is None:
             preprocess = Preprocess.from_dict(find_preprocess(model))
-        metadata = {"preprocess": preprocess.to_dict()}
-        if isinstance(model, VisionTransformer):
-            metadata["architecture"] = model.architecture
         data = {}
         if find_problem_type(model) == "multi_label_classification":
             data["task"] = MULTILABEL
@@ -135,7 +123,6 @@ class Bundle:
             name=type(model).__name__,
             sha256=hash_weights(model.state_dict()),
             data=data,
-            metadata=metadata,
         )
 
     def save(self, path: str | Path) -> None:
@@ -368,10 +355,10 @@ def load_bundle(
             found = OpenedModel(model)
     if preprocess is None and found.preprocess is not None:
         preprocess = Preprocess.from_dict(found.preprocess)
-    if class_names is None:
-        class_names = found.class_names
     bundle = Bundle.from_model(
-        found.module.to(device), class_names=class_names, preprocess=preprocess
+        found.module.to(device),
+        class_names=class_names or found.class_names,
+        preprocess=preprocess,
     )
     data = {"task": MULTILABEL} if found.is_multilabel else bundle.data
     return dataclasses.replace(bundle, data=data, name=str(source))
@@ -406,21 +393,3 @@ def build_bundle(
         training_hashes=content.training_hashes,
         likeness=content.likeness,
     )
-
-
-def update_metadata(path: Path, values: Values, *, target: Path | None = None) -> None:
-    """Set metadata values, such as a temperature, in the model file at `path`, or in a copy of it at
-    `target`."""
-    content = read_model_file(path)
-    metadata = {**content.metadata, **values}
-    write_model_file(target or path, dataclasses.replace(content, metadata=metadata))
-
-
-def collect_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that a result depends on."""
-    libraries = ("torch", "torchvision", "timm", "numpy", "safetensors")
-    return {
-        "vit": __version__,
-        "python": platform.python_version(),
-        **{name: version(name) for name in libraries},
-    }

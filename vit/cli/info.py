@@ -24,8 +24,8 @@ def _describe_machine() -> dict[str, object]:
     # torch takes seconds to import, and `vit --help` does without
     import torch
 
-    from vit.bundle import collect_versions
     from vit.runtime.device import choose_device, choose_precision, describe_device
+    from vit.runtime.version import collect_versions
 
     device = choose_device("auto")
     return {
@@ -48,6 +48,7 @@ def _describe_model(source: str) -> dict[str, object]:
         "parameters": f"{num_parameters:,}",
         noun: f"{len(bundle.class_names)}: {shorten(', '.join(bundle.class_names))}",
         "sha256": bundle.sha256,
+        "preprocess": json.dumps(bundle.preprocess.to_dict()),
     }
     for name, values in bundle.metadata.items():
         if name != "class_names" and values not in (None, {}, []):

@@ -18,7 +18,7 @@ from vit.analysis.faithfulness.gains import (
     compute_gain,
 )
 from vit.analysis.faithfulness.result import GAINS, FaithfulnessResult
-from vit.bundle import Bundle, ModelLike, collect_versions, keeps_mode, open_model
+from vit.bundle import Bundle, ModelLike, keeps_mode, open_model
 from vit.data.dataset import ImageDataset
 from vit.evaluation.images import check_data, find_labels, open_data
 from vit.explanation.capture.forward import PatchMaps
@@ -35,6 +35,7 @@ from vit.runtime.arguments import as_tuple, check_arguments
 from vit.runtime.device import choose_precision, copy_to_host, describe_device
 from vit.runtime.progress import show_progress
 from vit.runtime.tensors import Images
+from vit.runtime.version import collect_versions
 
 # an interval over fewer images says nothing
 MIN_IMAGES = 8
