@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vit.bundle import Bundle, Models, collect_versions, keeps_mode, open_model, require_classifier
+from vit.bundle import Bundle, Models, keeps_mode, open_model, require_classifier
 from vit.data.dataset import LabelRule, printable
 from vit.data.splits import DatasetSplits
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
@@ -25,6 +25,7 @@ from vit.runtime.arguments import check_arguments
 from vit.runtime.device import describe_device
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
+from vit.runtime.version import collect_versions
 
 
 @keeps_mode
