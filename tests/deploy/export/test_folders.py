@@ -176,8 +176,8 @@ def test_the_card_has_the_accuracy_of_an_evaluation_beside_the_run(
     folder = vit.export_model(tmp_path / "digits", output=tmp_path / "out", format="timm")
     card = (folder / "README.md").read_text()
     assert load_bundle(tmp_path / "digits").sha256 in card
-    for row in result.evaluation.list_rows():
-        assert f"| {row.title} | {row.value} | {row.interval} |" in card
+    for title, value, interval in result.evaluation.list_rows():
+        assert f"| {title} | {value} | {interval} |" in card
 
 
 def test_text_of_a_model_file_is_no_markup_in_its_card(
