@@ -201,17 +201,3 @@ def test_text_is_legible_and_a_phone_scrolls_down_only(browser, page: Path) -> N
     with phone(browser):
         open_page(browser, page)
         assert find_wide(browser) == []
-
-
-@pytest.mark.browser
-def test_light_and_dark_follow_the_system(browser, page: Path) -> None:
-    colours = {}
-    for scheme in ("light", "dark"):
-        feature = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", feature)
-        open_page(browser, page)
-        colours[scheme] = browser.execute_script(
-            "return getComputedStyle(document.body).backgroundColor"
-        )
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    assert colours == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}

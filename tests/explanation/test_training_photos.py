@@ -31,22 +31,6 @@ def read_pixels(bundle: Bundle, name: str) -> np.ndarray:
     return bundle.preprocess.to_uint8(photo)
 
 
-def test_a_photo_is_nearest_to_itself_and_drawn_from_its_file(named_bundle: Bundle) -> None:
-    named = named_bundle.metadata["conformal"]["training_images"]
-    pixels = [read_pixels(named_bundle, name) for name, _ in named]
-    found = TrainingPhotos(named_bundle, side=SIDE).find(pixels, 2)
-    for (name, label), (first, second) in zip(named, found, strict=True):
-        assert (first.path, first.class_name) == (name, named_bundle.class_names[label])
-        assert first.similarity == pytest.approx(1, abs=2e-3)
-        assert second.similarity < first.similarity
-        photo = read_image(Path(named_bundle.config["data"]["root"]) / name)
-        picture = decode_picture(first.picture)
-        assert picture.size == photo.size == (60, 40)
-        # what a JPEG of quality 80 changes of it
-        difference = np.asarray(picture, float) - np.asarray(photo, float)
-        assert np.abs(difference).mean() < 20
-
-
 def test_of_each_class_the_nearest_is_found(named_bundle: Bundle) -> None:
     named = named_bundle.metadata["conformal"]["training_images"]
     pixels = [read_pixels(named_bundle, name) for name, _ in named]

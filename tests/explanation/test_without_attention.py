@@ -15,7 +15,7 @@ import vit
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.capture.forward import Forward, run_forward
-from vit.explanation.methods.gradients import compute_difference_x_gradient, compute_grad_cam
+from vit.explanation.methods.gradients import compute_grad_cam
 
 SIZE = 64
 Build = Callable[[], nn.Module]
@@ -139,50 +139,6 @@ def test_grad_cam_is_the_derivative_along_the_feature_map(build: Build) -> None:
 
 
 # torch's own, of its forward mode
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
-@pytest.mark.parametrize("build", BUILDS)
-def test_input_x_gradient_is_the_derivative_along_each_part(build: Build) -> None:
-    forward = run_in_float64(build)
-    (found,) = compute_difference_x_gradient(forward, classes_of(forward))
-    image = forward.images.detach()
-    half = SIZE // 2
-    for row, column in ((0, 0), (1, 0)):
-        part = torch.zeros_like(image)
-        place = (
-            ...,
-            slice(half * row, half * (row + 1)),
-            slice(half * column, half * (column + 1)),
-        )
-        part[place] = (image - image.mean(dim=(-2, -1), keepdim=True))[place]
-        # in forward mode, which has another derivative of each operation
-        _, slopes = torch.func.jvp(forward.model, (image,), (part,))
-        assert abs(found[2 * row + column] - slopes[0, 3]) < 1e-4 * found.abs().max()
-
-
-@pytest.mark.parametrize("build", [build_timm_resnet, build_swin])
-def test_they_come_through_the_common_loop(build: Build, tmp_path) -> None:
-    """By default both maps, checked, drawn and written; the user's module keeps its mode."""
-    bundle = make_bundle(build)
-    bundle.model.train()
-    photo = make_photo()
-    result = vit.explain(bundle, photo, target="d", output=tmp_path, formats=("png", "html"))
-    assert bundle.model.training
-    assert list(result.maps) == ["grad-cam", "libra-input-x-gradient"]
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
-        "image-00000.grad-cam.d.png",
-        "image-00000.libra-input-x-gradient.d.png",
-        "index.png",
-    ]
-    assert (tmp_path / "gallery.html").is_file()
-
-    pixels = torch.from_numpy(bundle.preprocess.to_uint8(photo).copy())[None]
-    forward = run_forward(bundle.model, bundle.preprocess.normalize(pixels), gradients=True)
-    expected = compute_grad_cam(forward, classes_of(forward)).reshape(1, 2, 2)
-    torch.testing.assert_close(result.maps["grad-cam"], expected)
-    # of so few places nothing can be told
-    assert result.checks["grad-cam"][0][0].verdict == "not tested"
-
-
 def test_their_maps_are_checked_against_painting_over() -> None:
     """The bright corner that the model looks at is the evidence, and both maps agree with it."""
 

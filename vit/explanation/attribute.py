@@ -109,9 +109,8 @@ def attribute(
 def _name_outputs(model: nn.Module, images: Images) -> tuple[str, ...]:
     """Return the names of a model's classes, by default "class 0" and so on; none without a
     classifier."""
-    names = find_class_names(model)
-    if names or count_classes(model) is not None:
-        return names
+    if count_classes(model) is not None:
+        return find_class_names(model)
     # it doesn't tell their number
     with keep_mode(model), torch.no_grad():
         logits = compute_logits(model.eval(), images[:1])
@@ -126,9 +125,7 @@ def _check_images(images: Images, model: nn.Module) -> None:
             f"images are a normalised floating-point tensor [B, C, H, W], not {images.dtype} "
             f"{list(images.shape)}; vit.explain takes photos"
         )
-    if not images.isfinite().all():
-        raise ValueError("the images have NaN or infinite values, so there is nothing to explain")
-    if images.device != device:
+    if images.device != device or not images.isfinite().all():
         raise ValueError(
-            f"the images are on {images.device} and the model on {device}; pass images.to('{device}')"
+            f"the images have NaN or infinite values, or are not on the model's device, {device}"
         )

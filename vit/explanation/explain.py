@@ -99,26 +99,31 @@ def explain(
     """
     bundle = open_model(model, device=device, class_names=class_names, preprocess=preprocess)
     # listed once, because listing many images takes a while
-    inputs = None if images is None else list(list_images(images))
-    expected = num_images if inputs is None else len(inputs)
+    inputs = None
+    expected = num_images
+    if images is not None:
+        inputs = list(list_images(images))
+        expected = len(inputs)
     target = list_targets(target, expected)
     has_gallery = output is not None and "html" in as_tuple(formats)
+    names: list[str] = []
+    for method in as_tuple(methods):
+        # a model may have no evidence for a class
+        if method == "auto":
+            names += _choose_auto(bundle, expected)
+        else:
+            names.append(method)
     # everything that can be wrong with the options is checked before an earlier result is replaced
     explainer = Explainer(
         bundle,
-        _choose_methods(as_tuple(methods), bundle, num_images=expected),
+        list(dict.fromkeys(names)),
         target=target,
         map_options=map_options,
         num_tested={None: _NUM_TESTED, True: None, False: 0}[checks],
         num_attended=MAX_IMAGES * has_gallery,
         batch_size=batch_size,
     )
-    items = find_items(
-        inputs,
-        recorded=bundle.recorded_images,
-        num_images=num_images,
-        passed_images=bundle.passed_images,
-    )
+    items = find_items(bundle, inputs, num_images)
     writer = None
     if output is not None:
         parameters = explainer.parameters | {"target": describe_target(target)}
@@ -154,15 +159,8 @@ def explain(
     return found
 
 
-def _choose_methods(methods: Sequence[str], bundle: Bundle, *, num_images: int) -> tuple[str, ...]:
-    """Return `methods` with other methods instead of "auto", each once."""
-    names: list[str] = []
-    for method in methods:
-        names += _choose_auto(bundle, num_images) if method == "auto" else [method]
-    return tuple(dict.fromkeys(names))
-
-
 def _choose_auto(bundle: Bundle, num_images: int) -> list[str]:
+    """Choose the methods for "auto"."""
     reader = open_reader(bundle)
     if not reader.has_attention:
         return list_methods(reader)[:2]

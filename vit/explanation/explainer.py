@@ -165,6 +165,7 @@ class Explainer:
             sha256=sha256,
             # boxes are in pixels of the original, because maps are drawn on it
             geometry=preprocess.geometry(photo.size),
+            # pictures are no larger, and many originals would not fit into memory
             photo=resize_picture(photo, min_side=PANEL_SIDES[0], max_side=PANEL_SIDES[1]),
             pixels=pixels,
         )
@@ -275,20 +276,20 @@ class Explainer:
         noun = "label" if self._kind == "labels" else "class"
         caption = f"{method.title} (the same for every {noun})"
         found = MapResult(method, f"{result.name}.{method.name}", values, caption)
-        if method.class_specific and self._target.name is not None:
+        if method.class_specific:
             # a number that is not about a class has no evidence, only patches that change it
-            found.target_name = name = self._target.name(index)
-            found.caption = f"patches that raise {name}"
+            if self._target.name is not None:
+                found.target_name = name = self._target.name(index)
+                found.caption, against = f"patches that raise {name}", "lower it"
+            else:
+                found.target = index
+                found.target_name = name = self.bundle.class_names[index]
+                found.caption, against = f"evidence for {name}", f"against {name}"
             if method.signed:
-                found.caption += " (red) and lower it (blue)"
-        elif method.class_specific:
-            found.target = index
-            found.target_name = name = self.bundle.class_names[index]
-            found.caption = f"evidence for {name}"
-            if method.signed:
-                found.caption += f" (red) and against {name} (blue)"
-            labels = result.prediction.get("labels")
-            if labels is not None and index not in [label["index"] for label in labels]:
+                found.caption += f" (red) and {against} (blue)"
+            labels = result.prediction.get("labels", [result.prediction])
+            is_predicted = found.target in [label["index"] for label in labels]
+            if self._kind == "labels" and found.target is not None and not is_predicted:
                 found.caption += f"; {name} is not predicted"
         # differences that are not drawn have to be named
         if fit_scale(relative_to_uniform(values), signed=method.signed).is_flat:

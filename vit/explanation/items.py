@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset
 from vit.data.images import read_image
-from vit.data.open import RecordedImages, open_for_model
+from vit.data.open import open_for_model
 from vit.data.sources.remote import is_remote
-from vit.data.splits import DatasetSplits
 from vit.runtime.files import clean_name
 
 
@@ -39,23 +39,19 @@ class ImageItem(NamedTuple):
 
 
 def find_items(
-    images: Sequence[str | Image.Image] | None,
-    *,
-    recorded: RecordedImages,
-    num_images: int,
-    passed_images: DatasetSplits | None = None,
+    bundle: Bundle, images: Sequence[str | Image.Image] | None, num_images: int
 ) -> list[ImageItem]:
     """Find the images to explain.
 
     Args:
+        bundle: The model.
         images: Paths of files and images in memory from `list_images`; or the address of shards, of
             which `num_images` are taken. None: those of the model's test split.
-        recorded: Record of that split in the model file.
         num_images: Number of images from the split.
-        passed_images: Images that were passed to `vit.train` from Python.
     """
+    recorded = bundle.recorded_images
     if images is None:
-        splits = passed_images or open_for_model(None, recorded=recorded)
+        splits = bundle.passed_images or open_for_model(None, recorded=recorded)
     elif len(images) == 1 and isinstance(images[0], str) and is_remote(images[0]):
         splits = open_for_model(images[0], recorded=recorded)
     else:

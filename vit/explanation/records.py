@@ -224,7 +224,10 @@ class Explanations:
         from vit.explanation.render.figure import draw_sheet  # matplotlib takes half a second
 
         shown = self.images[:MAX_SHEET_IMAGES]
-        return draw_sheet(shown) if shown else Image.new("RGB", (1, 1), "white")
+        # a picture all the same, for notebooks
+        if not shown:
+            return Image.new("RGB", (1, 1), "white")
+        return draw_sheet(shown)
 
     @property
     def paths(self) -> list[str]:

@@ -76,7 +76,9 @@ class Target:
 
     def select(self, rows: Sequence[int]) -> "Target":
         """Return the target of some of the images, by their numbers."""
-        return self if self.classes is None else self.with_classes(self.classes[list(rows)])
+        if self.classes is None:
+            return self
+        return self.with_classes(self.classes[list(rows)])
 
 
 def find_output_kind(
@@ -168,6 +170,7 @@ def build_target(
             "takes a function of its features, such as lambda features: features[:, 0]"
         )
     record = Target(_logit, _VALUES[kind])
+    # removed patches change the number itself
     if kind == "numbers":
         record = replace(record, name=class_names.__getitem__)
         if target == "auto" and len(class_names) == 1:
@@ -205,7 +208,9 @@ def build_difference(
 
     pairs = first * num_classes + second
     target = Target(_subtract, _subtract, name)
-    return target.with_classes(pairs) if pairs.ndim else target.with_class(int(pairs))
+    if pairs.ndim == 0:
+        return target.with_class(int(pairs))
+    return target.with_classes(pairs)
 
 
 def _logit(logits: Logits, classes: Classes) -> Numbers:

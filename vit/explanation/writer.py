@@ -67,6 +67,7 @@ class MapWriter:
 
     def add(self, images: Sequence[ImageResult]) -> None:
         """Add a batch, and write its pictures."""
+        # Pillow draws and compresses outside of Python's lock
         maps = [(image, result) for image in images for result in image.maps]
         with ThreadPoolExecutor() as pool:
             list(pool.map(self._draw, maps))

@@ -18,7 +18,6 @@ from tests.explanation.completeness import measure_completeness_error
 from tests.explanation.model_zoo import MODELS, build, build_timm
 from vit.explanation import targets
 from vit.explanation.capture.forward import capture_attention, run_forward
-from vit.explanation.methods.gradients import compute_difference_x_gradient, compute_fullgrad_plus
 from vit.explanation.methods.libra import LibraGradients
 from vit.explanation.methods.maps import compute_maps
 from vit.model.logits import compute_logits
@@ -76,41 +75,6 @@ def test_results_of_the_forward_pass_are_bit_equal(name: str) -> None:
     assert measure_completeness_error(model, images[:1], targets.CLASS) is None
 
 
-def test_plain_gradients_are_not_complete() -> None:
-    model, images = build("timm")
-    model, images = model.double(), images.double().requires_grad_()
-    added = added_tensors(model)
-    logit = compute_logits(model, images)[:, CLASS].sum()
-    gradients = torch.autograd.grad(logit, [images, *added])
-    total = sum(
-        (part * gradient).sum() for part, gradient in zip([images, *added], gradients, strict=True)
-    )
-    assert abs(total - logit) > 1e-2 * abs(logit)
-
-
-def test_the_tokens_that_enter_a_block_and_the_later_biases_give_the_logit() -> None:
-    model, images = build("ours")
-    model, images = model.double(), images.double()
-    with LibraGradients():
-        forward = run_forward(model, images, gradients=True)
-    logit = forward.logits[:, CLASS]
-    inputs = [layer.block_input for layer in forward.record.layers]
-    expected = sum(
-        (x * torch.autograd.grad(logit.sum(), x, retain_graph=True)[0]).sum(dim=-1) for x in inputs
-    )
-    found = compute_fullgrad_plus(forward, classes_of(images))
-    torch.testing.assert_close(found, expected.detach())
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.zeros_(parameter)
-    with LibraGradients():
-        forward = run_forward(model, images, gradients=True)
-    total = compute_fullgrad_plus(forward, classes_of(images)).sum(dim=-1)
-    torch.testing.assert_close(
-        total, len(inputs) * forward.logits[:, CLASS].detach(), rtol=1e-9, atol=0
-    )
-
-
 RULES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "gelu": (F.gelu, lambda x: (1 + torch.erf(x / 2**0.5)) / 2),  # the gradient is the gate Φ(x)
     "silu": (F.silu, torch.sigmoid),
@@ -149,24 +113,6 @@ def test_gradients_worked_by_hand(rule: str) -> None:
     with LibraGradients():
         result = function(x)
     torch.testing.assert_close(torch.autograd.grad(result.sum(), x)[0], gradient(x.detach()))
-
-
-@pytest.mark.parametrize(
-    "norm", [nn.LayerNorm(4), nn.RMSNorm(4), nn.LayerNorm(4, bias=False), nn.RMSNorm(4, eps=0.1)]
-)
-def test_input_times_gradient_of_a_norm_is_its_result_without_the_bias(norm: nn.Module) -> None:
-    norm = norm.double()
-    for parameter in norm.parameters():
-        nn.init.normal_(parameter)
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(4, dtype=torch.float64)
-    with LibraGradients():
-        result = norm(x)
-    (gradient,) = torch.autograd.grad((result @ weights).sum(), x)
-    assert torch.equal(result, norm(x))
-    bias = getattr(norm, "bias", None)
-    expected = (result - (0 if bias is None else bias)) @ weights
-    torch.testing.assert_close((x * gradient).sum(dim=-1), expected)
 
 
 class Written(nn.Module):
@@ -266,27 +212,6 @@ def test_a_target_follows_the_rules_too(
     total = (forward.logits * gradient).sum(dim=1)
     assert torch.allclose(total, score, rtol=1e-4) is not is_constant
     assert gradient.abs().max() > 0
-
-
-def test_painted_patches_have_no_input_times_gradient() -> None:
-    """From the mean colour: 0 for a patch of that colour, and (x - mean)·∂f/∂x summed over the
-    others."""
-    model, images = build("ours")
-    model, images = model.double(), images.double()
-    images[:, :, :8, :8] = images[:, :, 8:].mean(dim=(-2, -1), keepdim=True)
-    images[:, :, :8, 8:] = images[:, :, :8, :8].mean(
-        dim=(-2, -1), keepdim=True
-    )  # so that the mean is that colour
-    with LibraGradients():
-        forward = run_forward(model, images, gradients=True)
-    logit = forward.logits[:, CLASS]
-    found = compute_difference_x_gradient(forward, classes_of(images))
-    (gradient,) = torch.autograd.grad(logit.sum(), forward.images)
-    product = ((images - images.mean(dim=(-2, -1), keepdim=True)) * gradient).sum(dim=1)
-    expected = product.unflatten(1, (4, 8)).unflatten(3, (6, 8)).sum(dim=(2, 4)).flatten(1)
-    torch.testing.assert_close(found[:, 1:], expected)
-    assert found[:, 0].abs().max() == 0
-    assert found[:, 1].abs().max() < 1e-12 * found.abs().max()
 
 
 def test_the_combination_is_the_mean_of_standardised_maps() -> None:

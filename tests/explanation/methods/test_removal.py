@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tests.explanation import hand_written
-from tests.explanation.keep_tokens import keep_tokens
 from tests.explanation.model_zoo import MODELS, build
 from vit.explanation.capture.forward import run_forward
 from vit.explanation.methods.removal import compute_removal_gradient
@@ -128,18 +127,6 @@ def test_it_is_the_derivative_of_gates_in_the_model(name: str, probability: bool
             scores.append(gated_score(name, model, images, gates, **options))
         expected = (scores[0] - scores[1]) / (2 * STEP)
         assert (found[:, token] - expected).abs().max() < 1e-6 * found.abs().max()
-
-
-def test_gates_of_zero_are_the_model_without_the_tokens() -> None:
-    model, images = build("ours-avg")
-    patches = 24
-    kept = torch.tensor([[0, 3, 5, 20]]).expand(2, -1)
-    gates = torch.full((2, patches), 1e-300, dtype=torch.float64).scatter_(1, kept, 1.0)
-    model, images = model.double(), images.double()
-    found = gated_score("ours-avg", model, images, gates, num_prefix=0, probability=False)
-    with torch.no_grad(), keep_tokens(model, kept):
-        expected = model(images)[:, CLASS]
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_fused_and_explicit_attention_give_one_map(ours: Build) -> None:

@@ -1,17 +1,13 @@
 """Rollout against matrix products written separately, and cases solved by hand."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from vit.explanation.capture import layers
-from vit.explanation.capture.forward import run_forward
 from vit.explanation.methods.rollout import (
     attention_rollout,
-    compute_rollout,
 )
 
 Build = Callable[..., tuple[nn.Module, Tensor]]
@@ -53,19 +49,6 @@ def test_rows_sum_to_one_whatever_the_options(
     )
     assert (rollout.sum(dim=-1) - 1).abs().max() < 1e-5
     assert (rollout >= 0).all()
-
-
-@pytest.mark.parametrize("head_fusion", ["mean", "max"])
-@pytest.mark.parametrize("discard_ratio", [0.0, 0.5])
-def test_a_batch_equals_its_images_one_by_one(head_fusion: str, discard_ratio: float) -> None:
-    attentions = random_attention(batch=8)
-    options = {"head_fusion": head_fusion, "discard_ratio": discard_ratio}
-    together = attention_rollout(attentions, **options)
-    for image in range(8):
-        alone = attention_rollout(
-            [attention[image : image + 1] for attention in attentions], **options
-        )
-        assert (together[image] - alone[0]).abs().max() < 1e-6
 
 
 def test_the_identity_is_mixed_in_before_rows_are_divided() -> None:
@@ -132,19 +115,3 @@ def test_options_outside_their_range_are_named(options: dict[str, float], messag
 def test_no_attention_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one layer"):
         attention_rollout([])
-
-
-@pytest.mark.parametrize("chunk_elements", [1, 100, 2000, 2**18])
-def test_row_form_equals_the_row_of_the_full_product(
-    ours: Build, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, images = ours()
-    pool_weights = torch.rand(2, 25).softmax(dim=-1)
-    forward = replace(run_forward(model, images), pool_weights=pool_weights)
-    full = (
-        pool_weights[:, None]
-        @ attention_rollout(forward.record.attentions, residual=0.3, start_layer=1)
-    )[:, 0]
-    monkeypatch.setattr(layers, "CHUNK_ELEMENTS", chunk_elements)
-    row = compute_rollout(forward, forward.logits, residual=0.3, start_layer=1)
-    assert (row - full).abs().max() < 1e-6

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import vit
 from tests.explanation.methods.test_removal import Gates
 from tests.explanation.model_zoo import build_timm, prepare
-from vit.analysis.faithfulness.measure import find_right
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.explanation.checks.sanity_checks import check_maps
@@ -330,22 +329,3 @@ def test_thresholds_decide_which_labels_are_explained() -> None:
         result = vit.explain(classes, list(photos[:1]), **options)
         assert result.targets.tolist() == [expected]
         assert result.images[0].prediction["index"] == expected
-
-
-def test_faithfulness_takes_a_right_label_of_each_image() -> None:
-    bundle, photos = make_labels()
-    data = (np.stack([photos[0]] * 10), np.array([[0, 1, 1]] * 10))
-    result = vit.measure_faithfulness(
-        bundle, dataset=data, methods="libra-input-x-gradient", num_images=8
-    )
-    assert result.summary["metrics"]["srg"]["methods"]["libra-input-x-gradient"]["mean"] > 0.3
-    # red isn't a label of the image, and blue isn't predicted
-    logits = np.array([[2, 1.2, -2]] * 2, dtype=np.float32)
-    labels = np.array([[False, True, True], [False, False, True]])
-    assert find_right(bundle, logits, labels).tolist() == [1, -1]
-    with pytest.raises(ValueError, match="0 of 10 images are predicted correctly"):
-        vit.measure_faithfulness(
-            bundle,
-            dataset=(data[0], np.array([[0, 0, 1]] * 10)),
-            methods="libra-input-x-gradient",
-        )

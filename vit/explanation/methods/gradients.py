@@ -9,6 +9,8 @@ All functions take a forward pass with gradients, one class of each image and th
 and return the relevance of each token [B, N], including prefix tokens.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +21,6 @@ from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights
 from vit.explanation.targets import Classes
 from vit.model.logits import at_least_float32
-from vit.runtime.tensors import Tokens
 
 
 def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> TokenWeights:
@@ -32,7 +33,6 @@ def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> 
     Ā grows with the logit's scale, and so does its weight relative to the identity, so maps of
     models with other logit scales can't be compared.
 
-    For large images a few query rows are computed at a time, never N×N matrices.
     """
     layers = forward.record.differentiate(forward.score(classes))[start_layer:]
 
@@ -42,7 +42,10 @@ def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> 
         # from the last layer on, so that a row is multiplied by matrices, and no matrices by each
         # other
         for layer, heads_gradient in reversed(layers):
-            moved = _multiply_gae(row, layer, heads_gradient, images)
+            moved = torch.zeros_like(row)
+            for queries, attention, gradient in iterate_rows(layer, heads_gradient, images):
+                weighted = (attention * gradient).clamp_min(0).mean(dim=1)  # [b, queries, N]
+                moved += (row[:, None, queries] @ weighted)[:, 0]
             row = row + moved
             without_identity += moved
         return without_identity
@@ -50,17 +53,14 @@ def compute_gae(forward: Forward, classes: Classes, *, start_layer: int = 0) -> 
     return forward.record.layers[0].in_chunks(roll_up)
 
 
-def _multiply_gae(
-    row: TokenWeights, layer: AttentionLayer, heads_gradient: Tensor, images: slice
-) -> TokenWeights:
-    """Compute row · mean_h (G⊙A)⁺."""
+def iterate_rows(
+    layer: AttentionLayer, heads_gradient: Tensor, images: slice
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield query rows of a layer, A and G, [b, H, rows, N] each: for 4,096 tokens the matrices of
+    one layer would take gigabytes."""
     gradient, value = layer.gradient_and_value(heads_gradient, images)
-    total = torch.zeros_like(row)
     for queries, attention in layer.attention_rows(images):
-        attention_gradient = gradient[:, :, queries] @ value.transpose(-2, -1)
-        weighted = (attention * attention_gradient).clamp_min(0).mean(dim=1)  # [b, queries, N]
-        total += (row[:, None, queries] @ weighted)[:, 0]
-    return total
+        yield queries, attention, gradient[:, :, queries] @ value.transpose(-2, -1)
 
 
 def compute_difference_x_gradient(forward: Forward, classes: Classes) -> TokenWeights:
@@ -88,7 +88,7 @@ def compute_fullgrad_plus(forward: Forward, classes: Classes) -> TokenWeights:
     # one backward pass differentiates by the inputs of all blocks
     gradients = torch.autograd.grad(forward.score(classes).sum(), inputs, retain_graph=True)
     products = [
-        _sum_over_channels(tokens, gradient)
+        (at_least_float32(tokens.detach()) * at_least_float32(gradient)).sum(dim=-1)
         for tokens, gradient in zip(inputs, gradients, strict=True)
     ]
     return torch.stack(products).sum(dim=0)
@@ -107,8 +107,3 @@ def compute_grad_cam(forward: Forward, classes: Classes) -> TokenWeights:
     # [B, N, C] · [B, C, 1]
     relevance = at_least_float32(forward.tokens.detach()) @ weights[..., None]
     return relevance[..., 0].clamp_min(0)
-
-
-def _sum_over_channels(tokens: Tokens, gradient: Tokens) -> TokenWeights:
-    """Compute tokens times gradient."""
-    return (at_least_float32(tokens.detach()) * at_least_float32(gradient)).sum(dim=-1)

@@ -178,9 +178,10 @@ def _normalise_groups(func: Function, args: Arguments, kwargs: Options) -> Any:
     input, num_groups = args
     groups = input.unflatten(1, (num_groups, -1)).flatten(2)  # [B, G, n]
     groups = groups - groups.mean(dim=2, keepdim=True)
-    weight, bias = (
-        parameter if parameter is None else parameter.unflatten(0, (-1, *[1] * (input.ndim - 2)))
-        for parameter in (kwargs["weight"], kwargs["bias"])
+    # each channel's parameters go over its places
+    shape = (-1, *[1] * (input.ndim - 2))
+    weight, bias = map_tensors(
+        lambda parameter: parameter.unflatten(0, shape), (kwargs["weight"], kwargs["bias"])
     )
     return _rescale(result, groups, (2,), kwargs["eps"], weight, bias)
 

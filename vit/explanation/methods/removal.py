@@ -10,6 +10,8 @@ model without the tokens of gate 0. The map is ∂f/∂g at g = 1. With G = ∂f
 from one backward pass to the attention layers' results.
 """
 
+from functools import reduce
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch import Tensor
 from vit.explanation.capture.forward import Forward, differentiate
 from vit.explanation.capture.layers import AttentionLayer
 from vit.explanation.capture.pooling import TokenWeights
+from vit.explanation.methods.gradients import iterate_rows
 from vit.explanation.targets import Classes
 from vit.model.logits import at_least_float32
 
@@ -48,27 +51,19 @@ def compute_removal_gradient(forward: Forward, score: Float[Tensor, " B"]) -> To
 
 
 def _differentiate_layer(layer: AttentionLayer, heads_gradient: Tensor) -> TokenWeights:
-    """Differentiate by the gates of one layer, for a few query rows at a time: for 4,096 tokens the
-    matrices of one layer would take gigabytes."""
+    """Differentiate by the gates of one layer: Σ A_ij (G_ij - Σ_k A_ik G_ik) over heads and queries
+    i."""
 
     def differentiate_images(images: slice) -> Float[Tensor, "b N"]:
-        gradient, value = layer.gradient_and_value(heads_gradient, images)
-        total = value.new_zeros(len(value), layer.num_tokens)
-        for queries, attention in layer.attention_rows(images):
-            attention_gradient = gradient[:, :, queries] @ value.transpose(-2, -1)
-            total += _differentiate_gates(attention, attention_gradient)
-        return total
+        parts = []
+        for _, attention, gradient in iterate_rows(layer, heads_gradient, images):
+            # the second term: without a token, the others share its weight
+            product = attention * gradient
+            shared = attention * product.sum(dim=-1, keepdim=True)
+            parts.append((product - shared).sum(dim=(1, 2)))
+        return reduce(torch.add, parts)
 
     return layer.in_chunks(differentiate_images)
-
-
-def _differentiate_gates(
-    attention: Float[Tensor, "B H Nq N"], gradient: Float[Tensor, "B H Nq N"]
-) -> TokenWeights:
-    """Compute Σ A_ij (G_ij - Σ_k A_ik G_ik) over heads and queries i."""
-    # the second term: without a token, the others share its weight
-    product = attention * gradient
-    return (product - attention * product.sum(dim=-1, keepdim=True)).sum(dim=(1, 2))
 
 
 def _differentiate_pooling(forward: Forward, score: Float[Tensor, " B"]) -> TokenWeights:

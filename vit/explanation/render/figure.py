@@ -150,7 +150,11 @@ def _save(
     with _ONE_AT_A_TIME, rc_context(_SETTINGS), warnings.catch_warnings():
         # a name may have characters that the font lacks
         warnings.filterwarnings("ignore", "Glyph")
-        dpi = _SHEET_DPI if is_sheet else _FIGURE_DPI
+        # a figure has no space around it; a sheet's size is known without its text
+        dpi = _FIGURE_DPI
+        box: str | None = "tight"
+        if is_sheet:
+            dpi, box = _SHEET_DPI, None
         figure = Figure(figsize=size, dpi=dpi, layout="constrained")
         grid = figure.subplots(num_lines, across * tiles, squeeze=False)
         for axes in grid.flat:
@@ -161,7 +165,7 @@ def _save(
         figure.savefig(
             file,
             format=kind,
-            bbox_inches=None if is_sheet else "tight",
+            bbox_inches=box,
             metadata={"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind),
         )
 
