@@ -120,13 +120,15 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
     # The model comes from this library, so it is imported already.
     from transformers.utils.hub import cached_file
 
-    name, path = config.name_or_path, ""
+    name: str = config.name_or_path
+    path: str | None = None
     with suppress(OSError):
-        path = name and cached_file(name, "preprocessor_config.json", local_files_only=True)
+        if name:
+            path = cached_file(name, "preprocessor_config.json", local_files_only=True)
     has_texts = hasattr(config, "vision_config") or config.model_type.endswith("_vision_model")
     if has_texts and not path:
         raise ValueError(f"mean and std of the images {unknown}")
-    return read_processor(Path(path), image_size)
+    return read_processor(Path(path or ""), image_size)
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
