@@ -20,11 +20,12 @@ def test_batches_equal_the_cpus(
     preprocess = PREPROCESS
     if pipeline == "cached":
         preprocess = choose_stored(PREPROCESS, augment.crop)
-    size = None if pipeline == "workers" else preprocess.resize_size
-    source = open_dataset("folder", root=photos).split("all")
-    dataset = decode_dataset(
-        source, size=size, cache_dir=tmp_path, progress=False, preprocess=preprocess
-    )
+    dataset = open_dataset("folder", root=photos).split("all")
+    if pipeline != "workers":
+        size = preprocess.resize_size
+        dataset = decode_dataset(
+            dataset, size=size, cache_dir=tmp_path, progress=False, preprocess=preprocess
+        )
     batches = []
     for place in (device, torch.device("cpu")):
         loader = build_loader(

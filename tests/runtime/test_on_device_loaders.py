@@ -33,8 +33,8 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ImageDataset
         open_dataset("folder", root=root).split("all"),
         {"cache_dir": root / "cache", "progress": False},
     )
-    sizes = {"resident": PREPROCESS.resize_size, "workers": None}
-    found = {kind: decode_dataset(source, size=size, **options) for kind, size in sizes.items()}
+    resident = decode_dataset(source, size=PREPROCESS.resize_size, **options)
+    found = {"resident": resident, "workers": source}
     for kind, crop in (("cached", Crop()), ("cached whole", AUGMENTS["resized crop"].crop)):
         stored = choose_stored(PREPROCESS, crop)
         size = stored.resize_size

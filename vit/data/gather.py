@@ -50,17 +50,17 @@ def gather(pixels: np.ndarray, samples: Iterator[StatelessRandom], *, pinned: bo
     `pinned`, into memory from which a GPU copies while it computes."""
     stored = torch.from_numpy(pixels)
 
-    def read(rng: StatelessRandom) -> tuple[StatelessRandom, Tensor]:
+    def start(rng: StatelessRandom) -> Future[Tensor]:
         shape = (len(rng.sample_ids), *stored.shape[1:])
         batch = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-        return rng, torch.index_select(stored, 0, rng.sample_ids, out=batch)
+        return pool.submit(torch.index_select, stored, 0, rng.sample_ids, out=batch)
 
     with ThreadPoolExecutor(1) as pool:
-        reading: Future[tuple[StatelessRandom, Tensor]] | None = None
+        reading: tuple[StatelessRandom, Future[Tensor]] | None = None
         for rng in samples:
-            following = pool.submit(read, rng)
+            following = rng, start(rng)
             if reading is not None:
-                yield reading.result()
+                yield reading[0], reading[1].result()
             reading = following
         if reading is not None:
-            yield reading.result()
+            yield reading[0], reading[1].result()
