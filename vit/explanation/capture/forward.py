@@ -283,15 +283,18 @@ def run_forward(
     run = _run_with_attention if reader.has_attention else _run_without_attention
     with evaluation_mode(reader.model):
         forward = run(reader, images, gradients=gradients, verify=verify)
-        if gradients and not forward.logits.requires_grad:
-            raise ValueError(
-                f"{type(reader.model).__name__} ends in a softmax or another function that "
-                "LibraGrad takes as a constant; explain the model without it, or take a method "
-                "without libra, such as gae"
-            )
         if verify:
             check_repeatable(reader.model, images[:1], forward.logits[:1].detach())
     return forward
+
+
+def _check_graph(model: nn.Module, logits: Logits, *, gradients: bool) -> None:
+    """Raise ValueError if gradients are needed and the logits have none."""
+    if gradients and not logits.requires_grad:
+        raise ValueError(
+            f"{type(model).__name__} ends in a softmax or another function that LibraGrad takes as "
+            "a constant; explain the model without it, or take a method without libra, such as gae"
+        )
 
 
 def _run_with_attention(
@@ -305,6 +308,7 @@ def _run_with_attention(
         record = stack.enter_context(capture_attention(reader, gradients=gradients, verify=verify))
         last_tokens = stack.enter_context(capture_last_tokens(reader))
         logits = run_whole(reader.model, images)
+        _check_graph(reader.model, logits, gradients=gradients)
         try:
             layers = record.layers
         except RuntimeError as error:  # a layer that ran in another way than when it was found
@@ -347,6 +351,7 @@ def _run_without_attention(
     images.requires_grad_(gradients or verify)
     with torch.set_grad_enabled(gradients or verify), record_outputs(model, number) as outputs:
         logits = compute_logits(model, images)
+    _check_graph(model, logits, gradients=gradients)
     gradient = None
     if verify and logits.requires_grad:
         # the weights may have gradients where the pixels have none

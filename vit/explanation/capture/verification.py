@@ -158,17 +158,23 @@ def _follow(
     images: Images,
     change: ChangeTokens,
     mixing: Mapping[int, Tensor] | None = None,
-) -> list[Tensor]:
-    """Run images, and return what arrives at each link, before it is changed, and the logits."""
+) -> list[Float[Tensor, "B ..."]]:
+    """Run copies of an image, and measure what arrives at each link, before it is changed, and the
+    logits: the norm of each token of the first copy, and of its changes in the others."""
     arrived = []
 
+    def measure(tensor: Tensor) -> None:
+        # norms alone, because the tokens of all links would take much memory
+        changes = torch.cat([tensor[:1], tensor[1:] - tensor[:1]])
+        arrived.append(changes.float().norm(dim=-1).cpu())
+
     def note(link: int, tokens: Tensor) -> Tensor | None:
-        arrived.append(tokens)
+        measure(tokens)
         return change(link, tokens)
 
     with reader.watch(note, mixing=mixing):
-        logits = run_whole(reader.model, images)
-    return [*arrived, logits]
+        measure(run_whole(reader.model, images))
+    return arrived
 
 
 @torch.no_grad()
@@ -188,8 +194,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
     seen = _change_halves(reader, image, dict(enumerate(groups)))
     for number, (name, group) in enumerate(zip(reader.places, groups, strict=True)):
         is_read = group < 2
-        arrived = seen[number + 1].float()
-        by_others, by_read = (arrived[1:] - arrived[:1]).norm(dim=-1).cpu()
+        _, by_others, by_read = seen[number + 1]
         if by_others[is_read].amax() > find_tolerance(image) * by_others.amax():
             raise ValueError(
                 f"{type(reader.model).__name__} mixes tokens elsewhere than in the attention layers "
@@ -218,7 +223,7 @@ def check_mixing(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
 
 def _change_halves(
     reader: ModelReader, image: OneImage, groups: Mapping[int, Tensor]
-) -> list[Float[Tensor, "3 _ D"]]:
+) -> list[Float[Tensor, "3 _"]]:
     """Follow three copies of an image while the tokens of some layers, by their numbers, attend to
     those of the groups 0 and 1; those of the group 2 attend to themselves, too. At each link the
     second's tokens are replaced by the first's with noise on those that aren't read, and the third's
@@ -265,10 +270,11 @@ def check_bypass(reader: ModelReader, image: OneImage, num_tokens: int) -> None:
         generator = torch.Generator().manual_seed(0)
         change = partial(_add_noise, generator, torch.nn.functional.pad(part, (1, 0)))
         images = change(-1, image.detach(), scale=1.0)
-        for number, tensor in enumerate(_follow(reader, images, change)):
-            changes = (tensor - tensor[:1]).flatten(1).float().norm(dim=1).cpu()
-            scale = max(changes.amax(), tolerance * tensor[0].float().norm().cpu())
-            if (changes[1:][~part[number]] > tolerance * scale).any():
+        for number, arrived in enumerate(_follow(reader, images, change)):
+            size, *changes = arrived.reshape(len(arrived), -1).norm(dim=1)
+            scale = max(*changes, tolerance * size)
+            is_wrong = torch.stack(changes) > tolerance * scale
+            if is_wrong[~part[number]].any():
                 raise ValueError(
                     f"{readers[number]} of {type(reader.model).__name__} reads something other than "
                     f"the tokens of the block before (a skip connection, tokens of earlier blocks, "
