@@ -144,7 +144,10 @@ def explain(
                 image.photo = None
             found.images.append(image)
     problem = "there are no images to explain"
-    if found.unreadable:
+    if found.unreadable and not found.images:
+        count = len(found.unreadable)
+        problem = f"none of the {count} images could be read: {found.unreadable[0][1]}"
+    elif found.unreadable:
         problem = (
             f"{len(found.unreadable)} images can't be read; the first: {found.unreadable[0][1]}"
         )
