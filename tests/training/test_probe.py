@@ -1,6 +1,5 @@
 """A run of pretrained weights starts from a probe: a model like any other, never lost again."""
 
-import html
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -132,8 +131,6 @@ def test_the_probe_is_a_model_like_any_other(
     cli.succeed("evaluate", probe_alone, "-o", tmp_path / "evaluation", "--device", "cpu")
     curve = json.loads((probe_alone / "learning_curve.json").read_text())
     assert curve["num_images"] == 387
-    report = html.unescape((tmp_path / "evaluation" / "report.html").read_text())
-    assert report.count(curve["sentence"]) == 2
     cli.succeed(
         "explain", probe_alone, "-o", tmp_path / "maps", "--num-images", "2", "--device", "cpu"
     )
