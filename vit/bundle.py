@@ -19,7 +19,6 @@ from vit.data.splits import DatasetSplits
 from vit.model.averaged_model import AveragedModel
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.find_file import find_model
-from vit.model.logits import count_features, has_features
 from vit.model.model_file import Hashes, Likeness, ModelFile, hash_weights, write_model_file
 from vit.model.model_info import (
     count_classes,
@@ -48,7 +47,6 @@ from vit.runtime.version import collect_versions
 # value of "task" in the data of a model file
 MULTILABEL = "multilabel"
 Values = Mapping[str, Any]  # values that JSON can hold
-Found = TypeVar("Found")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -86,7 +84,8 @@ class Bundle:
     training_hashes: Hashes | None = None
     likeness: Likeness | None = None
     passed_images: DatasetSplits | None = None
-    _found: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)
+    # what other modules found out about the model
+    found: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
 
     @classmethod
     def from_model(
@@ -159,12 +158,6 @@ class Bundle:
         return ModelFile(
             weights or self.model.state_dict(), metadata, self.training_hashes, self.likeness
         )
-
-    def find_once(self, find: Callable[[nn.Module], Found]) -> Found:
-        """Return `find(model)`, which depends on the model's structure alone and is computed once."""
-        if find not in self._found:
-            self._found[find] = find(self.model)
-        return cast(Found, self._found[find])
 
     @property
     def device(self) -> torch.device:
@@ -377,10 +370,6 @@ def build_bundle(
         model = build(content, origin=str(path))
     else:
         load_into(model, content.weights, origin=str(path))
-    if content.likeness is not None:
-        width = count_features(model) if has_features(model) else 0
-        if content.likeness.training_features.shape[1] != width:
-            raise ValueError(f"{path} is damaged: its model has {width} features; copy it again")
     return Bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(metadata["preprocess"]),

@@ -255,7 +255,9 @@ def _describe(model: nn.Module, images: Images) -> list[Any]:
 
 def read_bundle(bundle: Bundle) -> ModelReader:
     """Return the reader of a bundle's model, always the same."""
-    reader = bundle.find_once(ModelReader)
+    if "reader" not in bundle.found:
+        bundle.found["reader"] = ModelReader(bundle.model)
+    reader: ModelReader = bundle.found["reader"]
     reader.image_size = reader.image_size or bundle.preprocess.image_size
     return reader
 
