@@ -26,7 +26,7 @@ NAMES = ("class 0", "class 1", "class 2")
 SIZES = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 3}
 _TIMM_NAME = "vit_tiny_patch16_224"
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*number of attention heads")
+pytestmark = pytest.mark.filterwarnings("ignore:.*how many attention heads")
 
 
 class Own(nn.Module):

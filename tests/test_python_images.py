@@ -159,7 +159,10 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
         lambda r, a, p: vit.evaluate(r.bundle, data=Colours(a)),
         "data is a Colours, .*dataset=…",
     ),
-    "both": (lambda r, a, p: vit.evaluate(r.bundle, data="digits", dataset=a), "give one of them"),
+    "both": (
+        lambda r, a, p: vit.evaluate(r.bundle, data="digits", dataset=a),
+        "are for folders and tables, not for dataset",
+    ),
     "no batch": (
         lambda r, a, p: vit.evaluate(r.bundle, batch_size=0),
         "batch_size 0 must be at least 1",
@@ -200,7 +203,7 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
             output=p,
             dataset=Colours(a, lambda pixels: torch.from_numpy(pixels).permute(2, 0, 1) / 100),
         ),
-        "a tensor of values from 0 to .*leave out Normalize",
+        "without Normalize, vit normalises by itself",
     ),
     "no pairs": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[3, 4]),
@@ -208,7 +211,7 @@ MISTAKES: dict[str, tuple[Callable[[TrainingResult, Arrays, Path], Any], str]] =
     ),
     "mixed labels": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "a"), (a[0][1], 2)]),
-        "nor all of them class names",
+        "not all integers from 0, class names",
     ),
     "a label without class": (
         lambda r, a, p: vit.train(CONFIG, output=p, dataset=[(a[0][0], "pink")], class_names=NAMES),

@@ -30,7 +30,7 @@ COMMANDS = [
     (["train", "eine"], "fewer than two classes: 'Fisch'"),
     (
         ["train", "Meine Fotos (Klasse 9b)"],
-        "the validation split is empty: all classes have too few",
+        "or all classes have too few",
     ),
     (
         ["train", "kaputt"],

@@ -192,9 +192,9 @@ def test_a_recipe_starts_from_another_runs_model(
     first, second = (load_bundle(path).model.state_dict() for path in (tiny_run, tmp_path / "run"))
     assert all(np.allclose(first[name], second[name], atol=1e-6) for name in first)
     larger = [*overrides, "model.patch_size=4"]
-    cli.succeed("train", empty_yaml, *larger, "--init", tiny_run, "-o", tmp_path / "larger")
-    assert load_bundle(tmp_path / "larger").model.patch_embed.patch_size == (4, 4)
-    cli.succeed("train", "--resume", "-o", tmp_path / "larger")
+    told = cli.fail("train", empty_yaml, *larger, "--init", tiny_run, "-o", tmp_path / "larger")
+    assert "model.patch_size (4, 4): the weights of --init have (2, 2)" in told
+    cli.succeed("train", "--resume", "-o", tmp_path / "run")
 
     message = cli.fail(
         "train",

@@ -134,7 +134,15 @@ def decode_dataset(
             # without a lock, another process may build it at the same time, in a place of its own
             mark = "" if is_locked else f".{secrets.token_hex(4)}"
             building = folder.with_name(f"{folder.name}{mark}.building")
-            _build(dataset, contents, folder, building, kind, size, decode)
+            _build(
+                dataset,
+                contents,
+                folder=folder,
+                building=building,
+                kind=kind,
+                size=size,
+                decode=decode,
+            )
             index = _open_folder(folder, size)
         elif index is not None and (contents.stats != known.stats).any():
             # so that files that only look new aren't read the next time
@@ -183,6 +191,7 @@ def _open_folder(folder: Path, size: tuple[int, int]) -> _Index | None:
 def _build(
     dataset: ImageDataset,
     contents: Contents,
+    *,
     folder: Path,
     building: Path,
     kind: str,

@@ -152,7 +152,9 @@ def evaluate(
         # the operating point changes what is predicted, but no logits
         fitted = bundle
         if rule is not None:
-            fitted, said = _choose_point(bundle, predictor, splits, rule, images, logits)
+            fitted, said = _choose_point(
+                bundle, predictor, splits, rule, images=images, logits=logits
+            )
             notes += said
         notes += _describe_images(fitted, images)
         if logits is None:
@@ -176,6 +178,7 @@ def _choose_point(
     predictor: BatchPredictor,
     splits: DatasetSplits,
     rule: Rule,
+    *,
     images: EvaluationSet,
     logits: Float32s | None,
 ) -> tuple[Bundle, list[str]]:

@@ -311,20 +311,21 @@ def compute_areas(labels: Bools, probabilities: Floats) -> tuple[float, float]:
     does, but in a tenth of its time: the jackknife needs them 50 times for each label. They are NaN
     if no image has the label, and the area if every image has it.
     """
-    # a third of a second to import
-    from scipy.stats import rankdata
-
     num_positive = int(labels.sum())
     num_others = len(labels) - num_positive
     if not num_positive:
         return np.nan, np.nan
+    # scipy's ranks, without the time that its import takes
+    ordered, chosen = np.sort(probabilities), probabilities[labels]
+    below = np.searchsorted(ordered, chosen)
     # images of at least the same probability: all of them, and those that have the label
-    ranks = rankdata(-probabilities, "max")[labels]
-    precision = float((rankdata(-probabilities[labels], "max") / ranks).mean())
+    ranks = len(labels) - below
+    precision = float(((num_positive - np.searchsorted(np.sort(chosen), chosen)) / ranks).mean())
     if not num_others:
         return precision, np.nan
     # Mann and Whitney's statistic
-    above = rankdata(probabilities)[labels].sum() - num_positive * (num_positive + 1) / 2
+    mean_ranks = (below + np.searchsorted(ordered, chosen, "right") + 1) / 2
+    above = mean_ranks.sum() - num_positive * (num_positive + 1) / 2
     return precision, float(above / (num_positive * num_others))
 
 

@@ -60,8 +60,6 @@ def run_program(folder: Path, *paths: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in outcome.stdout.splitlines()]
 
 
-# which `vit predict` says of photos with more bits
-@pytest.mark.filterwarnings("ignore:16-bit images")
 @pytest.mark.parametrize(
     ("task", "preprocess"),
     [
@@ -94,8 +92,11 @@ def test_the_program_predicts_forty_pictures_as_vit_does(
     assert len(found) == len(expected)
     for ours, prediction in zip(found, expected, strict=True):
         assert ours["path"] == prediction.path
-        assert prediction.error is None, prediction
-        assert "error" not in ours, ours
+        # a model that was trained on 8 bits refuses deeper images
+        is_deep = Path(prediction.path).name[:2] in ("12", "16") and not values.get("value_range")
+        assert (prediction.error is not None) == ("error" in ours) == is_deep, (prediction, ours)
+        if is_deep:
+            continue
         rows = [(row["index"], row["name"], row["probability"]) for row in ours["predictions"]]
         assert rows == [
             (index, name, pytest.approx(probability, abs=1e-5))
@@ -103,7 +104,7 @@ def test_the_program_predicts_forty_pictures_as_vit_does(
         ], ours["path"]
         assert ours.get("labels") == prediction.labels
     # it is no model that always answers the same
-    tops = np.array([[row[2] for row in sorted(each.classes)] for each in expected])
+    tops = np.array([[row[2] for row in sorted(each.classes)] for each in expected if each.classes])
     assert tops.std(axis=0).max() > 0.05
 
 

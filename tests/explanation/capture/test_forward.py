@@ -80,7 +80,7 @@ def test_chosen_classes_give_different_maps_and_agnostic_methods_one(ours: Build
     ("method", "options", "message"),
     [
         ("gae", {"start_layer": 3}, "start_layer 3 is outside 0 to 2"),
-        ("gae", {"head": 3}, "head is no option of the methods gae; they have start_layer"),
+        ("gae", {"head": 3}, "head is no option of the methods gae; known: start_layer"),
         ("gae", {"start_layer": "x"}, "start_layer 'x': input should be a valid integer"),
         ("rolout", {}, "unknown method 'rolout'; known: rollout"),
     ],

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import vit
 from tests.explanation.model_zoo import build, build_ours, build_timm, prepare
 from vit.bundle import Bundle
-from vit.data.open import RecordedImages
 from vit.explanation.capture.forward import capture_attention, run_forward
 from vit.explanation.capture.reader import read_model
 from vit.explanation.explainer import Explainer
@@ -181,7 +180,7 @@ def test_an_attention_of_ones_own_in_a_known_model_is_read(number: int) -> None:
 def explain_photo(model: nn.Module) -> None:
     count = {"class_names": [str(label) for label in range(model.head.out_features)]}
     bundle = Bundle.from_model(model.eval(), **count)
-    items = find_items([Image.new("RGB", (96, 64))], recorded=RecordedImages(), num_images=1)
+    items = find_items(bundle, [Image.new("RGB", (96, 64))], 1)
     list(Explainer(bundle, ["rollout"]).explain(items))
 
 

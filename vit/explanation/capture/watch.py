@@ -138,15 +138,13 @@ def _read_fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    *others: Any,
+    **options: Any,
 ) -> AttentionLayer:
     """Read torch's `scaled_dot_product_attention`."""
-    bias = attn_mask
-    if is_causal:
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), others, strict=False)) | options
+    bias, scale = options.get("attn_mask"), options.get("scale")
+    if options.get("is_causal"):
         bias = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
     if bias is not None and bias.dtype == torch.bool:  # True where keys are attended to
         zeros = torch.zeros(bias.shape, dtype=query.dtype, device=query.device)

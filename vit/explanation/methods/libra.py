@@ -167,7 +167,7 @@ def _normalise(func: Function, args: Arguments, kwargs: Options) -> Any:
         eps = torch.finfo(tokens.dtype).eps
     if "bias" in kwargs:  # layer norm
         tokens = tokens - tokens.mean(dim=dims, keepdim=True)
-    return _rescale(result, tokens, dims, eps, kwargs["weight"], kwargs.get("bias"))
+    return _rescale(result, tokens, dims, eps=eps, weight=kwargs["weight"], bias=kwargs.get("bias"))
 
 
 def _normalise_groups(func: Function, args: Arguments, kwargs: Options) -> Any:
@@ -183,13 +183,14 @@ def _normalise_groups(func: Function, args: Arguments, kwargs: Options) -> Any:
     weight, bias = map_tensors(
         lambda parameter: parameter.unflatten(0, shape), (kwargs["weight"], kwargs["bias"])
     )
-    return _rescale(result, groups, (2,), kwargs["eps"], weight, bias)
+    return _rescale(result, groups, (2,), eps=kwargs["eps"], weight=weight, bias=bias)
 
 
 def _rescale(
     result: Tensor,
     centred: Tensor,
     dims: tuple[int, ...],
+    *,
     eps: float,
     weight: Tensor | None,
     bias: Tensor | None,

@@ -39,12 +39,9 @@ def read_photo(path):
 
 def scale(values):
     """Scale grey values of more than 8 bits to 0..255."""
-    low, high = preprocess.get("value_range") or (0, 0)
-    if low == high:
-        if values.min() < 0 or values.max() > 65535 or (values % 1).any():
-            raise ValueError("floating-point values have no fixed range; save it with 8 bits")
-        # the range of as many bits as the values need
-        high = next(2**n - 1 for n in (8, 10, 12, 14, 16) if values.max() < 2**n)
+    if not preprocess.get("value_range"):
+        raise ValueError("it has more than 8 bits, and the model knows 8; save it with 8 bits")
+    low, high = preprocess["value_range"]
     return np.rint(np.clip((values - low) / (high - low) * 255, 0, 255)).astype(np.uint8)
 
 
