@@ -95,7 +95,7 @@ def kill_often(arguments: list[str], *, whole: Path, check: Callable[[], None]) 
     broken = [text.replace("OUTPUT", str(whole.with_name("broken"))) for text in arguments]
     rng = random.Random(0)
     for number in range(KILLS):
-        if number % 2:
+        if number % 2 or not count.value:
             kill(broken, seconds=rng.random() * min(duration, 2))
         else:
             kill(broken, change=rng.randint(1, count.value))
