@@ -181,7 +181,8 @@ def _normalise_groups(func: Function, args: Arguments, kwargs: Options) -> Any:
     # each channel's parameters go over its places
     shape = (-1, *[1] * (input.ndim - 2))
     weight, bias = map_tensors(
-        lambda parameter: parameter.unflatten(0, shape), (kwargs["weight"], kwargs["bias"])
+        lambda parameter: parameter.unflatten(0, shape),  # type: ignore[no-untyped-call]
+        (kwargs["weight"], kwargs["bias"]),
     )
     return _rescale(result, groups, (2,), eps=kwargs["eps"], weight=weight, bias=bias)
 
