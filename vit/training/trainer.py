@@ -399,8 +399,10 @@ class Trainer:
         if not self._unchecked:
             return
         # With one tensor the host waits for the device once.
-        flags = torch.stack(list(self._unchecked.values()))
-        steps = torch.tensor(list(self._unchecked))[~flags.cpu()].tolist()
+        flags = torch.stack(list(self._unchecked.values())).tolist()
+        steps = [
+            step for step, is_finite in zip(self._unchecked, flags, strict=True) if not is_finite
+        ]
         self._unchecked.clear()
         if steps:
             kept = "there is no checkpoint yet"
