@@ -19,6 +19,7 @@ from vit.data.splits import DatasetSplits
 from vit.model.averaged_model import AveragedModel
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.find_file import find_model
+from vit.model.logits import count_features, has_features
 from vit.model.model_file import Hashes, Likeness, ModelFile, hash_weights, write_model_file
 from vit.model.model_info import (
     count_classes,
@@ -370,6 +371,10 @@ def build_bundle(
         model = build(content, origin=str(path))
     else:
         load_into(model, content.weights, origin=str(path))
+    if content.likeness is not None:
+        width = count_features(model) if has_features(model) else 0
+        if content.likeness.training_features.shape[1] != width:
+            raise ValueError(f"{path} is damaged: its model has {width} features; copy it again")
     return Bundle(
         model=model.eval().to(device),
         preprocess=Preprocess.from_dict(metadata["preprocess"]),
