@@ -41,7 +41,7 @@ _CHUNK = 256
 # images below which starting processes costs more than it saves
 _FEW = 1000
 
-# what is known of the images in a folder, by name
+# Name of a fact → its values for the images of a folder.
 _Index = dict[str, np.ndarray]
 # index of an image → why it can't be read
 _Failures = dict[int, str]

@@ -45,7 +45,7 @@ def list_inputs(images: ImageInputs) -> Inputs:
 
 
 def _list_place(place: str | Path, *, is_alone: bool = False) -> Inputs:
-    """Yield the path of each image at a place, twice."""
+    """Yield the name of each image at a place, and its path, which is the same."""
     path = expand_home(place)
     if is_table(path):
         listed = list_table_images(path)

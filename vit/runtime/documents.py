@@ -1,4 +1,4 @@
-"""Read YAML, JSON and tables, checked by a schema.
+"""Read YAML, JSON and tables.
 
 Every mistake in a text becomes one ValueError that names where the text comes from.
 """
@@ -8,10 +8,9 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from vit.runtime.arguments import shorten
 from vit.runtime.files import read_text
@@ -20,8 +19,6 @@ from vit.runtime.files import read_text
 # "CSV injection"), and of one that `escape_formula` has changed.
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
 _ESCAPED = re.compile(r"'+[=+\-@\t\r\n]")
-
-Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def parse_yaml(text: str, *, origin: str) -> Any:
@@ -45,14 +42,6 @@ def parse_json(text: str, *, origin: str) -> Any:
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file."""
     return parse_json(read_text(path), origin=str(path))
-
-
-def check_schema(schema: type[Schema], values: Any, *, origin: str) -> Schema:
-    """Return an object of `schema` with `values`. Raises ValueError that names a wrong key."""
-    try:
-        return schema.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(f"{origin}: {explain_error(error.errors()[0])}") from None
 
 
 def explain_error(error: Any) -> str:

@@ -71,7 +71,7 @@ class ForwardWatch(TorchFunctionMode):
             with self:
                 return _STEPS(*args, **kwargs)
         result = func(*args, **kwargs)
-        # what is done here is no function of the model
+        # Calls from here are not the model's.
         with torch._C.DisableTorchFunction():
             result = self._read(result, func, args, kwargs)
             if has_three_axes(result):
