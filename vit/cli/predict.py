@@ -74,11 +74,15 @@ def predict(
         return
     call.refuse(["workers"], "has an effect on --engine ray alone")
     # a folder that is named alone is an error if it holds no images
-    inputs: Any = images[0] if len(images) == 1 and images[0] != "-" else list_names(images)
+    inputs: Any = list_names(images)
+    if len(images) == 1 and images[0] != "-":
+        inputs = images[0]
     # one batch after another, whereas the function keeps all predictions in memory
     predictions = iterate_predictions(images=inputs, **keywords)
     if not output:
-        kind = "table" if sys.stdout.isatty() else "jsonl"
+        kind = "jsonl"
+        if sys.stdout.isatty():
+            kind = "table"
         predictions = write_predictions(predictions, file=sys.stdout, kind=kind)
     count = 0
     num_unreadable = 0

@@ -63,7 +63,9 @@ class FaithfulnessResult(Result):
         for name in names:
             row = [name]
             for metric in self.summary["metrics"].values():
-                mark = "*" if name in metric["best"] else " "
+                mark = " "
+                if name in metric["best"]:
+                    mark = "*"
                 row.append(
                     "{mean:.3f} ({low:.3f}–{high:.3f}) ".format(**metric["methods"][name]) + mark
                 )

@@ -106,12 +106,15 @@ class _Service:
 
     def __init__(self, bundle: Bundle, *, precision: str) -> None:
         self.bundle = bundle
+        batch_size = MAX_BATCH
         # on a CPU, the threads share the photos that wait
+        if bundle.device.type == "cpu":
+            batch_size = 8
         self._predictor = Predictor(
             bundle,
             top_k=len(bundle.class_names) or 1,
             precision=precision,
-            batch_size=8 if bundle.device.type == "cpu" else MAX_BATCH,
+            batch_size=batch_size,
         )
         self._batches = Batches(self._predict_batch)
         # a model whose attention can't be read has no maps
