@@ -240,9 +240,7 @@ def _build(
             "place": np.array(dataset.reader.place),
         }
         write_arrays(building / "index.npz", index)
-        # the outdated one, or a damaged one
-        shutil.rmtree(folder, ignore_errors=True)
-        rename_durably(building, folder)
+        _take_place(building, folder, contents, size)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -251,6 +249,26 @@ def _build(
         source = str(arrays.get("place", ""))
         if source and not os.path.lexists(source):
             shutil.rmtree(other.parent, ignore_errors=True)
+
+
+def _take_place(building: Path, folder: Path, contents: Contents, size: tuple[int, int]) -> None:
+    """Move a finished folder to its place, unless another process that had no lock either was
+    faster with the same images."""
+
+    def is_current() -> bool:
+        index = _open_folder(folder, size) if folder.exists() else None
+        return index is not None and np.array_equal(index["digests"], contents.digests)
+
+    if is_current():
+        return
+    if folder.exists():
+        # an outdated one, or a damaged one
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        rename_durably(building, folder)
+    except OSError:
+        if not is_current():
+            raise
 
 
 def _copy_known(
