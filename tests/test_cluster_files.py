@@ -1,5 +1,4 @@
-"""The batch script for Slurm and the job for Kubernetes in docs/cluster, as far as they go without
-a cluster."""
+"""The batch script for Slurm in docs/cluster, as far as it goes without a cluster."""
 
 import os
 import subprocess
@@ -10,11 +9,8 @@ from typing import Any
 
 import pytest
 import typer
-import yaml
 
 from vit.cli.main import app
-from vit.config import load_config
-from vit.training.recipe import find_recipe
 
 FOLDER = Path(__file__).parents[1] / "docs" / "cluster"
 SLURM = FOLDER / "slurm.sh"
@@ -82,21 +78,3 @@ def test_before_its_time_ends_the_slurm_job_saves_and_is_queued_again(cluster: P
     assert job.wait(timeout=30) == 0
     calls = (cluster / "calls").read_text().splitlines()
     assert calls[2:] == ["scancel --signal=TERM 77", "saved", "scontrol requeue 77"]
-
-
-def test_the_kubernetes_job_has_what_the_operator_reads() -> None:
-    job = yaml.safe_load((FOLDER / "pytorchjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    spec = job["spec"]
-    (worker,) = spec["pytorchReplicaSpecs"].values()
-    assert set(spec["pytorchReplicaSpecs"]) == {"Worker"}  # an elastic job has no master
-    (container,) = worker["template"]["spec"]["containers"]
-    assert spec["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
-    assert container["command"][:4] == ["torchrun", "-m", "vit", "train"]
-    settings = make_settings(container["command"][4:])
-    assert settings["resume"]
-    load_config(find_recipe(settings["config"]), settings["overrides"] or [])
-    (shared,) = (
-        mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"
-    )
-    assert str(settings["output"]).startswith(shared)
