@@ -32,15 +32,9 @@ from vit.runtime.arguments import (
     resolve_image_sizes,
     shorten,
 )
-from vit.runtime.documents import explain_error, parse_yaml
+from vit.runtime.documents import parse_yaml
 from vit.runtime.files import expand_home, read_text
 
-# Keys of version 0.2.0 that are gone, which its runs and their model files hold.
-_FORMER_KEYS = {
-    *("augment.re_prob", "augment.rand_augment", "data.check_cache", "train.calibrate"),
-    *("train.gradient_exchange", "train.on_nonfinite", "train.teacher", "train.tf32"),
-    "train.timeout_seconds",
-}
 Triple = tuple[float, float, float]
 Overrides = Sequence[str] | Mapping[str, Any]  # see `list_overrides`
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -410,19 +404,19 @@ def values_to_save(config: Config) -> dict[str, Any]:
 
 
 def _explain(error: Any) -> str:
-    """Return one of pydantic's errors as a sentence that names the key."""
-    if error["type"] == "list_type" and isinstance(error["input"], str):
-        return f'{explain_error(error)}; write it as JSON, such as ["cat", "dog"] or [0.5, 1]'
-    if error["type"] != "extra_forbidden":
-        return explain_error(error)
-    key = ".".join(map(str, error["loc"]))
-    if key in _FORMER_KEYS:
-        return f"{key} is a key of an earlier version; leave it out, or begin its run anew"
-    known = list(Config.model_fields)
-    if "." in key:
+    """Return one of pydantic's errors as a sentence that names the key and the value."""
+    # pydantic adds the names of its validators to the keys.
+    parts = [str(part) for part in error["loc"]]
+    key = ".".join(part for part in parts if not part.startswith(("function-", "literal[")))
+    if error["type"] == "extra_forbidden":
         known = list(list_overrides(Config().model_dump()))
-    # A right name in the wrong section is as common as a misspelled one.
-    near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(Config.model_fields)}"
-    return f"unknown key {shorten(key)}; {hint}"
+        # A right name in the wrong section is as common as a misspelled one.
+        near = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        near = near or difflib.get_close_matches(shorten(key), known, n=1, cutoff=0)
+        return f"unknown key {shorten(key)}; did you mean {near[0]}? Leave out keys of old versions"
+    message: str = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    if error["type"] == "list_type":
+        message += ' (write it as JSON, such as ["cat", "dog"] or [0.5, 1])'
+    return f"{shorten(key)}: {message}, not {shorten(repr(error['input']))}"

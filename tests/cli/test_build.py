@@ -15,9 +15,8 @@ import vit
 from tests.conftest import Launcher
 from vit.cli.build import _find_flag, read_parameters
 from vit.cli.main import COMMANDS, app
-from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Command
-from vit.runtime.signatures import REQUIRED, Names, read_signature
+from vit.runtime.signatures import REQUIRED, Names, check_arguments, read_signature
 
 ALL: dict[str, Command] = {
     command.run.__name__: command
@@ -65,7 +64,7 @@ def test_what_a_signature_says_of_the_command_line() -> None:
     assert explain["methods"].kind == Names
     assert explain["batch_size"].kind is int
     assert explain["batch_size"].bounds == (1, None)
-    assert explain["target"].kind is str
+    assert explain["target"].kind is object
 
 
 def test_an_option_has_one_meaning_in_all_commands() -> None:
@@ -196,12 +195,12 @@ def function(
 
 def test_arguments_are_checked_by_their_annotations() -> None:
     assert function([1], count="3", other={}) == ([1], 3, None, {})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^count 'x': input should be a valid integer"):
+    with pytest.raises(ValueError, match=r"^count 'x': Input should be a valid integer"):
         function([1], count="x")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^name 3: input should be a valid string"):
+    with pytest.raises(ValueError, match=r"^name 3: Input should be a valid string"):
         function([1], name=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^count 0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"^count 0: Input should be greater than or equal to 1"):
         function([1], count=0)
-    with pytest.raises(ValueError, match=r"^count 10 must be at most 9"):
+    with pytest.raises(ValueError, match=r"^count 10: Input should be less than or equal to 9"):
         function([1], count=10)
     assert list(signature(function).parameters) == ["images", "count", "name", "other"]

@@ -17,7 +17,7 @@ from tests.training.conftest import flatten, read_metrics, run_until
 from vit.config import load_config
 from vit.model.attention import attend_fused
 from vit.runtime.device import (
-    count_total_bytes,
+    count_bytes,
     free_cached_memory,
 )
 from vit.training.observers import LOG_EVERY_STEPS, MetricsFile, Observer
@@ -172,7 +172,7 @@ def test_steps_that_run_out_of_memory_go_on_in_micro_batches(
     step_bytes = torch.cuda.max_memory_allocated(cuda) - before
     free_cached_memory(cuda)
     limit = torch.cuda.memory_reserved(cuda) + step_bytes // 2
-    torch.cuda.set_per_process_memory_fraction(limit / count_total_bytes(cuda), cuda)
+    torch.cuda.set_per_process_memory_fraction(limit / count_bytes(cuda)[1], cuda)
     try:
         with pytest.warns(UserWarning, match="4096 images did not fit the GPU's memory"):
             split(images, labels)

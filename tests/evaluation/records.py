@@ -14,7 +14,7 @@ from vit.data.preprocess import Preprocess
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import Scores, measure, score_logits
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
-from vit.runtime.files import write_json
+from vit.runtime.files import format_json, write_atomically
 
 NAMES = tuple(f"class {index}" for index in range(4))
 
@@ -77,5 +77,5 @@ def write_evaluation(
     directory.mkdir()
     result = EvaluationResult(evaluation, scores, images, bundle)
     result.write_predictions(directory / "predictions.csv")
-    write_json(directory / EVALUATION_FILE, evaluation.model_dump(mode="json"))
+    write_atomically(directory / EVALUATION_FILE, format_json(evaluation.model_dump(mode="json")))
     return directory

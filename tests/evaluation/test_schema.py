@@ -12,7 +12,7 @@ from tests.evaluation.conftest import MakeEvaluation
 from tests.evaluation.records import make_evaluation as make_made_up
 from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.result import Evaluation, find_evaluation
-from vit.runtime.files import write_json
+from vit.runtime.files import format_json, write_atomically
 
 RANKS = np.array([0, 1, 0, 3])
 
@@ -100,7 +100,7 @@ def test_a_logit_of_minus_infinity_leaves_the_file_json(tmp_path: Path) -> None:
     assert metrics["loss"] > 300
     marks = np.array([[True, False], [True, True]])
     metrics = compute_metrics(score_logits(logits, marks))
-    write_json(tmp_path / "metrics.json", metrics)
+    write_atomically(tmp_path / "metrics.json", format_json(metrics))
     assert not {"Infinity", "NaN"} & set(
         re.findall(r"[A-Z]\w+", (tmp_path / "metrics.json").read_text())
     )

@@ -49,7 +49,7 @@ def add_command(app: typer.Typer, command: Command) -> None:
 def read_parameters(command: Command) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
     """Return the parameters of the public function that are arguments or options, and the command's
     own."""
-    own = read_signature(command.run.__module__, command.run.__name__)
+    own = dict(read_signature(command.run.__module__, command.run.__name__))
     if not command.function:
         return {}, own
     # the public function itself
@@ -104,6 +104,8 @@ def _build_parameter(parameter: Parameter, flags: Mapping[str, str]) -> inspect.
     if name == "output" and default is REQUIRED:
         default = None
         text += "  [default: runs/NAME-N]"
+    if kind is object:
+        kind = str
     if kind == Names:
         kind = str
         default = default if isinstance(default, str) else ",".join(default)

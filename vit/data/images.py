@@ -17,7 +17,7 @@ from vit.data.depth import DeepImage as DeepImage
 from vit.data.depth import is_deep, read_deep
 from vit.data.dicom import DICOM_SUFFIX, has_dicom, is_dicom, read_dicom
 from vit.data.python_images import convert_pixels, iterate_images
-from vit.runtime.drive import is_drive_error, report_drive
+from vit.runtime.drive import DRIVE_ERRORS, report_drive
 from vit.runtime.places import is_archive
 
 # Pillow warns about odd metadata and large images; neither changes the pixels. For the whole
@@ -122,7 +122,7 @@ def read_image(
             reason += f"; {HEIF_HINT}"
         raise ValueError(f"{name}{UNREADABLE}{reason}") from error
     except Exception as error:
-        if is_drive_error(error):
+        if getattr(error, "errno", None) in DRIVE_ERRORS:
             raise
         # for broken bytes, the decoders raise errors of nearly any type
         text = " ".join(re.sub(r" object at 0x[0-9a-f]+", "", str(error)).split())

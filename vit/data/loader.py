@@ -21,7 +21,7 @@ from vit.data.gather import MAX_MEMORY_FRACTION, gather
 from vit.data.preprocess import Preprocess
 from vit.data.random import SampleIds, StatelessRandom
 from vit.data.workers import Decoding, DecodingWorkers, Steps
-from vit.runtime.device import copy_to_device, count_free_bytes
+from vit.runtime.device import copy_to_device, count_bytes
 from vit.runtime.machine import count_free_memory
 from vit.runtime.processes import Process
 
@@ -240,5 +240,5 @@ class TokenLoader(TrainLoader):
 
 def fits_in_memory(num_bytes: int, device: torch.device) -> bool:
     """Return whether so many bytes of decoded images fit in the free memory of their device."""
-    free = count_free_memory() if device.type == "cpu" else count_free_bytes(device)
+    free = count_free_memory() if device.type == "cpu" else count_bytes(device)[0]
     return num_bytes <= MAX_MEMORY_FRACTION * free

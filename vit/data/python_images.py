@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vit.runtime.arguments import describe_kind, shorten
+from vit.runtime.arguments import check_kind, shorten
 
 # keys of an item that is a dictionary
 _IMAGE_KEYS = ("image", "img")
@@ -74,9 +74,10 @@ def split_item(item: Any, *, name: str) -> tuple[Any, Any]:
             have = shorten(", ".join(map(str, item)))
             raise ValueError(f"{name} has the keys {have}; name one of them image and one label")
         return item[keys[0]], item[keys[1]]
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        expected = "a pair (image, label) or a dictionary with these keys"
-        raise ValueError(f"{name} is {describe_kind(item)}, not {expected}")
+    expected = "a pair (image, label) or a dictionary with these keys"
+    check_kind(item, (tuple, list), name=name, expected=expected)
+    if len(item) != 2:
+        raise ValueError(f"{name} has {len(item)} parts; it must be {expected}")
     return item[0], item[1]
 
 
@@ -92,9 +93,9 @@ def iterate_images(images: Any) -> Iterator[Any]:
     elif hasattr(images, "__getitem__") and hasattr(images, "__len__"):
         # sets of torch are read by index
         images = map(images.__getitem__, range(len(images)))
-    elif not isinstance(images, Iterable):
+    else:
         expected = "a path, an image, an array, a data set or a list of them"
-        raise ValueError(f"images is {describe_kind(images)}, not {expected}")
+        check_kind(images, Iterable, name="images", expected=expected)
     for item in images:
         if isinstance(item, Mapping):
             keys = [key for key in _IMAGE_KEYS if key in item]

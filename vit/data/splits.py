@@ -19,7 +19,7 @@ from vit.data.dataset import ImageDataset, printable
 from vit.data.groups import choose_whole_groups, find_groups, group_copies
 from vit.data.sources.listing import Images
 from vit.runtime.arguments import check_choice, shorten
-from vit.runtime.files import write_text
+from vit.runtime.files import write_atomically
 from vit.runtime.patterns import check_pattern
 
 SPLITS = ("train", "validation", "test", "all")
@@ -252,7 +252,7 @@ def write_splits(path: Path, held_out: Mapping[str, Sequence[str]]) -> None:
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["path", "split"])
     table.writerows([printable(name), split] for split, ids in held_out.items() for name in ids)
-    write_text(path, text.getvalue())
+    write_atomically(path, text.getvalue())
 
 
 def _choose_stratified(dataset: ImageDataset, fraction: float, *, salt: str) -> np.ndarray:

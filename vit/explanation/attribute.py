@@ -21,8 +21,8 @@ from vit.explanation.targets import (
 )
 from vit.model.logits import compute_logits
 from vit.model.model_info import count_classes, find_class_names, keep_mode
-from vit.runtime.arguments import check_arguments
 from vit.runtime.device import run_in_memory
+from vit.runtime.signatures import check_arguments
 from vit.runtime.tensors import Images
 
 

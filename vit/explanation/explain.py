@@ -19,7 +19,8 @@ from vit.explanation.methods.registry import list_methods
 from vit.explanation.records import MAX_SHEET_IMAGES, Explanations
 from vit.explanation.targets import TargetLike, describe_target, list_targets
 from vit.explanation.writer import MapWriter
-from vit.runtime.arguments import as_tuple, check_arguments
+from vit.runtime.arguments import as_tuple
+from vit.runtime.signatures import check_arguments
 
 # Images for which "auto" takes two methods; for more, that takes too long.
 _MAX_AUTO_IMAGES = 64

@@ -17,7 +17,7 @@ from vit.bundle import Bundle
 from vit.explanation.records import MAX_SHEET_IMAGES, ImageResult, MapResult
 from vit.explanation.render.overlay import draw_overlay
 from vit.runtime.arguments import check_choice
-from vit.runtime.files import open_output, write_arrays, write_atomically, write_json
+from vit.runtime.files import format_json, open_output, write_arrays, write_atomically
 
 SCHEMA_VERSION = 6
 SHEET_FILE = "index.png"
@@ -100,7 +100,7 @@ class MapWriter:
             "images": sorted(self.entries, key=lambda entry: entry["path"]),
             "unreadable": [{"path": path, "reason": reason} for path, reason in unreadable],
         }
-        write_json(self.output / "manifest.json", manifest)
+        write_atomically(self.output / "manifest.json", format_json(manifest))
 
     def _draw(self, pair: tuple[ImageResult, MapResult]) -> None:
         """Write the pictures of one map."""

@@ -67,7 +67,7 @@ class CheckpointStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(content).hexdigest()
         path = self.directory / f"step-{step:08d}-{digest[:16]}.pt"
-        write_atomically(path, lambda temporary: temporary.write_bytes(content))
+        write_atomically(path, content)
 
         checkpoints = self._list()
         last_two = [number for number, _ in checkpoints if number <= step][-2:]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
@@ -133,7 +133,7 @@ def write_model_file(path: Path, content: ModelFile) -> None:
     metadata = json.loads(json.dumps({**content.metadata, "schema_version": SCHEMA_VERSION}))
     metadata[_CHECKSUM] = compute_checksum(tensors, metadata)
     texts = {_KEY: json.dumps(metadata, sort_keys=True)}
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=texts))
+    write_atomically(path, save(tensors, metadata=texts))
 
 
 def hash_weights(weights: StateDict) -> str:

@@ -22,7 +22,7 @@ from vit.prediction.decision import compute_probabilities, find_labels, rank_cla
 from vit.prediction.neighbours import compute_distances
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.records import COLUMNS, Prediction
-from vit.runtime.arguments import check_arguments
+from vit.runtime.signatures import check_arguments
 
 # name of a column → an array with an entry for each image
 Columns = dict[str, Any]

@@ -14,7 +14,7 @@ from vit.prediction.image_predictor import Predictor, decode_batches
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
 from vit.prediction.records import Prediction, PredictionResult, write_output
-from vit.runtime.arguments import check_arguments
+from vit.runtime.signatures import check_arguments
 
 
 @keeps_mode

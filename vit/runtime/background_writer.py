@@ -13,18 +13,13 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "vit-writer")
-        self._last: Future[None] | None = None
         self._error: BaseException | None = None
 
     def submit(self, write: Callable[[], object]) -> Future[None]:
-        """Call `write` in the thread. The caller must not change what `write` uses.
-
-        Returns:
-            A future that is done when `write` has returned.
-        """
+        """Call `write` in the thread, and return a future that is done when it has returned. The
+        caller must not change what `write` uses."""
         self.check()
-        self._last = self._executor.submit(self._run, write)
-        return self._last
+        return self._executor.submit(self._run, write)
 
     def check(self) -> None:
         """Raise the error of a file that could not be written. Does not wait."""
@@ -38,8 +33,8 @@ class BackgroundWriter:
 
     def finish(self) -> None:
         """Wait like `wait`, but raise nothing: for a run that ends with an error of its own."""
-        if self._last is not None:
-            self._last.result()
+        # The thread takes one task after another.
+        self._executor.submit(int).result()
 
     def _run(self, write: Callable[[], object]) -> None:
         if self._error is not None:

@@ -1,15 +1,17 @@
 """Choose, describe and use a device: its precision, its memory, and copies to and from it."""
 
 import gc
+import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vit.runtime.arguments import Precision as Precision
 from vit.runtime.arguments import check_choice, shorten
@@ -33,24 +35,21 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ValueError: The name is unknown, or this machine has no such device.
     """
+    counts = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?|mps(:0)?", name):
-        raise ValueError(f"unknown device {shorten(name)!r}; use auto, cpu, cuda, cuda:N or mps")
-    device = torch.device(name)
-    if device.type == "cpu":
-        return device
-    if device.type == "mps":
-        if not torch.backends.mps.is_available():
-            raise ValueError("train.device mps: torch finds no GPU of Apple here; use auto or cpu")
-        return device
-
-    if not torch.cuda.is_available():
-        raise ValueError(f"train.device {name}: torch finds no CUDA device here; use auto or cpu")
-    if (device.index or 0) >= torch.cuda.device_count():
+        name = "cuda" if counts["cuda"] else "cpu"
+    kind, _, index = name.partition(":")
+    if not re.fullmatch("[0-9]{0,3}", index) or int(index or 0) >= counts.get(kind, 0):
         raise ValueError(
-            f"train.device {name}: this machine has {torch.cuda.device_count()} CUDA devices"
+            f"torch finds no device {shorten(name)!r} here; use auto, cpu, cuda, cuda:N or mps"
         )
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(device)
@@ -108,23 +107,16 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     return torch.autocast(device.type, getattr(torch, precision), enabled=precision != "float32")
 
 
-def count_free_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU's memory that tensors can use: the driver's free memory, and the
-    memory that torch keeps of freed tensors."""
+def count_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a GPU's memory that tensors can use, and all of its bytes. Tensors can use
+    the driver's free memory, and the memory that torch keeps of freed tensors."""
     backend = torch.get_device_module(device)
     if device.type == "mps":
-        return int(backend.recommended_max_memory() - backend.driver_allocated_memory())
+        total = int(backend.recommended_max_memory())
+        return total - int(backend.driver_allocated_memory()), total
+    free, total = backend.mem_get_info(device)
     cached = backend.memory_reserved(device) - backend.memory_allocated(device)
-    return int(backend.mem_get_info(device)[0] + cached)
-
-
-@lru_cache
-def count_total_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU's memory, free or not."""
-    backend = torch.get_device_module(device)
-    if device.type == "mps":
-        return int(backend.recommended_max_memory())
-    return int(backend.mem_get_info(device)[1])
+    return int(free + cached), int(total)
 
 
 def free_cached_memory(device: torch.device) -> None:
@@ -182,13 +174,9 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     # The platform module only knows the architecture.
-    description = platform.processor() or platform.machine()
-    if names := _read_cpuinfo("model name"):
-        description = f"{names[0]}, {len(names)} cores"
-    for flag in _BFLOAT16_FLAGS:
-        if flag in cpu_flags():
-            return f"{device.type} ({description}, {flag})"
-    return f"{device.type} ({description})"
+    name = _read_cpuinfo("model name") or platform.machine()
+    flags = [flag for flag in _BFLOAT16_FLAGS if flag in cpu_flags()]
+    return f"{device.type} ({', '.join([name, f'{os.cpu_count()} cores', *flags])})"
 
 
 def cpu_multiplies_bfloat16() -> bool:
@@ -200,17 +188,15 @@ def cpu_multiplies_bfloat16() -> bool:
 @lru_cache
 def cpu_flags() -> frozenset[str]:
     """Return Linux's names of the processor's features (`amx_bf16`, …); none on other systems."""
-    return frozenset(" ".join(_read_cpuinfo("flags")[:1]).split())
+    return frozenset(_read_cpuinfo("flags").split())
 
 
-@lru_cache
-def _read_cpuinfo(key: str) -> list[str]:
-    """Return a property of every core from Linux's /proc/cpuinfo."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    return re.findall(rf"^{key}\s*:[ \t]*(.*?)[ \t]*$", text, re.MULTILINE)
+def _read_cpuinfo(key: str) -> str:
+    """Return a property of the first core from Linux's /proc/cpuinfo; empty on other systems."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    values = (line.partition(":")[2] for line in lines if line.startswith(key))
+    return next(values, "").strip()
 
 
 def copy_to_device(values: T, device: torch.device) -> T:
@@ -221,7 +207,7 @@ def copy_to_device(values: T, device: torch.device) -> T:
     """
     if device.type in ("cpu", "mps"):
         # a GPU of Apple shares the memory of its host
-        return cast(T, _map_tensors(values, lambda tensor: tensor.to(device)))
+        return cast(T, tree_map_only(Tensor, lambda tensor: tensor.to(device), values))
     tensors = [tensor for tensor in list_tensors(values) if not tensor.is_pinned()]
     # The tensors are small: one copy of all takes a fraction of the time of one copy for each.
     # When the copy is done, torch keeps the pinned memory for the next batch.
@@ -236,7 +222,7 @@ def copy_to_device(values: T, device: torch.device) -> T:
             return tensor.to(device, non_blocking=True)
         return next(copies)
 
-    return cast(T, _map_tensors(values, send))
+    return cast(T, tree_map_only(Tensor, send, values))
 
 
 def _pad(num_bytes: int) -> int:
@@ -256,25 +242,9 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 def copy_to_host(values: T) -> T:
     """Return `values` with its tensors on the host, also those in lists, tuples and dictionaries.
     Those that are there already are the same tensors."""
-    return cast(T, _map_tensors(values, lambda tensor: tensor.detach().cpu()))
+    return cast(T, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), values))
 
 
 def list_tensors(values: object) -> list[Tensor]:
     """Return the tensors in lists, tuples and dictionaries, in order."""
-    tensors: list[Tensor] = []
-    _map_tensors(values, tensors.append)
-    return tensors
-
-
-def _map_tensors(values: object, function: Callable[[Tensor], object]) -> object:
-    """Return `values` with each tensor replaced by `function` of it, in order."""
-    if isinstance(values, Tensor):
-        return function(values)
-    if isinstance(values, Mapping):
-        return {key: _map_tensors(value, function) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        mapped = [_map_tensors(value, function) for value in values]
-        make: Callable[..., object] = type(values)
-        # a named tuple takes its values one by one
-        return make(*mapped) if hasattr(values, "_fields") else make(mapped)
-    return values
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

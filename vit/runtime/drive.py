@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_ERRORS = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN)
+DRIVE_ERRORS = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN)
 
 
 class DriveError(Exception):
@@ -16,20 +16,14 @@ class DriveError(Exception):
     """
 
 
-def is_drive_error(error: BaseException) -> bool:
-    """Return true if an error says that a drive fails."""
-    return isinstance(error, OSError) and error.errno in _ERRORS
-
-
 @contextmanager
 def report_drive(path: str | Path) -> Iterator[None]:
     """Raise DriveError if the drive fails while `path` is read."""
     try:
         yield
     except OSError as error:
-        if not is_drive_error(error):
+        if error.errno not in DRIVE_ERRORS:
             raise
         raise DriveError(
-            f"{path}: {error.strerror}; when the drive answers again, repeat the command"
-            " (vit train with --resume)"
+            f"{path}: {error.strerror}; repeat the command (vit train with --resume)"
         ) from error

@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -86,79 +85,62 @@ def read_tensors(path: Path) -> Any:
     # torch takes longer to import than `vit --help` may take
     import torch
 
-    from vit.runtime.device import list_tensors
-
     try:
         # timm's training script saves its options in a Namespace, with the weights.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        # A manipulated tensor may repeat a few bytes to any size.
-        for tensor in list_tensors(content):
-            if tensor.nbytes > tensor.untyped_storage().nbytes():
-                raise ValueError(f"a tensor {list(tensor.shape)} is larger than its stored values")
+            return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:
         # torch raises nearly any error for broken bytes.
         raise ValueError(f"{path} can't be read: {explain_damage(path, error)}") from error
-    return content
 
 
 def explain_damage(path: Path, error: BaseException) -> str:
-    """Return why a file of tensors can't be read: the library's message, or a better one."""
+    """Return why a file of weights can't be read: the library's message, or a better one."""
     with path.open("rb") as file:
         if file.read(23) == b"version https://git-lfs":
             return "it is only Git LFS's pointer to the file; download it with `git lfs pull`"
     # torch's own message says how to run code from the file.
-    pickled = re.search(r"GLOBAL (\S+)", str(error))
-    if pickled:
-        return f"it holds {pickled[1]}, which is not run; save model.state_dict() alone"
     if "weights_only" in str(error):
-        return "it is not a file of torch"
+        return "it is no file of tensors and plain values; save model.state_dict() alone"
     return first_line(error)
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+# A text, bytes, or a function that writes the file at a path.
+FileContent = str | bytes | memoryview | Callable[[Path], object]
+
+
+def write_atomically(path: Path, content: FileContent) -> None:
     """Write a file so that a reader sees the old one or the new one, also after a power cut.
 
-    If `write` raises an error, `path` is unchanged and no temporary file is left.
+    After an error, `path` is unchanged and no temporary file is left.
 
     Args:
         path: Path of the file.
-        write: Function that writes a temporary file, whose path it gets. The file is then renamed.
+        content: What it holds, or a function that writes a temporary file, which is then renamed.
     """
     # Hidden, and in the same directory, so that renaming is one step of the file system.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode
-        write(temporary)
-        # Some libraries create the file anew, readable by its owner only.
-        temporary.chmod(stat.S_IMODE(mode))
+        if isinstance(content, str):
+            temporary.write_text(content, encoding="utf-8")
+        elif callable(content):
+            content(temporary)
+        else:
+            temporary.write_bytes(content)
         rename_durably(temporary, path)
-    except BaseException as error:
+    except BaseException:
         # BaseException, because the program may also be interrupted.
         temporary.unlink(missing_ok=True)
-        # safetensors, which is written in Rust, has its own error for a full disk.
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number and not isinstance(error, OSError):
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         raise
-
-
-def remove_temporaries(directory: Path) -> None:
-    """Remove the temporary files of a writer that was killed. No other process may write to the
-    directory meanwhile."""
-    for temporary in directory.glob(TEMPORARIES):
-        remove(temporary)
 
 
 def rename_durably(source: Path, target: Path) -> None:
     """Rename a file, or a directory of files, after its content is on disk. Then wait until the new
     name is on disk, too."""
-    if source.is_dir():
-        for path in source.iterdir():
-            _flush(path)
+    for path in source.glob("*"):
+        _flush(path)
     _flush(source)
     source.replace(target)
     _flush(target.parent)
@@ -166,25 +148,14 @@ def rename_durably(source: Path, target: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Wait until a file's content, or a directory's entries, are on disk."""
-    is_windows = sys.platform == "win32"
-    # Windows flushes a file that is open for writing, and no directories.
-    if is_windows and path.is_dir():
+    # Windows has no such call for directories.
+    if sys.platform == "win32":
         return
-    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically, as UTF-8."""
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def write_json(path: Path, values: Any) -> None:
-    """Write plain values to `path` atomically."""
-    write_text(path, format_json(values))
 
 
 def format_json(values: Any) -> str:
@@ -198,6 +169,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     import numpy as np
 
     def save(temporary: Path) -> None:
+        # By its name, numpy would add a suffix.
         with temporary.open("wb") as file:
             np.savez(file, allow_pickle=False, **arrays)
 
@@ -245,18 +217,14 @@ def check_output(path: Path, *, overwrite: bool) -> None:
     """
     if not path.exists():
         return
-    if not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     names = {entry.name for entry in path.iterdir()}
-    if not names - {_MARK}:
-        return
-    if not overwrite:
-        raise FileExistsError(
-            f"{path} already holds files; choose another --output or add --overwrite"
-        )
     # Files of other programs are never deleted.
-    if _MARK not in names:
-        raise FileExistsError(f"{path} holds files that vit did not make; choose another --output")
+    may_clear = overwrite and _MARK in names
+    if names - {_MARK} and not may_clear:
+        raise FileExistsError(
+            f"{path} already holds files; choose another --output, or add --overwrite, which"
+            " replaces a result of vit"
+        )
 
 
 def open_output(path: str | Path, *, overwrite: bool = False) -> Path:
@@ -270,10 +238,6 @@ def open_output(path: str | Path, *, overwrite: bool = False) -> Path:
         if entry.name != _MARK:
             remove(entry)
     return path
-
-
-# The text of a file, or a function that writes the file at a path.
-FileContent = str | Callable[[Path], object]
 
 
 class Result(ABC):
@@ -297,10 +261,7 @@ class Result(ABC):
         files = self.build_files()
         output = open_output(directory, overwrite=overwrite)
         for name, content in files.items():
-            if isinstance(content, str):
-                write_text(output / name, content)
-            else:
-                write_atomically(output / name, content)
+            write_atomically(output / name, content)
 
 
 def compute_and_save(compute: Callable[[], Any], output: Path, *, overwrite: bool) -> Any:

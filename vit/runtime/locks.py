@@ -1,6 +1,5 @@
 """Locks between processes. A lock ends with the process that holds it, however that ends."""
 
-import errno
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,17 +30,15 @@ def lock_file(path: Path, *, refusal: str = "") -> Iterator[bool]:
     except Timeout:
         raise ValueError(refusal) from None
     except OSError as error:
-        # the file itself could not be made, or its drive fails
-        if not path.is_file() or error.errno == errno.EIO:
+        # the file itself could not be made
+        if not path.is_file():
             raise
         warnings.warn(
-            f"{path.parent} is on a file system without locks ({error.strerror}); "
-            "don't start two commands that write into one folder there",
+            f"{path.parent} has no locks ({error.strerror}); don't start two commands that write"
+            " into one folder there",
             stacklevel=3,
         )
-        yield False
-        return
     try:
-        yield True
+        yield lock.is_locked
     finally:
         lock.release()

@@ -1,15 +1,12 @@
-"""Regular expressions of users: checked at once, and searched within a limit of time."""
+"""Regular expressions of users."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import re
+from collections.abc import Sequence
 
 from vit.runtime.arguments import shorten
 
-# Limit of a search in one text.
-_SECONDS = 0.5
 
-
-def check_pattern(pattern: str, *, name: str) -> Any:
+def check_pattern(pattern: str, *, name: str) -> re.Pattern[str]:
     """Return a regular expression that must have one group, compiled.
 
     Args:
@@ -19,36 +16,23 @@ def check_pattern(pattern: str, *, name: str) -> Any:
     Raises:
         ValueError: It is no regular expression, or has another number of groups.
     """
-    # not needed by most commands
-    import regex
-
-    origin = f"{name} {shorten(repr(pattern))}"
     try:
-        expression = regex.compile(pattern)
+        expression = re.compile(pattern)
+        if expression.groups == 1:
+            return expression
+        problem = f"it has {expression.groups} groups"
     # Thousands of brackets or repetitions end in the other errors.
-    except (regex.error, RecursionError, OverflowError, MemoryError) as error:
-        raise ValueError(f"{origin} is not a regular expression: {error}") from None
-    if expression.groups != 1:
-        raise ValueError(
-            f"{origin} has {expression.groups} groups in brackets; give it one, such as"
-            " '(site\\d+)'"
-        )
-    return expression
+    except (re.error, RecursionError, OverflowError) as error:
+        problem = str(error)
+    raise ValueError(
+        f"{name} {shorten(repr(pattern))} is not a regular expression with one group in brackets,"
+        f" such as '(site\\d+)': {problem}"
+    )
 
 
-def search_group(pattern: str, texts: Sequence[str], *, name: str) -> Iterator[str | None]:
-    """Yield what the expression's group matches in each text; None where it doesn't match.
-
-    Raises:
-        ValueError: See `check_pattern`; or the search in a text takes too long.
-    """
+def search_group(pattern: str, texts: Sequence[str], *, name: str) -> list[str | None]:
+    """Return what the expression's group matches in each text; None where it doesn't match. Raises
+    the error of `check_pattern`."""
     expression = check_pattern(pattern, name=name)
-    for text in texts:
-        try:
-            match = expression.search(text, timeout=_SECONDS)
-        except TimeoutError:
-            raise ValueError(
-                f"{name} {shorten(repr(pattern))} takes more than {_SECONDS:g} s to search"
-                f" {shorten(text)!r}; don't repeat what is itself repeated, as (a+)+ does"
-            ) from None
-        yield match[1] if match else None
+    matches = map(expression.search, texts)
+    return [match and match[1] for match in matches]

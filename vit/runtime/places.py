@@ -8,9 +8,8 @@ from pathlib import Path
 
 from vit.runtime.files import expand_home
 
-_ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".gz", ".bz2", ".xz")
+_ARCHIVES = (".zip", ".7z", ".rar", ".tgz", ".gz", ".bz2", ".xz")
 _SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
-_DOCUMENTS = (".pdf", ".docx", ".doc", ".odt", ".pptx", ".ppt", ".odp")
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str | None:
@@ -36,10 +35,9 @@ def suggest(path: str | Path, known: Iterable[str] = ()) -> str:
         while not os.path.lexists(missing.parent) and missing.parent != missing:
             missing = missing.parent
         try:
-            names = [name for name in os.listdir(missing.parent) if not name.startswith(".")]
+            beside = find_nearest(missing.name, os.listdir(missing.parent))
         except OSError:
             return ""
-        beside = find_nearest(missing.name, names)
         if beside is None:
             return ""
         nearest = str(missing.parent / beside)
@@ -52,13 +50,11 @@ def is_archive(name: str) -> bool:
 
 
 def explain_file(path: str | Path) -> str:
-    """Return what to do with an archive, a spreadsheet or a document; empty for other files."""
+    """Return what to do with an archive or a spreadsheet; empty for anything else."""
     if not os.path.isfile(path):
         return ""
     if is_archive(str(path)):
         return f"{path} is an archive; unpack it and name the folder"
     if str(path).lower().endswith(_SPREADSHEETS):
         return f"{path} is a spreadsheet; save the table as CSV and name that file"
-    if str(path).lower().endswith(_DOCUMENTS):
-        return f"{path} is a document; save its pictures as image files and name their folder"
     return ""

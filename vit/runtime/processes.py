@@ -41,16 +41,11 @@ class Process:
 
     def any_rank(self, flag: bool) -> bool:
         """Return True if `flag` is set in any process."""
-        return self.largest(float(flag)) != [0]
-
-    def largest(self, *values: float) -> list[float]:
-        """Return the largest of each value in all processes, the same in each."""
-        if self.world_size == 1:
-            return list(values)
         # A tensor on the CPU is exchanged between hosts: nothing waits for a GPU.
-        largest = torch.tensor(values)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.tolist()
+        count = torch.tensor(int(flag))
+        if self.world_size > 1:
+            dist.all_reduce(count)
+        return bool(count)
 
     def broadcast(self, value: T) -> T:
         """Return the main process's `value`, in every process."""

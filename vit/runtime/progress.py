@@ -1,14 +1,10 @@
 """Show the progress of long work in a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
-
-class Advance(Protocol):
-    """Move the bar by `count` items, and change its title if one is passed."""
-
-    def __call__(self, count: float, title: str | None = None) -> None: ...
+# Moves the bar by a number of items, and changes its title if one is passed.
+Advance = Callable[..., None]
 
 
 @contextmanager

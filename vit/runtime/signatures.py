@@ -6,28 +6,38 @@ without.
 
 import ast
 import re
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
-_PACKAGE = Path(__file__).parents[1]
+from vit.runtime.arguments import shorten
+
+_ROOT = Path(__file__).parents[2]
 # The default of a parameter that has none.
 REQUIRED = object()
 # Type of a parameter that takes one name or several.
 Names = tuple[str, ...]
+# Smallest and largest value; None for no bound.
+Bounds = tuple[float | None, float | None]
+# Types of arguments that the functions check themselves.
+_UNCHECKED = (object, Names, list[str])
+# Types by their names.
+_PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "Path": Path}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Parameter(NamedTuple):
     """A parameter of a function.
 
     Attributes:
-        kind: Type that a text on the command line is read as: str, int, float, bool, Path, a
-            Literal, list[str], or `Names`.
+        kind: Type that a text on the command line is read as: int, float, bool, str, Path, a
+            Literal, list[str] or `Names`; object for others, such as a model, which a text names.
         default: Its default, or `REQUIRED`.
         is_keyword: True if it follows the `*`.
         help: First sentence of its entry under `Args:`, and the default from a sentence "None: …".
-        bounds: Smallest and largest value, given to `check_arguments`; None for no bound.
+        bounds: Smallest and largest value, given to `check_arguments`.
     """
 
     name: str
@@ -35,7 +45,50 @@ class Parameter(NamedTuple):
     default: Any
     is_keyword: bool
     help: str
-    bounds: tuple[float | None, float | None]
+    bounds: Bounds
+
+
+def check_arguments(**bounds: Bounds) -> Callable[[Function], Function]:
+    """Decorate a public function, so that its keyword arguments are checked before it runs.
+
+    Numbers, texts, paths and literals are checked by their annotations. A text that is a number is
+    converted. The function itself checks arguments of other types.
+
+    Args:
+        bounds: Smallest and largest value of a parameter; None for no bound.
+
+    Raises:
+        ValueError: An argument of a call has a wrong type or is outside its bounds.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for parameter in read_signature(function.__module__, function.__qualname__).values():
+                name = parameter.name
+                has_other = kwargs.get(name, parameter.default) is not parameter.default
+                if has_other and parameter.is_keyword and parameter.kind not in _UNCHECKED:
+                    kwargs[name] = check_value(name, kwargs[name], parameter.kind, parameter.bounds)
+            return function(*args, **kwargs)
+
+        return cast(Function, checked)
+
+    return decorate
+
+
+def check_value(name: str, value: Any, kind: Any, bounds: Bounds = (None, None)) -> Any:
+    """Return a value as one of a type. Raises ValueError if it can't be converted."""
+    # pydantic takes longer to import than `vit --help` may take
+    from pydantic import Field, TypeAdapter, ValidationError
+
+    minimum, maximum = bounds
+    try:
+        adapter = TypeAdapter(Annotated[kind, Field(ge=minimum, le=maximum)])
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        # one for each type of a union
+        problem = " or ".join(item["msg"] for item in error.errors())
+        raise ValueError(f"{name} {shorten(repr(value))}: {problem}") from None
 
 
 @lru_cache
@@ -49,18 +102,18 @@ def list_public_names() -> Mapping[str, str]:
     }
 
 
-def read_signature(module: str, name: str) -> dict[str, Parameter]:
-    """Return the parameters of a function of a module, by name, in order."""
+@lru_cache
+def read_signature(module: str, name: str) -> Mapping[str, Parameter]:
+    """Return the parameters of a function or method of a module, by name, in order."""
     function = _find_function(module, name)
     arguments = function.args
     positional = arguments.args
     # The list of defaults is that of the last positional parameters.
     missing = [None] * (len(positional) - len(arguments.defaults))
     defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
-    pairs = zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
     bounds = _read_bounds(function)
     parameters = {}
-    for argument, default in pairs:
+    for argument, default in zip([*positional, *arguments.kwonlyargs], defaults, strict=True):
         text = _find_text(function, argument.arg)
         sentence = re.split(r"(?<=[.?])\s", text)[0]
         if none := re.search(r"\bNone: (.+?)(?:\.\s|\.?$)", text):
@@ -77,13 +130,15 @@ def read_signature(module: str, name: str) -> dict[str, Parameter]:
 
 
 def _find_function(module: str, name: str) -> ast.FunctionDef:
-    functions = (node for node in _parse(module).body if isinstance(node, ast.FunctionDef))
-    return next(function for function in functions if function.name == name)
+    found: Any = _parse(module)
+    for part in name.split("."):
+        found = next(node for node in found.body if getattr(node, "name", "") == part)
+    return cast(ast.FunctionDef, found)
 
 
 @lru_cache
 def _parse(module: str) -> ast.Module:
-    path = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    path = _ROOT.joinpath(*module.split(".")).with_suffix(".py")
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -101,14 +156,14 @@ def _find_text(function: ast.FunctionDef, name: str) -> str:
     return _find_text(_find_function(list_public_names()[other], other), name)
 
 
-def _read_bounds(function: ast.FunctionDef) -> dict[str, tuple[float | None, float | None]]:
+def _read_bounds(function: ast.FunctionDef) -> dict[str, Bounds]:
     """Return the keywords of the decorator `check_arguments`."""
-    for decorator in function.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check_arguments":
-            return {
-                str(keyword.arg): ast.literal_eval(keyword.value) for keyword in decorator.keywords
-            }
-    return {}
+    return {
+        str(keyword.arg): ast.literal_eval(keyword.value)
+        for decorator in function.decorator_list
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check_arguments"
+        for keyword in decorator.keywords
+    }
 
 
 def _read_kind(annotation: ast.expr | None) -> Any:
@@ -121,5 +176,4 @@ def _read_kind(annotation: ast.expr | None) -> Any:
         return cast(Any, Literal)[tuple(choices)]
     if kind.startswith(("list[", "Sequence[")):
         return list[str]
-    # Other values, such as a model, are named by a text.
-    return {"int": int, "float": float, "bool": bool, "Path": Path}.get(kind, str)
+    return _PLAIN.get(kind, object)

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from scipy.special import stdtrit
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from vit.runtime.files import write_json
+from vit.runtime.files import format_json, write_atomically
 
 # fractions of the images of the other folds
 _FRACTIONS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -65,7 +65,7 @@ class LearningCurve:
     def save(self, directory: Path) -> None:
         """Write learning_curve.json into a run's directory."""
         content = {"schema_version": 3, **asdict(self)}
-        write_json(directory / "learning_curve.json", content)
+        write_atomically(directory / "learning_curve.json", format_json(content))
 
 
 def measure_learning_curve(

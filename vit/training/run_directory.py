@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vit.runtime.console import echo
-from vit.runtime.files import TEMPORARIES, remove, remove_temporaries
+from vit.runtime.files import TEMPORARIES, remove
 from vit.runtime.locks import lock_file
 from vit.runtime.metrics_file import METRICS_FILE, OUT_OF_FOLD_FILE
 
@@ -53,7 +53,8 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
                     " --output"
                 )
         # A run that was killed has left them; nobody else writes here.
-        remove_temporaries(path)
+        for temporary in path.glob(TEMPORARIES):
+            remove(temporary)
         try:
             yield
         except BaseException:

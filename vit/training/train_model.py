@@ -14,10 +14,11 @@ from torch import nn
 from vit.config import Config, list_overrides, values_to_save
 from vit.data.workers import Transform
 from vit.model.find_file import find_initial_weights
-from vit.runtime.arguments import check_arguments, check_kind
+from vit.runtime.arguments import check_kind
 from vit.runtime.console import echo
-from vit.runtime.files import expand_home, write_text
+from vit.runtime.files import expand_home, write_atomically
 from vit.runtime.processes import join_processes
+from vit.runtime.signatures import check_arguments
 from vit.training.automatic import choose_config, find_device
 from vit.training.cross_validation import FOLDS_KEYS, check_folds, cross_validate_run
 from vit.training.data import build_dataset
@@ -221,7 +222,7 @@ def train(
         if process.is_main and not is_resumed and not dry_run:
             clear_run_directory(directory, overwrite=overwrite)
             saved = yaml.safe_dump(values_to_save(run.config), sort_keys=False)
-            write_text(directory / CONFIG_FILE, saved)
+            write_atomically(directory / CONFIG_FILE, saved)
             if run.probe is not None and run.probe.curve is not None:
                 run.probe.curve.save(directory)
         is_shown = show_plan and process.is_main

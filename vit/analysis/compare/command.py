@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Call, Command
 from vit.runtime.console import build_console, build_table
 from vit.runtime.files import compute_and_save
 from vit.runtime.numbers import format_difference, format_percent
+from vit.runtime.signatures import check_arguments
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -31,9 +31,10 @@ from vit.explanation.targets import CLASS, LABEL, Target
 from vit.prediction.decision import compute_probabilities, decide_classes, decide_labels
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Bools, Float32s, Ints
-from vit.runtime.arguments import as_tuple, check_arguments
+from vit.runtime.arguments import as_tuple
 from vit.runtime.device import choose_precision, copy_to_host, describe_device
 from vit.runtime.progress import show_progress
+from vit.runtime.signatures import check_arguments
 from vit.runtime.tensors import Images
 from vit.runtime.version import collect_versions
 

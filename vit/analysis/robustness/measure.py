@@ -13,9 +13,9 @@ from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.evaluation.images import load_images, open_data
 from vit.prediction.decision import compute_probabilities, decide_classes
 from vit.prediction.predictor import BatchPredictor, Pixels
-from vit.runtime.arguments import check_arguments
 from vit.runtime.files import FileContent, Result, format_json
 from vit.runtime.progress import show_progress
+from vit.runtime.signatures import check_arguments
 
 
 @dataclass(frozen=True)

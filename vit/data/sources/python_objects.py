@@ -13,7 +13,7 @@ from vit.data.python_images import convert_pixels, is_pixels, split_item
 from vit.data.sources.base import SPLIT_OF, ImageReader
 from vit.data.sources.huggingface import find_feature_names
 from vit.data.sources.listing import Listing
-from vit.runtime.arguments import as_tuple, describe_kind, shorten
+from vit.runtime.arguments import as_tuple, shorten
 
 # data.name of such a run
 FROM_PYTHON = "from-python"
@@ -155,8 +155,8 @@ def _list_set(part: Any) -> Any:
         return part
     if is_text or not isinstance(part, Iterable):
         raise ValueError(
-            f"dataset is {describe_kind(part)}, not (images, labels) nor a data set of torch; a table"
-            " of paths and labels is read from its file (data.root=TABLE.csv)"
+            f"dataset is of the type {type(part).__name__}, not (images, labels) nor a data set of torch;"
+            " a table of paths and labels is read from its file (data.root=TABLE.csv)"
         )
     return list(part)
 
@@ -166,8 +166,11 @@ def _read_item(dataset: Any, index: int) -> tuple[Image.Image, Any]:
     image, label = split_item(dataset[index], name=name)
     if not isinstance(image, Image.Image):
         if not hasattr(image, "__array__"):
-            text = f"{name} holds {describe_kind(image)}, not a PIL image, an array or a tensor"
-            raise ValueError(f"{text}; open a file with PIL.Image.open")
+            kind = type(image).__name__
+            raise ValueError(
+                f"the image of {name} is of the type {kind}, not a PIL image, an array or a tensor;"
+                " open a file with PIL.Image.open"
+            )
         image = convert_pixels(image, name=name)
     rgb = next(list_images(image))
     assert not isinstance(rgb, str)

@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from vit.bundle import Bundle
 from vit.data.open import name_data
 from vit.evaluation.result import find_evaluation
-from vit.runtime.files import write_text
+from vit.runtime.files import write_atomically
 
 # classes that the card lists
 _MAX_CLASSES = 100
@@ -43,7 +43,7 @@ def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool)
         data=name_data(bundle.data.get("name", ""), bundle.config.get("data", {}).get("root")),
         evaluation=evaluation,
     )
-    write_text(directory / "README.md", re.sub(r"\n{3,}", "\n\n", text))
+    write_atomically(directory / "README.md", re.sub(r"\n{3,}", "\n\n", text))
 
 
 def _plain(text: object) -> str:

@@ -11,9 +11,9 @@ from vit.deploy.export.onnx_file import PROGRAM, convert_to_onnx
 from vit.deploy.export.python_formats import convert_to_timm, convert_to_transformers, write_folder
 from vit.model.modules import load_timm
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.arguments import check_arguments
 from vit.runtime.files import check_output, expand_home, open_output, write_atomically
 from vit.runtime.progress import show_progress
+from vit.runtime.signatures import check_arguments
 
 
 @check_arguments()
@@ -60,9 +60,7 @@ def export_model(
             proto = convert_to_onnx(bundle, attention=attention)
             directory = open_output(output, overwrite=overwrite)
             path = directory / "model.onnx"
-            write_atomically(
-                path, lambda temporary: temporary.write_bytes(proto.SerializeToString())
-            )
+            write_atomically(path, proto.SerializeToString())
             shutil.copyfile(PROGRAM, directory / PROGRAM.name)
         else:
             convert = {"timm": convert_to_timm, "huggingface": convert_to_transformers}

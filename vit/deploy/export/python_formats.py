@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from vit.bundle import Bundle
 from vit.data.preprocess import Preprocess
 from vit.model.huggingface_weights import convert_to_huggingface
 from vit.model.model_file import MODEL_FILE, StateDict
 from vit.model.vision_transformer import VisionTransformer
-from vit.runtime.files import write_atomically, write_json
+from vit.runtime.files import format_json, write_atomically
 
 # our `mlp` → an architecture of timm that has it: its JSON can't name an MLP class
 _TIMM_ARCHITECTURES = {"gelu": "vit_base_patch16_224", "swiglu": "vit_giant_patch14_dinov2"}
@@ -104,9 +104,9 @@ def write_folder(folder: Folder, directory: Path) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
     path = directory / MODEL_FILE
     # transformers requires the format
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, {"format": "pt"}))
+    write_atomically(path, save(tensors, {"format": "pt"}))
     for name, content in documents.items():
-        write_json(directory / name, content)
+        write_atomically(directory / name, format_json(content))
 
 
 def _describe_processor(preprocess: Preprocess) -> dict[str, Any]:

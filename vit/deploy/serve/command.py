@@ -3,10 +3,10 @@
 import socket
 from contextlib import suppress
 
-from vit.runtime.arguments import check_arguments
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 from vit.runtime.progress import show_progress
+from vit.runtime.signatures import check_arguments
 
 # requests that are received or wait for the model
 _MAX_REQUESTS = 128

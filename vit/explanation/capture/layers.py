@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from vit.model.logits import at_least_float32
-from vit.runtime.device import count_total_bytes
+from vit.runtime.device import count_bytes
 
 # rows are queries, columns keys
 Attention = Float[Tensor, "B H Nq N"]
@@ -78,7 +78,7 @@ class AttentionLayer:
         device = self.output.device
         if device.type == "cpu":
             return CHUNK_ELEMENTS
-        num_elements = int(_CHUNK_FRACTION * count_total_bytes(device)) // 4  # in float32
+        num_elements = int(_CHUNK_FRACTION * count_bytes(device)[1]) // 4  # in float32
         return max(num_elements, CHUNK_ELEMENTS)
 
     def detach(self) -> "AttentionLayer":

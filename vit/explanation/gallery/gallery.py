@@ -19,7 +19,7 @@ from vit.explanation.methods.registry import METHODS
 from vit.explanation.records import ImageResult, MapResult
 from vit.explanation.render.overlay import fit_scale, palette, resize_picture, shade
 from vit.explanation.render.page import BADGES, encode_picture, name_model, render_page
-from vit.runtime.files import write_text
+from vit.runtime.files import write_atomically
 
 MAX_IMAGES = 200  # browsers can't open much larger pages
 _PHOTO_SIDE = 400  # pixels
@@ -56,7 +56,7 @@ def write_gallery(
         "verdicts": VERDICTS,
         "summary": count_confirmed(verdicts),
     }
-    write_text(path, render_page(Path(__file__).with_name("gallery.html.jinja"), context))
+    write_atomically(path, render_page(Path(__file__).with_name("gallery.html.jinja"), context))
 
 
 def describe_card(image: ImageResult) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from vit.explanation.methods.gradients import (
 )
 from vit.explanation.methods.removal import compute_removal_map
 from vit.explanation.methods.rollout import check_rollout_options, compute_rollout
-from vit.runtime.arguments import check_kind, check_value
+from vit.runtime.arguments import check_kind
+from vit.runtime.signatures import check_value
 
 if TYPE_CHECKING:
     from vit.explanation.capture.reader import ModelReader
