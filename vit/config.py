@@ -257,9 +257,7 @@ class TrainConfig(_Section):
     class_balance: Literal["none", "weights", "auto"] = "none"
     # validation measure that chooses the best model; several labels have map (mean average precision)
     # instead of top1
-    select_by: Literal["top1", "macro_f1", "loss", "map"] = "top1"
-    # the run ends after this number of evaluations without a better model
-    early_stopping_patience: int | None = Field(None, gt=0)
+    select_by: Literal["top1", "macro_f1", "map"] = "top1"
     evaluate_every_epochs: int = Field(1, gt=0)
     # steps between checkpoints, besides those after an evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
@@ -287,11 +285,6 @@ class Config(_Section):
             check_multiple("model.embed_dim", model.embed_dim, "model.num_heads", model.num_heads)
             patch_size = as_pair(model.patch_size, name="model.patch_size")
             resolve_image_sizes(train.image_sizes, image_size=self.data.size, patch_size=patch_size)
-        if train.early_stopping_patience and not self.data.validation_fraction:
-            raise ValueError(
-                "train.early_stopping_patience needs validation images; "
-                "data.validation_fraction is 0"
-            )
         steps = train.grad_accum_steps
         if steps != "auto":
             check_multiple("train.batch_size", train.batch_size, "train.grad_accum_steps", steps)

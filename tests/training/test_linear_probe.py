@@ -11,7 +11,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from vit.prediction.features import Features
-from vit.training.linear_probe import assign_folds, fit_probe, predict_left_out
+from vit.training.folds import assign_folds
+from vit.training.linear_probe import fit_probe, predict_left_out
 
 
 def make_features(
@@ -40,7 +41,9 @@ def test_probabilities_are_scikit_learns(num_classes: int, balanced: bool) -> No
     chosen = np.flatnonzero((labels > 0) | (np.arange(len(labels)) % 3 == 0))
     features = {readout: values[chosen] for readout, values in features.items()}
     labels = labels[chosen]
-    probe = fit_probe(features, labels, num_classes=num_classes, balanced=balanced)
+    probe = fit_probe(
+        features, labels, assign_folds(labels), num_classes=num_classes, balanced=balanced
+    )
     values = features[probe.readout].numpy().astype(np.float64)
     reference = make_pipeline(
         StandardScaler(),
@@ -69,7 +72,7 @@ def test_each_label_is_scikit_learns_regression(balanced: bool) -> None:
     features, marks = make_labels()
     # a label of every image and one of none have no regression
     marks = np.concatenate([marks, np.ones((90, 1), bool), np.zeros((90, 1), bool)], axis=1)
-    probe = fit_probe(features, marks, num_classes=6, balanced=balanced)
+    probe = fit_probe(features, marks, assign_folds(marks), num_classes=6, balanced=balanced)
     assert probe.readout == (2, "avg")
     assert probe.accuracy is not None
     values = features[probe.readout].numpy().astype(np.float64)
@@ -92,7 +95,7 @@ def test_the_strength_and_the_precision_are_those_of_left_out_images() -> None:
     folds = np.arange(90) % 3
     # all images with a label are left out together
     marks[:, 3] = (folds == 1) & (np.arange(90) < 30)
-    probe = fit_probe({(2, "avg"): features[2, "avg"]}, marks, num_classes=4, folds=folds)
+    probe = fit_probe({(2, "avg"): features[2, "avg"]}, marks, folds, num_classes=4)
     precisions = {}
     for strength in (1e-3, 1e-2, 1e-1, 1.0):
         logits = predict_left_out(values, marks, folds, strength)
@@ -106,7 +109,7 @@ def test_the_strength_and_the_precision_are_those_of_left_out_images() -> None:
         precisions[strength] = average_precision_score(marks, logits, average="macro")
     assert probe.accuracy == pytest.approx(precisions[probe.strength], abs=1e-9)
     with pytest.raises(ValueError, match="needs a label that some training images have and others"):
-        fit_probe(features, np.ones((90, 2), dtype=bool), num_classes=2)
+        fit_probe(features, np.ones((90, 2), dtype=bool), folds, num_classes=2)
 
 
 def test_folds_of_labels_leave_out_each_image_once() -> None:
@@ -127,7 +130,7 @@ def test_folds_of_labels_leave_out_each_image_once() -> None:
 
 def test_the_readout_that_tells_the_classes_apart_is_chosen() -> None:
     features, labels = make_features(informative=(1, "token"))
-    probe = fit_probe(features, labels, num_classes=3)
+    probe = fit_probe(features, labels, assign_folds(labels), num_classes=3)
     assert probe.readout == (1, "token")
     assert probe.accuracy is not None
     assert 0.8 < probe.accuracy <= 1
@@ -138,14 +141,14 @@ def test_accuracy_is_of_images_that_were_left_out() -> None:
     features, _ = make_features(images_a_class=4)
     labels = np.random.default_rng(1).permutation(np.repeat([0, 1, 2], 4))
     noise = {(1, "token"): features[1, "token"]}
-    probe = fit_probe(noise, labels, num_classes=3)
+    probe = fit_probe(noise, labels, assign_folds(labels), num_classes=3)
     assert probe.accuracy is not None
     assert probe.accuracy < 0.7
 
 
 def test_a_class_without_images_has_no_probability() -> None:
     features, labels = make_features()
-    probe = fit_probe(features, 2 * labels, num_classes=6)
+    probe = fit_probe(features, 2 * labels, assign_folds(labels), num_classes=6)
     probabilities = softmax(probe.compute_logits(features[probe.readout].numpy()), axis=1)
     assert probabilities[:, 1::2].max() < 1e-9
     assert (probabilities.argmax(axis=1) == 2 * labels).mean() > 0.8
@@ -153,16 +156,16 @@ def test_a_class_without_images_has_no_probability() -> None:
 
 def test_one_image_a_class_is_fitted_without_a_choice() -> None:
     features, labels = make_features(images_a_class=1)
-    probe = fit_probe(features, labels, num_classes=3)
+    probe = fit_probe(features, labels, assign_folds(labels), num_classes=3)
     assert probe.readout == (2, "avg")
     assert probe.accuracy is None
     with pytest.raises(ValueError, match="at least two classes"):
-        fit_probe(features, np.zeros(3, dtype=np.int64), num_classes=3)
+        fit_probe(features, np.zeros(3, dtype=np.int64), labels, num_classes=3)
 
 
 def test_folds_that_leave_out_whole_classes_are_taken() -> None:
     features, labels = make_features()
-    probe = fit_probe(features, labels, num_classes=3, folds=labels)
+    probe = fit_probe(features, labels, labels, num_classes=3)
     assert probe.accuracy == 0
 
 

@@ -74,7 +74,7 @@ def test_it_ends_within_its_minutes(
     # validated and kept at its end, where the learning rate has fallen to nearly nothing
     last = read_metrics(tmp_path)[-1]
     assert last["step"] == num_steps
-    assert last["learning_rate"] < 0.1 * run.config.optimizer.lr
+    assert last["learning_rate"] < 0.1 * run.data.config.optimizer.lr
 
 
 def test_a_plan_of_many_times_its_minutes_ends_within_them(
@@ -85,7 +85,7 @@ def test_a_plan_of_many_times_its_minutes_ends_within_them(
     slow_down(run, clock, seconds=[1.0])
     run.trainer.train()
     assert run.trainer.progress.step == 40
-    assert read_metrics(tmp_path)[-1]["learning_rate"] < 0.1 * run.config.optimizer.lr
+    assert read_metrics(tmp_path)[-1]["learning_rate"] < 0.1 * run.data.config.optimizer.lr
 
 
 CHECKED = [*LENGTH, "train.checkpoint_every_steps=2"]

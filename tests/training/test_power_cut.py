@@ -21,7 +21,7 @@ import torch
 import vit
 from tests.training.conftest import TINY, read_metrics
 from vit.bundle import load_bundle
-from vit.model.checkpoint import CheckpointStore
+from vit.training.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.chaos
 

@@ -23,6 +23,7 @@ from vit.model.model_file import read_model_file, write_model_file
 from vit.prediction.features import compute_features
 from vit.prediction.predictor import BatchPredictor
 from vit.training import automatic
+from vit.training.folds import assign_folds
 from vit.training.linear_probe import fit_probe
 from vit.training.trainer import Trainer
 
@@ -66,12 +67,6 @@ def probe_alone(build_once: BuildOnce, cli: Launcher, weights: Path) -> Path:
     return build_once("probe_alone", build)
 
 
-@pytest.fixture
-def no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the learning curve, which takes a third of the time of a probe."""
-    monkeypatch.setattr("vit.training.probe._measure_curve", lambda *values, **options: None)
-
-
 def read_top1(run: Path) -> float:
     """On the validation images."""
     return float(
@@ -96,7 +91,7 @@ def reference(weights: Path, probe_alone: Path) -> Reference:
     train, test = (decode_dataset(splits.split(name), size=(8, 8)) for name in ("train", "test"))
     predictor = BatchPredictor.from_bundle(load_bundle(weights), precision="float32")
     features, test_features = compute_features(predictor, train), compute_features(predictor, test)
-    probe = fit_probe(features, train.labels, num_classes=3)
+    probe = fit_probe(features, train.labels, assign_folds(train.labels), num_classes=3)
     model = load_bundle(probe_alone).model
     assert (len(model.blocks), model.global_pool) == probe.readout
 
@@ -130,7 +125,7 @@ def test_the_probe_is_a_model_like_any_other(
     assert not (probe_alone / "metrics.jsonl").exists()
     cli.succeed("evaluate", probe_alone, "-o", tmp_path / "evaluation", "--device", "cpu")
     curve = json.loads((probe_alone / "learning_curve.json").read_text())
-    assert curve["num_images"] == 387
+    assert curve["forecast"]["num_images"] == 774
     cli.succeed(
         "explain", probe_alone, "-o", tmp_path / "maps", "--num-images", "2", "--device", "cpu"
     )
@@ -143,7 +138,6 @@ def test_the_probe_is_a_model_like_any_other(
     assert (probe_alone / "model.safetensors").read_bytes() == model_file
 
 
-@pytest.mark.usefixtures("no_curve")
 def test_fine_tuning_goes_on_from_it_and_never_ends_below(
     cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path
 ) -> None:
@@ -160,24 +154,6 @@ def test_fine_tuning_goes_on_from_it_and_never_ends_below(
     assert all(torch.equal(probe[name], kept[name]) for name in probe)
     assert read_top1(better) >= read_top1(probe_alone)
     assert load_bundle(spoilt).metadata["run_id"] != load_bundle(probe_alone).metadata["run_id"]
-
-
-def test_a_learning_curve_that_fails_costs_the_curve_alone(
-    cli: Launcher, weights: Path, probe_alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object, **settings: object) -> None:
-        raise MemoryError("no memory")
-
-    monkeypatch.setattr("vit.training.probe.measure_learning_curve", fail)
-    run = tmp_path / "run"
-    outcome = cli.succeed(
-        "train", "folder/finetune", "data.name=digits", "model.freeze=backbone", *SHORT,
-        "--init", weights, "-o", run,
-    )  # fmt: skip
-    assert "warning: no learning curve: MemoryError: no memory" in outcome.text
-    assert not (run / "learning_curve.json").exists()
-    model = (run / "model.safetensors").read_bytes()
-    assert model == (probe_alone / "model.safetensors").read_bytes()
 
 
 @pytest.mark.extended
@@ -208,7 +184,6 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-@pytest.mark.usefixtures("no_curve")
 def test_fewer_than_20_validation_images_choose_no_fine_tuned_model(
     weights: Path,
 ) -> None:
@@ -248,7 +223,7 @@ def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
     cli.succeed("evaluate", run, "-o", tmp_path / "evaluation")
     evaluation = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
     assert evaluation["split"] == "cross-validation"
-    assert "4-fold cross-validation of 537 images: top-1" in text
+    assert "4-fold cross-validation of 537 images; vit evaluate" in text
     # no image is left that it hasn't seen
     failure = cli.run("evaluate", run, "--split", "test", "-o", tmp_path / "test")
     assert "the test split is empty" in failure.err

@@ -142,7 +142,7 @@ def test_images_that_change_are_passed_at_every_step(
 ) -> None:
     run = make_run(tmp_path / "run", override)
     assert type(run.trainer.train_batches) is not TokenLoader
-    assert run.config.data.pipeline != "tokens"
+    assert run.data.config.data.pipeline != "tokens"
     if "pipeline" not in override:
         with pytest.raises(ValueError, match=r"data\.pipeline=tokens needs frozen blocks"):
             make_run(tmp_path / "refused", override, "data.pipeline=tokens")
@@ -156,14 +156,16 @@ def test_tokens_that_do_not_fit_memory_are_not_kept(
     monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: free + 10)
     run = make_run(tmp_path / "kept")
     assert len(run.data.train) == 387
-    assert run.config.data.pipeline == "tokens"
+    assert run.data.config.data.pipeline == "tokens"
     monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: free - 10)
     run = make_run(tmp_path / "not_kept")
-    assert run.config.data.pipeline == "resident"
+    assert run.data.config.data.pipeline == "resident"
     run.trainer.train()
     # two views of each image are twice as many
     monkeypatch.setattr("vit.data.loader.count_free_memory", lambda: 1.9 * free)
-    assert make_run(tmp_path / "both", "augment.flip=random").config.data.pipeline == "resident"
+    assert (
+        make_run(tmp_path / "both", "augment.flip=random").data.config.data.pipeline == "resident"
+    )
 
 
 def test_a_run_of_tokens_is_told_and_its_model_is_whole(make_run: MakeRun, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_steps_do_not_wait_for_the_disk(
     run.trainer.train()
     assert waits == [True]
     assert [line["step"] for line in read_metrics(tmp_path)] == [5, 8]
-    assert load_bundle(tmp_path).metadata["run_id"] == run.trainer.identity.run_id
+    assert load_bundle(tmp_path).metadata["run_id"] == run.trainer.run_id
 
 
 def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(

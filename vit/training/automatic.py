@@ -1,14 +1,12 @@
 """A configuration for images that come without one, by nine rules.
 
-`_RULES` says which recipe is taken when, and why: by the side and the number of the images, their
-colours, the device and the minutes. The recipe's size, batch and length are fitted to the images.
+`choose_recipe` says which recipe is taken when, and why: by the side and the number of the images,
+their colours, the device and the minutes. The recipe's size, batch and length are fitted to the images.
 What the user sets with `key.path=value` holds, and what depends on it follows. Nothing is timed
 here: the run itself ends when its minutes do (train.max_minutes).
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,6 @@ from vit.data.statistics import are_grey, measure_shorter_side
 from vit.runtime.arguments import as_pair
 from vit.runtime.device import choose_device
 from vit.training.data import build_dataset
-from vit.training.probe import is_probe_alone
 from vit.training.recipe import find_recipe
 
 # section → key → value, not yet validated
@@ -47,85 +44,9 @@ _MIN_VALIDATION_IMAGES = 20
 # One evaluation per this many validation images: with more, the best is best by chance.
 _IMAGES_AN_EVALUATION = 100
 _PRETRAINED_HINT = (
-    "so few photos are mostly classified better from pretrained weights "
+    "none; so few photos are mostly classified better from pretrained weights "
     "(a ViT-S, 10 classes of 30 photos: 86 % right, from scratch 57 %); "
     "--init timm:vit_small_patch16_224 starts from some (a download of 88 MB, Apache-2.0, once)"
-)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """The images, the device and the minutes that a configuration is chosen for. `side` is the
-    median of the images' shorter sides, in pixels; `is_grey` is known of small images only."""
-
-    num_images: int
-    side: int
-    is_grey: bool
-    device: str
-    minutes: float
-    starts_from_weights: bool
-
-    @property
-    def is_small(self) -> bool:
-        """True if the images are trained at their own size."""
-        return self.side <= _MAX_SMALL_SIDE
-
-    def holds(self, epochs: float, images_a_minute: float) -> bool:
-        """Return whether the minutes hold some epochs. A GPU's always do."""
-        seconds = self.num_images * epochs / images_a_minute
-        return self.device == "cuda" or seconds <= self.minutes
-
-
-class _Rule(NamedTuple):
-    """A recipe, and when and why it is taken.
-
-    Attributes:
-        condition: The images and the device that the recipe is for.
-        reason: Reason of the image size; it may name attributes of the task.
-        max_side: Pixels that larger images are scaled down to.
-        changes: Keys of the recipe to override, with their new values.
-    """
-
-    recipe: str
-    condition: Callable[[_Task], bool]
-    reason: str = "the images' own size"
-    max_side: int = _MAX_SMALL_SIDE
-    changes: Mapping[str, Any] = {}
-
-
-# The first rule is taken whose condition holds.
-_RULES = (
-    _Rule("folder/finetune", lambda task: task.starts_from_weights, "that of the weights"),
-    _Rule("digits", lambda task: task.side <= 16),
-    _Rule("cifar10/speedrun", lambda task: task.is_small and task.device == "cuda"),
-    # Images without colours are often drawn, scanned or centred: crops cost accuracy in few epochs.
-    _Rule(
-        "fashion_mnist/cpu-20-minutes",
-        lambda task: task.is_small and task.is_grey and task.holds(10, _SMALL_IMAGES_A_MINUTE),
-    ),
-    _Rule("fashion_mnist/cpu", lambda task: task.is_small and task.is_grey),
-    _Rule(
-        "cifar10/cpu-20-minutes",
-        lambda task: task.is_small and task.holds(20, _SMALL_IMAGES_A_MINUTE),
-    ),
-    _Rule("cifar10/cpu", lambda task: task.is_small),
-    _Rule(
-        "imagenette/cpu",
-        lambda task: task.num_images >= _ENOUGH_PHOTOS and task.holds(12, _PHOTOS_A_MINUTE),
-        "{task.side} px take more time",
-        max_side=128,
-        changes={"model.drop_path_rate": 0.1},
-    ),
-    # With these changes 84.7 and 82.4 % on unseen images of two sets of 4 × 200 photos, where the
-    # recipe alone gave 82.4 and 81.1 %.
-    _Rule(
-        "folder/small",
-        lambda task: True,
-        "{task.num_images:,} images are too few, or {task.minutes:g} minutes too short, for more of"
-        " {task.side} px",
-        max_side=64,
-        changes={"augment.cutmix": 1.0, "optimizer.weight_decay": 0.1},
-    ),
 )
 
 
@@ -164,61 +85,85 @@ def choose_config(
     splits = build_dataset(load_config({"data": source | user["data"] | {"image_size": 32}}))
     images = splits.split("train")
 
-    device = choose_device(find_device(overrides)).type
+    num_images = len(images)
     side = round(measure_shorter_side(images, count=_SAMPLE))
-    task = _Task(
-        num_images=len(images),
-        side=side,
-        is_grey=side <= _MAX_SMALL_SIDE and are_grey(images, count=_SAMPLE),
-        device=device,
-        minutes=minutes or DEFAULT_MINUTES[device],
-        starts_from_weights=bool(user["model"].get("init")),
-    )
-    rule = next(rule for rule in _RULES if rule.condition(task))
-    sections: Sections = read_sections(find_recipe(rule.recipe))
+    device = choose_device(find_device(overrides)).type
+    minutes = minutes or DEFAULT_MINUTES[device]
+    starts_from_weights = bool(user["model"].get("init"))
+    is_grey = side <= _MAX_SMALL_SIDE and are_grey(images, count=_SAMPLE)
+    recipe, reason = "folder/finetune", "that of the weights"
+    if not starts_from_weights:
+        recipe, reason = choose_recipe(num_images, side, is_grey, device, minutes)
+    sections: Sections = read_sections(find_recipe(recipe))
     # The fraction is for the recipe's own data set.
     sections["data"].pop("validation_fraction", None)
     sections["data"] |= source
     sections["train"]["class_balance"] = "auto"
-    for key, value in rule.changes.items():
-        section, _, name = key.partition(".")
-        # imagenette/cpu has as many images of its own
-        if key != "model.drop_path_rate" or task.num_images < 2 * _ENOUGH_PHOTOS:
-            sections[section][name] = value
     reasons = {
-        "recipe": f"{rule.recipe}; set augment.flip=none where left and right matter, as in letters"
+        "recipe": f"{recipe}; set augment.flip=none where left and right matter, as in letters"
     }
-    if task.starts_from_weights:
+    if starts_from_weights:
+        # Computing the features of many images would take all minutes of a CPU.
+        affordable = int(_PROBED_IMAGES_A_MINUTE * minutes)
+        if device == "cpu" and affordable < 0.75 * num_images:
+            sections["model"]["probe"] = max(affordable, 200)
         num_validation = 0
         if user["data"].get("validation_fraction") != 0:
             num_validation = len(splits.split("validation"))
-        length = _fit_weights(sections, task, user, num_validation=num_validation)
-        batch = "about ten steps an epoch"
+        reasons |= _fit_weights(sections, user, num_images, num_validation)
     else:
-        _fit_images(sections, task, user, max_side=rule.max_side)
-        length = f"as many as {task.num_images:,} images bear"
-        batch = f"near √(2 × {task.num_images:,} images)"
+        largest = {"imagenette/cpu": 128, "folder/small": 64}.get(recipe, _MAX_SMALL_SIDE)
+        _fit_images(sections, user, num_images, min(side, largest), device)
+        if recipe == "imagenette/cpu" and num_images < 2 * _ENOUGH_PHOTOS:
+            sections["model"]["drop_path_rate"] = 0.1  # the recipe has more images
+        if recipe == "folder/small":
+            # 84.7 and 82.4 % on unseen images of two sets of 4 × 200 photos, where the recipe alone
+            # gave 82.4 and 81.1 %
+            sections["augment"]["cutmix"] = 1.0
+            sections["optimizer"]["weight_decay"] = 0.1
     # The user's own length holds.
     if not user["train"].keys() & {"epochs", "max_steps"}:
-        sections["train"]["max_minutes"] = task.minutes
-        length += f", at most {task.minutes:g} minutes (--minutes) on this {device.upper()}"
+        sections["train"]["max_minutes"] = minutes
+        reasons["time"] = f"at most {minutes:g} minutes (--minutes) on this {device.upper()}"
     config = load_config(sections, overrides)
-
-    values = {
-        "image size": ("image_size", config.data.image_size, rule.reason.format(task=task)),
-        "length": ("epochs", config.train.epochs, length),
-        "batch": ("batch_size", config.train.batch_size, batch),
-    }
-    for name, (key, value, reason) in values.items():
-        is_given = key in user["data"] | user["train"]
-        reasons[name] = f"{key}={value or 'auto'} ({'given' if is_given else reason})"
-    # No step follows a probe alone.
-    if is_probe_alone(config):
-        reasons["length"] = length
-        del reasons["batch"]
-    if rule.recipe == "folder/small" and task.num_images < _ENOUGH_PHOTOS:
-        reasons["pretrained weights"] = f"none; {_PRETRAINED_HINT}"
+    if "image_size" not in user["data"]:
+        reasons["image size"] = f"{config.data.image_size or 'auto'} ({reason})"
+    if recipe == "folder/small" and num_images < _ENOUGH_PHOTOS:
+        reasons["pretrained weights"] = _PRETRAINED_HINT
     return Choice(config, reasons, splits)
+
+
+def choose_recipe(
+    num_images: int, side: int, is_grey: bool, device: str, minutes: float
+) -> tuple[str, str]:
+    """Choose the recipe for a new model on images of this number and shorter side, in pixels.
+    Returns its name and the reason of the image size."""
+
+    def holds(epochs: int, images_a_minute: int) -> bool:
+        """Return whether the minutes hold some epochs. A GPU's always do."""
+        return device == "cuda" or num_images * epochs <= images_a_minute * minutes
+
+    is_small = side <= _MAX_SMALL_SIDE
+    is_slow = is_small and not holds(20, _SMALL_IMAGES_A_MINUTE)
+    # Images without colours are often drawn, scanned or centred: crops cost accuracy in few epochs.
+    is_drawn = is_small and is_grey
+    own = "the images' own size"
+    # condition, recipe, reason; the first row whose condition holds
+    rules = (
+        (side <= 16, "digits", own),
+        (is_small and device == "cuda", "cifar10/speedrun", own),
+        (is_drawn and holds(10, _SMALL_IMAGES_A_MINUTE), "fashion_mnist/cpu-20-minutes", own),
+        (is_drawn, "fashion_mnist/cpu", own),
+        (is_slow, "cifar10/cpu", own),
+        (is_small, "cifar10/cpu-20-minutes", own),
+        (
+            num_images >= _ENOUGH_PHOTOS and holds(12, _PHOTOS_A_MINUTE),
+            "imagenette/cpu",
+            "more pixels take more time",
+        ),
+        (True, "folder/small", "too few images, or minutes too short, for more pixels"),
+    )
+    return next((recipe, reason) for holds_here, recipe, reason in rules if holds_here)
 
 
 def find_device(overrides: Overrides) -> str:
@@ -234,25 +179,27 @@ def _read_overrides(overrides: Overrides) -> Sections:
     return {name: known.get(name, {}) for name in (*Config.model_fields, *known)}
 
 
-def _fit_images(sections: Sections, task: _Task, user: Sections, *, max_side: int) -> None:
-    """Fit size, batch and length of a recipe to images that a new model is trained on."""
+def _fit_images(
+    sections: Sections, user: Sections, num_images: int, side: int, device: str
+) -> None:
+    """Fit batch, length and size, of about `side` pixels, to images that a new model is trained
+    on."""
     data, train, model = sections["data"], sections["train"], sections["model"]
     # The power of two near √(2n), as in the recipes: 32 for 576 images, 256 for 45,000. Four times
     # that on GPUs.
-    train["batch_size"] = max(2 ** round(math.log2(2 * task.num_images) / 2), 8)
-    if task.device == "cuda":
+    train["batch_size"] = max(2 ** round(math.log2(2 * num_images) / 2), 8)
+    if device == "cuda":
         train["batch_size"] *= 4
     # About 80 epochs for 600 images: more overfits. Recipes are for more images.
-    epochs = round(min(80 * (600 / task.num_images) ** 0.5, 150))
+    epochs = round(min(80 * (600 / num_images) ** 0.5, 150))
     train["epochs"] = user["train"].get("epochs") or max(epochs, 2 * train["epochs"])
     train["evaluate_every_epochs"] = max(train["epochs"] // 16, 1)
-    smallest = min((scale for _, scale in train.get("image_sizes") or ()), default=1)
     # A preset has a size and patches of its own.
     if "preset" in user["model"]:
         sections["model"] = {}
     else:
         # About as many patches as in the recipe, of a power of two, in an image of whole patches.
-        size = user["data"].get("image_size") or min(task.side, max_side)
+        size = user["data"].get("image_size") or side
         shorter = min(as_pair(size, name="data.image_size"))
         ideal = max(model["patch_size"] * shorter / data["image_size"], 2)
         patch_size = user["model"].get("patch_size") or 2 ** round(math.log2(ideal))
@@ -261,40 +208,37 @@ def _fit_images(sections: Sections, task: _Task, user: Sections, *, max_side: in
             size = max(round(size / patch), 1) * patch
         data["image_size"] = size
         model["patch_size"] = patch_size
+    smallest = min((scale for _, scale in train.get("image_sizes") or ()), default=1)
     if smallest * min(as_pair(data["image_size"], name="data.image_size")) < _MIN_REDUCED_SIDE:
         train["image_sizes"] = None
 
 
-def _fit_weights(sections: Sections, task: _Task, user: Sections, *, num_validation: int) -> str:
+def _fit_weights(
+    sections: Sections, user: Sections, num_images: int, num_validation: int
+) -> dict[str, str]:
     """Fit batch and length of the recipe to images on which pretrained weights are trained further.
-    Returns the reason of the length."""
+    Returns the reason where nothing is trained after the probe."""
     data, train = sections["data"], sections["train"]
     # The weights have a size and a crop of their own.
     data["image_size"] = None
     del data["crop_pct"]
     # about ten steps an epoch, also with few images
-    near_a_tenth = 2 ** round(math.log2(max(task.num_images, 1) / 10))
+    near_a_tenth = 2 ** round(math.log2(max(num_images, 1) / 10))
     train["batch_size"] = min(max(near_a_tenth, 8), train["batch_size"])
     train["epochs"] = user["train"].get("epochs") or train["epochs"]
     num_evaluations = max(num_validation // _IMAGES_AN_EVALUATION, 1)
     train["evaluate_every_epochs"] = math.ceil(train["epochs"] / num_evaluations)
-    # Computing the features of many images would take all minutes of a CPU.
-    affordable = int(_PROBED_IMAGES_A_MINUTE * task.minutes)
-    if task.device == "cpu" and affordable < 0.75 * task.num_images:
-        sections["model"]["probe"] = max(affordable, 200)
     freeze = user["model"].get("freeze")
-    if freeze == "backbone":
-        return "linear probe only (given)"
     if isinstance(freeze, int):
         # The tokens of frozen blocks are computed once. Dropping random patches takes the place of
         # crops.
         sections["augment"] = {"flip": sections["augment"]["flip"]}
         train["patch_drop_rates"] = [[1.0, 0.5]]
-    is_asked_for = user["train"].keys() & {"epochs", "max_steps"} or "freeze" in user["model"]
-    if 0 < num_validation < _MIN_VALIDATION_IMAGES and not is_asked_for:
-        sections["model"]["freeze"] = "backbone"
-        return (
-            f"linear probe only; {num_validation} validation images can't tell whether fine-tuning it"
-            " would help (--folds 5 fits it on all images)"
-        )
-    return "a linear probe, then all blocks"
+    is_asked_for = freeze is not None or user["train"].keys() & {"epochs", "max_steps"}
+    if is_asked_for or not 0 < num_validation < _MIN_VALIDATION_IMAGES:
+        return {}
+    sections["model"]["freeze"] = "backbone"
+    return {
+        "length": f"linear probe only; {num_validation} validation images can't tell whether"
+        " fine-tuning it would help (--folds 5 fits it on all images)"
+    }

@@ -1,6 +1,5 @@
 """`vit train`: from a configuration, or images alone, to a model file that needs nothing else."""
 
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import typer
 
-from vit.model.find_file import list_pretrained
 from vit.runtime.command import Command
 from vit.runtime.console import echo
 from vit.runtime.numbers import format_percent
@@ -23,12 +21,6 @@ def train(
     overrides: list[str] | None = None,
     *,
     output: Path,
-    architecture: str | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    image_size: int | None = None,
-    device: str | None = None,
-    seed: int | None = None,
 ) -> None:
     """Train a model, on images alone or by a configuration.
 
@@ -38,33 +30,13 @@ def train(
         config: Images (a folder, table, shards or data set), a YAML file or a recipe.
         overrides: Changes of the configuration: key.path=value.
         output: Directory for the results.
-        architecture: A preset such as vit_small_patch16_224, or weights as for --init.
-        epochs: Passes over the training images (train.epochs).
-        batch_size: Images in a step (train.batch_size).
-        image_size: Side of the model's input in pixels (data.image_size).
-        device: auto, cpu, cuda, cuda:N or mps (train.device).
-        seed: Seed of weights, order and augmentation (train.seed).
     """
-    keys = {
-        "model.preset": architecture,
-        "train.epochs": epochs,
-        "train.batch_size": batch_size,
-        "data.image_size": image_size,
-        "train.device": device,
-        "train.seed": seed,
-    }
-    if architecture is not None and _names_weights(architecture):
-        if start.keywords["init"] is not None:
-            raise ValueError(f"--model {architecture} and --init name two models; give one of them")
-        start.keywords["init"] = architecture
-        del keys["model.preset"]
-    # an override that says the same as an option wins
-    listed = [f"{key}={json.dumps(value)}" for key, value in keys.items() if value is not None]
+    overrides = overrides or []
     # `vit train --resume train.epochs=3`: the first argument is an override already
     key, equals, _ = (config or "").partition("=")
     # An address may have parameters.
     if config is not None and equals and "://" not in key and not Path(config).exists():
-        listed.append(config)
+        overrides = [config, *overrides]
         config = None
 
     # torch, which takes seconds to import
@@ -73,9 +45,7 @@ def train(
     from vit.training.signals import TrainingInterrupted
 
     try:
-        result = start(
-            config, overrides=[*listed, *(overrides or [])], output=output, show_plan=True
-        )
+        result = start(config, overrides=overrides, output=output, show_plan=True)
     except (TrainingInterrupted, ProcessLostError) as stopped:
         echo(str(stopped), err=True)
         raise typer.Exit(REQUEUE) from None
@@ -84,9 +54,7 @@ def train(
         echo(f"one batch as the model gets it: {output / FIRST_BATCH_FILE}", err=True)
     # Only the first of the processes that torchrun starts writes to the user.
     elif os.environ.get("RANK", "0") == "0":
-        message = "linear probe only"
-        if result.steps:
-            message = f"{result.steps:,} steps in {result.seconds:.0f} s"
+        message = f"{result.steps:,} steps in {result.seconds:.0f} s"
         count = result.num_validation
         if result.best_top1 is not None:
             right = round(result.best_top1 * count)
@@ -99,15 +67,9 @@ def train(
         echo(f"next: vit evaluate {output}; vit explain {output}", err=True)
 
 
-def _names_weights(model: str) -> bool:
-    """Tell if --model names weights. Otherwise it is a preset."""
-    return ":" in model or model in list_pretrained() or Path(model).exists()
-
-
 COMMAND = Command(
     run=train,
     function="train",
-    flags={"architecture": "--model"},
     python_only=(
         "show_plan",
         "transform",

@@ -8,11 +8,9 @@ import numpy as np
 
 from vit.config import Config
 from vit.data.dataset import printable
-from vit.evaluation.metrics import compute_metrics, score_logits
 from vit.evaluation.out_of_fold import OutOfFold
 from vit.prediction.features import Features
 from vit.prediction.probabilities import Float32s, Ints
-from vit.runtime.numbers import format_percent
 from vit.training.folds import Labels, assign_folds, list_always_trained, train_on_whole_classes
 from vit.training.linear_probe import fit_probe
 from vit.training.probe import is_probe_alone
@@ -38,16 +36,11 @@ def check_folds(config: Config) -> None:
 
 def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> str:
     """Cross-validate the probe of a run on its training images, and write the predictions into its
-    directory. All processes call it.
-
-    Returns:
-        The result in a sentence.
-    """
+    directory. All processes call it. Returns a sentence for the user."""
     images = run.data.decode(run.data.train)
     features = run.compute_probe_features()
-    process = run.trainer.process
     said = ""
-    if process.is_main:
+    if run.trainer.process.is_main:
         folds, logits = predict_by_other_folds(
             features,
             images.labels,
@@ -63,16 +56,11 @@ def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> str:
             folds=folds[measured],
             logits=logits[measured],
         ).save(directory)
-        metrics = compute_metrics(score_logits(logits[measured], images.labels[measured]))
-        name, key = ("mAP", "map") if images.is_multilabel else ("top-1", "top1")
-        said = (
-            f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images:"
-            f" {name} {format_percent(metrics[key], len(measured))}"
-        )
+        said = f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images"
         if names := list_always_trained(folds, images.labels, images.class_names):
             said += f"; not measured, because of one group or image: {names}"
         said += f"; vit evaluate {directory} reports on them"
-    return process.broadcast(said)
+    return run.trainer.process.broadcast(said)
 
 
 def predict_by_other_folds(
@@ -104,20 +92,15 @@ def predict_by_other_folds(
     for fold in range(folds.max() + 1):
         is_out = folds == fold
         known = np.flatnonzero(~is_out)
-        inner_groups = None if groups is None else [groups[index] for index in known.tolist()]
-        # The folds of the other images serve to choose by.
+        # The folds of the other images serve to choose by, unless only one of two is left.
         inner_folds = folds[known] - (folds[known] > fold)
         inner_folds = train_on_whole_classes(inner_folds, labels[known])
         if inner_folds.max() < 1:
-            # Only one of two folds is left.
+            inner_groups = None if groups is None else [groups[index] for index in known.tolist()]
             inner_folds = assign_folds(labels[known], inner_groups)
+        known_features = {readout: values[~is_out] for readout, values in features.items()}
         probe = fit_probe(
-            {readout: values[~is_out] for readout, values in features.items()},
-            labels[known],
-            num_classes=num_classes,
-            balanced=balanced,
-            folds=inner_folds,
-            groups=inner_groups,
+            known_features, labels[known], inner_folds, num_classes=num_classes, balanced=balanced
         )
         logits[is_out] = probe.compute_logits(features[probe.readout][is_out].numpy())
     return folds, logits

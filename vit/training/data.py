@@ -59,7 +59,6 @@ class TrainingData:
     preprocess: Preprocess
     decode: Callable[[ImageDataset], ImageDataset]
     class_balance: ClassBalance
-    class_balance_reason: str
     stored: ImageDataset | None = None
 
 
@@ -175,7 +174,6 @@ def build_data(
         if train.pixels is not None:
             images = train.pixels[:: max(1, len(train) // _MEASURED_IMAGES)]
         preprocess = _normalize(config, preprocess, images)
-    balance = choose_class_balance(train.labels, wanted=config.train.class_balance)
     return TrainingData(
         config=config.with_data(pipeline=pipeline),
         splits=splits,
@@ -183,8 +181,7 @@ def build_data(
         validation=validation,
         preprocess=preprocess,
         decode=decode,
-        class_balance=balance[0],
-        class_balance_reason=balance[1],
+        class_balance=choose_class_balance(train.labels, wanted=config.train.class_balance)[0],
         stored=stored,
     )
 

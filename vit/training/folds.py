@@ -32,49 +32,38 @@ def assign_folds(
         num_folds: Folds at most; there are fewer where all images together have fewer groups, or
             where a class has fewer images if there are no groups.
     """
-    several = labels.ndim == 2
-    if several:
-        labels = number_label_sets(labels)
-    if groups is not None:
-        return _assign_groups(labels, groups, num_folds=num_folds, several=several)
     folds = np.full(len(labels), -1, dtype=np.int64)
-    counts = np.bincount(labels)
-    spread = np.flatnonzero(counts > int(not several))
-    if not len(spread) or len(labels) < 2:
+    several = labels.ndim == 2
+    strata = number_label_sets(labels) if several else labels
+    if groups is None:
+        counts = np.bincount(strata)
+        spread = np.flatnonzero(counts > int(not several))
+        if len(spread) and len(labels) > 1:
+            most = len(labels) if several else int(counts[spread].min())
+            rng = np.random.default_rng(0)
+            # Each class begins where the one before ended, so that all folds have the same size.
+            order = np.concatenate([rng.permutation(np.flatnonzero(strata == s)) for s in spread])
+            folds[order] = np.arange(len(order)) % max(min(num_folds, most), 2)
         return folds
-    most = len(labels) if several else int(counts[spread].min())
-    num_folds = max(min(num_folds, most), 2)
-    rng = np.random.default_rng(0)
-    # Each class begins where the one before ended, so that all folds have the same size.
-    order = np.concatenate([rng.permutation(np.flatnonzero(labels == label)) for label in spread])
-    folds[order] = np.arange(len(order)) % num_folds
-    return folds
 
-
-def _assign_groups(
-    labels: NDArray[np.int64], groups: Sequence[str], *, num_folds: int, several: bool
-) -> NDArray[np.int64]:
-    """See `assign_folds`. `several`: the labels are numbers of sets of labels."""
     # scikit-learn takes a second to import
     from sklearn.model_selection import StratifiedGroupKFold
 
-    folds = np.full(len(labels), -1, dtype=np.int64)
     clusters = number_clusters(groups, len(labels))
     # The number of a fold isn't needed here: this finds the classes of one group.
-    inside = np.flatnonzero(several | (train_on_whole_classes(clusters, labels) >= 0))
-    class_sizes = np.bincount(labels[inside], minlength=1)
-    num_folds = min(num_folds, len(np.unique(clusters[inside])), int(class_sizes.max()))
+    inside = np.flatnonzero(train_on_whole_classes(clusters, labels) >= 0)
+    largest = int(np.bincount(strata[inside], minlength=1).max())
+    num_folds = min(num_folds, len(np.unique(clusters[inside])), largest)
     if num_folds < 2:
         return folds
     splitter = StratifiedGroupKFold(num_folds, shuffle=True, random_state=0)
     with warnings.catch_warnings():
         # A class may have fewer images than there are folds.
         warnings.filterwarnings("ignore", "The least populated class", UserWarning)
-        splits = splitter.split(inside, labels[inside], clusters[inside])
+        splits = splitter.split(inside, strata[inside], clusters[inside])
         for fold, (_, out) in enumerate(splits):
             folds[inside[out]] = fold
-    if not several:
-        folds = train_on_whole_classes(folds, labels)
+    folds = train_on_whole_classes(folds, labels)
     # Folds without images don't count.
     is_out = folds >= 0
     folds[is_out] = np.unique(folds[is_out], return_inverse=True)[1]

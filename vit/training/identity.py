@@ -4,9 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
@@ -24,61 +22,45 @@ _COUNTED = {
 }
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """Equal for two runs exactly if one may continue the other.
+def identify_run(config: Config, fingerprint: str, passed: Mapping[str, object]) -> dict[str, Any]:
+    """Return what is equal for two runs exactly if one may continue the other.
 
     Args:
-        settings: "section.key" → plain value of the whole configuration.
-        counted: Those that count, the fingerprint of the training images, and what was passed from
-            Python.
+        config: Configuration of the run.
+        fingerprint: Fingerprint of its training images.
+        passed: Objects from Python, or None, by the names of the arguments of `vit.train`.
     """
+    counted: dict[str, Any] = {"the fingerprint of the training images": fingerprint}
+    for section, values in plain_values(config).items():
+        names = _COUNTED.get(section, " ".join(values)).split()
+        counted |= {f"{section}.{name}": values[name] for name in names}
+    for name, value in passed.items():
+        # An object's address in memory is another one in each process.
+        text = " ".join(re.sub(" at 0x[0-9a-f]+", "", repr(value)).split())
+        if isinstance(value, nn.Module):
+            text = type(value).__qualname__
+        counted[f"the argument {name}"] = text
+    return counted
 
-    settings: Mapping[str, Any]
-    counted: Mapping[str, Any]
 
-    @classmethod
-    def from_config(
-        cls, config: Config, fingerprint: str, passed: Mapping[str, object] | None = None
-    ) -> Self:
-        """Return the identity of a run on images of this fingerprint. `passed` are objects from
-        Python, or None, by the names of the arguments of `vit.train`."""
-        settings: dict[str, Any] = {}
-        counted: dict[str, Any] = {"the fingerprint of the training images": fingerprint}
-        for section, values in plain_values(config).items():
-            names = _COUNTED.get(section, " ".join(values)).split()
-            settings |= {f"{section}.{name}": value for name, value in values.items()}
-            counted |= {f"{section}.{name}": values[name] for name in names}
-        for name, value in (passed or {}).items():
-            # An object's address in memory is another one in each process.
-            text = " ".join(re.sub(" at 0x[0-9a-f]+", "", repr(value)).split())
-            if isinstance(value, nn.Module):
-                text = type(value).__qualname__
-            counted[f"the argument {name}"] = text
-        return cls(settings, counted)
+def compute_run_id(identity: Mapping[str, Any]) -> str:
+    """Return 16 hexadecimal digits for an identity."""
+    text = json.dumps(identity, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    @cached_property
-    def run_id(self) -> str:
-        """16 hexadecimal digits."""
-        text = json.dumps(self.counted, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def to_record(self) -> dict[str, Any]:
-        """Return the values that a checkpoint holds."""
-        return {"run_id": self.run_id, "settings": self.counted}
-
-    def check(self, recorded: Mapping[str, Any], *, origin: str) -> None:
-        """Raise ValueError, which names the differences, for the record of another run that was
-        found in `origin`."""
-        theirs = recorded["settings"]
-        differences = [
-            f"{key} is {shorten(str(theirs.get(key)))} there, {shorten(str(value))} here"
-            for key, value in self.counted.items()
-            if value != theirs.get(key)
-        ]
-        if differences:
-            raise ValueError(
-                f"{origin} belongs to another run: {'; '.join(differences[:3])};"
-                " resume with what it began with, or start another run, perhaps from its model with"
-                " --init"
-            )
+def check_same_run(
+    identity: Mapping[str, Any], recorded: Mapping[str, Any], *, origin: str
+) -> None:
+    """Raise ValueError, which names the differences, if the identity that was recorded in `origin`
+    is that of another run."""
+    differences = [
+        f"{key} is {shorten(str(recorded.get(key)))} there, {shorten(str(value))} here"
+        for key, value in identity.items()
+        if value != recorded.get(key)
+    ]
+    if differences:
+        raise ValueError(
+            f"{origin} belongs to another run: {'; '.join(differences[:3])}; resume with what it"
+            " began with, or start another run, perhaps from its model with --init"
+        )

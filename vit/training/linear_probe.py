@@ -5,7 +5,6 @@ Which block's features serve a new task best is not known beforehand: the last o
 specialised in what the weights were trained for (Yosinski et al. 2014, arXiv 1411.1792).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from vit.data.statistics import compute_class_weights
 from vit.model.logits import Readout
 from vit.prediction.features import Features
-from vit.training.folds import Folds, Labels, assign_folds
+from vit.training.folds import Folds, Labels
 
 FloatArray = NDArray[np.float64]
 
@@ -58,23 +57,16 @@ class LinearProbe:
 
 
 def fit_probe(
-    features: Features,
-    labels: Labels,
-    *,
-    num_classes: int,
-    balanced: bool = False,
-    folds: Folds | None = None,
-    groups: Sequence[str] | None = None,
+    features: Features, labels: Labels, folds: Folds, *, num_classes: int, balanced: bool = False
 ) -> LinearProbe:
     """Choose readout and strength by the cross-validated log loss, and fit on all images.
 
     Args:
         features: Features of the training images, at each readout.
         labels: Labels of the same images, 0 to C − 1; or which labels each image has.
+        folds: Number of the fold that leaves out each image, or −1. See `assign_folds`.
         num_classes: C; a class without images gets a negligible probability.
         balanced: Weigh classes and labels, see `compute_class_weights`.
-        folds: Number of the fold that leaves out each image, or −1. None: see `assign_folds`.
-        groups: Group of each image; no group is measured by a probe that has seen a part of it.
 
     Raises:
         ValueError: Fewer than two classes have images, or no label is on some images alone.
@@ -84,48 +76,36 @@ def fit_probe(
         raise ValueError("a probe needs a label that some training images have and others lack")
     if not several and len(np.unique(labels)) < 2:
         raise ValueError("a probe needs training images of at least two classes")
-    if folds is None:
-        folds = assign_folds(labels, groups)
-    # With one class to measure on, the probe that always predicts it would be the best.
-    if not several and groups is not None and len(np.unique(labels[folds >= 0])) < 2:
-        folds = np.full(len(labels), -1)
-    # If no image can be left out: the last block, as it was trained.
+    # Without images to measure on: the last block, as it was trained. With one class to measure
+    # on, the probe that always predicts it would be the best.
     readout, strength, accuracy = list(features)[-1], _USUAL_STRENGTH, None
+    is_measured = folds.max() >= 1 and (several or len(np.unique(labels[folds >= 0])) > 1)
+
+    def measure(values: FloatArray, chosen: Any, strength: float) -> tuple[float, float]:
+        return _measure(values[chosen], labels[chosen], folds[chosen], strength, balanced)
+
     # The matrices are small, and several threads would wait for one another.
     with threadpool_limits(1):
-        if folds.max() >= 1:
-            readout = _choose_readout(features, labels, folds, balanced)
-            values = as_array(features, readout)
-            tried = {c: _measure(values, labels, folds, c, balanced) for c in _STRENGTHS}
+        if is_measured:
+            count = labels.shape[1] if several else len(np.unique(labels))
+            order = np.random.default_rng(0).permutation(len(labels))
+            sample = np.sort(order[: max(_MAX_IMAGES, _MIN_IMAGES_A_CLASS * count)])
+            depths = sorted({depth for depth, _ in features})[-_NUM_BLOCKS:]
+            readout = min(
+                (readout for readout in features if readout[0] in depths),
+                key=lambda each: measure(as_array(features, each), sample, _USUAL_STRENGTH)[0],
+            )
+        values = as_array(features, readout)
+        if is_measured:
+            tried = {c: measure(values, slice(None), c) for c in _STRENGTHS}
             strength = min(tried, key=lambda c: tried[c][0])
             accuracy = tried[strength][1]
-        values = as_array(features, readout)
         weight, bias = fit_regression(values, labels, strength, num_classes, balanced=balanced)
     return LinearProbe(readout, strength, weight, bias, accuracy)
 
 
-def _choose_readout(
-    features: Features, labels: NDArray[Any], folds: NDArray[np.int64], balanced: bool
-) -> Readout:
-    """Return the readout of the last blocks with the smallest loss on a sample of the images."""
-    num_classes = labels.shape[1] if labels.ndim == 2 else len(np.unique(labels))
-    count = max(_MAX_IMAGES, _MIN_IMAGES_A_CLASS * num_classes)
-    sample = np.sort(np.random.default_rng(0).permutation(len(labels))[:count])
-    depths = sorted({depth for depth, _ in features})[-_NUM_BLOCKS:]
-
-    def measure(readout: Readout) -> float:
-        values = as_array(features, readout)[sample]
-        return _measure(values, labels[sample], folds[sample], _USUAL_STRENGTH, balanced)[0]
-
-    return min((readout for readout in features if readout[0] in depths), key=measure)
-
-
 def _measure(
-    values: FloatArray,
-    labels: NDArray[Any],
-    folds: NDArray[np.int64],
-    strength: float,
-    balanced: bool,
+    values: FloatArray, labels: NDArray[Any], folds: Folds, strength: float, balanced: bool
 ) -> tuple[float, float]:
     """Return the mean log loss of the images that are left out, and their accuracy; of labels the
     mean binary cross-entropy, weighted as in the fit, and the mean average precision."""
@@ -156,7 +136,7 @@ def predict_left_out(
     balanced: bool = False,
 ) -> Float[np.ndarray, "n C"]:
     """Return the logits of each image by the regression of the other folds; 0 for images that are
-    never left out. See `fit_regression` for the arguments."""
+    never left out. See `fit_probe` for the arguments."""
     num_classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
     logits = np.zeros((len(labels), num_classes))
     for fold in np.unique(folds[folds >= 0]):
@@ -169,21 +149,17 @@ def predict_left_out(
 
 
 def fit_regression(
-    values: Float[np.ndarray, "n D"],
-    labels: Labels,
-    strength: float,
-    num_classes: int,
-    *,
-    balanced: bool = False,
-) -> tuple[Float[np.ndarray, "C D"], Float[np.ndarray, " C"]]:
-    """Fit a logistic regression on standardised features, or one for each label. See `fit_probe`.
-
-    Returns:
-        Weight and bias, for features that are not standardised.
-    """
+    values: FloatArray, labels: Labels, strength: float, num_classes: int, *, balanced: bool
+) -> tuple[FloatArray, FloatArray]:
+    """Fit a logistic regression on standardised features, or one for each label. Returns weight
+    [C, D] and bias [C] for features that are not standardised. See `fit_probe`."""
     # scikit-learn takes a second to import
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
+
+    def fit(targets: NDArray[Any], class_weight: Any) -> Any:
+        model = LogisticRegression(C=strength, max_iter=1000, class_weight=class_weight)
+        return model.fit(standardised, targets)
 
     scaler = StandardScaler()
     standardised = scaler.fit_transform(values)
@@ -195,14 +171,10 @@ def fit_regression(
         bias = np.log(positives / (len(labels) + 1 - positives))
         factors = compute_class_weights(labels, num_classes) if balanced else np.ones(num_classes)
         for place in np.flatnonzero(_vary(labels)):
-            weights = {True: float(factors[place])}
-            model = LogisticRegression(C=strength, max_iter=1000, class_weight=weights)
-            model.fit(standardised, labels[:, place])
+            model = fit(labels[:, place], {True: float(factors[place])})
             weight[place], bias[place] = model.coef_[0], model.intercept_[0]
     else:
-        class_weight = "balanced" if balanced else None
-        model = LogisticRegression(C=strength, max_iter=1000, class_weight=class_weight)
-        model.fit(standardised, labels)
+        model = fit(labels, "balanced" if balanced else None)
         fitted_weight, fitted_bias = model.coef_, model.intercept_
         if len(fitted_weight) == 1:
             # For two classes scikit-learn has one logit, that of the second class.

@@ -39,7 +39,7 @@ def complete_model_file(run: Run, directory: Path) -> None:
     path = directory / MODEL_FILE
     trainer = run.trainer
     content = read_model_file(path)
-    best = {"run_id": trainer.identity.run_id, "step": trainer.progress.best_step}
+    best = {"run_id": trainer.run_id, "step": trainer.progress.best_step}
     if not best.items() <= content.metadata.items():
         raise ValueError(
             f"{path} is not this run's model of step {best['step']}, its best one; train again with"
@@ -88,7 +88,7 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     list the name and the class of each training image. Raises ValueError with the reason if there
     are none."""
     data = run.data
-    count = run.config.train.max_training_features
+    count = run.data.config.train.max_training_features
     if not count:
         raise ValueError("train.max_training_features is 0")
     if data.validation is None:
@@ -101,7 +101,7 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     chosen = np.sort(by_class[choose_evenly(len(by_class), count)])
     training = data.train.subset(chosen)
     readable: Ints = np.arange(len(chosen))
-    reads_all = run.config.model.probe is True and training.pixels is not None
+    reads_all = run.data.config.model.probe is True and training.pixels is not None
     if run.uncut_model is not None and run.probe is not None and reads_all:
         # The probe was fitted on them, so that they are in the cache.
         features = run.compute_probe_features()[run.probe.probe.readout]

@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vit.config import TrainConfig
 
-SelectBy = Literal["top1", "macro_f1", "loss", "map"]
 # In runs of fewer epochs, a change at the end of an epoch could come much too late.
 _MIN_EPOCHS = 4
 
@@ -77,13 +76,6 @@ class Validation(NamedTuple):
     macro_f1: float
     map: float = -1.0
 
-    def rank(self, select_by: SelectBy) -> tuple[float, float]:
-        """Return a value that is larger for a better model by the measure `select_by`. The smaller
-        loss breaks ties of the others, the larger accuracy ties of the loss."""
-        if select_by == "loss":
-            return -self.loss, self.top1
-        return getattr(self, select_by), -self.loss
-
 
 # worse than all others
 NO_VALIDATION = Validation(loss=math.inf, top1=-1.0, macro_f1=-1.0)
@@ -97,7 +89,7 @@ class Progress:
     Attributes:
         step: Steps of the whole run so far.
         total_steps: Steps that fit into the time; None: those of the plan.
-        best_step: Step of the best model; 0: there is no model yet.
+        best_step: Step of the best model; 0: there is no model yet, or that of before the first.
         best: Measures of the best model.
         epoch_sums: Sums over the current epoch, on the device until it ends: losses of finite
             steps, correct images, number of finite steps.
@@ -109,12 +101,16 @@ class Progress:
     total_steps: int | None = None
     best_step: int = 0
     best: Validation = NO_VALIDATION
-    evaluations_since_best: int = 0
     elapsed_seconds: float = 0.0
     epoch_seconds: float = 0.0
     epoch_sums: Tensor = dataclasses.field(
         default_factory=lambda: torch.zeros(3, dtype=torch.float64)
     )
+
+    @property
+    def has_model(self) -> bool:
+        """True if a model was kept. With validation images, that of step 0 has measures."""
+        return self.best_step > 0 or self.best.top1 >= 0
 
     def start_epoch(self) -> None:
         """Start the next epoch at zero."""
@@ -123,20 +119,14 @@ class Progress:
         self.epoch_seconds = 0.0
         self.epoch_sums.zero_()
 
-    def is_done(self, plan: TrainingPlan) -> bool:
-        """Return whether nothing is left to do."""
-        patience = plan.settings.early_stopping_patience
-        has_stopped = patience is not None and self.evaluations_since_best >= patience
-        return self.step >= plan.total_steps or has_stopped
-
-    def record_best(self, validation: Validation | None, *, select_by: SelectBy) -> bool:
-        """Record the measures of a step if they are the best, and return whether they are. Without
-        validation images the last step is the best."""
+    def record_best(self, validation: Validation | None, *, select_by: str) -> bool:
+        """Record the measures of a step if they are the best by `select_by`, and return whether
+        they are. The smaller loss breaks ties. Without validation images the last step is the
+        best."""
         if validation is not None:
-            if not validation.rank(select_by) > self.best.rank(select_by):  # nan is never the best
-                self.evaluations_since_best += 1
+            ranks = [(getattr(each, select_by), -each.loss) for each in (validation, self.best)]
+            if not ranks[0] > ranks[1]:  # nan is never the best
                 return False
             self.best = validation
         self.best_step = self.step
-        self.evaluations_since_best = 0
         return True

@@ -1,7 +1,7 @@
 """The linear probe that a run of pretrained weights starts from."""
 
-import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,28 +12,25 @@ from vit.data.dataset import ImageDataset
 from vit.model.logits import cut_model
 from vit.model.vision_transformer import VisionTransformer
 from vit.prediction.features import Features, compute_features
-from vit.runtime.console import build_console
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
 from vit.runtime.progress import show_progress
 from vit.training.data import TrainingData
 from vit.training.folds import assign_folds, list_always_trained
-from vit.training.learning_curve import LearningCurve, measure_learning_curve
+from vit.training.learning_curve import measure_learning_curve
 from vit.training.linear_probe import LinearProbe, as_array, fit_probe
 from vit.training.model import set_up_training
 from vit.training.validation import build_predictor
 
-_POOLING_NAMES = {"token": "the class token", "avg": "the mean of the patches"}
-
 
 @dataclass(frozen=True)
 class FittedProbe:
-    """The probe of a run's training images, its description for the user, and the growth of its
-    accuracy with the number of images; the last in the main process of a new run only."""
+    """The probe of a run's training images, its description for the user, and its learning curve;
+    the last in the main process of a new run only. See `measure_learning_curve`."""
 
     probe: LinearProbe
     description: str
-    curve: LearningCurve | None = None
+    curve: dict[str, Any] | None = None
 
 
 def uses_probe(config: Config) -> bool:
@@ -61,13 +58,12 @@ def fit_to_data(
     data: TrainingData,
     *,
     device: torch.device,
-    measures_curve: bool = True,
+    measures_curve: bool,
 ) -> FittedProbe:
-    """Fit a probe on the training images.
+    """Fit a probe on the training images, or on as many as `model.probe` says.
 
     Args:
-        config: Configuration of the run. Its `model.probe` is the number of images, which are
-            spread over the classes, or true for all.
+        config: Configuration of the run.
         model: Model with the pretrained weights, on its device.
         data: Images of the run.
         device: The model's device.
@@ -75,58 +71,37 @@ def fit_to_data(
     """
     # Images that are decoded while training are decoded here, and unreadable ones are left out.
     images = data.decode(_choose_images(data.train, config.model.probe))
-    started_at = time.perf_counter()
     features = compute_data_features(data, images, model, device=device)
-    seconds = time.perf_counter() - started_at
     balanced = data.class_balance == "weights"
-    process = current_process()
     folds = assign_folds(images.labels, images.groups)
-    probe = None
+    process = current_process()
+    probe = curve = None
     if process.is_main:
         with show_progress("choosing a linear probe"):
+            num_classes = len(images.class_names)
             probe = fit_probe(
-                features,
-                images.labels,
-                num_classes=len(images.class_names),
-                balanced=balanced,
-                folds=folds,
-                groups=images.groups,
+                features, images.labels, folds, num_classes=num_classes, balanced=balanced
             )
+            if measures_curve and not images.is_multilabel:
+                curve = measure_learning_curve(
+                    as_array(features, probe.readout),
+                    images.labels,
+                    strength=probe.strength,
+                    balanced=balanced,
+                    groups=images.groups,
+                )
     # Other processes take the main process's probe, because their libraries may round differently.
     probe = process.broadcast(probe)
     assert probe is not None
     depth, pool = probe.readout
-    text = f"features of block {depth} of {len(model.blocks)}, {_POOLING_NAMES[pool]}"
-    text += f", C={probe.strength:.2g}"
+    text = f"block {depth} of {len(model.blocks)}, pooling {pool}, C={probe.strength:g}"
+    text += f", {len(images):,} images"
     if probe.accuracy is not None:
         measure = "mean average precision" if images.is_multilabel else "top-1"
         text += f"; {measure} in cross-validation {format_percent(probe.accuracy, len(images))}"
     if names := list_always_trained(folds, images.labels, images.class_names):
         text += f"; not measured, because of one group or image: {names}"
-    text += f" ({len(images):,} of {len(data.train):,} training images; features {seconds:.0f} s)"
-    curve = None
-    if process.is_main and measures_curve and not images.is_multilabel:
-        curve = _measure_curve(features, images, probe, balanced=balanced)
     return FittedProbe(probe, text, curve)
-
-
-def _measure_curve(
-    features: Features, images: ImageDataset, probe: LinearProbe, *, balanced: bool
-) -> LearningCurve | None:
-    """Measure the learning curve of the probe; None, with a warning, if that fails."""
-    try:
-        with show_progress("learning curve"):
-            return measure_learning_curve(
-                as_array(features, probe.readout),
-                images.labels,
-                strength=probe.strength,
-                class_weight="balanced" if balanced else None,
-                groups=images.groups,
-            )
-    except Exception as error:  # it only informs, and must not cost the run
-        message = f"warning: no learning curve: {type(error).__name__}: {error}"
-        build_console(stderr=True).print(message, style="yellow", soft_wrap=True)
-        return None
 
 
 def build_probed_model(

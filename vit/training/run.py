@@ -18,7 +18,6 @@ from vit.data.loader import TrainLoader
 from vit.data.splits import DatasetSplits
 from vit.data.statistics import compute_class_weights
 from vit.data.workers import Transform
-from vit.model.checkpoint import CheckpointStore
 from vit.model.vision_transformer import VisionTransformer
 from vit.optim.optimizer import create_optimizer, schedule_factor
 from vit.prediction.features import Features
@@ -29,8 +28,9 @@ from vit.runtime.files import default_cache_dir
 from vit.runtime.memory import keep_freed_memory
 from vit.runtime.processes import current_process
 from vit.runtime.threads import BatchThreads
+from vit.training.checkpoint import CheckpointStore
 from vit.training.data import TrainingData, build_data, build_dataset, build_train_loader
-from vit.training.identity import RunIdentity
+from vit.training.identity import compute_run_id, identify_run
 from vit.training.losses import Loss, StepLoss, build_loss
 from vit.training.model import build_model, check_user_model
 from vit.training.model_writer import write_bundle
@@ -66,6 +66,8 @@ class Run:
     """The parts of a training run that are needed once it is built.
 
     Attributes:
+        data: Its images, and its configuration with the image size and the pipeline that were
+            chosen. Whoever resumes the run takes the same ones, whatever memory is free then.
         image_loader: Loader of pictures, where the batches of the trainer hold tokens.
         probe: Probe that the model starts from, if there is one.
         uncut_model: Model that the probe was fitted on, where nothing is trained after it.
@@ -76,12 +78,6 @@ class Run:
     image_loader: TrainLoader
     probe: FittedProbe | None
     uncut_model: nn.Module | None
-
-    @property
-    def config(self) -> Config:
-        """Configuration with the image size and the pipeline that were chosen. Whoever resumes the
-        run takes the same ones, whatever memory is free then."""
-        return self.data.config
 
     def compute_probe_features(self) -> Features:
         """Compute the features that a probe alone was fitted on, or read them from the cache."""
@@ -153,20 +149,28 @@ def build_run(
     image_loader = train_loader = build_loader()
     if tokens is not None:
         train_loader = build_loader(tokens=tokens)
+    is_multilabel = data.train.is_multilabel
     plan = build_plan(
         config,
         model,
         steps_per_epoch=len(train_loader),
         batch_size=train_loader.batch_size,
-        multilabel=data.train.is_multilabel,
+        multilabel=is_multilabel,
+    )
+    class_weights = None
+    if data.class_balance == "weights":
+        weights = compute_class_weights(data.train.labels, num_classes)
+        class_weights = torch.from_numpy(weights).to(device)
+    if isinstance(loss, nn.Module):
+        loss.to(device)
+    step_loss = build_loss(
+        multilabel=is_multilabel,
+        label_smoothing=config.train.label_smoothing,
+        class_weights=class_weights,
+        user_loss=loss,
     )
     train_step = build_train_step(
-        config,
-        model,
-        plan=plan,
-        device=device,
-        loss=_choose_loss(data, loss, device=device),
-        is_capturable=loss is None,
+        config, model, plan=plan, device=device, loss=step_loss, is_capturable=loss is None
     )
 
     writer = BackgroundWriter()
@@ -177,9 +181,13 @@ def build_run(
             TensorBoard(directory, image_loader),
         ]
     passed = {"transform": transform, "model": user_model, "loss": loss}
-    identity = RunIdentity.from_config(config, data.train.fingerprint, passed)
+    identity = identify_run(config, data.train.fingerprint, passed)
     write_model = partial(
-        write_bundle, directory=directory, data=data, run_id=identity.run_id, writer=writer
+        write_bundle,
+        directory=directory,
+        data=data,
+        run_id=compute_run_id(identity),
+        writer=writer,
     )
     trainer = Trainer(
         train_step=train_step,
@@ -194,22 +202,6 @@ def build_run(
         keeps_first_model=uses_probe(config),
     )
     return Run(data, trainer, image_loader, probe, uncut_model)
-
-
-def _choose_loss(data: TrainingData, user_loss: Loss | None, *, device: torch.device) -> StepLoss:
-    """Build the loss that suits the images."""
-    class_weights = None
-    if data.class_balance == "weights":
-        weights = compute_class_weights(data.train.labels, len(data.train.class_names))
-        class_weights = torch.from_numpy(weights).to(device)
-    if isinstance(user_loss, nn.Module):
-        user_loss.to(device)
-    return build_loss(
-        multilabel=data.train.is_multilabel,
-        label_smoothing=data.config.train.label_smoothing,
-        class_weights=class_weights,
-        user_loss=user_loss,
-    )
 
 
 def build_plan(

@@ -12,8 +12,9 @@ from vit.runtime.metrics_file import METRICS_FILE, OUT_OF_FOLD_FILE
 CONFIG_FILE = "config.yaml"
 _LOCK_FILE = ".lock"
 FIRST_BATCH_FILE = "first_batch.png"
+CURVE_FILE = "learning_curve.json"
 # Measurements of a run. A run that starts anew in its directory removes them.
-_RESULT_FILES = (METRICS_FILE, "tensorboard", OUT_OF_FOLD_FILE, "learning_curve.json")
+_RESULT_FILES = (METRICS_FILE, "tensorboard", OUT_OF_FOLD_FILE, CURVE_FILE)
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
 _RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", FIRST_BATCH_FILE, CONFIG_FILE)
@@ -25,24 +26,21 @@ def open_run_directory(path: Path, *, resume: bool, overwrite: bool) -> Iterator
     `overwrite` allow a run that is there.
 
     Raises:
-        NotADirectoryError: `path` is a file.
-        FileExistsError: The directory holds something that may not be touched.
+        FileExistsError: The directory holds something that may not be touched, or is a file.
         ValueError: Another process trains into it.
     """
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file; --output takes a directory")
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     refusal = f"another process is training into {path}; wait for it or choose another --output"
     with lock_file(path / _LOCK_FILE, refusal=refusal):
-        if (path / CONFIG_FILE).exists():
-            if not overwrite and not resume:
-                raise FileExistsError(
-                    f"{path} already holds a run; continue it with --resume, or replace it with"
-                    " --overwrite"
-                )
+        holds_run = (path / CONFIG_FILE).exists()
+        if holds_run and not overwrite and not resume:
+            raise FileExistsError(
+                f"{path} already holds a run; continue it with --resume, or replace it with"
+                " --overwrite"
+            )
         # A run can go on from its checkpoints alone, and a job's log may lie there.
-        elif not (resume and (path / "checkpoints").exists()):
+        if not holds_run and not (resume and (path / "checkpoints").exists()):
             ours = [path / _LOCK_FILE, path / FIRST_BATCH_FILE, *path.glob(TEMPORARIES)]
             foreign = {entry.name for entry in set(path.iterdir()).difference(ours)}
             if resume:

@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 from torch import nn
 
-from vit.config import Config, list_overrides, values_to_save
+from vit.config import list_overrides, values_to_save
 from vit.data.workers import Transform
 from vit.model.find_file import find_initial_weights
 from vit.runtime.arguments import check_kind
 from vit.runtime.console import echo
-from vit.runtime.files import expand_home, write_atomically
+from vit.runtime.files import expand_home, format_json, write_atomically
 from vit.runtime.processes import join_processes
 from vit.runtime.signatures import check_arguments
 from vit.training.automatic import choose_config, find_device
@@ -32,6 +32,7 @@ from vit.training.result import TrainingResult
 from vit.training.run import build_run
 from vit.training.run_directory import (
     CONFIG_FILE,
+    CURVE_FILE,
     FIRST_BATCH_FILE,
     clear_run_directory,
     open_run_directory,
@@ -147,11 +148,7 @@ def train(
     """
     _refuse_bootstrapping()
     started_at = time.perf_counter()
-    passing = "a recipe, YAML file, photos or sections; pass images from Python as dataset=…"
-    check_kind(config, (str, Path, Mapping, Config, NoneType), name="config", expected=passing)
     check_kind(model, (nn.Module, NoneType), name="model", expected="an object of an nn.Module")
-    texts = 'a list of texts, such as ["train.epochs=20"], or a dictionary'
-    check_kind(overrides, (list, tuple, Mapping), name="overrides", expected=texts)
     for callback in callbacks:
         expected = "an object of a subclass of vit.Observer"
         check_kind(callback, Observer, name="a callback", expected=expected)
@@ -221,12 +218,11 @@ def train(
         is_resumed = resume and trainer.resume()
         if process.is_main and not is_resumed and not dry_run:
             clear_run_directory(directory, overwrite=overwrite)
-            saved = yaml.safe_dump(values_to_save(run.config), sort_keys=False)
+            saved = yaml.safe_dump(values_to_save(run.data.config), sort_keys=False)
             write_atomically(directory / CONFIG_FILE, saved)
             if run.probe is not None and run.probe.curve is not None:
-                run.probe.curve.save(directory)
-        is_shown = show_plan and process.is_main
-        if is_shown:
+                write_atomically(directory / CURVE_FILE, format_json(run.probe.curve))
+        if show_plan and process.is_main:
             print_plan(run, reasons, resumed=is_resumed)
         if dry_run:
             save_first_images(run.image_loader, directory / FIRST_BATCH_FILE)
@@ -236,7 +232,7 @@ def train(
         complete_model_file(run, directory)
         if folds is not None:
             sentence = cross_validate_run(run, num_folds=folds, directory=directory)
-            if is_shown:
+            if show_plan and process.is_main:
                 echo(sentence, err=True)
 
     best = progress.best

@@ -18,27 +18,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from vit.config import list_overrides, plain_values
 from vit.data.loader import Batch, TrainLoader
 from vit.data.random import seed_step
-from vit.model.checkpoint import CheckpointStore, serialize_state
 from vit.runtime.arguments import first_line
 from vit.runtime.background_writer import BackgroundWriter
 from vit.runtime.numbers import format_percent
 from vit.runtime.processes import current_process
+from vit.training.checkpoint import CheckpointStore, serialize_state
 from vit.training.data import TrainingData
-from vit.training.identity import RunIdentity
+from vit.training.identity import check_same_run, compute_run_id
 from vit.training.observers import LOG_EVERY_STEPS, Observer
 from vit.training.plan import Progress, TrainingPlan, Validation
 from vit.training.signals import TrainingInterrupted, stop_on_signals
 from vit.training.train_step import StepResult, TrainStep
 from vit.training.validation import validate
-
-T = TypeVar("T")
 
 # A run's speed is measured this number of times; a smaller change of its length is ignored.
 _NUM_SPEED_CHECKS = 10
@@ -54,6 +53,7 @@ class Trainer:
     Args:
         write_model: Keeps a model, the best so far, and its step.
         observers: Observers of the run; in the main process only.
+        identity: See `identify_run`.
         writer: Writes checkpoints and other files in the background.
         keeps_first_model: Validate and write the model before it is trained, as the first best
             model. It is set where the run starts from a probe.
@@ -66,12 +66,13 @@ class Trainer:
     checkpoints: CheckpointStore
     write_model: Callable[[nn.Module, int], None]
     observers: list[Observer]
-    identity: RunIdentity
+    identity: dict[str, Any]
     writer: BackgroundWriter
     keeps_first_model: bool = False
 
     def __post_init__(self) -> None:
         self.process = current_process()
+        self.run_id = compute_run_id(self.identity)
         self.progress = Progress()
         # `plan` and the step's schedule change if the time is too short for the full plan.
         self._full_plan = self.plan
@@ -88,9 +89,10 @@ class Trainer:
         # step of the last checkpoint, and a future that is done when it is on disk
         self._saved_step: int | None = None
         self._saving: Future[None] | None = None
-        self._is_multilabel = self.data.train.is_multilabel
-        # name of the fraction of images that are classified correctly
-        self._accuracy = "exact_match" if self._is_multilabel else "top1"
+        # measure of the validation images for the user, and the fraction of images that are right
+        self._measure, self._accuracy = "top1", "top1"
+        if self.data.train.is_multilabel:
+            self._measure, self._accuracy = "map", "exact_match"
 
     def train(self) -> Progress:
         """Train to the end of the plan, or until an observer asks to stop.
@@ -109,17 +111,17 @@ class Trainer:
                     "on_start",
                     step=progress.step,
                     total_steps=self.plan.total_steps,
-                    settings=self.identity.settings,
+                    settings=list_overrides(plain_values(self.data.config)),
                 )
-                if self.keeps_first_model and not self._has_model():
+                if self.keeps_first_model and not progress.has_model:
                     self._keep_first_model()
                 self._speed_start = (time.perf_counter(), progress.step)
                 # A run that was stopped after its last step has an epoch to finish.
-                while progress.step_in_epoch or not progress.is_done(self.plan):
+                while progress.step_in_epoch or not self._is_done():
                     if not self._train_epoch():
                         break
                     self._finish_epoch()
-                    if not progress.is_done(self.plan) and self._stop_if_requested():
+                    if not self._is_done() and self._stop_if_requested():
                         break
                 self._wait_for_files()
             except (RuntimeError, ConnectionError, EOFError) as error:
@@ -138,25 +140,20 @@ class Trainer:
                 self._notify("on_end")
         return progress
 
-    def _has_model(self) -> bool:
-        """Return whether a model was kept already. With validation images, a model of step 0 has
-        measures."""
-        return self.progress.best_step > 0 or self.progress.best.top1 >= 0
+    def _is_done(self) -> bool:
+        return self.progress.step >= self.plan.total_steps
 
     def _keep_first_model(self) -> None:
         """Validate and write the model as it is before the first step."""
         model = self.train_step.averaged_model.eval()
-        select_by = self.plan.settings.select_by
         best = validate(self.data, model, self.train_step.device)
         if best is not None:
-            name, value = ("mAP", best.map) if self._is_multilabel else ("top-1", best.top1)
-            percent = format_percent(value, len(self.data.train))
-            self._message(f"linear probe: {name} {percent} on the validation images")
-            if select_by != "loss":
-                # If a trained model is equally accurate it replaces the probe: with few images, and
-                # with a loss that label smoothing has raised, the two can't be told apart.
-                best = best._replace(loss=math.inf)
-        self.progress.record_best(best, select_by=select_by)
+            percent = format_percent(getattr(best, self._measure), len(self.data.train))
+            self._message(f"linear probe: {self._measure} {percent} on the validation images")
+            # If a trained model is equally accurate it replaces the probe: with few images, and
+            # with a loss that label smoothing has raised, the two can't be told apart.
+            best = best._replace(loss=math.inf)
+        self.progress.record_best(best, select_by=self.plan.settings.select_by)
         self.write_model(model, self.progress.step)
         self._save()
 
@@ -265,15 +262,14 @@ class Trainer:
         settings = plan.settings
         self._check_finite()
 
-        is_last = progress.step >= plan.total_steps
-        is_due = is_last or (progress.epoch + 1) % settings.evaluate_every_epochs == 0
+        is_due = self._is_done() or (progress.epoch + 1) % settings.evaluate_every_epochs == 0
         model = self.train_step.averaged_model.eval()
         validation = validate(self.data, model, self.train_step.device) if is_due else None
 
         progress.elapsed_seconds = time.perf_counter() - self._started_at
         loss_sum, num_correct, num_finite = progress.epoch_sums.tolist()
         fields = {"loss": "loss", self._accuracy: "top1", "macro_f1": "macro_f1"}
-        if self._is_multilabel:
+        if self._measure == "map":
             fields["map"] = "map"
         metrics = {
             "epoch": progress.epoch + 1,
@@ -291,11 +287,6 @@ class Trainer:
         if is_due and progress.record_best(validation, select_by=settings.select_by):
             self.write_model(model, progress.step)
         self._notify("on_epoch", metrics, model)
-        if progress.is_done(plan) and not is_last:
-            self._message(
-                f"stopped early: {settings.select_by.replace('_', ' ')} was best at step"
-                f" {progress.best_step}, {progress.evaluations_since_best} evaluations ago"
-            )
 
         progress.start_epoch()
         if is_due or self._is_checkpoint_due():
@@ -319,7 +310,7 @@ class Trainer:
             # A plain tuple, because a checkpoint holds no classes.
             "progress": vars(progress) | {"best": tuple(progress.best)},
             "state": self.train_step.state_dict(),
-            "identity": self.identity.to_record(),
+            "identity": {"run_id": self.run_id, "settings": self.identity},
         }
         save = partial(
             self.checkpoints.save,
@@ -343,11 +334,12 @@ class Trainer:
         Raises:
             ValueError: The checkpoint is of another run.
         """
-        values = self._from_main(lambda: self.checkpoints.load_latest(warn=self._message))
+        values = self._load_checkpoint()
         if values is None:
             return False
         progress = values["progress"]
-        self.identity.check(values["identity"], origin=f"the checkpoint of step {progress['step']}")
+        origin = f"the checkpoint of step {progress['step']}"
+        check_same_run(self.identity, values["identity"]["settings"], origin=origin)
         self.progress = Progress(**progress | {"best": Validation(*progress["best"])})
         self._saved_step = self.progress.step
         if self.progress.total_steps is not None:
@@ -355,8 +347,8 @@ class Trainer:
         self.train_step.load_state_dict(values["state"])
 
         best_step = self.progress.best_step
-        best = self._from_main(lambda: self.checkpoints.load(best_step))
-        if self._has_model() and best is not None:
+        best = self._load_checkpoint(best_step)
+        if self.progress.has_model and best is not None:
             model = copy.deepcopy(self.train_step.averaged_model).eval()
             model.load_state_dict(best["state"]["average"])
             self.write_model(model, best_step)
@@ -364,10 +356,12 @@ class Trainer:
             self.writer.wait()
         return True
 
-    def _from_main(self, read: Callable[[], T]) -> T:
-        """Read in the main process, and return the value in all processes."""
-        value = read() if self.process.is_main else None
-        return self.process.broadcast(cast(T, value))
+    def _load_checkpoint(self, step: int | None = None) -> dict[str, Any] | None:
+        """Load a checkpoint in the main process, and return it in all processes."""
+        values = None
+        if self.process.is_main:
+            values = self.checkpoints.load(step, warn=self._message)
+        return self.process.broadcast(values)
 
     def _log(self, result: StepResult) -> None:
         """Report a step to the observers."""
@@ -431,7 +425,7 @@ class Trainer:
         text = f"stopped after step {step}; continue with --resume --output {directory}"
         if self.process.any_rank(self._signalled):
             raise TrainingInterrupted(text)
-        if not self._has_model():  # the result needs a model
+        if not self.progress.has_model:  # the result needs a model
             self.progress.best_step = step
             self.write_model(self.train_step.averaged_model.eval(), step)
         self._message(text)

@@ -2,9 +2,7 @@
 objects.
 
 A checkpoint is a file `step-<global step>-<first 16 hex digits of its SHA-256>.pt`. The name
-carries the checksum, so that one rename makes content and checksum appear together. Its keys are
-"progress" (`vit.training.plan.Progress`), "state" (`vit.training.train_step.TrainStep`) and
-"identity" (`vit.training.identity.RunIdentity`).
+carries the checksum, so that one rename makes content and checksum appear together.
 """
 
 import hashlib
@@ -29,18 +27,6 @@ def serialize_state(state: dict[str, Any]) -> memoryview:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getbuffer()
-
-
-def _read(path: Path) -> Any:
-    """Return the content of a checkpoint; None if it is damaged."""
-    try:
-        # Its name says the checksum.
-        is_intact = compute_sha256(path).startswith(path.stem.rpartition("-")[2])
-        return read_tensors(path) if is_intact else None
-    except PermissionError:
-        raise
-    except (OSError, ValueError):
-        return None
 
 
 @dataclass(frozen=True)
@@ -82,25 +68,35 @@ class CheckpointStore:
             remove(leftover)
         return path
 
-    def load_latest(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint; None if there is no checkpoint at all. Raises
-        ValueError if all are damaged. `warn` gets a sentence for each that is passed over."""
-        paths = [path for _, path in self._list()]
+    def load(
+        self, step: int | None = None, *, warn: Callable[[str], None]
+    ) -> dict[str, Any] | None:
+        """Load the newest intact checkpoint, or that of one step; None if there is no checkpoint.
+
+        Args:
+            step: Global step of the checkpoint.
+            warn: Function that gets a sentence for each damaged checkpoint.
+
+        Raises:
+            ValueError: All are damaged.
+        """
+        paths = [path for number, path in self._list() if step in (None, number)]
         for path in reversed(paths):
-            state: dict[str, Any] | None = _read(path)
-            if state is not None:
-                return state
-            warn(f"checkpoint {path.name} is damaged; falling back to the one before")
-        if paths:
+            try:
+                # Its name says the checksum.
+                if compute_sha256(path).startswith(path.stem.rpartition("-")[2]):
+                    state: dict[str, Any] = read_tensors(path)
+                    return state
+            except PermissionError:
+                raise
+            except (OSError, ValueError):
+                pass
+            warn(f"checkpoint {path.name} is damaged and is passed over")
+        if paths and step is None:
             raise ValueError(
                 f"every checkpoint in {self.directory} is damaged; start again with --overwrite"
             )
         return None
-
-    def load(self, step: int) -> dict[str, Any] | None:
-        """Load the checkpoint of global step `step`. None if it is missing or damaged."""
-        found = (_read(path) for number, path in self._list() if number == step)
-        return next((state for state in found if state is not None), None)
 
     def _list(self) -> list[tuple[int, Path]]:
         """(global step, file) of every checkpoint, oldest first."""

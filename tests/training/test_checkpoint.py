@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit.model.checkpoint import CheckpointStore, serialize_state
+from vit.training.checkpoint import CheckpointStore, serialize_state
 
 
 def save(store: CheckpointStore, step: int, *, best: int = 0) -> Path:
@@ -16,7 +16,7 @@ def save(store: CheckpointStore, step: int, *, best: int = 0) -> Path:
 
 def load(store: CheckpointStore) -> tuple[int | None, list[str]]:
     messages: list[str] = []
-    state = store.load_latest(warn=messages.append)
+    state = store.load(warn=messages.append)
     return None if state is None else int(state["value"]), messages
 
 

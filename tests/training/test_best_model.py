@@ -1,0 +1,35 @@
+"""The best model is the one by the measure that was asked for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.conftest import MakeRun, read_metrics
+from vit.training.plan import Progress, Validation
+
+
+@pytest.mark.parametrize(
+    ("select_by", "better", "worse"),
+    [
+        ("top1", Validation(9.0, 0.6, 0.0), Validation(0.1, 0.4, 1.0)),
+        ("top1", Validation(0.9, 0.5, 0.0), Validation(1.1, 0.5, 1.0)),
+        ("macro_f1", Validation(9.0, 0.0, 0.6), Validation(0.1, 1.0, 0.4)),
+    ],
+)
+def test_the_measure_decides_and_the_loss_breaks_ties(
+    select_by: str, better: Validation, worse: Validation
+) -> None:
+    progress = Progress(step=1)
+    assert progress.record_best(Validation(1.0, 0.5, 0.5), select_by=select_by)
+    progress.step = 2
+    assert not progress.record_best(worse, select_by=select_by)
+    assert progress.best_step == 1
+    assert progress.record_best(better, select_by=select_by)
+    assert (progress.best_step, progress.best) == (2, better)
+
+
+def test_the_model_file_is_the_one_that_the_log_says(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "train.select_by=macro_f1", "train.epochs=5")
+    progress = run.trainer.train()
+    values = {metrics["step"]: metrics["val_macro_f1"] for metrics in read_metrics(tmp_path)}
+    assert values[progress.best_step] == max(values.values())
