@@ -92,11 +92,6 @@ class TestNoLocks:
         (warning,) = {str(each.message) for each in caught}
         assert str(tmp_path) in warning
 
-    def test_other_errors_are_raised(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fcntl, "flock", fail_with(errno.EIO))
-        with pytest.raises(OSError, match="Input/output error"), lock_file(tmp_path / "a.lock"):
-            pass
-
     def test_with_locks_a_second_holder_is_refused(self, tmp_path: Path) -> None:
         with lock_file(tmp_path / "a.lock") as is_locked:
             assert is_locked

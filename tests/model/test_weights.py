@@ -115,7 +115,7 @@ class TestFiles:
         ("name", "message"),
         [
             ("half.safetensors", "is not a complete model file"),
-            ("half.pth", "can't be read"),
+            ("half.pth", "is damaged"),
         ],
     )
     def test_half_a_file(self, tmp_path, name, message):
@@ -135,17 +135,10 @@ class TestFiles:
 
         torch.save({"state_dict": build().state_dict(), "x": Malicious()}, tmp_path / "code.pth")
         with pytest.raises(
-            ValueError, match=r"holds \w+\.system, which is not run; save model\.st"
+            ValueError, match="holds more than tensors and plain values; save model"
         ):
             read_weights(tmp_path / "code.pth")
         assert not (tmp_path / "executed").exists()
-
-    @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-    def test_what_git_clones_without_lfs_is_named(self, tmp_path, name):
-        pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 88\n"
-        (tmp_path / name).write_text(pointer)
-        with pytest.raises(ValueError, match=r"Git LFS's pointer to the file"):
-            read_weights(tmp_path / name)
 
     @pytest.mark.parametrize(
         "wrap",

@@ -104,8 +104,6 @@ def _build_parameter(parameter: Parameter, flags: Mapping[str, str]) -> inspect.
     if name == "output" and default is REQUIRED:
         default = None
         text += "  [default: runs/NAME-N]"
-    if kind is object:
-        kind = str
     if kind == Names:
         kind = str
         default = default if isinstance(default, str) else ",".join(default)

@@ -21,8 +21,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
+from vit.runtime.arguments import first_line
 from vit.runtime.documents import parse_json
-from vit.runtime.files import explain_damage, write_atomically
+from vit.runtime.files import write_atomically
 
 SCHEMA_VERSION = 3
 _KEY = "vit"  # a single key: with several, safetensors writes them in random order
@@ -75,8 +76,7 @@ def read_model_file(path: Path) -> ModelFile:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{path} is not a complete model file ({explain_damage(path, error)}); "
-            "copy or train it again"
+            f"{path} is not a complete model file ({first_line(error)}); copy or train it again"
         ) from error
 
     check_finite(tensors, origin=str(path))

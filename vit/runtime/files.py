@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vit.runtime.arguments import first_line
-
 # Bytes. File systems allow 255, but a method, a class and a temporary suffix are added.
 _MAX_NAME = 120
 # Names of files that are being written.
@@ -92,19 +90,11 @@ def read_tensors(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:
-        # torch raises nearly any error for broken bytes.
-        raise ValueError(f"{path} can't be read: {explain_damage(path, error)}") from error
-
-
-def explain_damage(path: Path, error: BaseException) -> str:
-    """Return why a file of weights can't be read: the library's message, or a better one."""
-    with path.open("rb") as file:
-        if file.read(23) == b"version https://git-lfs":
-            return "it is only Git LFS's pointer to the file; download it with `git lfs pull`"
-    # torch's own message says how to run code from the file.
-    if "weights_only" in str(error):
-        return "it is no file of tensors and plain values; save model.state_dict() alone"
-    return first_line(error)
+        # torch raises nearly any error for broken bytes, and says how to run code from the file.
+        raise ValueError(
+            f"{path} is damaged, is only Git LFS's pointer to the file, or holds more than tensors"
+            " and plain values; save model.state_dict() alone"
+        ) from error
 
 
 # A text, bytes, or a function that writes the file at a path.

@@ -34,8 +34,8 @@ def lock_file(path: Path, *, refusal: str = "") -> Iterator[bool]:
         if not path.is_file():
             raise
         warnings.warn(
-            f"{path.parent} has no locks ({error.strerror}); don't start two commands that write"
-            " into one folder there",
+            f"{path.parent} is on a file system without locks ({error.strerror}); don't start two"
+            " commands that write into one folder there",
             stacklevel=3,
         )
     try:

@@ -29,19 +29,11 @@ def suggest(path: str | Path, known: Iterable[str] = ()) -> str:
     X is the known name, or the file or folder beside it, that is most like it.
     """
     nearest = find_nearest(str(path), known)
-    if nearest is None:
-        missing = expand_home(path)
-        # the first part that is missing
-        while not os.path.lexists(missing.parent) and missing.parent != missing:
-            missing = missing.parent
-        try:
-            beside = find_nearest(missing.name, os.listdir(missing.parent))
-        except OSError:
-            return ""
-        if beside is None:
-            return ""
-        nearest = str(missing.parent / beside)
-    return f"; did you mean {shlex.quote(nearest)}?"
+    missing = expand_home(path)
+    if nearest is None and missing.parent.is_dir():
+        beside = find_nearest(missing.name, os.listdir(missing.parent))
+        nearest = beside and str(missing.parent / beside)
+    return f"; did you mean {shlex.quote(nearest)}?" if nearest else ""
 
 
 def is_archive(name: str) -> bool:

@@ -59,15 +59,6 @@ class Process:
         if self.world_size > 1:
             dist.barrier()
 
-    def set_timeout(self, seconds: float) -> None:
-        """Let an exchange between hosts fail if another process has not joined it for `seconds`.
-
-        Each training step has such an exchange. It fails before NCCL's watchdog ends this process
-        without naming the other one.
-        """
-        if self.world_size > 1 and (group := dist.group.WORLD) is not None:
-            group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
-
 
 def current_process() -> Process:
     """Return this process's rank in torch's process group; rank 0 of 1 if there is no group."""

@@ -9,9 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
-
-from vit.runtime.arguments import shorten
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 _ROOT = Path(__file__).parents[2]
 # The default of a parameter that has none.
@@ -20,10 +18,7 @@ REQUIRED = object()
 Names = tuple[str, ...]
 # Smallest and largest value; None for no bound.
 Bounds = tuple[float | None, float | None]
-# Types of arguments that the functions check themselves.
-_UNCHECKED = (object, Names, list[str])
-# Types by their names.
-_PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "Path": Path}
+_KINDS = {"int": int, "float": float, "bool": bool, "Path": Path}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,8 +27,8 @@ class Parameter(NamedTuple):
     """A parameter of a function.
 
     Attributes:
-        kind: Type that a text on the command line is read as: int, float, bool, str, Path, a
-            Literal, list[str] or `Names`; object for others, such as a model, which a text names.
+        kind: Type that a text on the command line is read as: str, int, float, bool, Path, a
+            Literal, list[str] or `Names`. Others, such as a model, are named by a text.
         default: Its default, or `REQUIRED`.
         is_keyword: True if it follows the `*`.
         help: First sentence of its entry under `Args:`, and the default from a sentence "None: …".
@@ -49,46 +44,31 @@ class Parameter(NamedTuple):
 
 
 def check_arguments(**bounds: Bounds) -> Callable[[Function], Function]:
-    """Decorate a public function, so that its keyword arguments are checked before it runs.
-
-    Numbers, texts, paths and literals are checked by their annotations. A text that is a number is
-    converted. The function itself checks arguments of other types.
+    """Decorate a public function, so that its numbers are checked before it runs.
 
     Args:
-        bounds: Smallest and largest value of a parameter; None for no bound.
+        bounds: Smallest and largest value of a keyword argument; None for no bound.
 
     Raises:
-        ValueError: An argument of a call has a wrong type or is outside its bounds.
+        ValueError: An argument of a call is outside its bounds.
     """
 
     def decorate(function: Function) -> Function:
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            for parameter in read_signature(function.__module__, function.__qualname__).values():
-                name = parameter.name
-                has_other = kwargs.get(name, parameter.default) is not parameter.default
-                if has_other and parameter.is_keyword and parameter.kind not in _UNCHECKED:
-                    kwargs[name] = check_value(name, kwargs[name], parameter.kind, parameter.bounds)
+            for name, (minimum, maximum) in bounds.items():
+                value = kwargs.get(name)
+                if value is None:
+                    continue
+                if minimum is not None and value < minimum:
+                    raise ValueError(f"{name} {value} must be at least {minimum}")
+                if maximum is not None and value > maximum:
+                    raise ValueError(f"{name} {value} must be at most {maximum}")
             return function(*args, **kwargs)
 
         return cast(Function, checked)
 
     return decorate
-
-
-def check_value(name: str, value: Any, kind: Any, bounds: Bounds = (None, None)) -> Any:
-    """Return a value as one of a type. Raises ValueError if it can't be converted."""
-    # pydantic takes longer to import than `vit --help` may take
-    from pydantic import Field, TypeAdapter, ValidationError
-
-    minimum, maximum = bounds
-    try:
-        adapter = TypeAdapter(Annotated[kind, Field(ge=minimum, le=maximum)])
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        # one for each type of a union
-        problem = " or ".join(item["msg"] for item in error.errors())
-        raise ValueError(f"{name} {shorten(repr(value))}: {problem}") from None
 
 
 @lru_cache
@@ -176,4 +156,4 @@ def _read_kind(annotation: ast.expr | None) -> Any:
         return cast(Any, Literal)[tuple(choices)]
     if kind.startswith(("list[", "Sequence[")):
         return list[str]
-    return _PLAIN.get(kind, object)
+    return _KINDS.get(kind, str)

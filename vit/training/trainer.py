@@ -42,8 +42,6 @@ from vit.training.validation import validate
 # A run's speed is measured this number of times; a smaller change of its length is ignored.
 _NUM_SPEED_CHECKS = 10
 _MIN_LENGTH_CHANGE = 0.05
-# Seconds after which a silent process counts as lost.
-TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -104,7 +102,6 @@ class Trainer:
         """
         progress = self.progress
         self._started_at = time.perf_counter() - progress.elapsed_seconds
-        self.process.set_timeout(TIMEOUT_SECONDS)
         with stop_on_signals(self._request_stop):
             try:
                 self._notify(

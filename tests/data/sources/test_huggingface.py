@@ -4,12 +4,10 @@ library."""
 import io
 import json
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub as hub
 import numpy as np
 import pytest
 from PIL import Image
@@ -259,23 +257,6 @@ def test_what_is_not_there_is_one_line(
     assert "can't be read as a data set: " in cli.fail(
         "train", "digits", *TINY_RUN, *data, "-o", tmp_path / "run"
     )
-
-
-def test_a_name_that_cannot_be_reached_is_refused_at_once(
-    tmp_path: Path, cli: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`vit.runtime.hub` sets `huggingface_hub.constants.HF_HUB_OFFLINE`, which that library reads at
-    every request and doesn't document. Without it, it would try again for half a minute, or for
-    minutes where nothing answers."""
-    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
-    before = time.monotonic()
-    line = cli.fail(
-        "train", "hf:owner/absent", f"data.cache_dir={tmp_path}", "-o", tmp_path / "run"
-    )
-    assert time.monotonic() - before < 8
-    assert "data.root hf:owner/absent can't be read as a data set: " in line
-    assert not hub.constants.HF_HUB_OFFLINE
 
 
 def test_an_image_that_cannot_be_decoded_is_skipped_and_named(tmp_path: Path) -> None:

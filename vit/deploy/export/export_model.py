@@ -13,10 +13,8 @@ from vit.model.modules import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import check_output, expand_home, open_output, write_atomically
 from vit.runtime.progress import show_progress
-from vit.runtime.signatures import check_arguments
 
 
-@check_arguments()
 @keeps_mode
 def export_model(
     model: ModelLike,

@@ -15,7 +15,6 @@ from vit.explanation.methods.gradients import (
 from vit.explanation.methods.removal import compute_removal_map
 from vit.explanation.methods.rollout import check_rollout_options, compute_rollout
 from vit.runtime.arguments import check_kind
-from vit.runtime.signatures import check_value
 
 if TYPE_CHECKING:
     from vit.explanation.capture.reader import ModelReader
@@ -180,8 +179,7 @@ def check_options(
         The options of the methods by name: their defaults, and the values in place of these.
 
     Raises:
-        ValueError: No method has an option of this name, or its value has another type or is
-            outside the range that the model allows.
+        ValueError: No method has an option of this name, or its value is outside the range that the model allows.
     """
     declared = {name: option for method in methods for name, option in method.options.items()}
     values = {name: option.default for name, option in declared.items()}
@@ -190,7 +188,7 @@ def check_options(
             chosen = ", ".join(method.name for method in methods)
             known = ", ".join(declared) or "none"
             raise ValueError(f"{name} is no option of the methods {chosen}; known: {known}")
-        values[name] = check_value(name, value, declared[name].annotation)
+        values[name] = value
     if reader.has_attention:
         of_rollout = METHODS["rollout"].options
         ranged = {name: value for name, value in values.items() if name in of_rollout}
