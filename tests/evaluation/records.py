@@ -15,6 +15,7 @@ from vit.evaluation.images import EvaluationSet
 from vit.evaluation.metrics import Scores, measure, score_logits
 from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.runtime.files import format_json, write_atomically
+from vit.runtime.metrics_file import PREDICTIONS_FILE
 
 NAMES = tuple(f"class {index}" for index in range(4))
 
@@ -49,6 +50,7 @@ def write_evaluation(
     *,
     fingerprint: str = "0" * 64,
     model_sha256: str | None = None,
+    groups: Sequence[str] | None = None,
     reverse: bool = False,
 ) -> Path:
     """An evaluation directory of four classes in which the labels have the given ranks (0 is a
@@ -60,7 +62,8 @@ def write_evaluation(
     for ahead in range(1, 4):
         logits[rows, (labels + ahead) % 4] = np.where(ranks >= ahead, 2, 0)
     order = rows[::-1] if reverse else rows
-    scores = score_logits(logits[order], labels[order])
+    logits, labels = logits[order], labels[order]
+    scores = score_logits(logits, labels)
     assert (scores.rank == ranks[order]).all()
     evaluation = make_evaluation(
         scores,
@@ -68,14 +71,15 @@ def write_evaluation(
         model=name,
         model_sha256=model_sha256 or hashlib.sha256(name.encode()).hexdigest(),
     )
-    dataset: Any = SimpleNamespace(groups=None)
-    preprocess = Preprocess((8, 8))
     ids = tuple(f"test/{index:04d}.png" for index in order)
-    images = EvaluationSet(dataset, ids, labels[order], preprocess)
+    dataset: Any = SimpleNamespace(ids=ids, groups=groups, digests=order.astype(np.uint64))
+    preprocess = Preprocess((8, 8))
+    images = EvaluationSet(dataset, ids, labels, preprocess)
     bundle = Bundle(torch.nn.Linear(1, 1), preprocess, NAMES, name=name, sha256="a" * 64)
     directory = folder / name
     directory.mkdir()
-    result = EvaluationResult(evaluation, scores, images, bundle)
+    result = EvaluationResult(evaluation, scores, logits, images, bundle)
     result.write_predictions(directory / "predictions.csv")
+    result.write_arrays(directory / PREDICTIONS_FILE)
     write_atomically(directory / EVALUATION_FILE, format_json(evaluation.model_dump(mode="json")))
     return directory

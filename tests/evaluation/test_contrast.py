@@ -67,7 +67,9 @@ def test_what_alone_separates_two_classes_is_first(bundle: Bundle) -> None:
     """Lamps whose label says "wall"."""
     places = np.arange(GRID**2)
     pixels = plant(places, np.random.default_rng(1))
-    mistakes = [Mistake(index, place=0, predicted=1) for index in range(len(pixels))]
+    mistakes = [
+        Mistake(index, place=0, predicted=1, is_missed=True) for index in range(len(pixels))
+    ]
     contrasts = explain_mistakes(bundle, mistakes, list(pixels))
     for place, contrast in zip(places.tolist(), contrasts, strict=True):
         assert contrast.values.argmax() == place
@@ -102,13 +104,13 @@ def test_the_clearest_mistakes_are_chosen() -> None:
     worst = wrong[np.argsort(-scores.confidence[wrong], kind="stable")][:7]
     assert [mistake.image for mistake in mistakes] == worst.tolist()
     assert all(labels[each.image] == each.place != each.predicted for each in mistakes)
-    # each label has its turn: missed, and falsely found
     marks = np.random.default_rng(1).random((200, 4)) < 0.5
     label_scores = score_logits(logits, marks)
     chosen = choose_mistakes(label_scores, 8)
-    assert sorted((each.place, each.is_missed) for each in chosen) == [
-        (place, is_missed) for place in range(4) for is_missed in (False, True)
-    ]
+    # farthest from the truth first
+    gaps = np.abs(marks - label_scores.probabilities) * (marks != label_scores.predicted)
+    found = [gaps[each.image, each.place] for each in chosen]
+    assert found == np.sort(gaps.ravel())[::-1][:8].tolist()
     for each in chosen:
         assert marks[each.image, each.place] == each.is_missed
         assert label_scores.predicted[each.image, each.place] != each.is_missed

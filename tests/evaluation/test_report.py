@@ -69,7 +69,7 @@ def make_case(
     bundle = Bundle(torch.nn.Linear(1, 1), images.preprocess, names, name=NASTY, sha256="a" * 64)
     if multilabel:
         bundle = replace(bundle, data={"task": "multilabel"})
-    return EvaluationResult(evaluation, scores, images, bundle, num_examples=8)
+    return EvaluationResult(evaluation, scores, logits, images, bundle, num_examples=8)
 
 
 def explain(bundle: Bundle, mistakes: list[Mistake], pixels: Any) -> list[Contrast]:

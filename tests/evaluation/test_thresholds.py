@@ -114,8 +114,8 @@ def test_each_label_has_its_threshold_and_a_class_is_found(tiny_bundle: Bundle) 
     logits = (2.0 * marks + rng.standard_normal((60, 2))).astype(np.float32)
     labels = replace(tiny_bundle, class_names=NAMES, data={"task": "multilabel"})
     rule = read("sensitivity=0.9", is_multilabel=True)
-    point, sentences = choose_operating_point(labels, rule, make_validation(marks), logits)
-    assert list(point["thresholds"]) == ["cat"]
+    decided, sentences = choose_operating_point(labels, rule, make_validation(marks), logits)
+    assert list(decided.operating_point["thresholds"]) == ["cat"]
     assert (
         "dog is predicted from 50 % on: 5 images with dog and 55 without allow no" in sentences[1]
     )
@@ -124,8 +124,8 @@ def test_each_label_has_its_threshold_and_a_class_is_found(tiny_bundle: Bundle) 
     # of two classes the rarer one; the temperature counts
     classes = replace(tiny_bundle, class_names=NAMES, metadata={"temperature": 2.0})
     validation = make_validation(marks[:, 1].astype(int))
-    point, _ = choose_operating_point(classes, read("f1"), validation, logits)
-    ((name, threshold),) = point["thresholds"].items()
+    decided, _ = choose_operating_point(classes, read("f1"), validation, logits)
+    ((name, threshold),) = decided.operating_point["thresholds"].items()
     margins = (logits[:, 1] - logits[:, 0]).astype(float) / 2
     assert name == "dog"
     assert threshold == choose("f1", 1 / (1 + np.exp(-margins)), marks[:, 1])

@@ -223,7 +223,7 @@ def build_cases(corpus: Corpus) -> dict[str, Case]:
 
     def evaluation(rng: random.Random, folder: Path) -> None:
         shutil.copytree(corpus.evaluations[1], folder / "b")
-        damage_text(folder / "b" / rng.choice(("evaluation.json", "predictions.csv")), rng)
+        damage_text(folder / "b" / rng.choice(("evaluation.json", "predictions.npz")), rng)
         run_command("compare", corpus.evaluations[0], folder / "b")
 
     def table(rng: random.Random, folder: Path) -> None:

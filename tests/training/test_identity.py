@@ -97,10 +97,10 @@ def test_without_checkpoints_a_run_starts_anew_and_says_so(
 ) -> None:
     run = shutil.copytree(tiny_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
-    (run / "cross_validation.npz").write_bytes(b"")
+    (run / "predictions.npz").write_bytes(b"")
     outcome = cli.succeed("train", "--resume", "--output", run)
     assert f"{run} holds no checkpoint; the run starts anew" in outcome.text
-    assert not (run / "cross_validation.npz").exists()
+    assert not (run / "predictions.npz").exists()
     assert_equal_runs(tiny_run, run)
     assert (run / "model.safetensors").read_bytes() == (tiny_run / "model.safetensors").read_bytes()
 

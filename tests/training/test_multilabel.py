@@ -143,7 +143,7 @@ def test_pretrained_features_get_a_probe_of_each_label(run: Any, tmp_path: Path)
         overrides=[*overrides, "train.device=cpu"],
         output=tmp_path / "folds",
     )
-    left_out = np.load(tmp_path / "folds" / "cross_validation.npz")
+    left_out = np.load(tmp_path / "folds" / "predictions.npz")
     order = [int(path.removesuffix(".png")) for path in left_out["ids"]]
     assert sorted(order) == list(range(NUM_IMAGES))
     precision = average_precision_score(MARKS[order], left_out["logits"], average="macro")

@@ -215,7 +215,7 @@ def test_folds_predict_every_image_and_the_model_is_fitted_on_all(
         "-o", run,
     )  # fmt: skip
     text = " ".join(outcome.text.split())
-    result = np.load(run / "cross_validation.npz")
+    result = np.load(run / "predictions.npz")
     assert len(set(result["ids"].tolist())) == 537
     bundle = load_bundle(run)
     assert bundle.data["splits"]["train"]["num_images"] == 537

@@ -14,8 +14,7 @@ _NUM_WORST = 8
 def evaluate(measure: Call, model: list[str], *, output: Path, overwrite: bool = False) -> None:
     """Measure a model on held-out images, with intervals.
 
-    Writes report.html, evaluation.json and predictions.csv, in which rank is the number of classes
-    with a higher probability than the right one.
+    Writes report.html, evaluation.json, predictions.csv, and predictions.npz for vit compare.
 
     Args:
         model: Model files, runs, timm:NAME or imagenette; the probabilities of several are

@@ -8,20 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vit.bundle import Bundle, Models, keeps_mode, open_model, require_classifier
 from vit.data.dataset import LabelRule, printable
-from vit.data.splits import DatasetSplits
 from vit.evaluation.images import EvaluationSet, check_data, find_overlap, load_images, open_data
-from vit.evaluation.metrics import find_known, measure, score_logits
-from vit.evaluation.out_of_fold import CROSS_VALIDATION, load_out_of_fold
-from vit.evaluation.result import Evaluation, EvaluationResult
+from vit.evaluation.metrics import Scores, find_known, measure, score_logits
+from vit.evaluation.predictions import CROSS_VALIDATION, Predictions, load_predictions
+from vit.evaluation.result import EVALUATION_FILE, Evaluation, EvaluationResult
 from vit.evaluation.subgroups import measure_subgroups, read_values
-from vit.evaluation.thresholds import Rule, choose_operating_point, parse_rule
+from vit.evaluation.thresholds import choose_operating_point, parse_rule
 from vit.prediction.conformal import measure_sets
 from vit.prediction.decision import describe_decision, read_class_threshold, read_thresholds
 from vit.prediction.predictor import BatchPredictor
 from vit.prediction.probabilities import Float32s
 from vit.runtime.device import describe_device
+from vit.runtime.metrics_file import OUT_OF_FOLD_FILE
 from vit.runtime.processes import current_process, join_processes
 from vit.runtime.progress import show_progress
 from vit.runtime.signatures import check_arguments
@@ -123,11 +125,10 @@ def evaluate(
         if operating_point is not None:
             rule = parse_rule(operating_point, bundle)
         splits = open_data(bundle, data, root, dataset, labels=labels, group_by=group_by)
-        is_own = data is None and dataset is None
         # the probes of the folds have not seen the images that they predict
         found = None
-        if is_own and split is None:
-            found = load_out_of_fold(bundle)
+        if data is None and dataset is None and split is None:
+            found = _load_out_of_fold(bundle)
         if found is not None:
             split = "train"
         elif rule is not None and (split or splits.default_split) in ("validation", "all"):
@@ -140,56 +141,82 @@ def evaluate(
         values = {column: read_values(source, column) for column in columns}
         # All images are decoded before anything is computed: errors in them are reported first.
         images = load_images(bundle, splits, split)
-        if is_own:
-            images = replace(images, splits=splits)
         # one predictor for all passes: the batch size changes the last bits of logits
         predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
         notes = list(images.dataset.notes)
         logits = None
         if found is not None:
-            notes.append(found.describe())
-            images, logits = found.select(images), found.logits
+            notes.append(
+                "each image is predicted by a linear probe that has seen neither it nor its group;"
+                " the model itself is trained on all images; intervals may be a little too narrow,"
+                " because the probes share training images (Bates, Hastie & Tibshirani 2021)"
+            )
+            images, logits = _select(images, found), found.logits
         # the operating point changes what is predicted, but no logits
         fitted = bundle
         if rule is not None:
-            fitted, said = _choose_point(
-                bundle, predictor, splits, rule, images=images, logits=logits
-            )
+            deciding, found_logits = images, logits
+            if found_logits is None:
+                deciding = load_images(bundle, splits, "validation")
+                found_logits = _predict(predictor, deciding, title="deciding")
+            fitted, said = choose_operating_point(bundle, rule, deciding, found_logits)
             notes += said
         notes += _describe_images(fitted, images)
         if logits is None:
             logits = _predict(predictor, images, title="evaluating")
-        result = _measure(fitted, images, logits, values)
-        update = {
-            "data": printable(splits.title) or images.dataset.name,
-            "notes": notes,
-            "conditions": _describe_conditions(predictor),
-        }
-        return replace(
-            result,
-            evaluation=result.evaluation.model_copy(update=update),
+        scores, evaluation = _measure(
+            fitted,
+            images,
+            logits,
+            values,
+            data=printable(splits.title) or images.dataset.name,
+            notes=notes,
+            conditions=_describe_conditions(predictor),
+        )
+        return EvaluationResult(
+            evaluation,
+            scores,
+            logits,
+            images,
+            fitted,
             num_examples=num_examples,
+            is_main=current_process().is_main,
             has_new_values=rule is not None,
         )
 
 
-def _choose_point(
-    bundle: Bundle,
-    predictor: BatchPredictor,
-    splits: DatasetSplits,
-    rule: Rule,
-    *,
-    images: EvaluationSet,
-    logits: Float32s | None,
-) -> tuple[Bundle, list[str]]:
-    """Choose an operating point on the validation images, or on images with the logits of a
-    cross-validation; return the model with it, and sentences about it."""
-    if logits is None:
-        images = load_images(bundle, splits, "validation")
-        logits = _predict(predictor, images, title="deciding")
-    point, said = choose_operating_point(bundle, rule, images, logits)
-    metadata = {**bundle.metadata, "operating_point": point}
-    return replace(bundle, metadata=metadata), said
+def _load_out_of_fold(bundle: Bundle) -> Predictions | None:
+    """Return the predictions beside a model file; None if its run wasn't cross-validated."""
+    run = Path(bundle.name)
+    if run.is_file():
+        run = run.parent
+    # an evaluation's are of its own images, beside the model with its operating point
+    if (run / EVALUATION_FILE).is_file():
+        return None
+    found = load_predictions(run, len(bundle.class_names))
+    if found is None and (run / OUT_OF_FOLD_FILE).is_file():
+        raise ValueError(
+            f"an earlier version cross-validated {run}; train it again, or add --split"
+        )
+    return found
+
+
+def _select(images: EvaluationSet, found: Predictions) -> EvaluationSet:
+    """Return the predicted ones of the training images, in the order of the predictions.
+
+    Raises:
+        ValueError: One is missing or has changed.
+    """
+    ids = found.ids.tolist()
+    position = {name: index for index, name in enumerate(images.ids)}
+    chosen = np.array([position.get(name, -1) for name in ids])
+    if (chosen < 0).any() or (images.dataset.digests[chosen] != found.digests).any():
+        raise ValueError(
+            "the images have changed since the run was cross-validated; train it again, or name"
+            " other images with --data"
+        )
+    dataset = replace(images.dataset.subset(chosen), split=CROSS_VALIDATION)
+    return replace(images, dataset=dataset, ids=tuple(ids), labels=images.labels[chosen])
 
 
 def _describe_images(bundle: Bundle, images: EvaluationSet) -> list[str]:
@@ -201,11 +228,10 @@ def _describe_images(bundle: Bundle, images: EvaluationSet) -> list[str]:
             "training chose the model by these images, so its accuracy on them is too high: quote"
             " its accuracy on other images"
         )
-    num_groups = images.num_groups
-    if num_groups < len(images):
+    if images.num_groups < len(images):
         notes.append(
-            f"these {len(images):,} images are of {num_groups:,} groups, such as copies; intervals"
-            " allow for that"
+            f"these {len(images):,} images are of {images.num_groups:,} groups, such as copies;"
+            " intervals allow for that"
         )
     return [*notes, *filter(None, [describe_decision(bundle)])]
 
@@ -215,8 +241,10 @@ def _measure(
     images: EvaluationSet,
     logits: Float32s,
     values: Mapping[str, Mapping[str, str]],
-) -> EvaluationResult:
-    """Measure logits, of all images and by the values of columns. See `read_values`."""
+    **facts: Any,
+) -> tuple[Scores, Evaluation]:
+    """Measure logits, of all images and by the values of columns, see `read_values`. The facts are
+    other fields of the evaluation."""
     dataset = images.dataset
     scores = score_logits(
         logits,
@@ -246,16 +274,14 @@ def _measure(
         num_groups=images.num_groups,
         unreadable=[(printable(name), printable(reason)) for name, reason in dataset.unreadable],
         duplicates_of_training=overlap,
-        data=dataset.name,
         split=dataset.split,
-        notes=[],
         fingerprint=dataset.fingerprint,
         model=bundle.name,
         model_sha256=bundle.sha256,
         run_id=bundle.metadata.get("run_id"),
-        conditions={},
+        **facts,
     )
-    return EvaluationResult(evaluation, scores, images, bundle, is_main=current_process().is_main)
+    return scores, evaluation
 
 
 def _predict(predictor: BatchPredictor, images: EvaluationSet, *, title: str) -> Float32s:

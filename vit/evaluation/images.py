@@ -36,14 +36,12 @@ class EvaluationSet:
         ids: Their names, as text that any file can hold.
         labels: Indices of the model's classes, [n]; or which labels each image has, bool [n, C].
         preprocess: The model's preprocessing.
-        splits: The data that the model was trained on, if the images are from it.
     """
 
     dataset: ImageDataset
     ids: tuple[str, ...]
     labels: NDArray[Any]
     preprocess: Preprocess
-    splits: DatasetSplits | None = None
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -1,4 +1,4 @@
-"""The result of an evaluation and its files: evaluation.json, predictions.csv and report.html.
+"""The result of an evaluation and its files.
 
 `schema_version` rises when a key is removed or changes its meaning, not when a key is added.
 Fractions are 0 to 1, not percent.
@@ -19,11 +19,13 @@ from vit.data.dataset import printable
 from vit.evaluation.images import EvaluationSet, TrainTestOverlap
 from vit.evaluation.intervals import Interval
 from vit.evaluation.metrics import ClassMetrics, Scores
+from vit.evaluation.predictions import save_predictions
 from vit.evaluation.subgroups import Subgroup
 from vit.prediction.conformal import SetMetrics
-from vit.prediction.probabilities import Bools, chunk_rows
+from vit.prediction.probabilities import Bools, Float32s, chunk_rows
 from vit.runtime.documents import escape_formula
 from vit.runtime.files import FileContent, Result, compute_sha256, expand_home, format_json
+from vit.runtime.metrics_file import PREDICTIONS_FILE
 from vit.runtime.numbers import format_interval, format_number, format_percent
 
 EVALUATION_FILE = "evaluation.json"
@@ -232,6 +234,7 @@ class EvaluationResult(Result):
     Attributes:
         evaluation: The metrics and the conditions.
         scores: Prediction of each image.
+        logits: Its logits, [n, C].
         images: The images.
         bundle: The model, with its operating point.
         num_examples: Errors that the report shows.
@@ -241,6 +244,7 @@ class EvaluationResult(Result):
 
     evaluation: Evaluation
     scores: Scores
+    logits: Float32s
     images: EvaluationSet
     bundle: Bundle
     num_examples: int = 16
@@ -260,17 +264,22 @@ class EvaluationResult(Result):
         return {
             **files,
             "predictions.csv": self.write_predictions,
+            PREDICTIONS_FILE: self.write_arrays,
             "report.html": build_report(self),
             # written last: whoever finds it finds the other files, too
             EVALUATION_FILE: self._write_evaluation,
         }
 
-    def write_predictions(self, path: Path) -> None:
-        """Write predictions.csv: a line for each image, with the probability of each class.
+    def write_arrays(self, path: Path) -> None:
+        """Write predictions.npz, which `vit compare` reads."""
+        save_predictions(path, self.images.dataset, self.scores, self.logits)
 
-        `vit compare` pairs evaluations by the column `path`, the image's name in its data set. The
-        probability of each class has the fewest digits that a float32 is read back from: 0.7 GB for
-        50,000 images of 1,000 classes. Other numbers have those of a float64.
+    def write_predictions(self, path: Path) -> None:
+        """Write predictions.csv for people: a line for each image, with the probability of each
+        class.
+
+        These have the fewest digits that a float32 is read back from: 0.7 GB for 50,000 images of
+        1,000 classes. Other numbers have those of a float64.
         """
         scores, images = self.scores, self.images
         names = [escape_formula(name) for name in self.bundle.class_names]
@@ -286,8 +295,6 @@ class EvaluationResult(Result):
                 "label": [names[label] for label in scores.labels],
                 "predicted": [names[label] for label in scores.predicted],
                 "probability": scores.confidence.tolist(),
-                "label_probability": scores.label_probability.tolist(),
-                "rank": scores.rank.tolist(),
             }
         columns["loss"] = scores.loss.tolist()
         if images.dataset.groups is not None:

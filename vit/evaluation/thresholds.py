@@ -2,14 +2,15 @@
 on held-out images."""
 
 import re
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from vit.bundle import Bundle
 from vit.evaluation.images import EvaluationSet
 from vit.evaluation.intervals import number_clusters
-from vit.evaluation.out_of_fold import CROSS_VALIDATION
+from vit.evaluation.predictions import CROSS_VALIDATION
 from vit.prediction.decision import compute_probabilities
 from vit.prediction.probabilities import Bools, Float32s, Floats, Ints
 from vit.runtime.arguments import shorten
@@ -60,11 +61,11 @@ def parse_rule(text: str, bundle: Bundle) -> Rule:
 
 def choose_operating_point(
     bundle: Bundle, rule: Rule, images: EvaluationSet, logits: Float32s
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[Bundle, list[str]]:
     """Choose the thresholds of a model on images with these logits, [n, C].
 
     Returns:
-        The operating point, and sentences about it.
+        The model with its operating point, and sentences about it.
 
     Raises:
         ValueError: No threshold of these images keeps the promise.
@@ -94,7 +95,7 @@ def choose_operating_point(
                 raise ValueError(f"--operating-point {rule.text} on {where}: {error}") from error
             sentences.append(f"{names[place]} is predicted from 50 % on: {error}")
     point = {"rule": rule.text, "thresholds": thresholds, "num_images": len(images)}
-    return point, sentences
+    return replace(bundle, metadata={**bundle.metadata, "operating_point": point}), sentences
 
 
 def choose_threshold(

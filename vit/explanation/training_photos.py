@@ -12,7 +12,6 @@ from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import hash_pixels
 from vit.data.open import open_dataset, open_for_model, read_label_rule
 from vit.data.sources.registry import is_here
-from vit.data.splits import DatasetSplits
 from vit.explanation.render.page import encode_photo
 from vit.prediction.neighbours import find_nearest
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
@@ -47,13 +46,11 @@ class TrainingPhotos:
     Args:
         bundle: The model.
         side: Side of the pictures in pixels.
-        splits: The data that the model was trained on, if it is open already.
     """
 
-    def __init__(self, bundle: Bundle, *, side: int, splits: DatasetSplits | None = None) -> None:
+    def __init__(self, bundle: Bundle, *, side: int) -> None:
         self.bundle = bundle
         self._side = side
-        self._splits = splits or bundle.passed_images
         # name and class of each; the class is -1 where images may have several labels
         self._named: list[tuple[str, int]] = []
         if bundle.likeness is not None:
@@ -106,8 +103,9 @@ class TrainingPhotos:
         # it may be deleted since it was listed
         with suppress(ValueError, OSError):
             photo = self.bundle.preprocess.to_rgb(self._dataset.image(index))
-            # images that are open already are those of the user
-            if self._splits is not None or digests is None or np.isin(hash_pixels(photo), digests):
+            # images that a user has passed are the user's own
+            passed = self.bundle.passed_images
+            if passed is not None or digests is None or np.isin(hash_pixels(photo), digests):
                 return encode_photo(photo, side=self._side)
         return None
 
@@ -117,8 +115,8 @@ class TrainingPhotos:
         machine."""
         # the training folder may be deleted, or may contain other images
         with suppress(ValueError, OSError):
-            if self._splits is not None:
-                return self._splits.split("train")
+            if self.bundle.passed_images is not None:
+                return self.bundle.passed_images.split("train")
             recorded = self.bundle.recorded_images
             name, root = recorded.config.get("name", ""), recorded.config.get("root")
             if not is_here(name, root):

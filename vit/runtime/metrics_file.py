@@ -8,7 +8,9 @@ from vit.runtime.documents import parse_json
 from vit.runtime.files import read_text, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
-# logits of a cross-validated run, see vit.evaluation.out_of_fold
+# arrays of an evaluation or a cross-validated run, see vit.evaluation.predictions
+PREDICTIONS_FILE = "predictions.npz"
+# logits of a run that an earlier version cross-validated
 OUT_OF_FOLD_FILE = "cross_validation.npz"
 
 

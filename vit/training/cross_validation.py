@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from vit.config import Config
-from vit.data.dataset import printable
-from vit.evaluation.out_of_fold import OutOfFold
+from vit.evaluation.metrics import score_logits
+from vit.evaluation.predictions import save_predictions
 from vit.prediction.features import Features
 from vit.prediction.probabilities import Float32s, Ints
+from vit.runtime.metrics_file import PREDICTIONS_FILE
 from vit.training.folds import Labels, assign_folds, list_always_trained, train_on_whole_classes
 from vit.training.linear_probe import fit_probe
 from vit.training.probe import is_probe_alone
@@ -50,12 +51,10 @@ def cross_validate_run(run: Run, *, num_folds: int, directory: Path) -> str:
             balanced=run.data.class_balance == "weights",
         )
         measured = np.flatnonzero(folds >= 0)
-        OutOfFold(
-            ids=np.array([printable(images.ids[index]) for index in measured.tolist()], dtype=str),
-            digests=images.digests[measured],
-            folds=folds[measured],
-            logits=logits[measured],
-        ).save(directory)
+        left_out = logits[measured]
+        scores = score_logits(left_out, images.labels[measured])
+        path = directory / PREDICTIONS_FILE
+        save_predictions(path, images.subset(measured), scores, left_out)
         said = f"{folds.max() + 1}-fold cross-validation of {len(measured):,} images"
         if names := list_always_trained(folds, images.labels, images.class_names):
             said += f"; not measured, because of one group or image: {names}"

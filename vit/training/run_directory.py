@@ -7,14 +7,14 @@ from pathlib import Path
 from vit.runtime.console import echo
 from vit.runtime.files import TEMPORARIES, remove
 from vit.runtime.locks import lock_file
-from vit.runtime.metrics_file import METRICS_FILE, OUT_OF_FOLD_FILE
+from vit.runtime.metrics_file import METRICS_FILE, OUT_OF_FOLD_FILE, PREDICTIONS_FILE
 
 CONFIG_FILE = "config.yaml"
 _LOCK_FILE = ".lock"
 FIRST_BATCH_FILE = "first_batch.png"
 CURVE_FILE = "learning_curve.json"
 # Measurements of a run. A run that starts anew in its directory removes them.
-_RESULT_FILES = (METRICS_FILE, "tensorboard", OUT_OF_FOLD_FILE, CURVE_FILE)
+_RESULT_FILES = (METRICS_FILE, "tensorboard", PREDICTIONS_FILE, OUT_OF_FOLD_FILE, CURVE_FILE)
 # Files that a run writes and --overwrite removes. Other files in the directory stay. The
 # configuration comes last: without it the others would not be known as a run's.
 _RUN_FILES = (*_RESULT_FILES, "model.safetensors", "checkpoints", FIRST_BATCH_FILE, CONFIG_FILE)

@@ -94,13 +94,11 @@ def test_intervals_cover_the_true_difference(true_difference: float) -> None:
 def test_groups_are_read_from_predictions(make_evaluation: MakeEvaluation) -> None:
     better = flip(RANKS, *np.flatnonzero(RANKS[:40]).tolist())
     groups = [f"burst{number // 40}" for number in range(len(RANKS))]
-    directories = [make_evaluation(name, ranks) for name, ranks in (("a", RANKS), ("b", better))]
-    (alone,) = compare(directories).pairs
-    for directory in directories:
-        path = directory / "predictions.csv"
-        header, *lines = path.read_text().splitlines()
-        rows = [f"{line},{group}" for line, group in zip(lines, groups, strict=True)]
-        path.write_text("\n".join([f"{header},group", *rows]))
+    (alone,) = compare([make_evaluation("a", RANKS), make_evaluation("b", better)]).pairs
+    directories = [
+        make_evaluation(f"{name} grouped", ranks, groups=groups)
+        for name, ranks in (("a", RANKS), ("b", better))
+    ]
     (pair,) = compare(directories).pairs
     # all 15 changes are in one of ten bursts
     assert alone.is_significant
@@ -128,17 +126,19 @@ def test_what_is_no_evaluation_is_named(make_evaluation: MakeEvaluation, tmp_pat
         compare([a, tmp_path])
     with pytest.raises(ValueError, match="two or more"):
         compare([a])
-    path = a / "predictions.csv"
-    header, first, *lines = path.read_text().splitlines()
-    for wrong, sentence in (
-        ([header, first, *lines[:-3]], "397 predictions of 400 images"),
-        ([header, "only,three,fields"], "line 2 has 3 fields instead of"),
-        (["a,b,c", *["1,2,3"] * 400], "has no columns path, label and predicted; evaluate again"),
-        ([header], "0 predictions of 400 images"),
+    predictions = a / "predictions.npz"
+    others = make_evaluation("others", RANKS[:100]) / "predictions.npz"
+    again = "a has no predictions.npz of 400 images.*evaluate again"
+    for replacement, sentence in (
+        (others.read_bytes(), again),
+        (b"PK", "is damaged"),
+        (None, again),
     ):
-        path.write_text("\n".join(wrong))
+        predictions.unlink(missing_ok=True)
+        if replacement is not None:
+            predictions.write_bytes(replacement)
         with pytest.raises(ValueError, match=sentence):
-            compare([a, b])
+            compare([b, a])
     for content in ("[]", '{"schema_version": 1}', "{"):
         (b / "evaluation.json").write_text(content)
         with pytest.raises(ValueError, match=r"evaluation\.json"):

@@ -3,15 +3,17 @@
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import binomtest
 
+from vit.evaluation.predictions import load_predictions
 from vit.prediction.probabilities import Bools, Ints
 from vit.runtime.arguments import check_kind, shorten
-from vit.runtime.documents import read_json, read_rows
+from vit.runtime.documents import read_json
 from vit.runtime.files import FileContent, Result, format_json
 
 # Differences with a smaller p-value are called significant.
@@ -20,7 +22,7 @@ Interval = tuple[float, float]
 _NUM_DRAWS = 20_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ComparedEvaluation:
     """An evaluation as its directory has it.
 
@@ -28,21 +30,26 @@ class ComparedEvaluation:
         name: The part of its path that differs from the others.
         data: Data set and split, for readers.
         fingerprint: Hash of the images and labels.
+        class_names: Names of the classes or labels.
         ids: Name of each image.
-        labels: Class of each image; or its labels, separated by "|".
-        groups: Group of each image: its name if it is its own group.
+        labels: Class of each image, [n]; or which labels it has, bool [n, C].
+        groups: Group of each image, [n]: its name if it is its own group.
         correct: True for an image that is predicted correctly, or of which all labels are right.
-        is_multilabel: True if an image may have several labels.
     """
 
     name: str
     data: str
     fingerprint: str
+    class_names: list[str]
     ids: list[str]
-    labels: list[str]
-    groups: list[str]
+    labels: NDArray[Any]
+    groups: NDArray[Any]
     correct: Bools
-    is_multilabel: bool
+
+    @property
+    def is_multilabel(self) -> bool:
+        """True if an image may have several labels."""
+        return self.labels.ndim == 2
 
     @property
     def accuracy(self) -> float:
@@ -193,7 +200,7 @@ def _compare_pair(a: ComparedEvaluation, b: ComparedEvaluation) -> Pair:
     _check_same_images(a, b)
     # 1 where only B is correct, -1 where only A is, else 0
     changes = b.correct.astype(int) - a.correct
-    clusters = np.unique(np.array(a.groups, dtype=object), return_inverse=True)[1]
+    clusters = np.unique(a.groups, return_inverse=True)[1]
     p_value, interval = compute_paired_test(changes, clusters)
     ids = np.array(a.ids, dtype=object)
     return Pair(
@@ -214,39 +221,35 @@ def _load(directory: Path, name: str) -> ComparedEvaluation:
 
     Raises:
         FileNotFoundError: There is none.
-        ValueError: Its files are of another kind, or don't belong together.
+        ValueError: Its files are of another kind or version, or don't belong together.
     """
-    path, table = directory / "evaluation.json", directory / "predictions.csv"
+    path = directory / "evaluation.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no evaluation.json; run vit evaluate first")
     facts = read_json(path)
-    if not isinstance(facts, dict) or not {"fingerprint", "data", "split"} < set(facts):
-        raise ValueError(f"{path} has no fingerprint, data and split; evaluate again")
-    rows = [row for _, row in read_rows(table)]
+    try:
+        class_names = [str(row["name"]) for row in facts["per_class"]]
+        data = f"{facts['data']} ({facts['split']})"
+        fingerprint, num_images = str(facts["fingerprint"]), facts["num_images"]
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{path} is of another version, or damaged; evaluate again") from error
+    found = load_predictions(directory, len(class_names))
     # both files are of one evaluation only if nobody replaced one of them
-    if not 0 < len(rows) == facts.get("num_images"):
+    if found is None or len(found.ids) != num_images:
         raise ValueError(
-            f"{table} has {len(rows)} predictions of {facts.get('num_images')} images; evaluate again"
+            f"{directory} has no predictions.npz of {num_images} images, because an earlier version"
+            " wrote it or files were replaced; evaluate again"
         )
-    columns = rows[0].keys()
-    if not {"path", "predicted"} < columns or not {"label", "labels"} & columns:
-        raise ValueError(f"{table} has no columns path, label and predicted; evaluate again")
-    rows.sort(key=itemgetter("path"))
-    # Names may hold the separator of labels, so that cells are compared whole: in both columns, the
-    # names have the order of the model's classes.
-    given = "labels" if "labels" in columns else "label"
-    # an image whose logits are not numbers is wrong, whichever class is predicted
-    correct = [row.get("rank", "0") == "0" and row[given] == row["predicted"] for row in rows]
+    order = found.ids.argsort()
     return ComparedEvaluation(
         name=name,
-        data=f"{facts['data']} ({facts['split']})",
-        fingerprint=str(facts["fingerprint"]),
-        ids=[row["path"] for row in rows],
-        labels=[row[given] for row in rows],
-        # an earlier version wrote no groups
-        groups=[row.get("group", row["path"]) for row in rows],
-        correct=np.array(correct),
-        is_multilabel="labels" in columns,
+        data=data,
+        fingerprint=fingerprint,
+        class_names=class_names,
+        ids=found.ids[order].tolist(),
+        labels=found.labels[order],
+        groups=found.groups[order],
+        correct=found.correct[order],
     )
 
 
@@ -266,12 +269,10 @@ def _check_same_images(a: ComparedEvaluation, b: ComparedEvaluation) -> None:
 
 
 def _find_recall_changes(a: ComparedEvaluation, b: ComparedEvaluation) -> list[RecallChange]:
-    # An array of text would reserve room for the longest name in every element.
-    names, classes = np.unique(np.array(a.labels, dtype=object), return_inverse=True)
+    places, classes = np.unique(a.labels, return_inverse=True)
     support = np.bincount(classes)
     recalls = [(np.bincount(classes, each.correct) / support).tolist() for each in (a, b)]
-    changes = [
-        RecallChange(*row) for row in zip(names.tolist(), *recalls, support.tolist(), strict=True)
-    ]
-    changes.sort(key=lambda change: -abs(change.recall_b - change.recall_a))
+    names = [a.class_names[place] for place in places.tolist()]
+    changes = [RecallChange(*row) for row in zip(names, *recalls, support.tolist(), strict=True)]
+    changes.sort(key=lambda change: (-abs(change.recall_b - change.recall_a), change.name))
     return [change for change in changes if change.recall_a != change.recall_b]

@@ -1,7 +1,6 @@
 """Why a prediction is wrong: the evidence that decided, the patches whose removal turns the answer,
 and the nearest training photos."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,8 +26,8 @@ METHOD = "libra-fullgrad"
 SIDE = 128
 # largest fraction of the patches that is removed
 _MAX_REMOVED = 0.25
-# The number of removed patches grows by this factor.
-_STEP = 1.4
+# numbers of patches that are removed in turn
+_NUM_COUNTS = 10
 _BATCH = 16
 
 
@@ -45,7 +44,7 @@ class Mistake(NamedTuple):
     image: int
     place: int
     predicted: int
-    is_missed: bool = True
+    is_missed: bool
 
 
 class Contrast(NamedTuple):
@@ -74,27 +73,19 @@ class Contrast(NamedTuple):
 
 
 def choose_mistakes(scores: Scores, count: int) -> list[Mistake]:
-    """Choose up to `count` of the clearest mistakes: the most confident wrong classes; or of each
-    label in turn an image where it is missed and one where it is falsely found, the clearest
-    first."""
-    if not scores.is_multilabel:
-        # among equally confident ones, the first comes first
-        surest_first = np.argsort(-scores.confidence, kind="stable")
-        chosen = surest_first[~scores.correct[surest_first]][:count]
-        columns = (chosen, scores.labels[chosen], scores.predicted[chosen])
-        return [Mistake(*row) for row in zip(*(each.tolist() for each in columns), strict=True)]
-    is_wrong = scores.labels != scores.predicted
-    gaps = np.abs(scores.labels - scores.probabilities)[is_wrong]
-    pairs = np.argwhere(is_wrong)[np.argsort(-gaps, kind="stable")]
-    turns: Counter[tuple[int, bool]] = Counter()
-    ranked = []
-    for index, place in pairs.tolist():
-        is_missed = bool(scores.labels[index, place])
-        ranked.append((turns[place, is_missed], Mistake(index, place, place, is_missed)))
-        turns[place, is_missed] += 1
-    # the clearest of each label before the second of any
-    ranked.sort(key=lambda pair: pair[0])
-    return [mistake for _, mistake in ranked[:count]]
+    """Choose up to `count` of the clearest mistakes: the most confident wrong classes, or the labels
+    whose probability is farthest from the truth. The first comes first among equal ones."""
+    if scores.is_multilabel:
+        images, places = np.nonzero(scores.labels != scores.predicted)
+        predicted, is_missed = places, scores.labels[images, places]
+        clarity = np.abs(scores.labels - scores.probabilities)[images, places]
+    else:
+        images = np.flatnonzero(~scores.correct)
+        places, predicted = scores.labels[images], scores.predicted[images]
+        clarity, is_missed = scores.confidence[images], np.ones(len(images), bool)
+    chosen = np.argsort(-clarity, kind="stable")[:count]
+    columns = (column[chosen].tolist() for column in (images, places, predicted, is_missed))
+    return [Mistake(*row) for row in zip(*columns, strict=True)]
 
 
 def whiten(photo: Pixels, contrast: Contrast) -> Pixels:
@@ -144,7 +135,9 @@ def _turn_answers(
     Patches are removed in the order of the map, the most important first; each answer without them
     is that of a forward pass."""
     order = values.flatten(1).argsort(dim=-1, descending=True, stable=True)
-    counts = torch.tensor(_list_counts(order.shape[1]))
+    # growing, up to the largest number
+    steps = np.geomspace(1, max(order.shape[1] * _MAX_REMOVED, 1), _NUM_COUNTS)
+    counts = torch.from_numpy(np.unique(steps.round()))
     # rank of each patch; 0 is the strongest evidence for the wrong answer
     removed: Bool[Tensor, "N B P"] = order.argsort(dim=-1)[None] < counts[:, None, None]
     numbers: Int[Tensor, " NB"] = torch.arange(len(images)).repeat(len(counts))
@@ -171,13 +164,3 @@ def _turn_answers(
                 answer = int(answers[first * len(images) + row])
         contrasts.append(Contrast(values[row].numpy(), patches, answer))
     return contrasts
-
-
-def _list_counts(num_patches: int) -> list[int]:
-    """Return numbers of patches to remove: 1, 2, 3 and on in growing steps, up to a quarter."""
-    counts = []
-    count = 1.0
-    while round(count) <= max(num_patches * _MAX_REMOVED, 1):
-        counts.append(round(count))
-        count = max(count * _STEP, count + 1)
-    return counts

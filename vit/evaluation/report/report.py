@@ -1,6 +1,6 @@
 """The report of an evaluation: one self-contained HTML file, for classes and for several labels."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import compress
@@ -11,12 +11,8 @@ import numpy as np
 from PIL import Image
 
 from vit.evaluation.metrics import Scores
-from vit.evaluation.out_of_fold import CROSS_VALIDATION
-from vit.evaluation.report.charts import (
-    draw_confusion,
-    draw_curves,
-    draw_reliability,
-)
+from vit.evaluation.predictions import CROSS_VALIDATION
+from vit.evaluation.report.charts import draw_confusion, draw_curves, draw_reliability
 from vit.evaluation.report.contrast import (
     SIDE,
     Contrast,
@@ -34,12 +30,10 @@ if TYPE_CHECKING:
     from vit.evaluation.result import Evaluation, EvaluationResult
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
-# classes in the confusion matrix
-_MAX_IN_MATRIX = 40
+# classes in the confusion matrix, and labels with curves
+_MAX_DRAWN = 40
 # rows in the table of classes; 20,000 would make a page of 6 MB
 _MAX_CLASSES = 1000
-# labels with curves, the lowest average precision first; more make a large page
-_MAX_CURVES = 40
 
 
 class Picture(NamedTuple):
@@ -58,14 +52,24 @@ def build_report(result: "EvaluationResult") -> str:
     mistakes, problem = _show_mistakes(result)
     classes = evaluation.per_class
     matrix = ""
-    if not scores.is_multilabel and len(classes) <= _MAX_IN_MATRIX:
+    if not scores.is_multilabel and len(classes) <= _MAX_DRAWN:
         matrix = draw_confusion(scores, [row.name for row in classes])
     # a label that is ranked badly, or a class with many errors, comes first
     order = sorted(
         range(len(classes)),
         key=lambda place: classes[place].average_precision or classes[place].f1 or 0,
     )
-    curves = _draw_curves(evaluation, scores, order)
+    # of labels, or of the class that is one against the rest
+    rest = evaluation.one_against_rest
+    drawn = [
+        place
+        for place in order
+        if classes[place] is rest or (scores.is_multilabel and classes[place].roc_auc is not None)
+    ]
+    curves = {
+        place: draw_curves(scores.probabilities[:, place], scores.mark(place)[0], classes[place])
+        for place in drawn[:_MAX_DRAWN]
+    }
     if len(classes) > _MAX_CLASSES:
         # classes without images come last
         classes = sorted(classes, key=lambda row: (row.f1 is None, row.f1 or 0))[:_MAX_CLASSES]
@@ -93,22 +97,6 @@ def build_report(result: "EvaluationResult") -> str:
     return render_page(_TEMPLATE, context)
 
 
-def _draw_curves(
-    evaluation: "Evaluation", scores: Scores, order: Sequence[int]
-) -> dict[int, list[str]]:
-    """Draw the curves of the class that is one against the rest, or of the first labels."""
-    rest, rows = evaluation.one_against_rest, evaluation.per_class
-    chosen = [
-        place
-        for place in order
-        if rows[place] is rest or (evaluation.is_multilabel and rows[place].roc_auc is not None)
-    ]
-    return {
-        place: draw_curves(scores.probabilities[:, place], scores.mark(place)[0], rows[place])
-        for place in chosen[:_MAX_CURVES]
-    }
-
-
 def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[Any]], str]:
     """Return name, text and pictures of the clearest mistakes by class or label, and why nothing
     explains them; empty if something does."""
@@ -123,7 +111,7 @@ def _show_mistakes(result: "EvaluationResult") -> tuple[dict[int, list[Any]], st
         problem = "the model has seen these images, unlike the probes of the folds"
     elif mistakes:
         # they are the ones that the model file names, if they are on this machine
-        training = TrainingPhotos(bundle, side=SIDE, splits=result.images.splits)
+        training = TrainingPhotos(bundle, side=SIDE)
         if scores.is_multilabel:
             neighbours = training.find(photos, 2)
         else:
@@ -174,11 +162,11 @@ def describe_errors(evaluation: "Evaluation", scores: Scores) -> str:
     """Return a sentence on the most frequent error; empty for labels and without one."""
     if scores.is_multilabel or scores.correct.all():
         return ""
-    # a matrix of all pairs of classes might not fit into memory
-    errors = np.stack([scores.labels, scores.predicted])[:, ~scores.correct]
-    pairs, counts = np.unique(errors, axis=1, return_counts=True)
-    label, predicted = (evaluation.per_class[place].name for place in pairs[:, counts.argmax()])
+    errors = np.stack([scores.labels, scores.predicted], axis=1)[~scores.correct].tolist()
+    counts = Counter(map(tuple, sorted(errors)))
+    ((pair, count),) = counts.most_common(1)
+    label, predicted = (evaluation.per_class[place].name for place in pair)
     return (
         f"The most frequent error is {label} predicted as {predicted}:"
-        f" {counts.max()} of {counts.sum()} errors."
+        f" {count} of {len(errors)} errors."
     )
