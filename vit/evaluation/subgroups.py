@@ -37,8 +37,8 @@ class Subgroup:
         """Return the row of a table for people."""
         cells = [self.name, f"{self.num_images:,}", f"{self.num_groups:,}", "–", ""]
         if self.metric is not None:
-            cells[3] = format_percent(self.metric, self.num_images)
-            cells[4] = format_interval(self.interval, self.num_images)
+            count = self.num_images
+            cells[3:] = format_percent(self.metric, count), format_interval(self.interval, count)
         return cells
 
 

@@ -59,13 +59,10 @@ def build_report(result: "EvaluationResult") -> str:
         range(len(classes)),
         key=lambda place: classes[place].average_precision or classes[place].f1 or 0,
     )
-    # of labels, or of the class that is one against the rest
-    rest = evaluation.one_against_rest
-    drawn = [
-        place
-        for place in order
-        if classes[place] is rest or (scores.is_multilabel and classes[place].roc_auc is not None)
-    ]
+    drawn = [place for place in order if classes[place].roc_auc is not None]
+    if not scores.is_multilabel:
+        # one class against the rest
+        drawn = [place for place in drawn if classes[place] is evaluation.one_against_rest]
     curves = {
         place: draw_curves(scores.probabilities[:, place], scores.mark(place)[0], classes[place])
         for place in drawn[:_MAX_DRAWN]
