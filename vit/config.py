@@ -90,8 +90,8 @@ class DataConfig(_Section):
     task: Literal["classes", "multilabel"] | None = None
     # subset of the classes, by name or wnid
     classes: list[str] | None = None
-    # {class: name}, or a text file of classes and names
-    class_names: AbsolutePath | dict[str, str] | None = None
+    # {class: name}, in words
+    class_names: dict[str, str] | None = None
     # corrected labels: {path: class} or {path: cat|dog}, or the corrections.csv of vit audit
     corrections: AbsolutePath | dict[str, str] | None = None
     # null: that of the weights (model.init)

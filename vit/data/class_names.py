@@ -1,13 +1,11 @@
-"""Names of classes: their checks, the choice of some of them, and their words."""
+"""Names of classes: their order, the choice of some of them, and their words."""
 
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from vit.runtime.arguments import check_choice, shorten
-from vit.runtime.files import read_text
 
 ClassChoice = Sequence[str] | None
 
@@ -55,18 +53,12 @@ def check_classes(class_names: Collection[str], *, origin: str) -> None:
         )
 
 
-def read_words(path: Path) -> dict[str, str]:
-    """Read lines such as "n01440764 tench, Tinca tinca": class → its first synonym."""
-    lines = [line.split(maxsplit=1) for line in read_text(path).splitlines()]
-    return {line[0]: line[1].split(",")[0].strip() for line in lines if len(line) == 2}
-
-
 def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     """Find the names in words of classes that are WordNet ids: "chain saw" for n03000684.
 
     Returns:
-        Class → the first of its synonyms; an id that timm's table lacks keeps its name. Empty if
-        some classes aren't WordNet ids.
+        Class → the first of its synonyms, as far as timm's table has it. Empty if some classes
+        aren't WordNet ids.
     """
     if not all(re.fullmatch(r"n\d{8}", name) for name in class_names):
         return {}
@@ -74,40 +66,16 @@ def find_wordnet_names(class_names: Collection[str]) -> dict[str, str]:
     from timm.data import ImageNetInfo
 
     table = ImageNetInfo()
-    words = dict(zip(class_names, class_names, strict=True))
+    words = {}
     for name in class_names:
         with suppress(KeyError):
             words[name] = table.label_name_to_description(name).split(",")[0].strip()
-    return _deduplicate(words)
+    return words
 
 
-def resolve_class_names(
-    class_names: Sequence[str], source: Path | Mapping[str, str]
-) -> tuple[str, ...]:
-    """Find the names of classes in words.
-
-    Args:
-        class_names: Classes as the data set calls them.
-        source: Names by class, for all classes or some; or a text file with a class and its name in
-            each line, for all.
-
-    Raises:
-        ValueError: The file lacks a class.
-    """
-    words = read_words(source) if isinstance(source, Path) else source
-    missing = [name for name in class_names if name not in words]
-    if missing and isinstance(source, Path):
-        raise ValueError(
-            f"data.class_names {source} has no line for {missing[0]!r}; write a line for each class:"
-            " the class, a space, and its name"
-        )
-    return tuple(_deduplicate({name: words.get(name, name) for name in class_names}).values())
-
-
-def _deduplicate(names: Mapping[str, str]) -> dict[str, str]:
-    """Make names unique: the class is put behind a name that several classes have, as "crane"."""
+def name_classes(class_names: Iterable[str], words: Mapping[str, str]) -> dict[str, str]:
+    """Return class → its name in words, or itself if it has none. The class is put behind a name
+    that several classes have, as "crane"."""
+    names = {name: words.get(name, name) for name in class_names}
     counts = Counter(names.values())
-    return {
-        class_name: name if counts[name] == 1 else f"{name} ({class_name})"
-        for class_name, name in names.items()
-    }
+    return {name: word if counts[word] == 1 else f"{word} ({name})" for name, word in names.items()}

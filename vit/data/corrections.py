@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vit.data.dataset import ImageDataset
-from vit.runtime.arguments import shorten
+from vit.runtime.arguments import check_choice, shorten
 from vit.runtime.documents import read_rows
 
 COLUMNS = ("path", "given", "label")
@@ -51,12 +51,8 @@ def correct_labels(dataset: ImageDataset, corrections: Mapping[str, str]) -> Ima
             continue
         text = corrections[image_id]
         names = list(filter(None, text.split(SEPARATOR))) if dataset.is_multilabel else [text]
-        wrong = [name for name in names if name not in dataset.class_names]
-        if wrong:
-            raise ValueError(
-                f"data.corrections gives {shorten(image_id)!r} the label {shorten(wrong[0])!r}, which"
-                f" is not one of {shorten(', '.join(dataset.class_names))}"
-            )
+        for name in names:
+            check_choice(name, dataset.class_names, name=f"label of {image_id} in data.corrections")
         if dataset.is_multilabel:
             labels[index] = [name in names for name in dataset.class_names]
         else:

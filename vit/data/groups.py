@@ -86,7 +86,7 @@ class JoinedGroups(NamedTuple):
 
 def group_copies(
     dataset: ImageDataset, cache_dir: Path, *, num_splits: int
-) -> tuple[JoinedGroups, list[str], list[str]]:
+) -> tuple[Sequence[str] | None, list[str]]:
     """Join the groups of images that share an image or a near-copy of one.
 
     Args:
@@ -95,11 +95,11 @@ def group_copies(
         num_splits: See `join_duplicates`.
 
     Returns:
-        The groups; a sentence about each kind of images that is, or isn't, kept together; and
-        warnings for the user.
+        The groups, those of the data set if there are no copies; and a sentence about each kind of
+        images that is, or isn't, kept together.
     """
     hashes = hash_quickly(dataset, cache_dir)
-    joined = join_duplicates(
+    groups, num_copies, num_alike = join_duplicates(
         dataset.groups or dataset.ids, dataset.strata, hashes, num_splits=num_splits
     )
     reasons = []
@@ -108,23 +108,16 @@ def group_copies(
             f"of more than {MAX_COMPARED:,} images, copies are found by the bytes of their files"
             " alone, and near-copies may be on both sides"
         )
-    if joined.num_alike:
+    if num_alike:
         reasons.append(
-            f"{joined.num_alike:,} images resemble so many others of their class (photos of one"
-            " texture?) that near-copies among them may be on both sides"
+            f"{num_alike:,} images resemble so many others of their class (photos of one texture?)"
+            " that near-copies among them may be on both sides"
         )
-    if joined.num_copies:
+    if num_copies:
         reasons.append(
-            f"{joined.num_copies:,} images have a copy or a near-copy, which is on the same side"
+            f"{num_copies:,} images have a copy or a near-copy, which is on the same side"
         )
-    # images that are in several classes with the same pixels
-    pairs = np.unique(np.stack([hashes[0], dataset.strata.astype(np.uint64)]), axis=1)
-    values, num_classes = np.unique(pairs[0], return_counts=True)
-    num_wrong = int(np.isin(hashes[0], values[num_classes > 1]).sum())
-    if not num_wrong:
-        return joined, reasons, []
-    text = f"{num_wrong:,} images have copies of another class or with other labels"
-    return joined, reasons, [f"{text}; keep each image in one (vit audit names them)"]
+    return groups if num_copies else dataset.groups, reasons
 
 
 def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
@@ -147,15 +140,16 @@ def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
 
     name = hash_bytes(f"{dataset.name} {dataset.reader.place}".encode(errors="replace"))
     path = cache_dir / "copies" / f"{name:016x}.npz"
-    stored = open_cached(path, lambda: read_arrays(path)) or {}
-    known = Contents(stored["digests"], stored["stats"]) if stored else None
-    contents = read_contents(dataset.reader, known)
-    digests = contents.digests.tolist()
+    stored = open_cached(path, lambda: read_arrays(path))
+    known = None
     hash_of: dict[int, Sequence[int]] = {}
     if stored:
+        known = Contents(stored["digests"], stored["stats"])
         pairs = zip(stored["digests"].tolist(), stored["hashes"].T.tolist(), strict=True)
         # zero: there were too many images
         hash_of = {digest: each for digest, each in pairs if each[0]}
+    contents = read_contents(dataset.reader, known)
+    digests = contents.digests.tolist()
     are_compared = len(digests) <= MAX_COMPARED
     missing = [index for index, each in enumerate(digests) if are_compared and each not in hash_of]
     with ThreadPoolExecutor() as pool:
@@ -205,7 +199,7 @@ def join_duplicates(
     copies = {index for pair in kept for index in pair[:2]}
     result = np.array(_join(groups, kept), dtype=object)
     original = np.array(groups, dtype=object)
-    for label in np.unique(labels):
+    for label in class_sizes:
         in_class = labels == label
         if len(set(result[in_class])) < min(num_splits, len(set(original[in_class]))):
             result[in_class] = original[in_class]

@@ -25,31 +25,19 @@ def list_inputs(images: ImageInputs) -> Inputs:
         ValueError: A single folder has no images, or a table has none.
         OSError: A table can't be read.
     """
-    if isinstance(images, str | Path):
-        yield from _list_place(images, is_alone=True)
-        return
     is_list = isinstance(images, Iterable) and not hasattr(images, "__array__")
-    if not is_list or isinstance(images, Image.Image | Mapping):
-        yield from ((f"image {number}", each) for number, each in enumerate(list_images(images)))
-        return
+    several: Iterable[ImageInputs] = [images]
+    if is_list and not isinstance(images, str | Path | Image.Image | Mapping):
+        several = iterate_images(images)
     number = 0
-    for image in iterate_images(images):
-        for each in [image] if isinstance(image, str | Path) else list_images(image):
-            if isinstance(each, Image.Image):
-                yield f"image {number}", each
-                number += 1
-                continue
-            for named in _list_place(each):
-                yield named
-                number += 1
-
-
-def _list_place(place: str | Path, *, is_alone: bool = False) -> Inputs:
-    """Yield the name of each image at a place, and its path, which is the same."""
-    path = expand_home(place)
-    if is_table(path):
-        listed = list_table_images(path)
-    else:
-        # in a list, reading a folder says why it has no images
-        listed = map(str, list_images(place if is_alone else [place]))
-    return ((image, image) for image in listed)
+    for image in several:
+        if not isinstance(image, str | Path):
+            listed = list_images(image)
+        elif is_table(expand_home(image)):
+            listed = list_table_images(expand_home(image))
+        else:
+            # in a list, reading a folder says why it has no images
+            listed = list_images(image if image is images else [image])
+        for each in listed:
+            yield (each if isinstance(each, str) else f"image {number}"), each
+            number += 1

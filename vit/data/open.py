@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ def open_dataset(
     *,
     root: Root = None,
     classes: Sequence[str] | None = None,
-    class_names: Path | Mapping[str, str] | None = None,
+    class_names: Mapping[str, str] | None = None,
     rule: SplitRule | None = None,
     download: bool = True,
     cache_dir: Path | None = None,
@@ -38,7 +37,7 @@ def open_dataset(
         name: Name of a source.
         root: Place where the data is or will be downloaded to.
         classes: Classes to keep, in the order of the set, by name or in words; None keeps all.
-        class_names: Names of the classes in words, see `data.class_names` in docs/guides/data.md.
+        class_names: Class → its name in words, for some classes or all.
         rule: How splits that the set doesn't have are drawn; None for the defaults.
         download: A published set that isn't on this machine may be downloaded.
         cache_dir: Folder for decoded images and downloads; None is $VIT_CACHE or ~/.cache/vit.
@@ -60,13 +59,9 @@ def open_dataset(
         raise ValueError(f"{text}, not for data.name={name}; leave them out")
     cache_dir = cache_dir or default_cache_dir()
     listing = find(Request(root, classes, cache_dir, download, labels))
-    return DatasetSplits(
-        name,
-        number_listing(listing, classes=classes, class_names=class_names),
-        rule or SplitRule(),
-        cache_dir,
-        title=name_data(name, root),
-    )
+    images = number_listing(listing, classes=classes, class_names=class_names)
+    title = name_data(name, root)
+    return DatasetSplits(name, images, rule or SplitRule(), cache_dir, title=title)
 
 
 def name_data(name: str, root: str | Path | None) -> str:
@@ -130,15 +125,13 @@ def open_for_model(
         ValueError: There are no such images, or `data` is None and the model file names none.
     """
     config = recorded.config
-    if data is None and not config:
-        text = "this model doesn't say what it was trained on"
-        raise ValueError(f"{text}; name the images with --data")
     # the model file of a stranger may name any file
-    class_names = config.get("class_names")
-    open_named = partial(
-        open_dataset, class_names=class_names if isinstance(class_names, Mapping) else None
-    )
+    class_names = _find_mapping(config, "class_names")
+    trained = read_label_rule(config)
     if data is None or _is_same(str(data), config):
+        if not config:
+            text = "this model doesn't say what it was trained on"
+            raise ValueError(f"{text}; name the images with --data")
         # other labels or groups would draw other splits
         for name, value in {**labels._asdict(), "group_by": group_by}.items():
             if value is not None and str(value) != str(config.get(name)):
@@ -157,39 +150,44 @@ def open_for_model(
                 f" unasked; name it: --data {place}, or IMAGES of vit explain"
             )
         rule_keys = config.keys() & {field.name for field in fields(SplitRule)}
-        splits = open_named(
+        splits = open_dataset(
             config["name"],
             root=place,
             classes=config.get("classes"),
+            class_names=class_names,
             rule=SplitRule(**{key: config[key] for key in rule_keys}),
-            labels=read_label_rule(config)._replace(task=recorded.task or config.get("task")),
+            labels=trained._replace(task=recorded.task or trained.task),
             download=data is not None,
         )
-        held_out, corrections = recorded.held_out, config.get("corrections")
         return replace(
             splits,
-            written=held_out if isinstance(held_out, Mapping) else None,
+            written=_find_mapping(recorded._asdict(), "held_out"),
             num_trained_on=recorded.num_trained_on,
-            corrections=corrections if isinstance(corrections, Mapping) else {},
+            corrections=_find_mapping(config, "corrections") or {},
         )
 
     kind = require_kind(data)
     # own classes are found as those of the training were
     if kind == "folder" and labels == LabelRule():
-        has_table = find_table(expand_home(str(data))) is not None
-        trained = read_label_rule(config)
-        if has_table:
+        if find_table(expand_home(str(data))) is not None:
             labels = trained._replace(label_by=None)
-        elif trained.label_by is not None:
+        else:
             labels = LabelRule(label_by=trained.label_by)
-    splits = open_named(
+    splits = open_dataset(
         kind,
         root=root if is_named(kind) else data,
+        class_names=class_names,
         rule=SplitRule(group_by=group_by),
         labels=labels._replace(task=recorded.task),
     )
     has_test = is_named(kind) or "test" in splits.images.own_splits
     return replace(splits, default_split="test" if has_test else "all")
+
+
+def _find_mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
+    """Return a value that is a mapping; None for others, such as the path of a file."""
+    value = values.get(key)
+    return value if isinstance(value, Mapping) else None
 
 
 def read_label_rule(trained_on: Mapping[str, Any]) -> LabelRule:
@@ -214,7 +212,7 @@ def open_passed(
 ) -> DatasetSplits:
     """Open images that are passed from Python to a trained model.
 
-    They are the split "test". A pair is "train" and "validation", and "validation" is the default.
+    They are the split "test". Without a test split in a dictionary, "validation" is the default.
 
     Args:
         dataset: See `find_python_objects`.
@@ -225,10 +223,11 @@ def open_passed(
     Raises:
         ValueError: See `find_python_objects`.
     """
-    listing = find_python_objects(
-        dataset, class_names, split="test", numbered_classes=model_classes, task=task
+    images = number_listing(
+        find_python_objects(
+            dataset, class_names, split="test", model_classes=model_classes, task=task
+        )
     )
-    images = number_listing(listing)
     return DatasetSplits(
         FROM_PYTHON,
         images,

@@ -1,8 +1,7 @@
 """Images and items in the forms in which Python programs hold them: each form is recognised without
 a doubt, or refused with a sentence."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,9 @@ from PIL import Image
 
 from vit.runtime.arguments import check_kind, shorten
 
-# keys of an item that is a dictionary
-_IMAGE_KEYS = ("image", "img")
-_LABEL_KEYS = ("label", "labels")
+# keys of an item that is a dictionary, and columns of a data set on the Hub
+IMAGE_KEYS = ("image", "img")
+LABEL_KEYS = ("label", "labels", "class")
 # so far may values lie outside 0 to 1: by less than half of a step of 8 bits
 _TOLERANCE = 1 / 512
 
@@ -63,22 +62,28 @@ def convert_pixels(pixels: Any, *, name: str = "an image") -> np.ndarray:
 
 def split_item(item: Any, *, name: str) -> tuple[Any, Any]:
     """Return the image and the label of an item: a pair, or a dictionary with the keys image (img)
-    and label (labels).
+    and label (labels, class).
 
     Raises:
         ValueError: It is neither; `name` names it.
     """
     if isinstance(item, Mapping):
-        keys = [key for known in (_IMAGE_KEYS, _LABEL_KEYS) for key in known if key in item]
-        if len(keys) != 2 or keys[0] not in _IMAGE_KEYS or keys[1] not in _LABEL_KEYS:
-            have = shorten(", ".join(map(str, item)))
-            raise ValueError(f"{name} has the keys {have}; name one of them image and one label")
-        return item[keys[0]], item[keys[1]]
+        image, label = (find_key(item, known, name=name) for known in (IMAGE_KEYS, LABEL_KEYS))
+        return item[image], item[label]
     expected = "a pair (image, label) or a dictionary with these keys"
     check_kind(item, (tuple, list), name=name, expected=expected)
     if len(item) != 2:
         raise ValueError(f"{name} has {len(item)} parts; it must be {expected}")
     return item[0], item[1]
+
+
+def find_key(item: Mapping[str, Any], known: Sequence[str], *, name: str) -> str:
+    """Return the one of the known keys that an item has. Raises ValueError if it isn't one."""
+    found = [key for key in known if key in item]
+    if len(found) != 1:
+        have = shorten(", ".join(map(str, item)))
+        raise ValueError(f"{name} has {have}; call one of them {' or '.join(known)}")
+    return found[0]
 
 
 def iterate_images(images: Any) -> Iterator[Any]:
@@ -98,20 +103,14 @@ def iterate_images(images: Any) -> Iterator[Any]:
         check_kind(images, Iterable, name="images", expected=expected)
     for item in images:
         if isinstance(item, Mapping):
-            keys = [key for key in _IMAGE_KEYS if key in item]
-            if len(keys) != 1:
-                have = shorten(", ".join(map(str, item)))
-                raise ValueError(f"an item of images has the keys {have}; name one of them image")
-            yield item[keys[0]]
+            yield item[find_key(item, IMAGE_KEYS, name="an item of images")]
+        elif _is_labelled(item):
+            yield item[0]
         else:
-            yield item[0] if _is_labelled(item) else item
+            yield item
 
 
 def _is_labelled(item: Any) -> bool:
-    """Return true for an image, or several, with its labels."""
-    if not isinstance(item, tuple) or len(item) != 2 or not is_pixels(item[0]):
-        return False
-    # a text with a suffix is the path of an image
-    return not is_pixels(item[1]) and not (
-        isinstance(item[1], str | Path) and Path(item[1]).suffix != ""
-    )
+    """Return true for (images, labels)."""
+    is_pair = isinstance(item, tuple) and len(item) == 2
+    return is_pair and is_pixels(item[0]) and not is_pixels(item[1])

@@ -169,7 +169,7 @@ class DatasetSplits:
         rest = self._load("train")
         notes = list(rest.notes)
         if self.written is None:
-            rest = replace(rest, groups=self._group_images(rest, notes))
+            rest = replace(rest, groups=self._group_images(rest))
             places = self._draw(rest)
         else:
             places = self._find_written(rest, self.written, notes)
@@ -230,20 +230,17 @@ class DatasetSplits:
             left = left[~mask]
         return places
 
-    def _group_images(self, dataset: ImageDataset, notes: list[str]) -> Sequence[str] | None:
-        """Find the groups of the images that splits are drawn from, and add to the notes."""
-        groups = dataset.groups
-        if groups is not None:
-            self._kept_together.append(f"{len(set(groups)):,} groups stay whole")
+    def _group_images(self, dataset: ImageDataset) -> Sequence[str] | None:
+        """Find the groups of the images that splits are drawn from."""
+        if dataset.groups is not None:
+            self._kept_together.append(f"{len(set(dataset.groups)):,} groups stay whole")
         if not self.rule.group_duplicates:
-            return groups
+            return dataset.groups
         # images that aren't split here may be divided into folds
         num_splits = max(1 + sum(fraction > 0 for fraction in self._held_out.values()), 2)
-        joined, reasons, warnings = group_copies(dataset, self.cache_dir, num_splits=num_splits)
-        notes += warnings
+        groups, reasons = group_copies(dataset, self.cache_dir, num_splits=num_splits)
         self._kept_together.extend(reasons)
-        # without copies, the splits are those without `group_duplicates`
-        return joined.groups if joined.num_copies else groups
+        return groups
 
 
 def write_splits(path: Path, held_out: Mapping[str, Sequence[str]]) -> None:

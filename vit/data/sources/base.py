@@ -7,10 +7,10 @@ import hashlib
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -46,18 +46,15 @@ class ImageReader:
 
     Args:
         names: Name of each image, for messages.
-        places: What finds each image: its pixels, or numbers. Images inside larger files have the
-            number of the file, the place in it, and their size in bytes, int64 [n, 3].
-        files: These larger files.
+        places: What finds each image: its pixels, or numbers.
     """
 
     # true if it can't be sent to another process, or needn't be: pixels, or objects from Python
-    in_process: ClassVar[bool] = False
+    in_process = False
 
-    def __init__(self, names: Sequence[str], places: np.ndarray, files: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str], places: np.ndarray) -> None:
         self.names = names
         self.places = places
-        self.files = files
 
     def __len__(self) -> int:
         return len(self.names)
@@ -76,24 +73,16 @@ class ImageReader:
     @property
     def place(self) -> str:
         """Folder or file that holds the images; empty if they aren't files."""
-        return os.path.realpath(self.files[0]) if self.files else ""
+        return ""
 
     def stats(self) -> np.ndarray | None:
         """Facts of each image's file, see `read_stats`; None if the images aren't files."""
-        if not self.files:
-            return None
-        stats: np.ndarray = read_stats(self.files)[self.places[:, 0]]
-        stats[:, 0] = self.places[:, 1]
-        return stats
+        return None
 
     def sizes(self) -> np.ndarray | None:
-        """Bytes of each image's file, int64 [n], -1 for a missing file; None if the images aren't
-        files."""
-        return self.places[:, 2] if self.files else None
-
-    def path(self, index: int) -> str | None:
-        """Path of an image's file; None for an image that isn't a file."""
-        return None
+        """Bytes of each image, int64 [n], -1 for a missing file; None if they aren't files."""
+        stats = self.stats()
+        return None if stats is None else stats[:, 0]
 
     def image(self, index: int, *, draft_side: int | None = None) -> Image.Image:
         """Decode an image to RGB, see `vit.data.images.read_image`.
@@ -122,13 +111,10 @@ class ImageReader:
     def digest(self, index: int) -> int:
         """Hash of the bytes of an image's file, or of its pixels, 64 bits."""
         try:
-            stored = self[index]
-            if isinstance(stored, Image.Image):
-                return hash_pixels(to_rgb(stored))
-            return hash_bytes(stored.read_bytes() if isinstance(stored, Path) else stored)
+            return hash_stored(self[index])
         except (ValueError, OSError):
             # decoding the image names the fault
-            return hash_bytes(os.fsencode(self.path(index) or self.names[index]))
+            return hash_bytes(os.fsencode(self.names[index]))
 
     def cache_key(self) -> bytes:
         """Bytes that change when an image changes; no image of a file is decoded for it."""
@@ -145,16 +131,14 @@ class ArrayReader(ImageReader):
     """Images in memory.
 
     Args:
-        pixels: uint8 [n, H, W, 3] or, of grey ones, [n, H, W]; or an array of such arrays.
-        prefix: Beginning of the images' names, before their numbers.
-        num_digits: Digits of these numbers.
+        pixels: uint8 [n, H, W, 3] or, of grey ones, [n, H, W].
+        names: Names of the images; None for their numbers.
     """
 
     in_process = True
 
-    def __init__(self, pixels: np.ndarray, prefix: str = "image ", num_digits: int = 0) -> None:
-        names = [f"{prefix}{index:0{num_digits}d}" for index in range(len(pixels))]
-        super().__init__(names, pixels)
+    def __init__(self, pixels: np.ndarray, names: Sequence[str] | None = None) -> None:
+        super().__init__(names or [f"image {index}" for index in range(len(pixels))], pixels)
 
     def __getitem__(self, index: int) -> Image.Image:
         return Image.fromarray(self.places[index])
@@ -179,20 +163,21 @@ class FileReader(ImageReader):
     def place(self) -> str:
         return os.path.realpath(self.root)
 
-    def path(self, index: int) -> str:
-        # joining texts is many times faster than joining paths
-        return os.path.join(self.root, self.names[index])
-
     def stats(self) -> np.ndarray:
-        return read_stats(list(map(self.path, range(len(self)))))
-
-    def sizes(self) -> np.ndarray:
-        return self.stats()[:, 0]
+        # joining texts is many times faster than joining paths
+        return read_stats([os.path.join(self.root, name) for name in self.names])
 
 
 def hash_bytes(content: bytes) -> int:
     """Return 64 bits of the sha256 of bytes."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
+
+
+def hash_stored(stored: Path | bytes | Image.Image) -> int:
+    """Return the hash of an image as a reader stores it: of its bytes, or of its pixels."""
+    if isinstance(stored, Image.Image):
+        return hash_pixels(to_rgb(stored))
+    return hash_bytes(stored.read_bytes() if isinstance(stored, Path) else stored)
 
 
 def read_stats(paths: Sequence[str]) -> np.ndarray:
@@ -248,24 +233,21 @@ def find_split_folders(root: Path) -> dict[str, Path]:
     return folders
 
 
-def count_suffixes(paths: Iterable[str]) -> Counter[str]:
-    """Count the files of each suffix, in small letters: ".heic" → 9."""
+def describe_files(paths: Iterable[str]) -> str:
+    """Count files by their suffixes, as ".heic 9, .txt 3", the largest number first; HEIC and DICOM
+    come with how to read them."""
     names = map(os.path.basename, paths)
-    return Counter(
+    counts = Counter(
         "hidden" if name.startswith(".") else os.path.splitext(name)[1].lower() or "suffixless"
         for name in names
     )
-
-
-def describe_unused(counts: Counter[str]) -> list[str]:
-    """Return a sentence about files that aren't used; none without any."""
-    return [f"not used: {describe_counts(+counts)}"] if +counts else []
-
-
-def describe_counts(counts: Mapping[str, int]) -> str:
-    """Describe counts as ".heic 9, .txt 3", the largest first; HEIC and DICOM come with how to read
-    them."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    text = ", ".join(f"{name} {count:,}" for name, count in ordered)
+    text = ", ".join(f"{suffix} {count:,}" for suffix, count in ordered)
     hints = {DICOM_SUFFIX: DICOM_HINT, **dict.fromkeys(HEIF_SUFFIXES, HEIF_HINT)}
-    return text + "".join(f" ({hints[name]})" for name in hints if name in counts)
+    return text + "".join(f" ({hint})" for suffix, hint in hints.items() if suffix in counts)
+
+
+def describe_unused(paths: Iterable[str]) -> list[str]:
+    """Return a sentence about files that aren't used; none without any."""
+    text = describe_files(paths)
+    return [f"not used: {text}"] if text else []

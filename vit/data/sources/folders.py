@@ -1,8 +1,6 @@
 """Image folders: root/<split>/<class>/* or root/<class>/*, images whose class is in their path, or
 a table in the folder."""
 
-import os
-from collections import Counter
 from pathlib import Path
 
 from vit.data.class_names import ClassChoice
@@ -11,8 +9,7 @@ from vit.data.images import is_image_name, is_system_folder
 from vit.data.sources.base import (
     SPLIT_OF,
     FileReader,
-    count_suffixes,
-    describe_counts,
+    describe_files,
     describe_unused,
     find_split_folders,
     list_below,
@@ -71,15 +68,15 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
     splits_of = _find_splits(root)
     # the training images say which classes there are
     first = "train" if "train" in splits_of else next(iter(splits_of))
-    unused = _count_loose(root)
+    unused: list[str] = []
     notes: list[str] = []
     paths: list[str] = []
     labels: list[str] = []
     splits: list[str] = []
+    for folder in {root, *splits_of.values()}:
+        unused += [entry.name for entry in folder.iterdir() if entry.is_file()]
     for split, folder in splits_of.items():
         class_names = list_classes(folder)
-        if folder != root:
-            unused += _count_loose(folder)
         if not class_names and folder != root:
             text = f"{folder} holds images in no folder of a class"
             if split != "test":
@@ -88,13 +85,11 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
         for class_name in class_names:
             files = list_below(folder / class_name)
             images = [file for file in files if is_image_name(file)]
-            others = count_suffixes(set(files) - set(images))
+            others = set(files) - set(images)
             unused += others
             if not images and split == first and (classes is None or class_name in classes):
-                held = f", only {describe_counts(others)}" if others else ""
+                held = f", only {describe_files(others)}" if others else ""
                 hint = "remove it, or name others in data.classes"
-                if any(map(is_archive, files)):
-                    hint = "unpack its archive there"
                 raise ValueError(f"{folder / class_name} holds no images{held}; {hint}")
             start = class_name if folder == root else f"{folder.name}/{class_name}"
             paths += [f"{start}/{image}" for image in images]
@@ -102,13 +97,9 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
             splits += [split] * len(images)
     if not paths:
         raise ValueError(f"{root} holds no images in folders of classes{_explain(root)}")
-    # a single class that holds folders alone may hold the classes
-    parents = {os.path.dirname(path) for path in paths}
-    inner = os.path.commonpath(parents)
-    hint = "" if inner in {"", *parents} else f" (did you mean {root / inner}?)"
     return Listing(
         name=name,
-        origin=f"{root}/<class>/<image>{hint}",
+        origin=f"{root}/<class>/<image>",
         labels=labels,
         reader=FileReader(root, paths),
         splits=splits,
@@ -154,14 +145,6 @@ def _find_splits(root: Path) -> dict[str, Path]:
     return named or {"train": root}
 
 
-def _count_loose(folder: Path) -> Counter[str]:
-    """Count the files in a folder itself, which aren't used."""
-    names = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    counts = count_suffixes(name for name in names if not is_image_name(name))
-    counts[f"images in {folder.absolute().name}/ itself"] = sum(map(is_image_name, names))
-    return +counts
-
-
 def find_by_name(root: Path, label_by: str) -> Listing:
     """List images whose class is in their path.
 
@@ -180,8 +163,8 @@ def find_by_name(root: Path, label_by: str) -> Listing:
     found = {path: label for path, label in zip(paths, labels, strict=True) if label}
     origin = f"data.label_by {label_by!r}"
     if not found:
-        example = f"paths such as {shorten(paths[0])!r}" if paths else f"{root}, without images"
-        raise ValueError(f"{origin} finds no class in {example}; try another one")
+        example = shorten(str(paths[:1]))
+        raise ValueError(f"{origin} finds no class in the paths below {root}, {example}")
     if {label.lower() for label in found.values()} <= SPLIT_OF.keys():
         names = " and ".join(sorted(set(found.values())))
         raise ValueError(f"{origin} finds {names}, which are splits; correct it")
@@ -190,19 +173,17 @@ def find_by_name(root: Path, label_by: str) -> Listing:
     if others:
         text = f"{len(others):,} images have no class by data.label_by, such as {others[0]}"
         notes.append(f"{text}; they are not used")
-    tops = [path.partition("/")[0] for path in found]
-    splits = [SPLIT_OF.get(top.lower(), "") for top in tops]
+    splits = [SPLIT_OF.get(path.partition("/")[0].lower(), "") for path in found]
     # folders of other names would have no split
     if not all(splits) or "train" not in splits:
-        splits = ["train"] * len(tops)
-        tops = [root.absolute().name] * len(tops)
+        splits = ["train"] * len(found)
     return Listing(
         name="folder",
         origin=origin,
         labels=list(found.values()),
         reader=FileReader(root, list(found)),
         splits=splits,
-        read=describe_unused(count_suffixes(set(files) - set(paths))),
+        read=describe_unused(set(files) - set(paths)),
         notes=notes,
     )
 

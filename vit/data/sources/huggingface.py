@@ -1,64 +1,67 @@
 """Data sets of Hugging Face's library `datasets`: names on the Hub, directories of save_to_disk and
-Parquet files."""
+Parquet files. Their rows are read as items from Python are."""
 
 import glob
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from vit.data.dataset import Request
-from vit.data.sources.base import SPLIT_OF, ImageReader
-from vit.data.sources.listing import Listing, as_labels
+from vit.data.python_images import IMAGE_KEYS, LABEL_KEYS, find_key
+from vit.data.sources.base import SPLIT_OF
+from vit.data.sources.listing import Listing
+from vit.data.sources.python_objects import find_feature_names, find_python_objects
 from vit.data.sources.remote import is_remote
 from vit.data.sources.shards import list_by_split
 from vit.runtime.arguments import first_line, shorten
 from vit.runtime.files import expand_home
 
-_IMAGES = ("image", "img")
-_LABELS = ("label", "labels", "class")
 
-
-class RowReader(ImageReader):
-    """Images in rows of tables that are mapped from disk, as the bytes of their files.
+class Rows:
+    """Rows of a table that is mapped from disk: the bytes of each image's file, and the name of its
+    class or a list of its labels.
 
     Args:
-        tables: datasets.Dataset each.
-        column: Their column of images.
-        names: Names of the images.
+        table: A datasets.Dataset.
+        name: Its name in messages.
 
     Raises:
-        ValueError: It is another column.
+        ValueError: It lacks a column of images or of labels.
     """
 
-    def __init__(self, tables: Sequence[Any], column: str, names: Sequence[str]) -> None:
+    is_on_disk = True
+
+    def __init__(self, table: Any, *, name: str) -> None:
         # an extra
         import datasets
-        import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-        stored = datasets.Image(decode=False)
+        self._image = find_key(table.features, IMAGE_KEYS, name=name)
+        label = find_key(table.features, LABEL_KEYS, name=name)
+        self.classes = find_feature_names(table.features[label])
         try:
-            tables = [each.select_columns([column]).cast_column(column, stored) for each in tables]
+            # the library would decode images, or open the files that a stranger's rows name
+            self._table = table.cast_column(self._image, datasets.Image(decode=False))
         except (TypeError, ValueError, NotImplementedError) as error:
-            kind = shorten(str(tables[0].features[column]))
-            raise ValueError(f"the column {column} holds {kind}, not images") from error
-        places = []
-        for number, table in enumerate(tables):
-            (values,) = table.with_format("arrow")[:].columns
-            sizes = pc.fill_null(pc.binary_length(pc.struct_field(values, "bytes")), -1).to_numpy()
-            places.append(np.stack([np.full(len(table), number), np.arange(len(table)), sizes], 1))
-        files = [each["filename"] for table in tables for each in table.cache_files[:1]]
-        super().__init__(names, np.concatenate(places).astype(np.int64), files)
-        self._tables = tables
+            kind = shorten(str(table.features[self._image]))
+            raise ValueError(f"{name}: the column {self._image} is {kind}, no image") from error
+        self.labels = [self._name(value) for value in table[label]]
 
-    def __getitem__(self, index: int) -> Path | bytes:
-        number, row, _ = self.places[index].tolist()
-        (stored,) = self._tables[number][row].values()
-        if stored is None or stored["bytes"] is None:
-            raise ValueError(f"{self.names[index]} holds no image; save the images in the rows")
-        content: bytes = stored["bytes"]
-        return content
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        stored = self._table[index][self._image] or {}
+        # decoding nothing names the image
+        return stored.get("bytes") or b"", self.labels[index]
+
+    def _name(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._name(each) for each in value]
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        # test splits of the Hub have -1
+        if self.classes is not None and is_number and 0 <= value < len(self.classes):
+            return self.classes[value]
+        return str(value) if is_number else value
 
 
 def is_place(place: str) -> bool:
@@ -94,80 +97,26 @@ def find_huggingface(request: Request) -> Listing:
         OSError: The data set can't be read.
     """
     origin = f"data.root {request.root}"
-    tables = _load(str(request.root), request.cache_dir / "datasets")
-    features = next(iter(tables.values())).features
-    image_column = _find_column(features, _IMAGES, origin)
-    label_column = _find_column(features, _LABELS, origin)
-    class_names = find_feature_names(features[label_column])
-    used: dict[str, str] = {}
-    labels: list[Any] = []
-    for name, table in tables.items():
-        values = list(table[label_column])
-        split = SPLIT_OF.get(name.lower())
-        # test splits of the Hub have -1
-        if split is None or all(value in (None, -1, [], [-1]) for value in values):
-            continue
-        if split in used.values():
-            raise ValueError(f"{origin} has two splits that are the {split} split; rename {name!r}")
-        used[name] = split
-        for row, value in enumerate(values):
-            try:
-                labels.append(_read_label(value, class_names, request.labels.task))
-            except ValueError as error:
-                raise ValueError(f"{origin} {name} row {row}: {error}") from error
+    used: dict[str, Rows] = {}
+    notes = []
+    for name, table in _load(str(request.root), request.cache_dir / "datasets").items():
+        rows = Rows(table, name=f"{origin} {name}")
+        if name.lower() in SPLIT_OF and any(
+            label not in (None, "-1", [], ["-1"]) for label in rows.labels
+        ):
+            used[name] = rows
+        else:
+            notes.append(f"the split {name!r} was left out")
     if not used:
-        have = f"only {', '.join(tables)}; name one so"
-        raise ValueError(f"{origin} has no labels in a split of {', '.join(SPLIT_OF)}, {have}")
-    opened = [tables[name] for name in used]
-    ids = [f"{name}/{row:05d}" for name in used for row in range(len(tables[name]))]
-    left_out = [name for name in tables if name not in used]
-    return Listing(
-        name="huggingface",
-        origin=origin,
-        labels=labels,
-        reader=RowReader(opened, image_column, ids),
-        splits=[split for name, split in used.items() for _ in range(len(tables[name]))],
-        class_names=class_names,
-        notes=[f"the split {name!r} was left out" for name in left_out],
-    )
-
-
-def _find_column(features: Mapping[str, Any], names: Sequence[str], origin: str) -> str:
-    """Find the first of the columns `names` that exists."""
-    for name in names:
-        if name in features:
-            return name
-    wanted = " or ".join(names)
-    have = shorten(", ".join(features))
-    raise ValueError(f"{origin} has no column {wanted}, only {have}; rename the right one")
-
-
-def find_feature_names(feature: Any) -> tuple[str, ...] | None:
-    """Return the names of the classes in a feature, one class or a list of them; None if it has
-    none."""
-    names = getattr(getattr(feature, "feature", feature), "names", None)
-    return None if names is None else tuple(map(str, names))
-
-
-def _read_label(value: Any, names: Sequence[str] | None, task: str | None) -> Any:
-    """Return the class of a row, or its labels, a tuple. Raises ValueError for anything else."""
-    if isinstance(value, list) and task != "classes":
-        return as_labels([_name_label(each, names) for each in value])
-    if task == "multilabel":
-        return tuple(filter(None, map(str.strip, str(value or "").split("|"))))
-    return _name_label(value, names)
-
-
-def _name_label(value: Any, names: Sequence[str] | None) -> str:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if is_number and names is not None:
-        if not 0 <= value < len(names):
-            raise ValueError(f"label {value} is not one of the {len(names)} classes; correct it")
-        return str(names[value])
-    if not (is_number or (isinstance(value, str) and value)):
-        text = f"label {shorten(repr(value))} is neither a text nor a whole number"
-        raise ValueError(f"{text}; give each image one class")
-    return str(value)
+        raise ValueError(f"{origin} has no labels in a split of {', '.join(SPLIT_OF)}")
+    try:
+        listing = find_python_objects(
+            {name.lower(): rows for name, rows in used.items()}, None, task=request.labels.task
+        )
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from error
+    listing.reader.names = [f"{name}/{row:05d}" for name in used for row in range(len(used[name]))]
+    return replace(listing, name="huggingface", origin=origin, keeps_validation=False, notes=notes)
 
 
 def _load(root: str, cache_dir: Path) -> dict[str, Any]:
@@ -192,8 +141,6 @@ def _load(root: str, cache_dir: Path) -> dict[str, Any]:
         else:
             opened = datasets.load_from_disk(str(path))
         tables = dict(opened) if isinstance(opened, dict) else {"train": opened}
-        if not tables:
-            raise ValueError("it names no splits")
         # damaged places of values would be read outside the file
         for table in tables.values():
             table.data.validate(full=True)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from vit.data.class_names import (
     check_classes,
     choose_classes,
     find_wordnet_names,
-    read_words,
-    resolve_class_names,
+    name_classes,
     sort_class_names,
 )
 from vit.data.dataset import ImageDataset
@@ -86,15 +84,14 @@ def number_listing(
     listing: Listing,
     *,
     classes: ClassChoice = None,
-    class_names: Path | Mapping[str, str] | None = None,
+    class_names: Mapping[str, str] | None = None,
 ) -> Images:
     """Number the classes of a list, check them, and choose those that are kept.
 
     Args:
         listing: The list.
         classes: Classes to keep, by their names or in words; None keeps all.
-        class_names: Names of the classes in words, see `resolve_class_names`; None names WordNet's
-            ids.
+        class_names: Class → its name in words; None names WordNet's ids.
 
     Raises:
         ValueError: There are fewer than two classes, or a class has no training images.
@@ -104,21 +101,17 @@ def number_listing(
         raise ValueError(f"{listing.origin} lists no images; check it")
     splits = np.array(listing.splits or ["train"] * len(ids))
     notes = list(listing.notes)
-    several = any(isinstance(label, tuple) for label in listing.labels)
-    names = tuple(listing.class_names or find_names(listing.labels))
-    if several and len(names) == 1:
-        raise ValueError(
-            f"{listing.origin} has the label {shorten(names[0])!r} alone; give the images without it"
-            " a class of their own, and leave out data.task"
-        )
+    are_sets = any(isinstance(label, tuple) for label in listing.labels)
+    # labels of sets, or classes
+    each = chain.from_iterable(listing.labels) if are_sets else listing.labels
+    names = tuple(listing.class_names or sort_class_names(each))
     check_classes(names, origin=listing.origin)
     kept = names
     if classes is not None:
-        own = read_words(class_names) if isinstance(class_names, Path) else class_names
-        kept = choose_classes(names, classes, aliases=find_wordnet_names(names) | dict(own or {}))
-    if several:
+        aliases = name_classes(names, find_wordnet_names(names)) | dict(class_names or {})
+        kept = choose_classes(names, classes, aliases=aliases)
+    if are_sets:
         labels = mark_labels(listing.labels, names)
-        notes += _note_labels(labels[splits == "train"], names)
         labels = labels[:, [names.index(name) for name in kept]]
         chosen = np.arange(len(labels))
     else:
@@ -131,11 +124,12 @@ def number_listing(
     if {"validation", "test"} & set(splits) == {"validation"} and not listing.keeps_validation:
         splits[splits == "validation"] = "test"
         notes.append("val is the test split; validation images are held out of the others")
-    words = class_names if class_names is not None else find_wordnet_names(kept)
-    in_words = resolve_class_names(kept, words) if words else kept
+    if class_names is None:
+        class_names = find_wordnet_names(kept)
+    renamed = name_classes(kept, class_names) if class_names else {}
     dataset = ImageDataset(
         name=listing.name,
-        class_names=in_words,
+        class_names=tuple(renamed.get(name, name) for name in kept),
         labels=labels,
         ids=ids,
         reader=listing.reader,
@@ -146,7 +140,6 @@ def number_listing(
     # the images of one split after the other
     own_splits = list(dict.fromkeys(splits.tolist()))
     chosen = np.concatenate([chosen[splits[chosen] == split] for split in own_splits])
-    renamed = dict(zip(kept, in_words, strict=True)) if words else {}
     return Images(listing, dataset.subset(chosen), splits[chosen], own_splits, renamed)
 
 
@@ -154,8 +147,7 @@ def _check_learned(
     labels: np.ndarray, splits: np.ndarray, names: Sequence[str], *, origin: str
 ) -> None:
     """Raise ValueError for a class that another split has, and the training images lack."""
-    own = labels[splits == "train"]
-    unknown = np.setdiff1d(labels[labels >= 0], own)
+    unknown = np.setdiff1d(labels[labels >= 0], labels[splits == "train"])
     if len(unknown) and "train" in splits:
         is_wrong = labels == unknown[0]
         raise ValueError(
@@ -163,17 +155,6 @@ def _check_learned(
             f" the {splits[is_wrong][0]} split and none in the train split; add some, or leave it"
             " out with data.classes"
         )
-
-
-def _note_labels(marks: np.ndarray, names: Sequence[str]) -> list[str]:
-    """Warn of labels that no training image has, or all have."""
-    notes = []
-    for is_wrong, text in ((~marks.any(axis=0), "no"), (marks.all(axis=0), "every")):
-        wrong = [names[place] for place in np.flatnonzero(is_wrong).tolist()]
-        if wrong and len(marks):
-            text = f"{text} training image has the label {shorten(', '.join(wrong))}"
-            notes.append(f"{text}; add others, or leave it out with data.classes")
-    return notes
 
 
 def as_labels(values: Sequence[str]) -> tuple[str, ...]:
@@ -185,12 +166,6 @@ def as_labels(values: Sequence[str]) -> tuple[str, ...]:
             " and 1"
         )
     return tuple(values)
-
-
-def find_names(labels: Sequence[Any]) -> tuple[str, ...]:
-    """Return the classes or labels that occur, in order."""
-    each = (label if isinstance(label, tuple) else (label,) for label in labels)
-    return sort_class_names(chain.from_iterable(each))
 
 
 def _read_column(listing: Listing, column: str) -> dict[str, Any]:

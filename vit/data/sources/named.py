@@ -1,10 +1,11 @@
-"""Sets known by name: scikit-learn's digits, those of torchvision, Imagenette, an ImageNet folder."""
+"""Sets known by name: scikit-learn's digits, sets of torchvision, Imagenette, an ImageNet folder."""
 
 import gzip
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,46 +32,18 @@ from vit.runtime.files import default_cache_dir
 _IMAGENETTE = "imagenette2-320"
 # largest idx file when it is unpacked; Extended MNIST has 547 million bytes
 _MAX_UNPACKED = 2**30
-# images of a split (paths, or pixels) and their labels
-_Split = tuple[Any, Sequence[int]]
-# splits of torchvision's sets, as their class calls them; True and False are the values of `train`
-_BY_TRAIN = (True, False)
-_THREE = ("train", "val", "test")
-_SPLITS: Mapping[str, Sequence[str | bool]] = {
-    "CIFAR10": _BY_TRAIN,
-    "CIFAR100": _BY_TRAIN,
-    "Caltech101": (),
-    "Caltech256": (),
-    "Country211": ("train", "valid", "test"),
-    "DTD": _THREE,
-    "EuroSAT": (),
-    "FGVCAircraft": _THREE,
-    "FashionMNIST": _BY_TRAIN,
-    "Flowers102": _THREE,
-    "Food101": ("train", "test"),
-    "GTSRB": ("train", "test"),
-    "KMNIST": _BY_TRAIN,
-    "MNIST": _BY_TRAIN,
-    "OxfordIIITPet": ("trainval", "test"),
-    "QMNIST": _BY_TRAIN,
-    "RenderedSST2": _THREE,
-    "SEMEION": (),
-    "STL10": ("train", "test"),
-    "SUN397": (),
-    "SVHN": ("train", "test"),
-    "StanfordCars": ("train", "test"),
-    "USPS": _BY_TRAIN,
-}
-_SHORT_NAMES = {
+_TORCHVISION = {
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+    "mnist": "MNIST",
     "fashion_mnist": "FashionMNIST",
-    "pets": "OxfordIIITPet",
-    **{name.lower(): name for name in _SPLITS},
 }
-# Files and labels of sets that give only opened images: without these private attributes each image
-# would be decoded to list them. A later torchvision may call them otherwise.
-_SAMPLES: Mapping[str, Callable[[Any], Iterable[tuple[Any, int]]]] = {
-    "GTSRB": lambda dataset: dataset._samples,
-    "OxfordIIITPet": lambda dataset: zip(dataset._images, dataset._labels, strict=True),
+# splits of torchvision's sets as their `split` calls them, where they aren't train and test
+_SPLITS = {
+    "Country211": ("train", "valid", "test"),
+    **dict.fromkeys(
+        ("DTD", "FGVCAircraft", "Flowers102", "RenderedSST2"), ("train", "val", "test")
+    ),
 }
 
 
@@ -85,7 +58,7 @@ def find_digits(request: Request) -> Listing:
         name="digits",
         origin="scikit-learn's digits",
         labels=list(map(str, digits.target.tolist())),
-        reader=ArrayReader(pixels, "digits/", num_digits=5),
+        reader=ArrayReader(pixels, [f"digits/{number:05d}" for number in range(len(pixels))]),
     )
 
 
@@ -151,7 +124,7 @@ def _open_or_download(
         ) from error
 
 
-def find_torchvision(name: str, request: Request, *, set_name: str) -> Listing:
+def find_torchvision(name: str, request: Request) -> Listing:
     """List a set of torchvision; missing files are downloaded with torchvision's checksums.
 
     Splits are the published ones. Classes have torchvision's names, or numbers if it has none.
@@ -159,43 +132,60 @@ def find_torchvision(name: str, request: Request, *, set_name: str) -> Listing:
     Args:
         name: The data.name.
         request: Its root is torchvision's `root`, or a folder of idx files; None is the cache.
-        set_name: Name of torchvision's class.
 
     Raises:
         OSError: The download failed; the message says how to do it by hand.
-        ValueError: Files are damaged.
+        ValueError: Files are damaged, or the set has no splits, or images that can't be listed.
     """
     # takes seconds to import
     from torchvision import datasets
 
-    dataset_class = getattr(datasets, set_name)
+    set_name = _TORCHVISION.get(name, name.partition(":")[2])
+    dataset_class = getattr(datasets, set_name, None)
+    options = inspect.signature(dataset_class).parameters if dataset_class else {}
+    key = next((each for each in ("train", "split") if each in options), None)
+    if dataset_class is None or key is None or "download" not in options:
+        raise ValueError(
+            f"{name} is not a set of torchvision with splits, such as torchvision:SVHN; pass others"
+            " from Python as dataset=…"
+        )
     folder = _choose_folder(set_name.lower(), request.root)
-    is_cifar = set_name.startswith("CIFAR")
-    title = name if is_cifar else set_name
     # Debian's packages and hand-made copies have idx files in the folder itself
     has_idx = issubclass(dataset_class, datasets.MNIST) and any(folder.glob("train-images?idx3*"))
     open_set = partial(dataset_class, folder, download=False)
     # a `loader` of torchvision opens an image; this one returns its path
-    if "loader" in inspect.signature(dataset_class).parameters:
+    if "loader" in options:
         open_set = partial(open_set, loader=os.fspath)
-    found: dict[str, _Split] = {}
+    images: list[Any] = []
+    numbers: list[int] = []
+    splits: list[str] = []
     names: Sequence[str] | None = None
     try:
-        for given in _SPLITS[set_name] or (None,):
-            split = SPLIT_OF.get(str(given), "test" if given is False else "train")
+        for given in _SPLITS.get(set_name, ("train", "test")):
             if has_idx:
                 names = dataset_class.classes
-                found[split] = _read_idx_pair(folder, "train" if given else "t10k")
-                continue
-            arguments = {} if given is None else {"train" if given in _BY_TRAIN else "split": given}
-            dataset = _open_or_download(
-                partial(open_set, **arguments), title, folder, download=request.download
-            )
-            # Caltech's sets call them categories
-            names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
-            found[split] = _read_published(dataset, set_name)
-        num_digits = 5 if is_cifar or has_idx else 6
-        return _list_published(title, folder, found, names, num_digits=num_digits)
+                found = _read_idx_pair(folder, {"train": "train", "test": "t10k"}[given])
+            else:
+                value = given == "train" if key == "train" else given
+                dataset = _open_or_download(
+                    partial(open_set, **{key: value}), name, folder, download=request.download
+                )
+                names = getattr(dataset, "classes", None)
+                found = _read_published(dataset)
+            images += found[0]
+            numbers += map(int, found[1])
+            splits += [SPLIT_OF[given]] * len(found[1])
+        names = list(map(str, names or range(max(numbers) + 1)))
+        if not 0 <= min(numbers) <= max(numbers) < len(names):
+            raise ValueError(f"labels from {min(numbers)} to {max(numbers)}, {len(names)} classes")
+        reader: ImageReader
+        if isinstance(images[0], str | os.PathLike):
+            reader = FileReader(folder, [relative_path(path, folder) for path in images])
+        else:
+            width = 5 if has_idx or set_name.startswith("CIFAR") else 6
+            counts = Counter(splits)
+            ids = [f"{split}/{k:0{width}d}" for split in counts for k in range(counts[split])]
+            reader = ArrayReader(np.stack(images), ids)
     except Exception as error:
         # a download failed
         if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
@@ -205,72 +195,33 @@ def find_torchvision(name: str, request: Request, *, set_name: str) -> Listing:
         raise ValueError(
             f"the files of {name} in {folder} are damaged ({reason}); copy them again"
         ) from error
-
-
-def _read_published(dataset: Any, set_name: str) -> _Split:
-    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
-    samples: Sequence[tuple[Any, int]] = []
-    if set_name in _SAMPLES:
-        with suppress(AttributeError, TypeError):
-            samples = list(_SAMPLES[set_name](dataset))
-    elif not hasattr(dataset, "loader") and hasattr(dataset, "data") and labels is not None:
-        pixels = np.asarray(dataset.data)
-        # SVHN and STL-10 have the channels first
-        is_first = pixels.ndim == 4 and pixels.shape[1] == 3
-        return pixels.transpose(0, 2, 3, 1) if is_first else pixels, np.asarray(labels).tolist()
-    samples = samples or [dataset[index] for index in range(len(dataset))]
-    images = [image for image, _ in samples]
-    if not isinstance(images[0], str | os.PathLike):
-        images = [np.asarray(image.convert("RGB")) for image in images]
-    return images, [int(label) for _, label in samples]
-
-
-def _list_published(
-    name: str,
-    folder: Path,
-    found: Mapping[str, _Split],
-    names: Sequence[str] | None,
-    *,
-    num_digits: int,
-) -> Listing:
-    """List the splits of a published set."""
-    numbers = [label for _, labels in found.values() for label in labels]
-    limit = len(names or numbers)
-    if min(numbers) < 0 or max(numbers) >= limit:
-        raise ValueError(f"labels from {min(numbers)} to {max(numbers)} for {limit} classes")
-    names = list(map(str, names or range(max(numbers) + 1)))
-    images = [image for each, _ in found.values() for image in each]
-    reader: ImageReader
-    if isinstance(images[0], str | os.PathLike):
-        reader = FileReader(folder, [relative_path(path, folder) for path in images])
-    elif all(isinstance(each, np.ndarray) for each, _ in found.values()):
-        reader = ArrayReader(np.concatenate([each for each, _ in found.values()]))
-    else:
-        # images of several sizes
-        pixels = np.empty(len(images), dtype=object)
-        for index, image in enumerate(images):
-            pixels[index] = image
-        reader = ArrayReader(pixels)
-    if isinstance(reader, ArrayReader):
-        counts = {split: range(len(labels)) for split, (_, labels) in found.items()}
-        reader.names = [f"{split}/{k:0{num_digits}d}" for split in counts for k in counts[split]]
+    labels = [names[number] for number in numbers]
     return Listing(
-        name=name,
-        origin=name,
-        labels=[names[number] for number in numbers],
-        reader=reader,
-        splits=[split for split, (_, labels) in found.items() for _ in labels],
-        class_names=names,
+        name=name, origin=name, labels=labels, reader=reader, splits=splits, class_names=names
     )
 
 
-def _read_idx_pair(folder: Path, prefix: str) -> _Split:
+def _read_published(dataset: Any) -> tuple[Sequence[Any], Sequence[int]]:
+    """Return the pixels of a set's images, or their paths, and their labels."""
+    if hasattr(dataset, "loader"):
+        items = [dataset[index] for index in range(len(dataset))]
+        return [image for image, _ in items], [label for _, label in items]
+    labels: Any = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    if not hasattr(dataset, "data") or labels is None:
+        raise ValueError("its images are opened one by one; pass it from Python as dataset=…")
+    pixels = np.asarray(dataset.data)
+    # SVHN and STL-10 have the channels first
+    is_first = pixels.ndim == 4 and pixels.shape[1] == 3
+    return list(pixels.transpose(0, 2, 3, 1) if is_first else pixels), labels
+
+
+def _read_idx_pair(folder: Path, prefix: str) -> tuple[Sequence[Any], Sequence[int]]:
     """Read the images and labels of a split in idx files, plain or .gz."""
     images = _read_idx(folder, f"{prefix}-images?idx3-ubyte*", 3)
     labels = _read_idx(folder, f"{prefix}-labels?idx1-ubyte*", 1)
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels in {prefix}")
-    return images, labels.tolist()
+    return list(images), labels.tolist()
 
 
 def _read_idx(folder: Path, pattern: str, dimensions: int) -> np.ndarray:
@@ -287,12 +238,8 @@ def _read_idx(folder: Path, pattern: str, dimensions: int) -> np.ndarray:
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
-_TORCHVISION = {**_SHORT_NAMES, **{f"torchvision:{set_name}": set_name for set_name in _SPLITS}}
 NAMED: Mapping[str, Callable[[Request], Listing]] = {
     "digits": find_digits,
     "imagenette": find_imagenette,
-    **{
-        name: partial(find_torchvision, name, set_name=set_name)
-        for name, set_name in _TORCHVISION.items()
-    },
+    **{name: partial(find_torchvision, name) for name in _TORCHVISION},
 }

@@ -1,13 +1,14 @@
 """The kinds of data sets by name, and the kind of a place."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from vit.data.dataset import Request
 from vit.data.sources import folders, huggingface, named, shards
 from vit.data.sources.base import Root
 from vit.data.sources.listing import Listing
-from vit.runtime.arguments import shorten
+from vit.runtime.arguments import check_choice
 from vit.runtime.places import explain_file, suggest
 
 # kind of a place → function that is true for one; the first that is true counts
@@ -28,16 +29,15 @@ SOURCES: Mapping[str, Callable[[Request], Listing]] = {
 
 def find_source(name: str) -> Callable[[Request], Listing]:
     """The function of a `data.name`. Raises ValueError for an unknown one."""
-    if name not in SOURCES:
-        is_set = name.startswith("torchvision:")
-        known = ", ".join(sorted(each for each in SOURCES if is_set == (":" in each)))
-        raise ValueError(f"unknown data.name {shorten(name)!r}; known: {known}")
+    if name.startswith("torchvision:"):
+        return partial(named.find_torchvision, name)
+    check_choice(name, SOURCES, name="data.name")
     return SOURCES[name]
 
 
 def is_named(name: str) -> bool:
     """Return true for a data set that is known by its name alone."""
-    # an unknown set of torchvision is refused when it is opened, which names the known ones
+    # an unknown set of torchvision is refused when it is opened
     return (name in SOURCES and name not in PLACES) or name.startswith("torchvision:")
 
 
@@ -54,14 +54,13 @@ def require_kind(data: object) -> str:
     """The `data.name` of `find_kind`. Raises ValueError if no source knows the data."""
     kind = find_kind(data)
     if kind is None:
-        text = str(data)
-        if problem := explain_file(text):
+        if problem := explain_file(str(data)):
             raise ValueError(f"--data {problem}")
-        names = [name for name in SOURCES if is_named(name) and ":" not in name]
+        names = list(filter(is_named, SOURCES))
         raise ValueError(
-            f"--data {text} is not a data set ({', '.join(names)}, torchvision:NAME), a table (.csv,"
+            f"--data {data} is not a data set ({', '.join(names)}, torchvision:NAME), a table (.csv,"
             " .jsonl, .parquet), a folder or shards (.tar)"
-            f"{suggest(text, names) or '; check the path'}"
+            f"{suggest(str(data), names) or '; check the path'}"
         )
     return kind
 

@@ -27,7 +27,6 @@ def fetch_files(addresses: Sequence[str], cache_dir: Path) -> list[tuple[str, st
     import fsspec
 
     cache_dir.mkdir(parents=True, exist_ok=True)
-    options = {"cache_storage": str(cache_dir), "check_files": True}
     try:
         # two processes would write the same file
         with lock_file(cache_dir / "lock"):
@@ -35,16 +34,16 @@ def fetch_files(addresses: Sequence[str], cache_dir: Path) -> list[tuple[str, st
             opened = fsspec.open_files(
                 [f"filecache::{each}" for each in addresses],
                 expand=any("*" in each for each in addresses),
-                filecache=options,
+                filecache={"cache_storage": str(cache_dir), "check_files": True},
             )
             with opened as files:
                 pairs = zip(opened, files, strict=True)
                 return [(hide_tokens(each.path), file.name) for each, file in pairs]
     except Exception as error:
         # each client has its own types of errors; http's cause is more exact
-        failure = error.__cause__ or error
-        hint = "; pip install '.[remote]' in the clone of vit" * isinstance(error, ImportError)
-        text = f"{shorten(hide_tokens(addresses[0]))} and others can't be read"
+        reason = shorten(hide_tokens(first_line(error.__cause__ or error)))
         # without the cause: its text has the whole address
-        reason = shorten(hide_tokens(first_line(failure)))
-        raise OSError(f"{text}: {reason}{hint}") from None
+        raise OSError(
+            f"{shorten(hide_tokens(addresses[0]))} and others can't be read: {reason}; s3:// and"
+            " https:// need pip install '.[remote]' in the clone of vit"
+        ) from None

@@ -5,10 +5,10 @@ with files. Shards in object storage are copied into the cache.
 """
 
 import glob
-import math
 import os
 import re
 import tarfile
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,23 @@ from braceexpand import braceexpand
 
 from vit.data.dataset import Request
 from vit.data.images import is_image_name
-from vit.data.sources.base import SPLIT_OF, ImageReader
+from vit.data.sources.base import SPLIT_OF, ImageReader, read_stats
 from vit.data.sources.listing import Listing
 from vit.data.sources.remote import fetch_files, is_remote
-from vit.runtime.arguments import hide_tokens, shorten
 from vit.runtime.drive import report_drive
 from vit.runtime.files import expand_home
 
-_MAX_SHARDS = 1_000_000
 # bytes of a label's file that are read
 _LABEL_BYTES = 2**16
 
 
 class ShardReader(ImageReader):
-    """Images inside tar files on this disk."""
+    """Images inside tar files on this disk. `places` has the number of the file, the place in it,
+    and the size in bytes, int64 [n, 3]."""
+
+    def __init__(self, files: Sequence[str], names: Sequence[str], places: np.ndarray) -> None:
+        super().__init__(names, places)
+        self.files = files
 
     def __getitem__(self, index: int) -> bytes:
         shard, offset, size = self.places[index].tolist()
@@ -37,6 +40,19 @@ class ShardReader(ImageReader):
         with report_drive(path), open(path, "rb") as file:
             file.seek(offset)
             return file.read(size)
+
+    @property
+    def place(self) -> str:
+        return os.path.realpath(self.files[0])
+
+    def stats(self) -> np.ndarray:
+        stats: np.ndarray = read_stats(self.files)[self.places[:, 0]]
+        stats[:, 0] = self.places[:, 1]
+        return stats
+
+    def sizes(self) -> np.ndarray:
+        sizes: np.ndarray = self.places[:, 2]
+        return sizes
 
 
 def find_shards(request: Request) -> Listing:
@@ -55,14 +71,12 @@ def find_shards(request: Request) -> Listing:
     """
     root = os.path.expanduser(str(request.root)).rstrip("/")
     # split of each shard, its name, and its file
-    shards = [
-        (split, path, path) for split, each in list_by_split(root, ".tar").items() for path in each
-    ]
     if is_remote(root):
-        pairs = fetch_files(_expand_braces(root), request.cache_dir / "remote")
+        pairs = fetch_files(list(braceexpand(root)), request.cache_dir / "remote")
         shards = [("train", *pair) for pair in pairs]
-    elif not shards:
-        shards = [("train", path, path) for path in _expand_pattern(root)]
+    else:
+        by_split = list_by_split(root, ".tar") or {"train": _expand_pattern(root)}
+        shards = [(split, path, path) for split, each in by_split.items() for path in each]
     labels: list[Any] = []
     names: list[str] = []
     splits: list[str] = []
@@ -72,24 +86,17 @@ def find_shards(request: Request) -> Listing:
         for key, (offset, size) in images.items():
             label = texts.get(key, "")
             if request.labels.task == "multilabel":
-                # one label in each line, or with bars between them
-                parts = label.replace("\n", "|").split("|")
-                labels.append(tuple(filter(None, map(str.strip, parts))))
+                labels.append(tuple(filter(None, map(str.strip, label.split("|")))))
             elif label:
                 labels.append(label)
             else:
                 raise ValueError(f"{shard} has no label {key}.cls for the image {key}; add it")
             names.append(f"{shard.partition('?')[0].rpartition('/')[2]}/{key}")
             places.append((number, offset, size))
-        splits += [split] * len(images)
+            splits.append(split)
     files = [file for _, _, file in shards]
-    return Listing(
-        name="webdataset",
-        origin=root,
-        labels=labels,
-        reader=ShardReader(names, np.array(places, dtype=np.int64).reshape(-1, 3), files),
-        splits=splits,
-    )
+    reader = ShardReader(files, names, np.array(places, dtype=np.int64))
+    return Listing(name="webdataset", origin=root, labels=labels, reader=reader, splits=splits)
 
 
 def is_place(place: str) -> bool:
@@ -101,47 +108,26 @@ def is_place(place: str) -> bool:
 
 def list_by_split(folder: str, suffix: str) -> dict[str, list[str]]:
     """List the files of each split in a folder, <split>/* or <split>-*; or all files in the folder
-    itself as "train". Empty if there are none.
-
-    Raises:
-        ValueError: A split has several of its names.
-    """
+    itself as "train". Empty if there are none."""
     root = glob.escape(folder)
     # other folders are not read: they may hold very many images
     top = sorted(glob.glob(f"{root}/*{suffix}"))
     inner = [path for name in SPLIT_OF for path in sorted(glob.glob(f"{root}/{name}/*{suffix}"))]
-    by_name: dict[str, list[str]] = {}
+    splits: dict[str, list[str]] = {split: [] for split in SPLIT_OF.values()}
     for path in inner + top:
         # "valuable-0.tar" is not "val"
         found = re.match(r"[A-Za-z]*", os.path.relpath(path, folder))
         if found and found[0].lower() in SPLIT_OF:
-            by_name.setdefault(found[0], []).append(path.replace(os.sep, "/"))
-    splits: dict[str, list[str]] = {}
-    for name, paths in by_name.items():
-        split = SPLIT_OF[name.lower()]
-        if split in splits:
-            raise ValueError(
-                f"{folder} has several names of the {split} split; name its files alike"
-            )
-        splits[split] = paths
-    ordered = {split: splits[split] for split in SPLIT_OF.values() if split in splits}
-    return ordered or ({"train": top} if top else {})
-
-
-def _expand_braces(pattern: str) -> list[str]:
-    """List the names of a pattern of braces. Raises ValueError if they are too many."""
-    ranges = re.findall(r"\{(-?\d+)\.\.(-?\d+)", pattern)
-    # before the names are written out
-    if math.prod(abs(int(end) - int(start)) + 1 for start, end in ranges) > _MAX_SHARDS:
-        raise ValueError(f"{shorten(hide_tokens(pattern))} names too many shards; check its braces")
-    return list(braceexpand(pattern))
+            splits[SPLIT_OF[found[0].lower()]].append(path.replace(os.sep, "/"))
+    named = {split: paths for split, paths in splits.items() if paths}
+    return named or ({"train": top} if top else {})
 
 
 def _expand_pattern(pattern: str) -> list[str]:
     """List the shards of a pattern, in its order. Raises FileNotFoundError if one is missing."""
     shards: list[str] = []
     # "{000..009}" in a name that exists is no pattern
-    for name in [pattern] if os.path.isfile(pattern) else _expand_braces(pattern):
+    for name in [pattern] if os.path.isfile(pattern) else braceexpand(pattern):
         files = [name] if os.path.isfile(name) else sorted(glob.glob(name))
         if not files or not all(map(os.path.isfile, files)):
             raise FileNotFoundError(f"data.root {name} names no shards (.tar); check the path")
@@ -169,18 +155,19 @@ def _index(file: str, *, name: str) -> tuple[dict[str, tuple[int, int]], dict[st
                 folder, slash, file_name = member.name.rpartition("/")
                 stem, _, suffix = file_name.partition(".")
                 key = folder + slash + stem
-                is_image = is_image_name(f"x.{suffix}") and "." not in suffix
-                if (is_image and key in images) or (suffix == "cls" and key in labels):
+                known: dict[str, Any] = labels if suffix == "cls" else images
+                if suffix != "cls" and ("." in suffix or not is_image_name(f"x.{suffix}")):
+                    continue
+                if key in known:
                     raise ValueError(f"two images or labels have the key {key}")
-                if is_image:
-                    images[key] = (member.offset_data, member.size)
-                elif suffix == "cls":
+                known[key] = (member.offset_data, member.size)
+                if suffix == "cls":
                     content = tar.extractfile(member)
                     # true for a regular file
                     assert content is not None
                     labels[key] = content.read(_LABEL_BYTES).decode().strip()
+        if not images:
+            raise ValueError("it holds no images; a sample is <key>.jpg and <key>.cls")
     except (tarfile.TarError, ValueError, ArithmeticError, EOFError) as error:
         raise ValueError(f"{name} is not a complete tar file of samples: {error}") from error
-    if not images:
-        raise ValueError(f"{name} holds no images; a sample is <key>.jpg and <key>.cls")
     return images, labels

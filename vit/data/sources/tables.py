@@ -20,7 +20,6 @@ from vit.data.images import is_image_name
 from vit.data.sources.base import (
     SPLIT_OF,
     FileReader,
-    count_suffixes,
     describe_unused,
     list_below,
     relative_path,
@@ -49,24 +48,12 @@ def find_table(root: Path) -> Path | None:
     return next(filter(is_table, (root, *(root / name for name in _NAMES))), None)
 
 
-class Table(NamedTuple):
-    """A table as it is written.
-
-    Attributes:
-        rows: Number of the line of each row → its values by their columns.
-        columns: Names of the columns.
-        notes: Warnings for the user.
-    """
-
-    path: Path
-    rows: Mapping[int, Mapping[str, Any]]
-    columns: Sequence[str]
-    notes: Sequence[str]
-
-
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> tuple[dict[int, Mapping[str, Any]], list[str]]:
     """Read a table: UTF-8, UTF-16 with its mark, or Windows-1252. The first line is the header, and
     the sign that is most frequent in it divides the columns.
+
+    Returns:
+        Number of the line of each row → its values by their columns; and warnings for the user.
 
     Raises:
         ValueError: It is damaged.
@@ -86,10 +73,12 @@ def read_table(path: Path) -> Table:
         for line, row in _parse_json(text) if path.suffix.lower() == ".jsonl" else _parse_csv(text):
             rows[line] = row
     except (ValueError, csv.Error, RecursionError) as error:
-        after = f" after line {max(rows)}" if rows else ""
-        raise ValueError(f"{path} can't be read{after}: {error}") from error
-    columns = dict.fromkeys(name for row in rows.values() for name in row)
-    return Table(path, rows, list(columns), notes)
+        raise ValueError(
+            f"{path} can't be read after line {max(rows, default=1)}: {error}"
+        ) from error
+    if not rows:
+        raise ValueError(f"{path} holds no rows below its first line")
+    return rows, notes
 
 
 def _parse_csv(text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -136,35 +125,30 @@ def list_table(path: Path, rule: LabelRule) -> Listing:
     Raises:
         ValueError: Rows are wrong; the message has the numbers of their lines.
     """
-    table = read_table(path)
-    columns = _find_columns(table, rule)
+    rows, notes = read_table(path)
+    known = list(dict.fromkeys(name for row in rows.values() for name in row))
+    columns = _find_columns(path, rows, known, rule)
     used = {"images": columns.path, "split": columns.split, "group": columns.group}
-    unread = [each for each in table.columns if each not in (*used.values(), *columns.labels)]
     ways = [f"{what} in {name!r}" for what, name in used.items() if name is not None]
     ways.insert(1, f"classes in {', '.join(map(repr, columns.labels))}")
     way = f"{path.name}: {', '.join(ways)}"
+    unread = [name for name in known if name not in (*used.values(), *columns.labels)]
     if unread:
         way += f"; columns not read: {shorten(', '.join(unread))}"
 
     files = list_below(path.parent)
-    images = list(filter(is_image_name, files))
-    find_file = _make_finder(path.parent, images)
+    find_file = _make_finder(path.parent, list(filter(is_image_name, files)))
     problems: list[str] = []
-    # file → the line of its first row, its labels and its split
+    # file → the line of its first row, its class or labels, and its split
     found: dict[str, tuple[int, Any, str]] = {}
-    for line, values in table.rows.items():
+    for line, values in rows.items():
         try:
             file = find_file(str(values.get(columns.path) or ""))
             label = _read_label(values, columns)
             split = "train" if columns.split is None else _read_split(values.get(columns.split))
-            first, first_label, first_split = found.setdefault(file, (line, label, split))
-            if columns.several:
-                label = tuple(dict.fromkeys(first_label + label))
-                found[file] = (first, label, first_split)
-            elif label != first_label:
-                raise ValueError(f"{file} has another class in line {first}")
-            if split != first_split:
-                raise ValueError(f"{file} has another split in line {first}")
+            first, *others = found.setdefault(file, (line, label, split))
+            if others != [label, split]:
+                raise ValueError(f"{file} has another class or split in line {first}")
         except ValueError as error:
             problems.append(f"line {line}: {error}")
     if problems:
@@ -174,15 +158,10 @@ def list_table(path: Path, rule: LabelRule) -> Listing:
             f"{path} {'; '.join(problems[:_MAX_LISTED])}{rest}. Correct or remove these rows. Read:"
             f" {way}"
         )
-    if len(found) < len(table.rows):
-        way += f"; {len(table.rows) - len(found):,} rows list an image again"
-    rows = [table.rows[line] for line, _, _ in found.values()]
-    groups = [""] * len(rows)
+    kept = {file: rows[line] for file, (line, _, _) in found.items()}
+    given = [""] * len(kept)
     if columns.group is not None:
-        given = [row.get(columns.group) for row in rows]
-        groups = ["" if value is None else str(value) for value in given]
-    unused = count_suffixes(set(files) - set(images) - {path.name})
-    unused["images that aren't listed"] = len(set(images) - found.keys())
+        given = [str(row.get(columns.group) or "") for row in kept.values()]
     return Listing(
         name="folder",
         origin=str(path),
@@ -192,16 +171,18 @@ def list_table(path: Path, rule: LabelRule) -> Listing:
         # the splits that a table names stay as they are
         keeps_validation=columns.split is not None,
         # an image without a group is one
-        groups=[group or file for group, file in zip(groups, found, strict=True)]
-        if any(groups)
+        groups=[group or file for group, file in zip(given, kept, strict=True)]
+        if any(given)
         else None,
-        columns={name: [row.get(name) for row in rows] for name in table.columns},
-        read=[way, *describe_unused(unused)],
-        notes=table.notes,
+        columns={name: [row.get(name) for row in kept.values()] for name in known},
+        read=[way, *describe_unused(set(files) - {path.name, *found})],
+        notes=notes,
     )
 
 
-def _find_columns(table: Table, rule: LabelRule) -> _Columns:
+def _find_columns(
+    path: Path, rows: Mapping[int, Mapping[str, Any]], columns: Sequence[str], rule: LabelRule
+) -> _Columns:
     """Find the columns that the user names, or those with known names.
 
     Raises:
@@ -209,30 +190,29 @@ def _find_columns(table: Table, rule: LabelRule) -> _Columns:
     """
 
     def find(given: str | None, known: Sequence[str]) -> str | None:
-        found = [name for name in table.columns if name.lower() in known]
+        found = [name for name in columns if name.lower() in known]
         if given is not None:
-            found = [name for name in table.columns if name == given]
+            found = [name for name in columns if name == given]
         # a table without splits or groups has none
         if len(found) != 1 and (found or given is not None or len(known) > 1):
             text = " and ".join(map(repr, found)) or f"no column {given or ', '.join(known)}"
             raise ValueError(
-                f"{table.path} has {text}; its columns are"
-                f" {shorten(', '.join(map(repr, table.columns)), 300)}; name the right one with"
-                f" --{known[0]}-column"
+                f"{path} has {text}; its columns are {shorten(', '.join(map(repr, columns)), 300)};"
+                f" name the right one with --{known[0]}-column"
             )
         return found[0] if found else None
 
-    path = find(rule.path_column, _PATHS)
+    image = find(rule.path_column, _PATHS)
     marks = [rule.label_column]
-    if rule.label_column is not None and rule.label_column not in table.columns:
+    if rule.label_column is not None and rule.label_column not in columns:
         # a column of 0 and 1 for each class
         marks = [name.strip() for name in rule.label_column.split(",")]
     labels = [name for mark in marks if (name := find(mark, _LABELS)) is not None]
-    assert path is not None
+    assert image is not None
     # lists of labels in one row say that all rows have several
-    has_lists = any(isinstance(row.get(labels[0]), list) for row in table.rows.values())
+    has_lists = any(isinstance(row.get(labels[0]), list) for row in rows.values())
     return _Columns(
-        path,
+        image,
         labels,
         find(rule.split_column, ("split",)),
         find(rule.group_column, ("group",)),
@@ -313,13 +293,13 @@ def list_table_images(path: Path) -> Iterator[str]:
     Raises:
         ValueError: It is no table, or no column names images.
     """
-    table = read_table(path)
-    columns = [name for name in table.columns if name.lower() in _PATHS]
-    if not columns:
-        raise ValueError(f"{path} has no column {', '.join(_PATHS)}; name one so")
+    rows, _ = read_table(path)
     find_file = _make_finder(path.parent, list(filter(is_image_name, list_below(path.parent))))
-    for row in table.rows.values():
-        written = str(row.get(columns[0]) or "")
+    for line, row in rows.items():
+        columns = [name for name in row if name.lower() in _PATHS]
+        if not columns:
+            raise ValueError(f"{path} line {line} has no column {', '.join(_PATHS)}; name one so")
+        written = str(row[columns[0]] or "")
         # reading the file names the fault
         with suppress(ValueError):
             written = find_file(written)
