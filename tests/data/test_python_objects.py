@@ -45,7 +45,6 @@ FORMS: dict[str, Any] = {
     ],
     "a set with names": Items(Image.fromarray),
     "a set of arrays": Items(np.asarray),
-    "an iterable": iter([*zip(PIXELS, NAMES, strict=True)]),
 }
 
 
@@ -60,11 +59,12 @@ def test_each_form_keeps_images_and_labels_together(form: str) -> None:
 
 def test_parts_are_splits_with_the_same_classes() -> None:
     first, second = (PIXELS[:9], NAMES[:9]), (PIXELS[9:], NAMES[9:])
-    for parts in ((first, second), {"train": first, "val": second}):
-        source = number_listing(find_python_objects(parts, None))
-        assert source.own_splits == ["train", "validation"]
-        assert source.split("validation").class_names == source.split("train").class_names
-        assert source.split("validation").ids[0] == "validation/000000"
+    source = number_listing(find_python_objects({"train": first, "val": second}, None))
+    assert source.own_splits == ["train", "validation"]
+    assert source.split("validation").class_names == source.split("train").class_names
+    assert source.split("validation").ids[0] == "validation/000000"
+    with pytest.raises(ValueError, match=r'validation images as \{"train"'):
+        find_python_objects(([*zip(*first, strict=True)], [*zip(*second, strict=True)]), None)
     with pytest.raises(ValueError, match="name its sets train, validation"):
         find_python_objects({"x": first}, None)
 
@@ -102,6 +102,9 @@ def test_several_labels_an_image(labels: Any) -> None:
         ((PIXELS, NAMES), "multilabel", "for several labels"),
         ((PIXELS, [[0, 2]] * COUNT), "multilabel", "not rows of 0 and 1"),
         ([("a.png", "red")], None, "holds a str, not a PIL image"),
+        ((PIXELS[:4], [0, 1, 3, 0]), None, "labels of dataset are 0, 1, 3, not 0 to 2"),
+        ((PIXELS[:2], ["cat", "cat"]), None, "names fewer than two classes: 'cat'"),
+        (iter([]), None, "pass list"),
         ((PIXELS.astype(np.int8), NAMES), None, "is int8"),
     ],
 )

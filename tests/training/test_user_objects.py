@@ -75,10 +75,10 @@ def same(first: Any, second: Any) -> bool:
 # ------------------------------------------------------------------------------------------------
 
 
-def test_a_pair_is_training_and_validation_images(arrays: Arrays, tmp_path: Path) -> None:
+def test_a_dictionary_is_training_and_validation_images(arrays: Arrays, tmp_path: Path) -> None:
     images, labels = arrays
-    pair = ((images[:60], labels[:60]), (images[60:], labels[60:]))
-    result = vit.train(CONFIG, output=tmp_path / "run", dataset=pair)
+    sets = {"train": (images[:60], labels[:60]), "validation": (images[60:], labels[60:])}
+    result = vit.train(CONFIG, output=tmp_path / "run", dataset=sets)
     splits = result.bundle.data["splits"]
     assert {name: split["num_images"] for name, split in splits.items()} == {
         "train": 60,
@@ -86,10 +86,9 @@ def test_a_pair_is_training_and_validation_images(arrays: Arrays, tmp_path: Path
     }
     other = Colours(arrays)
     other.classes = NAMES[::-1]
-    with pytest.raises(
-        ValueError, match="classes red, green, blue and blue, green, red; pass class_names"
-    ):
-        vit.train(CONFIG, output=tmp_path / "other", dataset=(Colours(arrays), other))
+    sets = {"train": Colours(arrays), "validation": other}
+    with pytest.raises(ValueError, match="different classes; pass class_names"):
+        vit.train(CONFIG, output=tmp_path / "other", dataset=sets)
 
 
 def test_images_from_python_need_a_recipe(arrays: Arrays, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def evaluate(
             it, else test, all without splits, or validation for images that
             were passed to `vit.train`.
         dataset: Images instead of `data`, as `vit.train` takes them. They
-            are the split "test", or of a pair "validation".
+            are the split "test", or those of a dictionary.
         class_names: Name of each class, of a module or weights without names.
             None: the model's own, or "class 0" and so on.
         group_by: See `vit.train`.

@@ -109,13 +109,13 @@ def train(
             before the augmentation of the configuration: a transform of
             albumentations or torchvision, or any function.
         dataset: Images instead of those of the configuration: a data set of
-            torch or Hugging Face, a DataLoader (its data set is taken), or any
-            iterable of items; a pair of them (training, validation); or a pair
-            (images, labels [n]). An item is (image, label) or a dictionary
-            with the keys image (img, pixel_values) and label (labels). An
-            image is a PIL image, or an array or tensor [H, W, 3], [3, H, W] or
-            [H, W], of uint8 or of values from 0 to 1; arrays may have more
-            bits. A label is a whole number, a class name or a one-hot row.
+            torch or Hugging Face, a list of items, a pair (images, labels
+            [n]), or a dictionary {"train": …, "validation": …} of those. An
+            item is (image, label) or a dictionary with the keys image (img)
+            and label (labels). An image is a PIL image, or an array or tensor
+            [H, W, 3], [3, H, W] or [H, W], of uint8 or of values from 0 to 1;
+            arrays may have more bits. A label is a whole number, a class name,
+            or, for several labels, a list of names or a row of 0 and 1.
         class_names: Class names of `dataset`, in the order of the labels.
             None: its attribute `classes` or its features, the labels where
             they are names, or "class 0" and so on.

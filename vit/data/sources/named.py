@@ -141,10 +141,11 @@ def find_torchvision(name: str, request: Request) -> Listing:
     from torchvision import datasets
 
     set_name = _TORCHVISION.get(name, name.partition(":")[2])
-    dataset_class = getattr(datasets, set_name, None)
-    options = inspect.signature(dataset_class).parameters if dataset_class else {}
+    dataset_class = getattr(datasets, set_name, object)
+    is_class = inspect.isclass(dataset_class)
+    options = inspect.signature(dataset_class).parameters if is_class else {}
     key = next((each for each in ("train", "split") if each in options), None)
-    if dataset_class is None or key is None or "download" not in options:
+    if key is None or "download" not in options:
         raise ValueError(
             f"{name} is not a set of torchvision with splits, such as torchvision:SVHN; pass others"
             " from Python as dataset=…"
@@ -193,7 +194,8 @@ def find_torchvision(name: str, request: Request) -> Listing:
         # for damaged files that it doesn't check, torchvision raises errors of any type
         reason = f"{type(error).__name__}: {shorten(first_line(error))}"
         raise ValueError(
-            f"the files of {name} in {folder} are damaged ({reason}); copy them again"
+            f"the files of {name} in {folder} can't be read ({reason}); copy them again, or pass"
+            " torchvision's sets from Python as dataset=…"
         ) from error
     labels = [names[number] for number in numbers]
     return Listing(
@@ -208,7 +210,7 @@ def _read_published(dataset: Any) -> tuple[Sequence[Any], Sequence[int]]:
         return [image for image, _ in items], [label for _, label in items]
     labels: Any = getattr(dataset, "targets", getattr(dataset, "labels", None))
     if not hasattr(dataset, "data") or labels is None:
-        raise ValueError("its images are opened one by one; pass it from Python as dataset=…")
+        raise ValueError("its images are opened one by one")
     pixels = np.asarray(dataset.data)
     # SVHN and STL-10 have the channels first
     is_first = pixels.ndim == 4 and pixels.shape[1] == 3

@@ -185,7 +185,7 @@ def _name_labels(
     are_names = all(isinstance(value, str) for value in each)
     are_numbers = all(isinstance(value, int) for value in each)
     if not (are_names or are_numbers) or (task == "multilabel" and not are_sets):
-        wrong = next((label for label in labels if not isinstance(label, int)), labels[0])
+        wrong = next((label for label in labels if not isinstance(label, int | str)), labels[0])
         raise ValueError(
             "the labels of dataset are not all integers from 0, class names, or lists of them, or"
             f" rows of 0 and 1, for several labels; one is {shorten(repr(wrong))}"
