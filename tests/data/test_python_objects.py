@@ -101,7 +101,7 @@ def test_several_labels_an_image(labels: Any) -> None:
         ((PIXELS, [1, 2] * 6), None, "not 0 to 1"),
         ((PIXELS, NAMES), "multilabel", "for several labels"),
         ((PIXELS, [[0, 2]] * COUNT), "multilabel", "not rows of 0 and 1"),
-        ([("a.png", "red")], None, "holds a str, not a PIL image"),
+        ([("a.png", "red")], None, "of the type str, not a PIL image"),
         ((PIXELS[:4], [0, 1, 3, 0]), None, "labels of dataset are 0, 1, 3, not 0 to 2"),
         ((PIXELS[:2], ["cat", "cat"]), None, "names fewer than two classes: 'cat'"),
         (iter([]), None, "pass list"),

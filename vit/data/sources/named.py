@@ -141,7 +141,7 @@ def find_torchvision(name: str, request: Request) -> Listing:
     from torchvision import datasets
 
     set_name = _TORCHVISION.get(name, name.partition(":")[2])
-    dataset_class = getattr(datasets, set_name, object)
+    dataset_class: Any = getattr(datasets, set_name, None)
     is_class = inspect.isclass(dataset_class)
     options = inspect.signature(dataset_class).parameters if is_class else {}
     key = next((each for each in ("train", "split") if each in options), None)
