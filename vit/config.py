@@ -49,8 +49,7 @@ def _check_rising(values: Any) -> Any:
     return values
 
 
-Sizes = Annotated[list[tuple[Fraction, Fraction]], AfterValidator(_check_rising)]
-DropRates = Annotated[list[tuple[Fraction, DropRate]], AfterValidator(_check_rising)]
+_RISING = AfterValidator(_check_rising)
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: expand_home(path).absolute())]
 
 
@@ -101,7 +100,7 @@ class DataConfig(_Section):
     # crop: the centre; pad: with a border; stretch: in another shape; None: the model's or crop
     resize_mode: Literal["crop", "pad", "stretch"] | None = None
     # black and white of 16-bit and floating-point images; None: measured
-    value_range: Annotated[tuple[float, float], AfterValidator(_check_rising)] | None = None
+    value_range: Annotated[tuple[float, float], _RISING] | None = None
     # None: the training images', or the pretrained model's
     mean: Triple | None = None
     # as mean
@@ -151,7 +150,7 @@ class AugmentConfig(_Section):
     # padding of random crops, pixels
     crop_padding: int = Field(0, ge=0)
     # smallest and largest area of random crops, as a fraction
-    resized_crop_scale: tuple[float, float] | None = None
+    resized_crop_scale: Annotated[tuple[Fraction, Fraction], _RISING] | None = None
     flip: Literal["none", "random", "alternating"] = "none"
     # side of the square, pixels
     cutout: int = Field(0, ge=0)
@@ -165,9 +164,6 @@ class AugmentConfig(_Section):
 
     @model_validator(mode="after")
     def _check_crops(self) -> Self:
-        low, high = self.resized_crop_scale or (1, 1)
-        if not 0 < low <= high <= 1:
-            raise ValueError(f"resized_crop_scale {[low, high]} must rise within (0, 1]")
         if self.resized_crop_scale and self.crop_padding:
             raise ValueError("crop_padding and resized_crop_scale are two ways to crop; choose one")
         return self
@@ -248,10 +244,10 @@ class TrainConfig(_Section):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     # scale of data.image_size until a fraction of the run: [[0.6, 0.75], [1, 1]] is 3/4 of the side
     # until 60 %
-    image_sizes: Sizes | None = None
+    image_sizes: Annotated[list[tuple[Fraction, Fraction]], _RISING] | None = None
     # fraction of patches left out until a fraction of the run: [[0.8, 0.5], [1, 0]] is half of them
     # until 80 %
-    patch_drop_rates: DropRates | None = None
+    patch_drop_rates: Annotated[list[tuple[Fraction, DropRate]], _RISING] | None = None
     grad_checkpointing: bool = False
     # auto: weights if the largest class has over 5 times the images of the smallest
     class_balance: Literal["none", "weights", "auto"] = "none"
@@ -261,8 +257,6 @@ class TrainConfig(_Section):
     evaluate_every_epochs: int = Field(1, gt=0)
     # steps between checkpoints, besides those after an evaluation
     checkpoint_every_steps: int | None = Field(None, gt=0)
-    # training images whose features the model file keeps, for p_value and the report's photos
-    max_training_features: int = Field(2000, ge=0)
 
 
 class Config(_Section):
@@ -288,11 +282,6 @@ class Config(_Section):
         steps = train.grad_accum_steps
         if steps != "auto":
             check_multiple("train.batch_size", train.batch_size, "train.grad_accum_steps", steps)
-        if self.data.pipeline == "tokens" and not self.keeps_tokens:
-            raise ValueError(
-                "data.pipeline=tokens needs frozen blocks (model.freeze: a number), no augmentation"
-                " but augment.flip, and one image size (train.image_sizes: null)"
-            )
         return self
 
     def with_data(self, **changes: Any) -> Self:
@@ -317,8 +306,8 @@ def load_config(source: Path | Mapping[str, Any] | None, overrides: Overrides = 
         overrides: Changes, applied in order. See `list_overrides`.
 
     Raises:
-        FileNotFoundError: There is no such file.
         ValueError: One sentence names the wrong key, and for an unknown key the nearest known one.
+        OSError: The file can't be read.
     """
     try:
         return Config.model_validate(read_sections(source, overrides))
@@ -331,24 +320,21 @@ def read_sections(
 ) -> dict[str, Any]:
     """Return the sections of a configuration with `overrides` applied, not yet validated. See
     `load_config` for arguments and errors."""
-    if isinstance(source, Path):
-        if not source.is_file():
-            raise FileNotFoundError(f"configuration {source} does not exist")
-        document = parse_yaml(read_text(source), origin=str(source)) or {}
-        if not isinstance(document, dict):
-            kind = type(document).__name__
-            raise ValueError(f"{source} holds a {kind}, not sections such as data: and train:")
-        source = document
-
     # A copy, because overrides must not change the caller's dictionaries.
-    sections = copy.deepcopy(dict(source or {}))
+    sections = copy.deepcopy(source or {})
+    if isinstance(sections, Path):
+        sections = parse_yaml(read_text(sections), origin=str(source)) or {}
+        if not isinstance(sections, dict):
+            kind = type(sections).__name__
+            raise ValueError(f"{source} holds a {kind}, not sections such as data: and train:")
+    sections = dict(sections)
     for key, value in list_overrides(overrides).items():
         *parents, name = key.split(".")
         values = sections
         for parent in parents:
             values = values.setdefault(parent, {})
             if not isinstance(values, dict):
-                raise ValueError(f"override {shorten(key)!r}: {parent} is a value, not a section")
+                raise ValueError(f"{shorten(key)}: {parent} is a value, not a section")
         values[name] = value
     return sections
 
@@ -357,25 +343,23 @@ def list_overrides(overrides: Overrides) -> dict[str, Any]:
     """Return changes of a configuration by key.path: from texts such as "train.epochs=20", whose
     values are JSON or else text, or from a dictionary, which may have sections."""
     values: dict[str, Any] = {}
-    if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            if isinstance(value, Mapping):
-                values |= {f"{key}.{name}": each for name, each in list_overrides(value).items()}
-            else:
-                values[key] = str(value) if isinstance(value, Path) else value
+    if not isinstance(overrides, Mapping):
+        for override in overrides:
+            key, equals, text = override.partition("=")
+            if not equals:
+                example = "is not of the form key.path=value, such as train.epochs=20"
+                raise ValueError(f"override {shorten(override)!r} {example}")
+            try:
+                values[key] = json.loads(text)
+            except ValueError:
+                # A path or a word stays as it is written, whatever characters it has.
+                values[key] = text
         return values
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise ValueError(
-                f"override {shorten(override)!r} is not of the form key.path=value, "
-                "such as train.epochs=20"
-            )
-        try:
-            values[key] = json.loads(text)
-        except ValueError:
-            # A path or a word stays as it is written, whatever characters it has.
-            values[key] = text
+    for key, value in overrides.items():
+        if isinstance(value, Mapping):
+            values |= {f"{key}.{name}": each for name, each in list_overrides(value).items()}
+        else:
+            values[key] = str(value) if isinstance(value, Path) else value
     return values
 
 

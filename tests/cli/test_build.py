@@ -13,7 +13,7 @@ from PIL import Image
 
 import vit
 from tests.conftest import Launcher
-from vit.cli.build import _find_flag, read_parameters
+from vit.cli.build import find_flag, read_parameters
 from vit.cli.main import COMMANDS, app
 from vit.runtime.command import Command
 from vit.runtime.signatures import REQUIRED, Names, check_arguments, read_signature
@@ -74,7 +74,7 @@ def test_an_option_has_one_meaning_in_all_commands() -> None:
         for parameters in read_parameters(command):
             for parameter in parameters.values():
                 if parameter.is_keyword:
-                    flags.setdefault(_find_flag(command, parameter), set()).add(parameter.kind)
+                    flags.setdefault(find_flag(command, parameter), set()).add(parameter.kind)
     for name in ("--num-images", "--num-examples"):
         assert flags[name] == {int}
     owners = [name for name, each in ALL.items() if "init" in read_parameters(each)[0]]
@@ -151,7 +151,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def find_words(command: Command, parameter: Any) -> tuple[list[str], str]:
     """An option with a value that isn't its default, and the value as a function receives it."""
-    flag = _find_flag(command, parameter)
+    flag = find_flag(command, parameter)
     if parameter.kind is bool:
         on, _, off = flag.partition("/")
         value = not parameter.default
@@ -168,7 +168,7 @@ def test_an_option_is_used_or_refused(mode: str, cli: Launcher, desk: Path) -> N
     passed, own = read_parameters(command)
     refused = set()
     for name, parameter in (passed | own).items():
-        flag = _find_flag(command, parameter).partition("/")[0]
+        flag = find_flag(command, parameter).partition("/")[0]
         if not parameter.is_keyword or flag in words or name == "output":
             continue
         option, value = find_words(command, parameter)

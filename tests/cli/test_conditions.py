@@ -103,11 +103,11 @@ def test_the_home_directory_may_be_written_as_a_tilde(
 def test_a_signal_leaves_no_temporary_file(
     cli: Launcher, tmp_path: Path, tiny_model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save(_: object, path: Path, *__: object) -> None:
-        path.write_bytes(b"half")
+    def rename(path: Path, _: Path) -> None:
+        assert path.is_file()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("vit.deploy.export.python_formats.save_file", save)
+    monkeypatch.setattr("vit.runtime.files.rename_durably", rename)
     outcome = cli.run("export", tiny_model_file, "--format", "timm", "--output", tmp_path / "out")
     assert outcome.code == 128 + signal.SIGTERM
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".vit-output"]

@@ -274,7 +274,7 @@ def test_processes_share_the_work_and_leave_the_same_metrics(
         (["--operating-point", "bee:sensitivity=1.5"], "sensitivity=1.5 is no rule"),
         (["--operating-point", "yak:f1"], "the classes are bee, cat, dog"),
         (["--operating-point", "bee:sensitivity=0.99"], "allow no sensitivity=0.99, at most"),
-        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--device", "tpu"], "no device 'tpu'"),
         (["--precision", "bf16"], "unknown precision 'bf16'"),
     ],
 )

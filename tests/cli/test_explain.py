@@ -50,7 +50,7 @@ def test_images_of_every_kind_are_explained_and_the_broken_one_named(
 ) -> None:
     outcome = explain(model_file, photos, "--output", tmp_path / "out")
     # the model of 8 bits refuses the deep one
-    assert "4 images explained, 2 skipped" in outcome.text
+    assert "images explained: 4; skipped: 2" in outcome.text
     assert "broken.jpg" in outcome.text
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     sizes = {Path(entry["path"]).stem: entry["size"] for entry in manifest["images"]}

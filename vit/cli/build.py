@@ -21,12 +21,13 @@ import re
 from collections.abc import Mapping
 from importlib import import_module
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vit.model.find_file import MODEL_FILE
+from vit.runtime.arguments import as_tuple
 from vit.runtime.command import Call, Command
 from vit.runtime.files import clean_name, expand_home
 from vit.runtime.signatures import (
@@ -37,6 +38,8 @@ from vit.runtime.signatures import (
     read_signature,
 )
 
+# second names of options
+_SHORT = {"output": ("-o",)}
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -50,19 +53,21 @@ def read_parameters(command: Command) -> tuple[dict[str, Parameter], dict[str, P
     """Return the parameters of the public function that are arguments or options, and the command's
     own."""
     own = dict(read_signature(command.run.__module__, command.run.__name__))
-    if not command.function:
-        return {}, own
-    # the public function itself
-    del own[next(iter(own))]
-    parameters = read_signature(list_public_names()[command.function], command.function)
-    return {name: each for name, each in parameters.items() if name not in command.python_only}, own
+    passed = {}
+    if command.function:
+        # the public function itself
+        del own[next(iter(own))]
+        passed = dict(read_signature(list_public_names()[command.function], command.function))
+    for name in command.python_only:
+        del passed[name]
+    return passed, own
 
 
 def build_function(command: Command) -> Any:
     """Return a function with the signature that Typer reads, which runs the command."""
     passed, own = read_parameters(command)
     merged = {name: own.get(name, each) for name, each in passed.items()} | own
-    flags = {name: _find_flag(command, each) for name, each in merged.items()}
+    flags = {name: find_flag(command, each) for name, each in merged.items()}
 
     def run(context: typer.Context, **values: Any) -> None:
         arguments = {name: _read(value, merged[name]) for name, value in values.items()}
@@ -79,17 +84,19 @@ def build_function(command: Command) -> Any:
             return getattr(import_module("vit"), command.function)(*positional, **values)
 
         call = Call(function, **arguments)
+        sources = {name: context.get_parameter_source(name) for name in values}
         call.given = {
             name: flags[name].partition("/")[0]
-            for name in values
-            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+            for name, source in sources.items()
+            if source is not None and source.name == "COMMANDLINE"
         }
         command.run(call, **own_values)
 
+    # arguments before options
+    ordered = sorted(merged.values(), key=attrgetter("is_keyword"))
     parameters = [
         inspect.Parameter("context", _KEYWORD_ONLY, annotation=typer.Context),
-        *(_build_parameter(each, flags) for each in merged.values() if not each.is_keyword),
-        *(_build_parameter(each, flags) for each in merged.values() if each.is_keyword),
+        *(_build_parameter(each, flags) for each in ordered),
     ]
     run.__doc__ = (inspect.getdoc(command.run) or "").partition("Args:\n")[0]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # PEP 362
@@ -106,26 +113,27 @@ def _build_parameter(parameter: Parameter, flags: Mapping[str, str]) -> inspect.
         text += "  [default: runs/NAME-N]"
     if kind == Names:
         kind = str
-        default = default if isinstance(default, str) else ",".join(default)
+        default = ",".join(as_tuple(default))
     info: Any = typer.Argument(help=text, metavar=flags[name])
     if parameter.is_keyword:
-        short = ["-o"] if name == "output" else []
         minimum, maximum = parameter.bounds
+        short = _SHORT.get(name, ())
         info = typer.Option(flags[name], *short, help=text, min=minimum, max=maximum)
-    return inspect.Parameter(
-        name,
-        _KEYWORD_ONLY,
-        default=inspect.Parameter.empty if default is REQUIRED else default,
-        annotation=Annotated[kind | None if default is None else kind, info],
-    )
+    if default is None:
+        kind |= None
+    elif default is REQUIRED:
+        default = inspect.Parameter.empty
+    return inspect.Parameter(name, _KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
-def _find_flag(command: Command, parameter: Parameter) -> str:
+def find_flag(command: Command, parameter: Parameter) -> str:
     """Return the option of a parameter, or the name of its argument."""
     flag = command.flags.get(parameter.name, parameter.name)
     if not parameter.is_keyword:
         return flag.upper()
-    return flag if flag.startswith("--") else f"--{flag.replace('_', '-')}"
+    if flag.startswith("--"):
+        return flag
+    return f"--{flag.replace('_', '-')}"
 
 
 def _read(value: Any, parameter: Parameter) -> Any:
@@ -138,12 +146,8 @@ def _read(value: Any, parameter: Parameter) -> Any:
 
 
 def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
-    """Choose a new directory for the results of a command: runs/photos-1 for `vit train photos`,
-    runs/photos-1-explain-1 for `vit explain runs/photos-1`.
-
-    Args:
-        command: Name of the command.
-        arguments: Values of its arguments and options.
+    """Choose a new directory for the results of a command from the values of its arguments:
+    runs/photos-1 for `vit train photos`, runs/photos-1-explain-1 for `vit explain runs/photos-1`.
 
     Raises:
         ValueError: A run is to be resumed, or several processes would choose.
@@ -154,13 +158,8 @@ def choose_output(command: str, arguments: Mapping[str, Any]) -> Path:
         raise ValueError("several processes need one directory; name it with --output")
     values = (each[0] if isinstance(each, list) else each for each in arguments.values() if each)
     name = next((value for value in values if isinstance(value, str)), command)
-    source = Path(name)
-    if source.exists():
-        source = source.resolve()
-        # a run's model file is called by its directory
-        if source.name == MODEL_FILE:
-            source = source.parent
-        name = source.name if source.is_dir() else source.stem
+    if os.path.exists(name):
+        name = Path(name).resolve().stem
     # the name of a recipe has a slash
     name = clean_name(name.replace("/", "-"))
     if command != "train":

@@ -69,12 +69,8 @@ def _show(output: Path) -> None:
     num_tested = manifest["parameters"]["checks"]
     if num_tested and num_tested < count:
         echo(f"the maps of the first {num_tested} images are tested; --checks tests all")
-
-    unreadable = manifest["unreadable"]
-    for image in unreadable:
+    for image in manifest["unreadable"]:
         echo(f"skipped {image['path']}: {image['reason']}", color="yellow")
-    skipped = f", {len(unreadable)} skipped" if unreadable else ""
-    echo(f"{count} image{'s' * (count != 1)} explained{skipped}: {output}")
-
+    echo(f"images explained: {count}; skipped: {len(manifest['unreadable'])}; in {output}")
     if (output / SHEET_FILE).is_file():
         echo(f"open {output / SHEET_FILE} first: photos and maps side by side")

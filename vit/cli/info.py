@@ -41,18 +41,18 @@ def _describe_model(source: str) -> dict[str, object]:
     from vit.bundle import load_bundle
 
     bundle = load_bundle(source)
-    num_parameters = sum(parameter.numel() for parameter in bundle.model.parameters())
-    noun = "labels" if bundle.is_multilabel else "classes"
     facts: dict[str, object] = {
         "model": f"{source}: {type(bundle.model).__name__}",
-        "parameters": f"{num_parameters:,}",
-        noun: f"{len(bundle.class_names)}: {shorten(', '.join(bundle.class_names))}",
+        "parameters": f"{sum(weight.numel() for weight in bundle.model.parameters()):,}",
+        "number of classes": len(bundle.class_names),
         "sha256": bundle.sha256,
-        "preprocess": json.dumps(bundle.preprocess.to_dict()),
+        **bundle.metadata,
+        "class_names": bundle.class_names,
+        "preprocess": bundle.preprocess.to_dict(),
     }
-    for name, values in bundle.metadata.items():
-        if name != "class_names" and values not in (None, {}, []):
-            # the values of all keys of a section, on one line
-            text = values if isinstance(values, str) else json.dumps(values, ensure_ascii=False)
-            facts[name] = shorten(text, 400)
-    return facts
+    # the values of all keys of a section, on one line
+    return {
+        name: shorten(json.dumps(value, ensure_ascii=False).strip('"'), 400)
+        for name, value in facts.items()
+        if value not in (None, {}, [], ())
+    }

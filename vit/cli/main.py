@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -25,10 +25,7 @@ _OUT_OF_MEMORY = "OutOfMemory|allocate memory|not enough memory"
 
 app = typer.Typer(
     name="vit",
-    help=(
-        "Train vision transformers on your own images, evaluate them and explain them with"
-        " attention maps."
-    ),
+    help=(vit.__doc__ or "").partition("\n")[0],
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -60,12 +57,10 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[  # printed while the options are read, because without a command nothing runs
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
+    # printed while the options are read, because without a command nothing runs
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
 ) -> None: ...
 
 
@@ -85,9 +80,6 @@ def main(arguments: list[str] | None = None) -> None:
     # long one on a quiet machine.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-    if arguments is None:
-        arguments = sys.argv[1:]
     warnings.formatwarning = _format_warning
     # SIGTERM ends the command like an error, so that no temporary file is left.
     if threading.current_thread() is threading.main_thread():
@@ -125,26 +117,20 @@ def _report(error: Exception) -> int:
         return 2
 
     code = 2
-    text = _describe_user_error(error)
-    if text is None:
+    text = str(error) or type(error).__name__
+    if isinstance(error, _USAGE_ERROR):
+        text = f"{error.format_message()} (--help lists the options)"
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename}".removesuffix(": None")
+    elif isinstance(error, ValueError | OSError | DriveError):
+        pass
+    elif isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, repr(error)):
+        hint = "try a smaller batch size, image size or model"
+        text = f"not enough memory ({first_line(error)}); {hint}"
+    else:
         code = 70
         problem = f"{type(error).__name__}: {first_line(error)}"
         text = f"internal error, a bug in vit: {problem}; VIT_DEBUG=1 shows where"
     text = replace_control_characters(shorten(hide_tokens(" ".join(text.split())), 2000))
     print(f"vit: error: {text}", file=sys.stderr)
     return code
-
-
-def _describe_user_error(error: Exception) -> str | None:
-    """Return the sentence for a user's mistake; None for an internal error."""
-    if isinstance(error, _USAGE_ERROR):
-        command = error.ctx.command_path if error.ctx else "vit"
-        return f"{error.format_message()} ({command} --help lists the options)"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    if isinstance(error, ValueError | OSError | DriveError):
-        return str(error) or type(error).__name__
-    if isinstance(error, MemoryError) or re.search(_OUT_OF_MEMORY, repr(error)):
-        hint = "try a smaller batch size, image size or model"
-        return f"not enough memory ({first_line(error)}); {hint}"
-    return None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import typer
 
-from vit.model.find_file import find_model, is_model_name
+from vit.model.find_file import is_model_name
 from vit.runtime.command import Call, Command
 from vit.runtime.console import echo
 from vit.runtime.places import explain_file, suggest
@@ -41,44 +41,49 @@ def predict(
             writes Parquet into `output`.
         workers: Workers of --engine ray. None: one for each GPU, or for 4 cores.
     """
-    # torch, which `vit --help` does without
-    from vit.prediction.predict import iterate_predictions
-    from vit.prediction.records import write_predictions
-    from vit.runtime.progress import show_progress
-
     # file names of any bytes pass through; JSON is UTF-8, whatever the terminal's encoding
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     model, images = take_models(call.keywords["model"], images)
     if not images:
-        find_model(call.keywords["model"])
-        last = model if isinstance(model, str) else model[-1]
-        raise ValueError(f"{last} is a model; name images after it")
+        raise ValueError(f"{call.keywords['model']} is a model; name images after it")
     check_images(images)
     keywords = {**call.keywords, "model": model}
-    output = keywords["output"]
     if engine == "ray":
         # its rows have the probability of every class
         call.refuse(["top_k"], "has no effect with --engine ray")
-        if output is None:
-            raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
-        del keywords["top_k"], keywords["output"]
-        resume = keywords.pop("resume")
-        places = list(list_names(images))
-        try:
-            ray = import_module(_ENGINE)
-        except ImportError as error:
-            text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
-            raise ValueError(text) from error
-        ray.predict_on_ray(places, keywords, output=output, workers=workers, resume=resume)
-        return
-    call.refuse(["workers"], "has an effect on --engine ray alone")
+        del keywords["top_k"]
+        _predict_on_ray(list(list_names(images)), keywords, workers)
+    else:
+        call.refuse(["workers"], "has an effect on --engine ray alone")
+        _predict(images, keywords)
+
+
+def _predict_on_ray(places: list[str], keywords: dict[str, Any], workers: int | None) -> None:
+    output, resume = keywords.pop("output"), keywords.pop("resume")
+    if output is None:
+        raise ValueError("--engine ray writes a folder of Parquet files; name it with --output")
+    try:
+        ray = import_module(_ENGINE)
+    except ImportError as error:
+        text = "--engine ray needs Ray: pip install '.[ray]' in the clone of vit"
+        raise ValueError(text) from error
+    ray.predict_on_ray(places, keywords, output=output, workers=workers, resume=resume)
+
+
+def _predict(images: list[str], keywords: dict[str, Any]) -> None:
+    # torch, which `vit --help` does without
+    from vit.prediction.predict import iterate_predictions
+    from vit.prediction.records import write_predictions
+    from vit.runtime.progress import show_progress
+
     # a folder that is named alone is an error if it holds no images
     inputs: Any = list_names(images)
     if len(images) == 1 and images[0] != "-":
         inputs = images[0]
     # one batch after another, whereas the function keeps all predictions in memory
     predictions = iterate_predictions(images=inputs, **keywords)
+    output = keywords["output"]
     if not output:
         kind = "jsonl"
         if sys.stdout.isatty():
@@ -98,14 +103,17 @@ def predict(
     if num_unreadable:
         message = f"{num_unreadable} of {count} images could not be read; their lines say why"
         echo(message, err=True)
-    if count and num_unreadable == count:
-        raise typer.Exit(1)
+        if num_unreadable == count:
+            raise typer.Exit(1)
 
 
 def take_models(model: str, images: Sequence[str]) -> tuple[str | list[str], list[str]]:
     """Return the model, or a list of those that are named before the images, and the images."""
-    others = list(takewhile(is_model_name, images))
-    return [model, *others] if others else model, list(images[len(others) :])
+    models = [model, *takewhile(is_model_name, images)]
+    images = list(images[len(models) - 1 :])
+    if len(models) == 1:
+        return model, images
+    return models, images
 
 
 def check_images(paths: Sequence[str]) -> None:
@@ -116,11 +124,11 @@ def check_images(paths: Sequence[str]) -> None:
 
     if len(paths) == 1 and os.path.isdir(paths[0]):
         next(list_inputs(paths[0]), None)
-    known = (path for path in paths if path == "-" or os.path.lexists(path))
-    if any(not explain_file(path) for path in known):
-        return
     first = paths[0]
-    raise ValueError(explain_file(first) or f"{first} does not exist{suggest(first)}")
+    problem = explain_file(first) or f"{first} does not exist{suggest(first)}"
+    known = (path for path in paths if path == "-" or os.path.lexists(path))
+    if all(map(explain_file, known)):
+        raise ValueError(problem)
 
 
 def list_names(names: Iterable[str]) -> Iterator[str]:

@@ -22,6 +22,8 @@ from vit.runtime.arguments import first_line
 from vit.training.run import Run
 from vit.training.validation import predict_validation
 
+# training images whose features are kept
+_MAX_TRAINING_FEATURES = 2000
 _MAX_DISTANCES = 5000
 
 
@@ -88,9 +90,6 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     list the name and the class of each training image. Raises ValueError with the reason if there
     are none."""
     data = run.data
-    count = run.data.config.train.max_training_features
-    if not count:
-        raise ValueError("train.max_training_features is 0")
     if data.validation is None:
         raise ValueError("there are no validation images")
     if not has_features(bundle.model):
@@ -98,7 +97,7 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
 
     # Evenly spaced among the images by class, so that each class has its share.
     by_class = np.argsort(data.train.strata, kind="stable")
-    chosen = np.sort(by_class[choose_evenly(len(by_class), count)])
+    chosen = np.sort(by_class[choose_evenly(len(by_class), _MAX_TRAINING_FEATURES)])
     training = data.train.subset(chosen)
     readable: Ints = np.arange(len(chosen))
     reads_all = run.data.config.model.probe is True and training.pixels is not None

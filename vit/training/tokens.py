@@ -37,13 +37,15 @@ def keep_tokens(
         ValueError: The configuration asks for tokens of a model or of images that have none.
     """
     wanted = config.data.pipeline
-    is_possible = isinstance(model, VisionTransformer) and transform is None
+    is_ours = isinstance(model, VisionTransformer) and transform is None
+    is_possible = is_ours and config.keeps_tokens
     if wanted == "tokens" and not is_possible:
-        raise ValueError("data.pipeline=tokens is for vit's own models, and images as they are")
-    is_chosen = wanted == "auto" and config.keeps_tokens and data.train.pixels is not None
-    if not isinstance(model, VisionTransformer) or not (
-        wanted == "tokens" or (is_chosen and is_possible)
-    ):
+        raise ValueError(
+            "data.pipeline=tokens needs frozen blocks of a model of vit (model.freeze: a number),"
+            " no augmentation but augment.flip, and one image size (train.image_sizes: null)"
+        )
+    is_chosen = is_possible and wanted == "auto" and data.train.pixels is not None
+    if not isinstance(model, VisionTransformer) or not (wanted == "tokens" or is_chosen):
         return data, None
 
     mirrored = config.augment.flip != "none"
