@@ -101,7 +101,6 @@ def without_memory() -> Iterator[None]:
     distribution looks at values, and modules can't be moved, nor need they."""
     with (
         patch("vit.model.attention.choose_backend", lambda *_: "fused"),
-        patch("vit.model.patch_embed.cpu_multiplies_bfloat16", lambda: True),
         patch("vit.optim.muon._BATCHED_WIDTH", math.inf),
         patch("torch.nn.init.trunc_normal_", lambda tensor, **_: tensor),
         patch.object(torch.nn.Module, "to", lambda module, *_: module),

@@ -19,7 +19,7 @@ from vit.data.splits import DatasetSplits
 from vit.model.averaged_model import AveragedModel
 from vit.model.find_file import MODEL_FILE as MODEL_FILE
 from vit.model.find_file import find_model
-from vit.model.logits import count_features, has_features
+from vit.model.logits import count_features
 from vit.model.model_file import Hashes, Likeness, ModelFile, hash_weights, write_model_file
 from vit.model.model_info import (
     count_classes,
@@ -300,7 +300,6 @@ def load_bundle(
     model: nn.Module | None = None,
     class_names: Sequence[str] | None = None,
     preprocess: Preprocess | None = None,
-    num_heads: int | None = None,
     device: str | torch.device = "cpu",
 ) -> Bundle:
     """Load a model with all that its file or folder tells about it.
@@ -311,10 +310,9 @@ def load_bundle(
             timm or Hugging Face; or a file of weights with timm's names
             (.safetensors, .pth, .pth.tar, .ckpt). No code in it is run.
         model: A module for the weights of a file that neither this project
-            nor timm can build by name.
+            nor timm can build by name, or whose number of heads is unusual.
         class_names: Name of each class, for weights that have none.
         preprocess: Preprocessing of images, for weights that have none.
-        num_heads: See `vit.load_timm`.
         device: Device of the model, named as in torch.
 
     Returns:
@@ -343,7 +341,7 @@ def load_bundle(
                 bundle = build_bundle(content, path, model=model, device=device)
                 return dataclasses.replace(bundle, name=str(source))
             if model is None:
-                model = build(content, origin=str(path), num_heads=num_heads)
+                model = build(content, origin=str(path))
             else:
                 load_into(model, content.weights, origin=str(path))
             found = OpenedModel(model)
@@ -372,7 +370,7 @@ def build_bundle(
     else:
         load_into(model, content.weights, origin=str(path))
     if content.likeness is not None:
-        width = count_features(model) if has_features(model) else 0
+        width = count_features(model)
         if content.likeness.training_features.shape[1] != width:
             raise ValueError(f"{path} is damaged: its model has {width} features; copy it again")
     return Bundle(

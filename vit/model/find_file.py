@@ -20,14 +20,6 @@ def list_pretrained() -> list[str]:
     return sorted(path.stem for path in PRETRAINED_FOLDER.glob("*.safetensors"))
 
 
-def list_example_photos() -> list[Path]:
-    """Return the photos that come with the package, to try its models with."""
-    folder = PRETRAINED_FOLDER / "photos"
-    if not folder.is_dir():
-        folder = PRETRAINED_FOLDER.parents[1] / "docs" / "photos"  # in a checkout
-    return sorted(folder.glob("*.jpg"))
-
-
 def is_model_name(text: str) -> bool:
     """Tell a model that a user names from images: timm:NAME, a file of weights, a run, a folder of
     another library, or the name of a model of the package that no file or folder has."""

@@ -2,7 +2,6 @@
 Hugging Face.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ PRE_LOGITS: Readout = (0, "pre_logits")
 def compute_logits(model: nn.Module, images: Images) -> Float[Tensor, "_ classes"]:
     """Compute the logits of normalised images, in float32 under any autocast (float64 stays).
 
-    The model may return a tensor, a tuple, a dictionary or an output object. A separate head
+    The model returns them, or an object that has them as `logits`. A separate head
     (`forward_head`) runs in float32: logits rounded to bfloat16 tie, and ties change top-1 by
     tenths of a percent.
 
@@ -45,28 +44,21 @@ def _forward_features(net: Any, images: Tensor) -> Any:
         features = net.forward_features(images, num_out_tokens=net.num_out_tokens)
     else:
         features = net.forward_features(images)
-    # a model with weights in half precision has a head in half precision
-    dtype = next(net.parameters()).dtype
+    # a model with weights in half precision has a head in half precision; CoaT has a tuple
     if isinstance(features, Tensor):
-        return features.to(torch.promote_types(features.dtype, dtype))
+        return features.to(next(net.parameters()).dtype)
     return features
 
 
 def _find_logits(model: nn.Module, output: Any) -> Float[Tensor, "_ classes"]:
-    """Find the logits in the output of a forward pass."""
-    if isinstance(output, Mapping):
-        output = output.get("logits")
-    output = getattr(output, "logits", output)
-    candidates = output
-    if not isinstance(output, tuple | list):
-        candidates = [output]
-    matrices = [each for each in candidates if isinstance(each, Tensor) and each.ndim == 2]
-    if len(matrices) != 1:
+    """Return the output of a forward pass, or its attribute `logits`, as Hugging Face's have it."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
         raise ValueError(
-            f"{type(model).__name__} returns {len(matrices)} tensors that may be logits [images, "
-            "classes]; use a classifier that returns one"
+            f"{type(model).__name__} doesn't return logits [images, classes]; wrap it in a module"
+            " that does"
         )
-    return matrices[0]
+    return logits
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -74,28 +66,22 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def has_features(model: nn.Module) -> bool:
-    """Tell if a model may have the features of `compute_logits_and_features`."""
-    is_linear = (isinstance(module, nn.Linear) for module in model.modules())
-    return count_classes(model) == 0 or any(is_linear)
-
-
 def count_features(model: nn.Module) -> int:
-    """Return the width D of the features of a model for which `has_features` is true."""
+    """Return the width D of the features of `compute_logits_and_features`; 0 if there are none."""
+    net: Any = model
     if isinstance(model, VisionTransformer):
         return model.embed_dim
     if count_classes(model) == 0:
-        net: Any = model
         # timm's names
         return int(getattr(net, "head_hidden_size", None) or net.num_features)
-    return _find_classifier(model).in_features
+    linear = _find_classifier(model)
+    return linear.in_features if linear else 0
 
 
-def _find_classifier(model: nn.Module) -> nn.Linear:
+def _find_classifier(model: nn.Module) -> nn.Linear | None:
+    """Return the last linear layer."""
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if not linear:
-        raise ValueError(f"{type(model).__name__} has no last linear layer, which reads features")
-    return linear[-1]
+    return linear[-1] if linear else None
 
 
 def compute_logits_and_features(
@@ -120,7 +106,9 @@ def compute_logits_and_features(
         return features, features
 
     seen: list[tuple[Tensor, Tensor]] = []
-    hook = _find_classifier(model).register_forward_hook(
+    classifier = _find_classifier(model)
+    assert classifier is not None, "count_features is 0"
+    hook = classifier.register_forward_hook(
         lambda _, arguments, output: seen.append((arguments[0], at_least_float32(output)))
     )
     try:

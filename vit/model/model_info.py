@@ -104,7 +104,7 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
     weights or among the downloads (`read_processor`), for other models the image size alone.
 
     Raises:
-        ValueError: The image size is unknown, or a model for images and texts has no
+        ValueError: The image size is unknown, or a model of Hugging Face other than ViT has no
             preprocessor_config.json.
     """
     image_size = find_image_size(model)
@@ -120,13 +120,11 @@ def find_preprocess(model: nn.Module) -> Mapping[str, Any]:
     # The model comes from this library, so it is imported already.
     from transformers.utils.hub import cached_file
 
-    name: str = config.name_or_path
     path: str | None = None
     with suppress(OSError):
-        if name:
+        if name := config.name_or_path:
             path = cached_file(name, "preprocessor_config.json", local_files_only=True)
-    has_texts = hasattr(config, "vision_config") or config.model_type.endswith("_vision_model")
-    if has_texts and not path:
+    if path is None and config.model_type != "vit":
         raise ValueError(f"mean and std of the images {unknown}")
     return read_processor(Path(path or ""), image_size)
 

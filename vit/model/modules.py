@@ -20,7 +20,7 @@ from vit.model.weights import (
     read_weights,
     remove_prefix,
 )
-from vit.runtime.arguments import check_kind, first_line
+from vit.runtime.arguments import check_kind
 
 
 class OpenedModel(NamedTuple):
@@ -33,23 +33,21 @@ class OpenedModel(NamedTuple):
     is_multilabel: bool = False
 
 
-def load_timm(source: nn.Module | str | Path, *, num_heads: int | None = None) -> VisionTransformer:
+def load_timm(source: nn.Module | str | Path) -> VisionTransformer:
     """Load timm's weights into a VisionTransformer of vit.
 
     Args:
         source: A module of timm, a name in timm, a folder with the config.json
             of timm or of a Hugging Face ViT, a model file or run of vit, or a
-            file of weights with timm's names (safetensors or torch).
-        num_heads: Number of attention heads, which a file of weights doesn't
-            tell. None: that of the published ViTs of this width, with a
-            warning.
+            file of weights with timm's names (safetensors or torch), which
+            has the attention heads of the published ViTs of its width.
 
     Returns:
         The model in evaluation mode. It computes timm's logits.
 
     Raises:
         ValueError: VisionTransformer can't compute this model, the file is
-            damaged, or its number of heads is needed.
+            damaged, or no published ViT has its width.
         OSError: The weights can't be downloaded or read.
 
     Example:
@@ -61,7 +59,7 @@ def load_timm(source: nn.Module | str | Path, *, num_heads: int | None = None) -
     )
     if isinstance(source, nn.Module):
         return _convert(source)
-    return _convert(_open(source, num_heads).module)
+    return _convert(_open(source).module)
 
 
 def load_pretrained(
@@ -69,12 +67,11 @@ def load_pretrained(
     *,
     num_classes: int,
     drop_path_rate: float = 0.0,
-    num_heads: int | None = None,
 ) -> tuple[VisionTransformer, Mapping[str, Any] | None]:
     """Load a pretrained model for training.
 
     Args:
-        source, num_heads: See `load_timm`.
+        source: See `load_timm`.
         num_classes: Number of classes. If the source has another number, the head is new.
         drop_path_rate: See `VisionTransformer`.
 
@@ -82,7 +79,7 @@ def load_pretrained(
         The model, and the values of the `Preprocess` that its weights were trained with, or None
         if the file doesn't have them.
     """
-    opened = _open(source, num_heads)
+    opened = _open(source)
     loaded, preprocess = _convert(opened.module), opened.preprocess
     if preprocess is None and opened.module is not loaded:
         preprocess = find_preprocess(opened.module)
@@ -107,49 +104,43 @@ def _convert(module: nn.Module) -> VisionTransformer:
     return build_to_fit(architecture, weights, origin="the timm model")
 
 
-def _open(source: str | Path, num_heads: int | None) -> OpenedModel:
+def _open(source: str | Path) -> OpenedModel:
     path = find_model(source)
     if isinstance(path, str) or path.is_dir():
         return open_folder(path)
     content = read_weights(path)
-    module = build(content, origin=str(path), num_heads=num_heads)
+    module = build(content, origin=str(path))
     return OpenedModel(module, preprocess=content.metadata.get("preprocess"))
 
 
 def open_folder(source: str | Path) -> OpenedModel:
-    """Open timm:NAME, or a folder of timm or Hugging Face. A ViT of Hugging Face becomes a
-    VisionTransformer of this project; its library, if it is installed, opens others.
+    """Open timm:NAME, or a folder of timm or of Hugging Face's ViT, which becomes a
+    VisionTransformer of this project.
 
     Raises:
         ValueError, OSError: The model is unknown or can't be loaded.
     """
     folder = Path(str(source).removeprefix("timm:").removeprefix("local-dir:"))
     config = read_object(folder / "config.json")
-    kind = config.get("model_type")
     is_multilabel = config.get("problem_type") == "multi_label_classification"
+    kind = config.get("model_type")
     if kind is None:
         # timm takes seconds to import
         from vit.model.timm_weights import create_timm
 
         return OpenedModel(create_timm(str(folder)), is_multilabel=is_multilabel)
-    if kind == "vit":
-        weights, architecture = read_huggingface(folder, config)
-        ours = build_to_fit(architecture, weights, origin=str(folder))
-        processor = folder / "preprocessor_config.json"
-        preprocess = read_processor(processor, architecture["img_size"])
-        ours.set_input_size(tuple(preprocess["image_size"]))
-        names = {int(place): name for place, name in (config.get("id2label") or {}).items()}
-        class_names = name_classes(names, ours.num_classes)
-        return OpenedModel(ours, class_names, preprocess, is_multilabel)
-    if "ForImageClassification" not in str(config.get("architectures")):
-        raise ValueError(f"{folder} holds a {kind} without a classifier; take timm:NAME")
-    try:
-        from transformers import AutoModelForImageClassification
-
-        # It loads weights only, and runs no code of the folder.
-        return OpenedModel(AutoModelForImageClassification.from_pretrained(folder))
-    except Exception as error:  # An odd config.json raises almost any exception.
-        raise ValueError(f"transformers can't load {folder} ({first_line(error)})") from error
+    if kind != "vit":
+        raise ValueError(
+            f"{folder} holds a {kind}, not a ViT of Hugging Face; take timm:NAME, or pass its module"
+            " from Python"
+        )
+    weights, architecture = read_huggingface(folder, config)
+    ours = build_to_fit(architecture, weights, origin=str(folder))
+    preprocess = read_processor(folder / "preprocessor_config.json", architecture["img_size"])
+    ours.set_input_size(tuple(preprocess["image_size"]))
+    names = {int(place): name for place, name in (config.get("id2label") or {}).items()}
+    class_names = name_classes(names, ours.num_classes)
+    return OpenedModel(ours, class_names, preprocess, is_multilabel)
 
 
 def describe(
@@ -164,13 +155,12 @@ def describe(
     return {"module": describe_module(module, num_classes=num_classes, img_size=img_size)}
 
 
-def build(content: ModelFile, *, origin: str, num_heads: int | None = None) -> nn.Module:
+def build(content: ModelFile, *, origin: str) -> nn.Module:
     """Build the module that a file's weights belong to, and load them, after a check that they fit
-    its description. Without one, it is a plain vision transformer. For `num_heads` see `load_timm`.
+    its description. Without one, it is a plain vision transformer.
 
     Raises:
-        ValueError: They don't fit, the module can't be built from its file alone, or the number of
-            heads is needed.
+        ValueError: They don't fit, or the module can't be built from its file alone.
     """
     metadata, weights = content.metadata, content.weights
     if "module" in metadata:
@@ -188,7 +178,7 @@ def build(content: ModelFile, *, origin: str, num_heads: int | None = None) -> n
         check_class_names(metadata["class_names"], architecture["num_classes"])
     else:
         weights = remove_prefix(weights)
-        architecture = infer_architecture(weights, origin=origin, num_heads=num_heads)
+        architecture = infer_architecture(weights, origin=origin)
     return build_to_fit(architecture, weights, origin=origin)
 
 

@@ -1,7 +1,5 @@
 """From pixels to patch tokens: a linear map or a convolutional stem, and position embeddings."""
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -9,9 +7,7 @@ from torch import Tensor, nn
 
 from vit.model.stem import STEMS, build_stem
 from vit.runtime.arguments import Size, as_pair, check_choice
-from vit.runtime.device import cpu_multiplies_bfloat16
 from vit.runtime.tensors import Images
-from vit.runtime.threads import constant_when_compiled
 
 
 class PatchEmbed(nn.Module):
@@ -81,11 +77,7 @@ class PatchEmbed(nn.Module):
             return self._patchify(images)
         # Channels last is faster for 3×3 convolutions, and the tokens are then a view.
         images = images.contiguous(memory_format=torch.channels_last)
-        # Without bfloat16 instructions, the weight gradient of a convolution takes over ten times
-        # as long in bfloat16 as in float32 (256 images, 32 px, 2 cores).
-        in_float32 = images.is_cpu and not _has_bfloat16()
-        with torch.autocast("cpu", enabled=False) if in_float32 else nullcontext():
-            features: Tensor = self.proj(self.stem(images))  # [B, D, rows, columns]
+        features: Tensor = self.proj(self.stem(images))  # [B, D, rows, columns]
         return features.flatten(2).transpose(1, 2)  # [B, P, D]
 
     def _patchify(self, images: Images) -> Float[Tensor, "B P D"]:
@@ -99,12 +91,6 @@ class PatchEmbed(nn.Module):
         patches = patches.permute(0, 2, 4, 1, 3, 5)  # [B, rows, columns, C, height, width]
         patches = patches.flatten(3).flatten(1, 2)  # [B, P, C·height·width]
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
-
-
-# A constant for the compiler: reading processor flags would break its graph.
-@constant_when_compiled
-def _has_bfloat16() -> bool:
-    return cpu_multiplies_bfloat16()
 
 
 def build_sincos_positions(grid_size: tuple[int, int], embed_dim: int) -> Float[Tensor, "1 P D"]:

@@ -236,20 +236,13 @@ class VisionTransformer(nn.Module):
         self, images: Images
     ) -> tuple[Logits, list[Float[Tensor, "B H N N"]]]:
         """Return the logits and the attention of every layer, first layer first."""
-        tokens, attentions = self.forward_features_with_attention(images)
-        return self.forward_head(tokens), attentions
-
-    def forward_features_with_attention(
-        self, images: Images
-    ) -> tuple[Float[Tensor, "B N D"], list[Float[Tensor, "B H N N"]]]:
-        """Return the tokens after the final norm and the attention of every layer."""
         tokens = self._embed(images)
         attentions = []
         for block in self.blocks:
             assert isinstance(block, Block)
             tokens, weights = block.forward_with_weights(tokens)
             attentions.append(weights)
-        return self.norm(tokens), attentions
+        return self.forward_head(self.norm(tokens)), attentions
 
     def set_input_size(self, img_size: Size) -> None:
         """Change the size of the images: pixels of both sides, or (height, width).

@@ -105,7 +105,7 @@ def infer_architecture(
     weights: StateDict,
     *,
     origin: str,
-    num_heads: int | None,
+    num_heads: int | None = None,
     img_size: tuple[int, int] | None = None,
 ) -> Architecture:
     """Infer the arguments of a VisionTransformer from the names and shapes of its weights.
@@ -113,11 +113,12 @@ def infer_architecture(
     Args:
         weights: Weights with timm's names.
         origin: Name of the weights in messages.
-        num_heads: See `vit.load_timm`.
+        num_heads: Number of attention heads. None: that of the published ViTs of this width, with a
+            warning.
         img_size: Height and width of the images. None: the patch grid is square.
 
     Raises:
-        ValueError: The weights belong to another kind of network, or the number of heads is needed.
+        ValueError: The weights belong to another kind of network, or no published ViT has this width.
     """
     try:
         embed_dim, in_chans, *patch_size = weights[_PATCHES].shape
@@ -168,11 +169,9 @@ def _count_blocks(weights: StateDict) -> int:
 def _find_num_heads(embed_dim: int, origin: str) -> int:
     """Return the published number of heads for a width, with a warning."""
     unknown = f"{origin} doesn't say how many attention heads share its {embed_dim} channels"
-    if embed_dim not in _PUBLISHED_HEADS:
-        raise ValueError(
-            f"{unknown}; give the number: model.num_heads=N with --init, or"
-            " vit.load_timm(…, num_heads=N)"
-        )
-    published = _PUBLISHED_HEADS[embed_dim]
-    warnings.warn(f"{unknown}; {published} are taken, as published ViTs have", stacklevel=2)
+    cure = "give its module: vit.load_bundle(path, model=vit.VisionTransformer(…))"
+    published = _PUBLISHED_HEADS.get(embed_dim)
+    if published is None:
+        raise ValueError(f"{unknown}; {cure}")
+    warnings.warn(f"{unknown}; {published} are taken. For others, {cure}", stacklevel=2)
     return published

@@ -9,7 +9,7 @@ import numpy as np
 from vit.bundle import ModelLike, Models, keeps_mode, open_model
 from vit.data.images import ImageInputs
 from vit.data.inputs import list_inputs
-from vit.model.logits import count_features, has_features
+from vit.model.logits import count_features
 from vit.prediction.image_predictor import Predictor, decode_batches
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
 from vit.prediction.probabilities import Float32s
@@ -121,11 +121,12 @@ def embed(
         >>> features.shape  # (2, D)
     """
     bundle = open_model(model, device=device)
-    if not has_features(bundle.model):
+    width = count_features(bundle.model)
+    if not width:
         kind = type(bundle.model).__name__
         raise ValueError(f"the features of {kind} are unknown; models of vit and timm have some")
     predictor = BatchPredictor.from_bundle(bundle, batch_size=batch_size, precision=precision)
-    features = [np.zeros((0, count_features(bundle.model)), dtype=np.float32)]
+    features = [np.zeros((0, width), dtype=np.float32)]
     for batch in decode_batches(list_inputs(images), predictor.preprocess, batch_size):
         pixels: list[Pixels] = []
         for path, decoded in batch:

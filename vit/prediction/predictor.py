@@ -91,7 +91,7 @@ class BatchPredictor:
 
     def predict_with_features(self, read: Read, *, count: int) -> tuple[Float32s, Float32s]:
         """Compute the logits [count, num_classes] and the pooled features [count, D] that the head
-        reads, which are those of the image alone; for a model of which `has_features` is true."""
+        reads, which are those of the image alone; `count_features` is their width D."""
 
         def compute_batch(batch: Tensor) -> Tensor:
             logits, features = compute_logits_and_features(self.model, batch)

@@ -58,10 +58,7 @@ def _load_model(
         )
     given = config.model.model_fields_set  # defaults aren't the user's choice
     model, values = load_pretrained(
-        init,
-        num_classes=num_classes,
-        drop_path_rate=config.model.drop_path_rate,
-        num_heads=config.model.num_heads if "num_heads" in given else None,
+        init, num_classes=num_classes, drop_path_rate=config.model.drop_path_rate
     )
     patch_size = model.patch_embed.patch_size
     asked = as_pair(config.model.patch_size, name="model.patch_size")

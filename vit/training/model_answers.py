@@ -12,7 +12,7 @@ from vit.bundle import MODEL_FILE, Bundle, build_bundle
 from vit.data.dataset import choose_evenly, printable
 from vit.evaluation.calibration import MIN_IMAGES, fit_temperature
 from vit.evaluation.metrics import score_logits
-from vit.model.logits import has_features
+from vit.model.logits import count_features
 from vit.model.model_file import Likeness, read_model_file, write_model_file
 from vit.prediction.conformal import COVERAGE, find_threshold
 from vit.prediction.features import compute_readable_features
@@ -92,7 +92,7 @@ def _compute_likeness(run: Run, bundle: Bundle) -> tuple[Likeness, list[tuple[st
     data = run.data
     if data.validation is None:
         raise ValueError("there are no validation images")
-    if not has_features(bundle.model):
+    if not count_features(bundle.model):
         raise ValueError(f"a {type(bundle.model).__name__} gives no features")
 
     # Evenly spaced among the images by class, so that each class has its share.

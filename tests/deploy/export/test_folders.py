@@ -1,6 +1,5 @@
 """Folders for timm and transformers compute equal logits; the card of each export."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ FOR_TIMM: list[dict[str, Any]] = [
     {},
     {"global_pool": "avg", "pos_embed": "sincos"},
     {"global_pool": "avg", "reg_tokens": 2, "qk_norm": True, "class_token": True},
-    {"mlp": "swiglu", "init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True},
+    {"init_values": 1e-5, "reg_tokens": 4, "no_embed_class": True},
     {"global_pool": "avg", "fc_norm": False, "mlp_ratio": 2.55},
 ]
 FOR_TRANSFORMERS: list[dict[str, Any]] = [
@@ -62,8 +61,6 @@ def test_what_was_exported_to_timm_comes_back(
     path, _ = save(save_model, tmp_path / "saved.safetensors")
     path = change_task(path, tmp_path / "model.safetensors", task)
     folder = vit.export_model(path, output=tmp_path / "out", format="timm")
-    config = json.loads((folder / "config.json").read_text())
-    assert config.get("operating_point", {}) == load_bundle(path).operating_point
     bundle = load_bundle(f"timm:local-dir:{folder}")
     photo = load_sample_images().images[0]
     found, expected = (
@@ -121,7 +118,7 @@ def test_several_labels_are_sigmoids_in_a_pipeline_of_transformers(
     ("format", "options", "preprocess"),
     [
         ("timm", {"stem": "conv"}, PREPROCESS),
-        ("timm", {"mlp": "relu2"}, PREPROCESS),
+        ("timm", {"mlp": "swiglu"}, PREPROCESS),
         ("huggingface", {"stem": "conv"}, PREPROCESS),
         ("huggingface", {"qk_norm": True}, PREPROCESS),
         ("huggingface", {"init_values": 0.1}, PREPROCESS),

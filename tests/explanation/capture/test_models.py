@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "no head": (
         lambda: transformers.ViTModel(transformers.ViTConfig(**_HUGGING_FACE)),
-        "returns 0 tensors that may be logits",
+        "doesn't return logits",
     ),
 }
 

@@ -78,8 +78,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DistributedDataParallel": DistributedDataParallel,
     "DataParallel": DataParallel,
     "torch.compile": compile_lazily,
-    "dictionary": lambda model: Output(model, lambda logits: {"loss": None, "logits": logits}),
-    "tuple with a loss": lambda model: Output(model, lambda logits: (logits.sum(), logits)),
 }
 
 
@@ -150,11 +148,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "two tensors": (
         lambda: Output(build("timm")[0], lambda logits: (logits, logits[:, :2])),
-        "returns 2 tensors that may be logits",
-    ),
-    "a dictionary without logits": (
-        lambda: Output(build("timm")[0], lambda logits: {"scores": logits}),
-        "returns 0 tensors that may be logits",
+        "doesn't return logits",
     ),
 }
 

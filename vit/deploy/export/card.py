@@ -10,9 +10,6 @@ from vit.data.open import name_data
 from vit.evaluation.result import find_evaluation
 from vit.runtime.files import write_atomically
 
-# classes that the card lists
-_MAX_CLASSES = 100
-
 
 def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool) -> None:
     """Write README.md. Text that came with the model or its data may hold markup: it is quoted.
@@ -23,7 +20,6 @@ def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool)
         format: See `vit.export_model`.
         attention: See `vit.export_model`.
     """
-    evaluation = find_evaluation(bundle.name, bundle.sha256)
     environment = Environment(
         loader=PackageLoader("vit", "deploy/export/templates"),
         undefined=StrictUndefined,
@@ -34,14 +30,10 @@ def write_card(directory: Path, bundle: Bundle, *, format: str, attention: bool)
     text = environment.get_template("README.md.jinja").render(
         format=format,
         attention=attention,
-        # the Hub's names
-        library={"onnx": "onnx", "timm": "timm", "huggingface": "transformers"}[format],
-        task="image-classification" if bundle.class_names else "image-feature-extraction",
         bundle=bundle,
         parameters=sum(parameter.numel() for parameter in bundle.model.parameters()),
-        class_names=[_quote(name) for name in bundle.class_names[:_MAX_CLASSES]],
         data=name_data(bundle.data.get("name", ""), bundle.config.get("data", {}).get("root")),
-        evaluation=evaluation,
+        evaluation=find_evaluation(bundle.name, bundle.sha256),
     )
     write_atomically(directory / "README.md", re.sub(r"\n{3,}", "\n\n", text))
 

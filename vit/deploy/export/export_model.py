@@ -8,7 +8,7 @@ from typing import Literal
 from vit.bundle import ModelLike, keeps_mode, open_model
 from vit.deploy.export.card import write_card
 from vit.deploy.export.onnx_file import PROGRAM, convert_to_onnx
-from vit.deploy.export.python_formats import convert_to_timm, convert_to_transformers, write_folder
+from vit.deploy.export.python_formats import convert_to_folder, write_folder
 from vit.model.modules import load_timm
 from vit.model.vision_transformer import VisionTransformer
 from vit.runtime.files import check_output, expand_home, open_output, write_atomically
@@ -61,8 +61,7 @@ def export_model(
             write_atomically(path, proto.SerializeToString())
             shutil.copyfile(PROGRAM, directory / PROGRAM.name)
         else:
-            convert = {"timm": convert_to_timm, "huggingface": convert_to_transformers}
-            folder = convert[format](bundle)
+            folder = convert_to_folder(bundle, format)
             directory = path = open_output(output, overwrite=overwrite)
             write_folder(folder, directory)
         write_card(directory, bundle, format=format, attention=attention)

@@ -41,11 +41,10 @@ class Classifier(nn.Module):
     def forward(self, pixel_values: Float[Tensor, "B 3 H W"]) -> tuple[Tensor, ...]:
         """Compute logits divided by the temperature [B, C], probabilities [B, C] and maps
         [B, rows, columns]."""
-        outputs = self.model(pixel_values)
-        maps = ()
+        logits, maps = self.model(pixel_values), ()
         if self.attention:
-            outputs, *maps = outputs[:2]
-        logits = outputs / self.temperature
+            logits, *maps = logits
+        logits = logits / self.temperature
         probabilities = logits.sigmoid() if self.is_multilabel else logits.softmax(dim=-1)
         return (logits, probabilities, *maps)
 
@@ -53,12 +52,10 @@ class Classifier(nn.Module):
 def convert_to_onnx(bundle: Bundle, *, attention: bool) -> Any:
     """Return the content of model.onnx, with all facts that a program needs in its metadata.
 
-    The input is "pixel_values", float32 [batch, 3, H, W]. The outputs are "logits" and
-    "probabilities" [batch, classes], and "attention" [batch, rows, columns].
-
     Args:
         bundle: The model.
-        attention: Add the output "attention", the attention rollout.
+        attention: See `Classifier`, whose input is "pixel_values", and whose outputs are "logits",
+            "probabilities" and "attention".
 
     Raises:
         ValueError: The model has no classifier, or a package is missing.

@@ -4,10 +4,8 @@ An upload is an image or is refused with one sentence; no name in it is ever ope
 """
 
 import asyncio
-from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -22,7 +20,6 @@ from vit.data.images import read_image
 from vit.deploy.serve.batches import MAX_BATCH, Batches
 from vit.explanation.explain import explain
 from vit.explanation.render.page import name_model, render_page
-from vit.model.find_file import list_example_photos, list_pretrained
 from vit.prediction.decision import describe_decision
 from vit.prediction.image_predictor import Predictor
 from vit.prediction.predictor import Pixels
@@ -58,8 +55,6 @@ def build_app(
     # the framework's own pages load scripts from another site
     app = FastAPI(title="vit serve", version=__version__, docs_url=None, redoc_url=None)
     app.get("/health")(service.show_health)
-    # monitors ask for the head alone
-    app.head("/health", include_in_schema=False)(service.show_health)
     app.get("/", include_in_schema=False)(service.show_page)
     app.post("/predict")(service.predict)
     app.add_route("/metrics", handle_metrics)
@@ -74,28 +69,27 @@ def build_app(
 
 async def _guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
     """Refuse an upload before it is received, and say to browsers how answers may be used."""
-    problem = _find_problem(request) if request.method == "POST" else None
-    if problem is None:
+    headers = request.headers
+    length = headers.get("content-length", "")
+    response: Response
+    if request.method != "POST":
         response = await answer(request)
+    # a browser names the site that asks; programs send no such header
+    elif headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        response = _refuse(403, "the page of another site may not use this model")
+    # in chunks, an upload has no size before its end
+    elif not length.isdecimal() or "transfer-encoding" in headers:
+        response = _refuse(411, "the upload doesn't say its size; send Content-Length")
+    elif int(length) > _MAX_BYTES:
+        response = _refuse(413, f"the upload is larger than {_MAX_BYTES // 2**20} MB")
     else:
-        status, text = problem
-        response = JSONResponse({"detail": text}, status)
+        response = await answer(request)
     response.headers.update(_HEADERS)
     return response
 
 
-def _find_problem(request: Request) -> tuple[int, str] | None:
-    """Return the status and the reason why an upload is refused, if it is."""
-    # a browser names the site that asks; programs send no such header
-    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        return 403, "the page of another site may not use this model"
-    length = request.headers.get("content-length", "")
-    # in chunks, an upload has no size before its end
-    if not length.isdecimal() or "transfer-encoding" in request.headers:
-        return 411, "the upload doesn't say its size; send Content-Length"
-    if int(length) > _MAX_BYTES:
-        return 413, f"the upload is larger than {_MAX_BYTES // 2**20} MB"
-    return None
+def _refuse(status: int, text: str) -> Response:
+    return JSONResponse({"detail": text}, status)
 
 
 class _Service:
@@ -106,41 +100,31 @@ class _Service:
 
     def __init__(self, bundle: Bundle, *, precision: str) -> None:
         self.bundle = bundle
-        batch_size = MAX_BATCH
-        # on a CPU, the threads share the photos that wait
+        self._predictor = Predictor(bundle, precision=precision, batch_size=MAX_BATCH)
         if bundle.device.type == "cpu":
-            batch_size = 8
-        self._predictor = Predictor(
-            bundle,
-            top_k=len(bundle.class_names) or 1,
-            precision=precision,
-            batch_size=batch_size,
-        )
+            self._predictor.batch_size = 8  # the threads share the photos that wait
+        if bundle.is_multilabel:
+            self._predictor.top_k = len(bundle.class_names)  # each may be there
         self._batches = Batches(self._predict_batch)
         # a model whose attention can't be read has no maps
         self.has_map = False
         with suppress(ValueError):
             self._explain(Image.new("RGB", (8, 8)))
             self.has_map = True
-        examples = list_example_photos() if bundle.name in list_pretrained() else []
         context = {
             "model": name_model(bundle.name),
             "class_names": bundle.class_names,
-            "examples": [
-                (path.stem.replace("_", " "), b64encode(path.read_bytes()).decode())
-                for path in examples
-            ],
             "max_bytes": _MAX_BYTES,
             "has_map": self.has_map,
             "labels": bundle.is_multilabel,
             "decision": describe_decision(bundle),
         }
         # it is the same for every request
-        self.page = render_page(_TEMPLATE, context)
+        self._page = render_page(_TEMPLATE, context)
 
     def show_page(self) -> HTMLResponse:
         """Answer `GET /`."""
-        return HTMLResponse(self.page)
+        return HTMLResponse(self._page)
 
     def show_health(self) -> Json:
         """Answer `GET /health`."""
@@ -156,20 +140,16 @@ class _Service:
     async def predict(
         self,
         image: Annotated[UploadFile, File(description="A photo of at most 20 MB.")],
-        top_k: Annotated[int, Query(ge=1, description="Number of classes.")] = 5,
         map: Annotated[bool, Query(description="Add the map of each predicted class.")] = False,
     ) -> Json:
         """Predict the classes of a photo."""
-        pixels = await asyncio.to_thread(self._decode, image.file)
+        # as the model sees it, which takes little memory while it waits
+        pixels = await asyncio.to_thread(
+            lambda: self.bundle.preprocess.to_uint8(self._open(image.file))
+        )
         prediction = await self._batches.predict(pixels)
-        labels = prediction.labels
-        classes = [
-            row
-            for rank, row in enumerate(prediction.classes)
-            if rank < top_k or row[1] in (labels or ())
-        ]
         # a line of `vit predict`, for a photo without a path
-        answer = replace(prediction, classes=classes).to_dict()
+        answer = prediction.to_dict()
         del answer["path"]
         if map and self.has_map:
             # decoded again: large photos that wait would take much memory
@@ -182,10 +162,6 @@ class _Service:
             return self.bundle.preprocess.to_rgb(read_image(file, name="the upload"))
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
-
-    def _decode(self, file: BinaryIO) -> Pixels:
-        """Return a photo as the model sees it, which takes little memory while it waits."""
-        return self.bundle.preprocess.to_uint8(self._open(file))
 
     def _predict_batch(self, photos: Sequence[Pixels]) -> list[Prediction]:
         return list(self._predictor.predict_pixels([("", pixels) for pixels in photos]))

@@ -157,8 +157,7 @@ def measure_attention(forward: Forward, image: int) -> dict[str, Tensor]:
 
 
 class LogitsAndRollout(nn.Module):
-    """Module that computes logits, rollout and pooled features without hooks, so that exporters can
-    trace it.
+    """Module that computes logits and rollout without hooks, so that exporters can trace it.
 
     Args:
         model: The model. Its rollout has the default options.
@@ -168,11 +167,11 @@ class LogitsAndRollout(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, images: Images) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute logits [B, C], maps [B, rows, columns] and features [B, D]."""
+    def forward(self, images: Images) -> tuple[Tensor, Tensor]:
+        """Compute logits [B, C] and maps [B, rows, columns]."""
         model = self.model
-        tokens, attentions = model.forward_features_with_attention(images)
-        pool_weights = torch.zeros_like(at_least_float32(tokens[:, :, 0]))
+        logits, attentions = model.forward_with_attention(images)
+        pool_weights = torch.zeros_like(at_least_float32(attentions[0][:, 0, 0]))
         if model.global_pool == "token":
             pool_weights[:, 0] = 1
         else:
@@ -182,7 +181,7 @@ class LogitsAndRollout(nn.Module):
         maps = split_prefix(
             relevance, num_prefix_tokens=model.num_prefix_tokens, grid=model.grid_size
         )
-        return model.forward_head(tokens), maps, model.pool(tokens, model.global_pool)
+        return logits, maps
 
 
 def _mix(

@@ -30,19 +30,15 @@ def read_photo(path):
             raise ValueError("its largest values are black; save it as PNG")
         photo = ImageOps.exif_transpose(photo)
     if photo.mode.startswith("I") or photo.mode == "F":
-        photo = Image.fromarray(scale(np.asarray(photo, dtype=np.float64)))
+        if not preprocess.get("value_range"):
+            raise ValueError("it has more than 8 bits, and the model knows 8; save it with 8 bits")
+        low, high = preprocess["value_range"]
+        grey = np.clip((np.asarray(photo, np.float64) - low) / (high - low) * 255, 0, 255)
+        photo = Image.fromarray(np.rint(grey).astype(np.uint8))
     if photo.has_transparency_data:
         photo = photo.convert("RGBA")
         photo = Image.alpha_composite(Image.new("RGBA", photo.size, "white"), photo)
     return photo.convert("RGB")
-
-
-def scale(values):
-    """Scale grey values of more than 8 bits to 0..255."""
-    if not preprocess.get("value_range"):
-        raise ValueError("it has more than 8 bits, and the model knows 8; save it with 8 bits")
-    low, high = preprocess["value_range"]
-    return np.rint(np.clip((values - low) / (high - low) * 255, 0, 255)).astype(np.uint8)
 
 
 def resize(photo):
@@ -54,24 +50,17 @@ def resize(photo):
         return np.asarray(photo.resize((width, height), resample))
     if mode == "pad":
         pixel = max(photo.width / width, photo.height / height)
-        inside = [
-            min(max(round(side / pixel), 1), end)
-            for side, end in zip(photo.size, (width, height), strict=True)
-        ]
+        inside = [max(round(side / pixel), 1) for side in photo.size]
         ground = tuple(round(255 * min(max(each, 0), 1)) for each in preprocess["mean"])
         padded = Image.new("RGB", (width, height), ground)
         corner = (width - inside[0]) // 2, (height - inside[1]) // 2
         padded.paste(photo.resize(inside, resample), corner)
         return np.asarray(padded)
-    # the largest box in the middle that has the aspect of the resized photo
+    # all of the photo but what exceeds the aspect, then the centre
     whole = [round(side / preprocess["crop_pct"]) for side in (width, height)]
-    pixel = min(photo.width / whole[0], photo.height / whole[1])
-    sides = [end * pixel for end in whole]
-    left, top = (max((end - side) / 2, 0) for end, side in zip(photo.size, sides, strict=True))
-    box = (left, top, min(left + sides[0], photo.width), min(top + sides[1], photo.height))
     left, top = (whole[0] - width) // 2, (whole[1] - height) // 2
-    resized = photo.resize(whole, resample, box=box)
-    return np.asarray(resized)[top : top + height, left : left + width]
+    resized = np.asarray(ImageOps.fit(photo, whole, resample))
+    return resized[top : top + height, left : left + width]
 
 
 def predict(path):
@@ -91,9 +80,8 @@ def predict(path):
         others = [i for i in order if i != place]
         chosen = place if found[place] >= threshold else others[0]
         order.sort(key=lambda i: i != chosen)
-    best = order[:5]
     answer["predictions"] = [
-        {"index": i, "name": names[i], "probability": float(found[i])} for i in best
+        {"index": i, "name": names[i], "probability": float(found[i])} for i in order[:5]
     ]
     return answer
 
