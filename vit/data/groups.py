@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,9 +31,7 @@ _NUM_DRAWS = 20
 _DRAFT_SIDE = 128
 
 
-def find_groups(
-    dataset: ImageDataset, group_by: int | str, *, is_divided: bool = True
-) -> tuple[str, ...]:
+def find_groups(dataset: ImageDataset, group_by: int | str) -> tuple[str, ...]:
     """Find the group of each image, by its path.
 
     Args:
@@ -42,11 +39,9 @@ def find_groups(
         group_by: 1 for the name of the folder that an image is in, 2 for the folder above it, and
             so on; or a regular expression with one group, which is searched in the path. An image
             whose path doesn't match is a group of its own.
-        is_divided: The images are to be divided into splits or folds.
 
     Raises:
-        ValueError: No image has such a folder or such a path, the expression is wrong, or images
-            that are to be divided are one group in each class.
+        ValueError: No image has such a folder or such a path, or the expression is wrong.
     """
     origin = f"data.group_by {shorten(repr(group_by))}"
     if isinstance(group_by, str) and not group_by.isdecimal():
@@ -58,30 +53,7 @@ def find_groups(
     if not any(names):
         path = shorten(dataset.ids[0])
         raise ValueError(f"{origin} finds no group in paths such as {path!r}; try another one")
-    groups = [name or image_id for name, image_id in zip(names, dataset.ids, strict=True)]
-    pairs = set(zip(dataset.strata.tolist(), groups, strict=True))
-    counts = Counter(label for label, _ in pairs)
-    if is_divided and len(pairs) < len(dataset) and max(counts.values()) == 1:
-        raise ValueError(
-            f"{origin} puts the images of each class into one group, such as"
-            f" {shorten(min(pairs)[1])!r}, which can't be split; try another one"
-        )
-    return tuple(groups)
-
-
-class JoinedGroups(NamedTuple):
-    """Groups that share an image or a near-copy of one.
-
-    Attributes:
-        groups: Group of each image.
-        num_copies: Number of images that have a copy or a near-copy in their group.
-        num_alike: Number of images that resemble so many others of their class that they aren't
-            kept together, such as photos of one texture.
-    """
-
-    groups: tuple[str, ...]
-    num_copies: int
-    num_alike: int
+    return tuple(name or image_id for name, image_id in zip(names, dataset.ids, strict=True))
 
 
 def group_copies(
@@ -167,7 +139,7 @@ def hash_quickly(dataset: ImageDataset, cache_dir: Path) -> np.ndarray:
 
 def join_duplicates(
     groups: Sequence[str], labels: np.ndarray, hashes: np.ndarray, *, num_splits: int
-) -> JoinedGroups:
+) -> tuple[tuple[str, ...], int, int]:
     """Join groups that share an image or a near-copy of one.
 
     Near-copies that would join more than a tenth of a class, and more than ten images, aren't
@@ -178,6 +150,10 @@ def join_duplicates(
         labels: Class of each image.
         hashes: Hashes of the images, see `hash_quickly`.
         num_splits: Number of splits into which the images are divided.
+
+    Returns:
+        Group of each image; the number of images that have a copy or a near-copy in their group;
+        and the number of those that resemble so many others that they aren't kept together.
     """
     pairs = find_pairs(hashes)
     classes = labels.tolist()
@@ -206,7 +182,7 @@ def join_duplicates(
             members = set(np.flatnonzero(in_class).tolist())
             alike |= copies & members
             copies -= members
-    return JoinedGroups(tuple(result), len(copies), len(alike))
+    return tuple(result), len(copies), len(alike)
 
 
 def _join(groups: Sequence[str], pairs: Iterable[tuple[int, int, bool]]) -> list[str]:
@@ -255,23 +231,24 @@ def choose_whole_groups(
     for group, label in zip(groups, labels.tolist(), strict=True):
         members.setdefault(group, Counter())[label] += 1
     num_groups = Counter(label for counts in members.values() for label in counts)
-
-    def count_lacking(chosen: Set[str]) -> int:
-        """Count the classes that lack a group on either side."""
+    best: Set[str] = set()
+    least: tuple[int, int] | None = None
+    for draw in range(_NUM_DRAWS):
+        others = f":{draw}" if draw else ""
+        chosen, distance = _draw_groups(
+            members, fraction, salt + others, num_groups if draw else None
+        )
         num_chosen = Counter(label for group in chosen for label in members[group])
-        return sum(
+        # classes that lack a group on either side
+        num_lacking = sum(
             not 1 <= num_chosen[label] <= count - num_splits + 1
             for label, count in num_groups.items()
             if count >= num_splits
         )
-
-    best, distance = _draw_groups(members, fraction, salt, num_groups=None)
-    least = (count_lacking(best), distance)
-    if fraction and least[0]:
-        for draw in range(1, _NUM_DRAWS):
-            drawn, distance = _draw_groups(members, fraction, f"{salt}:{draw}", num_groups)
-            if (count_lacking(drawn), distance) < least:
-                best, least = drawn, (count_lacking(drawn), distance)
+        if least is None or (num_lacking, distance) < least:
+            best, least = chosen, (num_lacking, distance)
+        if draw == 0 and not (fraction and num_lacking):
+            break
     return np.array([group in best for group in groups])
 
 
@@ -280,7 +257,7 @@ def _draw_groups(
     fraction: float,
     salt: str,
     num_groups: Mapping[int, int] | None,
-) -> tuple[set[str], int]:
+) -> tuple[Set[str], int]:
     """Choose groups in the order of their hashes. See `choose_whole_groups`.
 
     Args:
@@ -294,44 +271,40 @@ def _draw_groups(
     Returns:
         The groups, and by how many images of all classes they miss the fraction.
     """
-    class_sizes: Counter[int] = Counter()
+    left: Counter[int] = Counter()
     for counts in members.values():
-        class_sizes += counts
+        left += counts
     # images that each class still lacks: at least one is chosen, but never all of a class
     lacking = {
         label: min(max(round(fraction * size), fraction > 0), size - 1)
-        for label, size in class_sizes.items()
+        for label, size in left.items()
     }
-    left = class_sizes.copy()
     chosen: set[str] = set()
+    texts = {group: f"{salt}:{group}".encode(errors="surrogateescape") for group in members}
+    hashes = {group: hashlib.blake2b(text).digest() for group, text in texts.items()}
 
     def choose(group: str) -> None:
         chosen.add(group)
-        for label, count in members[group].items():
-            lacking[label] -= count
-            left[label] -= count
+        lacking.update({label: lacking[label] - n for label, n in members[group].items()})
+        left.subtract(members[group])
 
     def leaves_some(group: str) -> bool:
         return all(count < left[label] for label, count in members[group].items())
 
-    def measure_gain(group: str) -> int:
-        counts = members[group].items()
-        return sum(abs(lacking[label]) - abs(lacking[label] - count) for label, count in counts)
-
-    def hash_group(group: str) -> bytes:
-        text = f"{salt}:{group}".encode(errors="surrogateescape")
-        return hashlib.blake2b(text).digest()
-
-    for group in sorted(members, key=hash_group):
-        if measure_gain(group) > 0 and leaves_some(group):
+    for group in sorted(members, key=hashes.__getitem__):
+        counts = members[group]
+        gain = sum(abs(lacking[label]) - abs(lacking[label] - n) for label, n in counts.items())
+        if gain > 0 and leaves_some(group):
             choose(group)
+    found = {label for group in chosen for label in members[group]}
     # a group of a class with few groups may bring other classes, too
     for label in sorted(lacking, key=num_groups.__getitem__) if num_groups else list(lacking):
-        if lacking[label] > 0 and left[label] == class_sizes[label]:
+        if lacking[label] > 0 and label not in found:
             own = [group for group in members if label in members[group]]
-            own.sort(key=lambda group: (members[group].total(), hash_group(group)))
+            own.sort(key=lambda group: (members[group].total(), hashes[group]))
             candidates = own if num_groups else own[:1]
             smallest = next(filter(leaves_some, candidates), None)
             if smallest is not None:
                 choose(smallest)
+                found |= members[smallest].keys()
     return chosen, sum(map(abs, lacking.values()))

@@ -57,12 +57,3 @@ def number_label_sets(labels: np.ndarray) -> np.ndarray:
     numbers[is_rare] = len(counts) + rarest[is_rare]
     strata: np.ndarray = np.unique(numbers, return_inverse=True)[1].reshape(-1).astype(np.int64)
     return strata
-
-
-def describe_label_sets(labels: np.ndarray) -> str:
-    """Describe how many labels the images have: "3 labels, 1.4 an image, 12 % with none"."""
-    without = 1 - labels.any(axis=1).mean()
-    return (
-        f"several labels an image: {labels.shape[1]} labels, {labels.sum(axis=1).mean():.1f} an image,"
-        f" {100 * without:.0f} % with none"
-    )

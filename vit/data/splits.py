@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vit.data.corrections import SEPARATOR, correct_labels
+from vit.data.corrections import correct_labels
 from vit.data.dataset import ImageDataset, printable
 from vit.data.groups import choose_whole_groups, find_groups, group_copies
 from vit.data.sources.listing import Images
@@ -111,13 +111,7 @@ class DatasetSplits:
                 f"the {name} split is empty: no image is held out for it, or all classes have too"
                 " few; choose another split, add images, or give the split a folder"
             )
-        # a correction may use a class's own name or its other one
-        renamed = self.images.renamed_classes
-        corrections = {
-            image: SEPARATOR.join(renamed.get(each, each) for each in label.split(SEPARATOR))
-            for image, label in self.corrections.items()
-        }
-        return correct_labels(self._listed[name], corrections)
+        return correct_labels(self._listed[name], self.corrections)
 
     def describe_splits(self) -> list[str]:
         """Describe the origin of the test and the validation split, a sentence each."""
@@ -132,16 +126,6 @@ class DatasetSplits:
                 sentences.append(f"{split} is {100 * fraction:g} % of {rest} (seed {seed})")
                 rest = "the rest"
         return sentences + self._kept_together
-
-    def describe_classes(self) -> str:
-        """Count the images of each class in each split that was asked for or that the data set
-        has."""
-        present = {*self._listed, *self.images.own_splits}
-        datasets = {name: self.split(name) for name in SPLITS[:3] if name in present}
-        counts = np.array([dataset.class_counts for dataset in datasets.values()])
-        class_names = self.images.dataset.class_names
-        parts = [f"{each} {'/'.join(map(str, counts[:, k]))}" for k, each in enumerate(class_names)]
-        return f"{shorten(', '.join(parts), 400)} ({'/'.join(datasets)})"
 
     def list_held_out(self) -> dict[str, list[str]]:
         """List the ids of the images of each split that isn't the data set's own: split → ids."""
@@ -161,8 +145,7 @@ class DatasetSplits:
         dataset = self.images.split(split)
         if self.rule.group_by is None:
             return dataset
-        groups = find_groups(dataset, self.rule.group_by, is_divided=split == "train")
-        return replace(dataset, groups=groups)
+        return replace(dataset, groups=find_groups(dataset, self.rule.group_by))
 
     def _hold_out(self) -> None:
         """Divide the training images."""

@@ -11,10 +11,12 @@ from vit.bundle import Bundle
 from vit.data.dataset import ImageDataset, printable
 from vit.data.duplicates import hash_pixels
 from vit.data.open import open_dataset, open_for_model, read_label_rule
-from vit.data.sources.registry import is_here
 from vit.explanation.render.page import encode_photo
 from vit.prediction.neighbours import find_nearest
 from vit.prediction.predictor import BatchPredictor, Pixels, read_from
+
+# sources that may be listed because of a model file: they use no network
+_HERE = ("digits", "folder", "imagenet", "imagenette")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class TrainingPhotos:
                 return self.bundle.passed_images.split("train")
             recorded = self.bundle.recorded_images
             name, root = recorded.config.get("name", ""), recorded.config.get("root")
-            if not is_here(name, root):
+            if name not in _HERE:
                 return None
             if recorded.digests is None:
                 return open_for_model(None, recorded=recorded).split("train")

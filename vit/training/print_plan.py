@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from vit.data.label_sets import describe_label_sets
 from vit.data.statistics import MAX_RATIO, compute_class_ratio
 from vit.runtime.console import build_console, build_table
 from vit.runtime.device import describe_device
@@ -52,9 +51,7 @@ def summarize_run(run: Run) -> dict[str, str]:
     images = ", ".join(f"{len(dataset):,} {dataset.split}" for dataset in datasets)
     if num_unreadable := sum(len(dataset.unreadable) for dataset in datasets):
         images += f", {num_unreadable:,} unreadable"
-    classes = f"{len(data.train.class_names)} classes"
-    if data.train.is_multilabel:
-        classes = describe_label_sets(data.train.labels)
+    classes = f"{len(data.train.class_names)} {data.train.class_word}"
     length = "linear probe only"
     if plan.total_steps:
         epochs = math.ceil(plan.total_steps / plan.steps_per_epoch)
@@ -68,7 +65,6 @@ def summarize_run(run: Run) -> dict[str, str]:
         "data": f"{data.splits.title}: {images}; {classes}",
         "read as": "; ".join(data.splits.images.listing.read),
         "splits": "; ".join(data.splits.describe_splits()),
-        data.train.class_word: data.splits.describe_classes(),
         "model": f"{num_parameters:,} parameters",
         "device": device,
         "run": length,

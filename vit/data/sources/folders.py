@@ -19,7 +19,7 @@ from vit.data.sources.tables import find_table, is_table, list_table
 from vit.runtime.arguments import shorten
 from vit.runtime.files import expand_home
 from vit.runtime.patterns import check_pattern, search_group
-from vit.runtime.places import explain_file, is_archive, suggest
+from vit.runtime.places import explain_file, suggest
 
 
 def find_folder(request: Request) -> Listing:
@@ -96,7 +96,11 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
             labels += [class_name] * len(images)
             splits += [split] * len(images)
     if not paths:
-        raise ValueError(f"{root} holds no images in folders of classes{_explain(root)}")
+        raise ValueError(
+            f"{root} holds no images in folders of classes; move them into a folder for each class,"
+            " name their table, unpack their archive, or find the class in their names with"
+            " --label-by"
+        )
     return Listing(
         name=name,
         origin=f"{root}/<class>/<image>",
@@ -106,20 +110,6 @@ def find_class_folders(name: str, root: Path, classes: ClassChoice) -> Listing:
         read=describe_unused(unused),
         notes=notes,
     )
-
-
-def _explain(root: Path) -> str:
-    """Say what a folder without folders of classes holds, and what to do."""
-    names = sorted(entry.name for entry in root.iterdir() if entry.is_file())
-    for name in names:
-        if is_archive(name):
-            return f", but the archive {name}; unpack it there"
-        if is_table(root / name):
-            return f"; if {name} names the classes, use vit train {root / name}"
-    if any(map(is_image_name, names)):
-        hint = "or find the class in their names with --label-by"
-        return f"; move them into a folder for each class, {hint}"
-    return "; check the path"
 
 
 def _find_splits(root: Path) -> dict[str, Path]:

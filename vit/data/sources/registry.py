@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 from vit.data.dataset import Request
 from vit.data.sources import folders, huggingface, named, shards
-from vit.data.sources.base import Root
 from vit.data.sources.listing import Listing
 from vit.runtime.arguments import check_choice
 from vit.runtime.places import explain_file, suggest
@@ -63,12 +61,3 @@ def require_kind(data: object) -> str:
             f"{suggest(str(data), names) or '; check the path'}"
         )
     return kind
-
-
-def is_here(name: str, root: Root) -> bool:
-    """Return true if the images of a data set can be read without a download."""
-    if root is None or not Path(root).exists():
-        return name == "digits"
-    return name in ("digits", "folder", "imagenet") or (
-        name == "imagenette" and named.is_imagenette(Path(root))
-    )
