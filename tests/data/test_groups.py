@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import vit
-from tests.conftest import Launcher
 from vit.config import load_config
 from vit.data import groups as groups_module
 from vit.data.duplicates import find_pairs
@@ -83,10 +81,9 @@ def test_a_class_of_copies_alone_is_split_all_the_same() -> None:
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
     # of class 0 all are one image, of class 1 the first two
     hashes = np.array([[7, 7, 7, 7, 1, 1, 2, 3], [0] * 8], dtype=np.uint64)
-    joined = join_duplicates(ids, labels, hashes, num_splits=3)
-    assert joined.groups == ("0.png", "1.png", "2.png", "3.png", "4.png", "4.png", "6.png", "7.png")
-    assert joined.num_copies == 2
-    assert joined.num_alike == 4
+    groups, num_copies, num_alike = join_duplicates(ids, labels, hashes, num_splits=3)
+    assert groups == ("0.png", "1.png", "2.png", "3.png", "4.png", "4.png", "6.png", "7.png")
+    assert (num_copies, num_alike) == (2, 4)
 
 
 def save_textures(root: Path, *, num_good: int, num_defect: int) -> None:
@@ -133,9 +130,10 @@ def test_near_copies_form_no_chain() -> None:
         for bit in range(5):
             dhash ^= 1 << (5 * number + bit)
     ids = [f"{number}.png" for number in range(12)]
-    joined = join_duplicates(ids, np.zeros(12, int), np.array(hashes, np.uint64), num_splits=2)
-    members = {group: [] for group in joined.groups}
-    for group, value in zip(joined.groups, hashes[1], strict=True):
+    digests = np.array(hashes, np.uint64)
+    groups, _, _ = join_duplicates(ids, np.zeros(12, int), digests, num_splits=2)
+    members = {group: [] for group in groups}
+    for group, value in zip(groups, hashes[1], strict=True):
         members[group].append(value)
     assert len(members) > 3
     for values in members.values():
@@ -208,7 +206,7 @@ def test_groups_stay_whole_and_classes_near_the_fraction() -> None:
     assert Counter(np.array(list("aaaabbbbccccdddd"))[mask]).total() == 8
 
 
-def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path, cli: Launcher) -> None:
+def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path) -> None:
     save_bursts(tmp_path / "photos", num_bursts=12)
     dataset = open_dataset("folder", root=tmp_path / "photos").split("all")
     found = find_groups(dataset, r"_(site\d+)")
@@ -221,7 +219,6 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path, cli: 
     folders = open_dataset("folder", root=tmp_path / "folders").split("all")
     assert set(find_groups(folders, 1)) == set(found)
     for group_by, text in [
-        (2, "puts the images of each class into one group, such as"),
         (7, "finds no group in paths such as"),
         ("site", "it has 0 groups"),
         ("(", "is not a regular expression"),
@@ -241,28 +238,10 @@ def test_groups_come_from_folders_an_expression_or_a_table(tmp_path: Path, cli: 
     assert "12 groups stay whole" in splits.describe_splits()
     table.unlink()
 
-    run = tmp_path / "run"
-    outcome = cli.succeed(
-        "train", tmp_path / "folders", "--group-by", r"(site\d+)", "-o", run, "--dry-run",
-        "--minutes", "0.02", "train.device=cpu",
-    )  # fmt: skip
-    assert "12 groups stay whole" in " ".join(outcome.text.split())
-    with pytest.raises(ValueError, match="finds no group"):
-        vit.train(str(tmp_path / "folders"), output=run, group_by="(zebra)", dry_run=True)
 
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "(",
-        "(a){99999999999999999999}",
-        "(" * 5000 + ")" * 5000,
-        "(" + "a" * 10_000,
-    ],
-)
-def test_a_wrong_expression_is_refused_before_images_are_listed(pattern: str) -> None:
+def test_a_wrong_expression_is_refused_before_images_are_listed() -> None:
     with pytest.raises(ValueError, match=r"data\.group_by .* is not a regular expression"):
-        SplitRule(group_by=pattern)
+        SplitRule(group_by="(" + "a" * 10_000)
 
 
 def test_a_thumbnail_has_the_hashes_of_its_own_kind(tmp_path: Path) -> None:

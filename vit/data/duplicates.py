@@ -44,7 +44,7 @@ def compute_dhash(image: Image.Image) -> int:
 
 
 def find_duplicates(
-    hashes: np.ndarray, training_hashes: np.ndarray, *, max_distance: int = _NEAR
+    hashes: np.ndarray, training_hashes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find images that were in training, also mirrored.
 
@@ -55,7 +55,6 @@ def find_duplicates(
     Args:
         hashes: uint64 [2, n], `hash_pixels` and `compute_dhash` of each image that is searched.
         training_hashes: uint64 [2, m], the same of the training images.
-        max_distance: Bits by which the perceptual hashes of a near pair may differ.
 
     Returns:
         Pairs with the same pixels, and pairs with other pixels and the closest perceptual hash;
@@ -85,7 +84,7 @@ def find_duplicates(
         for place, pair in enumerate(zip(query_dhashes, _mirror(query_dhashes), strict=True)):
             # the mirror image may be more similar
             distances = min((np.bitwise_count(known ^ dhash) for dhash in pair), key=np.min)
-            if distances.min() <= max_distance:
+            if distances.min() <= _NEAR:
                 found[place] = candidates[distances.argmin()]
     nearest = found[inverse]
     near_pairs = np.stack([queries, nearest], axis=1)[nearest >= 0]
